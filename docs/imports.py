@@ -6,7 +6,7 @@ import grimp
 import matplotlib.axes
 from matplotlib.figure import Figure
 
-PACKAGES = "jpipe", "planner", "train"
+PACKAGES = "jpipe", "jpipe_planner", "jpipe_train"
 
 
 def rooms(package: str) -> tuple[dict[str, int], dict[str, set[str]]]:

@@ -4,12 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from jpipe_planner.ranking.draw import draw_choice
+from jpipe_train.config import config_file
+from jpipe_train.console.progress import Reporter
+from jpipe_train.plan.planning import Parts, Request, profile_of, read_topology, search
+
 import jpipe
 from docs import imports
-from planner.ranking.draw import draw_choice
-from train.config import config_file
-from train.console.progress import Reporter
-from train.plan.planning import Parts, Request, profile_of, read_topology, search
 
 FOLDER = Path(__file__).parent / "pictures"
 CONFIGS = Path(__file__).parents[1] / "configs"

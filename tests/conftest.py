@@ -15,6 +15,8 @@ from beartype.claw import beartype_packages
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
+from tests.packages import PACKAGES, module_name
+
 jax.config.update("jax_num_cpu_devices", 8)
 # No silent widening and no silent broadcasting in our code. Optax's own Adam mixes int and float: jpipe allows that to optax alone.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -25,15 +27,8 @@ for number, usual in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: 
         signal.signal(number, usual)
 # From here on the packages are imported with every annotation checked at each call. Shapes are checked where there are any: between the
 # arguments of a call, which makes it some tenths of a millisecond longer, too much for the searches.
-PACKAGES = "jpipe", "planner", "train"
-ROOT = pathlib.Path(__file__).parents[1]
-SHAPED = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for name in PACKAGES
-    for path in (ROOT / name).rglob("*.py")
-    if "jaxtyping" in path.read_text("utf-8")
-]
-beartype_packages(PACKAGES, conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float, as for mypy
+SHAPED = [module_name(path) for folder in PACKAGES.values() for path in folder.rglob("*.py") if "jaxtyping" in path.read_text("utf-8")]
+beartype_packages([*PACKAGES], conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float, as for mypy
 install_import_hook(SHAPED, "beartype.beartype")
 # Python 3.11 looks at all members of an object, and works out its properties, whenever it asks if they are those of a protocol. That was a
 # quarter of the time of all tests. Of the packages' own classes and protocols it is asked until an object of the class has them all.

@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 import pytest
+from jpipe_train.assemble import build, model
 
 from jpipe import pipeline
 from jpipe.stages import _builder, _compile
 from jpipe.stages import _functions as _stage
 from tests.jpipe import running
-from train.assemble import build, model
 
 SETTINGS = (
     "jax_enable_x64",

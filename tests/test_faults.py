@@ -6,14 +6,14 @@ import shutil
 
 import numpy as np
 import pytest
+from jpipe_train.checkpoint.resume import find
+from jpipe_train.config.config import Config
+from jpipe_train.launch.together import Together
+from jpipe_train.run import loop
 
 from benchmarks.faults import damage, kills
 from benchmarks.faults.runs import EVERY, KINDS, config_of, difference, end_of
 from jpipe.checkpoints import files as checkpoint_files
-from train.checkpoint.resume import find
-from train.config.config import Config
-from train.launch.together import Together
-from train.run import loop
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def stopped(tmp_path_factory):
     """The folder of a run that has three checkpoints, to be copied."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("train.run.loop.write_report", lambda *_: None)  # which takes longer than the run
+        patched.setattr("jpipe_train.run.loop.write_report", lambda *_: None)  # which takes longer than the run
         return damage.trained(tmp_path_factory.mktemp("stopped"), damage.STOPPED)
 
 
@@ -53,7 +53,7 @@ def test_whatever_file_is_damaged_it_is_named_and_the_checkpoint_before_is_used(
 
 
 def test_a_run_with_a_damaged_checkpoint_comes_to_the_same_end(again, tmp_path_factory, monkeypatch):
-    monkeypatch.setattr("train.run.loop.write_report", lambda *_: None)
+    monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
     expected = end_of(damage.trained(tmp_path_factory.mktemp("whole"), damage.END))
     name, how, at = next(one for one in damage.damages(damage.newest(again / "run"), random.Random(1)) if one[1] == "changed")
     damage.damage(damage.newest(again / "run") / name, how, at)
@@ -61,7 +61,7 @@ def test_a_run_with_a_damaged_checkpoint_comes_to_the_same_end(again, tmp_path_f
 
 
 def test_replicas_that_save_in_the_middle_of_a_round_have_every_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.run.loop.write_report", lambda *_: None)
+    monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
     loop.main(Config.model_validate(config_of(tmp_path, KINDS["2-1-1"], EVERY + 1)))
     assert checkpoint_files.steps(tmp_path / "run") == [EVERY, EVERY + 1]
 

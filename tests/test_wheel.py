@@ -5,17 +5,14 @@ import re
 import subprocess
 import tomllib
 import types
-from pathlib import Path
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
+from jpipe_train import commands
+from jpipe_train.data.samples.make import SAMPLES
 
 import jpipe
-from train import commands
-from train.data.samples.make import SAMPLES
-
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("jpipe", "planner", "train")
+from tests.packages import PACKAGES, ROOT
 
 
 def git(*words: str) -> list[str]:
@@ -26,7 +23,7 @@ def git(*words: str) -> list[str]:
 
 
 def test_every_file_of_the_packages_is_in_the_wheel():
-    tracked = {*git("ls-files", *PACKAGES), "jpipe_command.py"}
+    tracked = {name.removeprefix("planner/").removeprefix("train/") for name in git("ls-files", *map(str, PACKAGES.values()))}
     assert len(tracked) > 200
     found = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
     assert tracked - found == set()
@@ -43,8 +40,8 @@ def test_what_is_ignored_is_named_from_the_root():
 
 
 def test_every_folder_of_the_packages_is_a_package():
-    for package in PACKAGES:
-        folders = {path.parent for path in (ROOT / package).rglob("*.py")}
+    for package in PACKAGES.values():
+        folders = {path.parent for path in package.rglob("*.py")}
         assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
@@ -52,7 +49,7 @@ def test_nobody_is_told_to_install_another_project():
     """In package indexes, `jpipe` is not ours."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "jpipe-train"
-    assert project["scripts"] == {"jpipe": "jpipe_command:main"}
+    assert project["scripts"] == {"jpipe": "jpipe_train.cli:main"}
     wrong = re.compile(r"(pip3?|uv|pipx) .*(install|add|run) .*['\" ]jpipe(\[|[=>'\"`;,. )]|$)|\bjpipe\[(wandb|bleu|dev|cuda|tpu)", re.M)
     for name in git("ls-files", "*.py", "*.md", "*.yaml", "*.toml", "*.txt", "Makefile", ".ci"):
         found = wrong.search((ROOT / name).read_text(encoding="utf-8"))

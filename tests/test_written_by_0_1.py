@@ -4,10 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
+from jpipe_planner.profile.profile import Profile
+from jpipe_train.cli import main
+
 import jpipe
-from planner.profile.profile import Profile
 from tests.train.conftest import SENTENCE
-from train.cli import main
 
 WRITTEN = Path(__file__).parent / "written_by_0_1"
 
@@ -16,7 +17,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
     shutil.copytree(WRITTEN / "run", tmp_path / "run")
     (tmp_path / "text.txt").write_bytes(SENTENCE * 100)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("train.run.loop.write_report", lambda *_: None)
+    monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
     assert main(["train", "run/config.yaml", "--resume", "must", "--set", "train.steps=5"]) == 0, capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jpipe_train.assemble.build import prepare_devices
+from jpipe_train.checkpoint.checkpoints import Checkpoints
+from jpipe_train.checkpoint.resume import find
+from jpipe_train.config import config_file
+from jpipe_train.config.config import Config
+from jpipe_train.config.config_file import to_yaml
+from jpipe_train.console.progress import Reporter
+from jpipe_train.data import data
+from jpipe_train.launch.together import Together
+from jpipe_train.run import loop, starting
 from rich.console import Console
 
 import jpipe
 from benchmarks.faults.runs import ROOT
 from benchmarks.planner.markdown import print_table
 from jpipe.checkpoints import files as checkpoint_files
-from train.assemble.build import prepare_devices
-from train.checkpoint.checkpoints import Checkpoints
-from train.checkpoint.resume import find
-from train.config import config_file
-from train.config.config import Config
-from train.config.config_file import to_yaml
-from train.console.progress import Reporter
-from train.data import data
-from train.launch.together import Together
-from train.run import loop, starting
 
 SCHEDULES = "pipedream_2bw", "pipedream", "gpipe"  # whose bytes are counted; the first is the default
 ALONE = Together(None)

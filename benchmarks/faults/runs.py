@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jpipe_train.report.metrics_log import repeatable
 
 from jpipe.checkpoints import files as checkpoint_files
-from train.report.metrics_log import repeatable
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0  # seconds, for a run of some
@@ -93,7 +93,7 @@ def launched(config: Mapping[str, Any], folder: Path, processes: int, restarts: 
     }
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(  # noqa: S603 - our own program
-            [sys.executable, "-P", "-m", "train.cli", *arguments], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            [sys.executable, "-P", "-m", "jpipe_train.cli", *arguments], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
     try:
         yield process

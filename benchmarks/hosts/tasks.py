@@ -3,19 +3,19 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.measure import measure
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking.choose import Ranked
+from jpipe_train.assemble.build import build
+from jpipe_train.config import config_file
+from jpipe_train.config.config import Config
+from jpipe_train.console.progress import Reporter
+from jpipe_train.data.data import Data
+from jpipe_train.plan.planning import Parts, Request, search
 from rich.console import Console
 
 import jpipe
-from planner.machine.topology import Topology
-from planner.profile.measure import measure
-from planner.profile.profile import Profile
-from planner.ranking.choose import Ranked
-from train.assemble.build import build
-from train.config import config_file
-from train.config.config import Config
-from train.console.progress import Reporter
-from train.data.data import Data
-from train.plan.planning import Parts, Request, search
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "papers"
 SCHEDULES = ("pipedream", "pipedream_2bw", "pipedream_flush")  # those of the papers; data parallelism is the last one with one stage

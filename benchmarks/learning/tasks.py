@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jpipe_train.config.config import ModelConfig
+from jpipe_train.data.splits import read_bytes
+from jpipe_train.data.windows import Windows
+from jpipe_train.models import cross_entropy, layers
 
 import jpipe
-from train.config.config import ModelConfig
-from train.data.splits import read_bytes
-from train.data.windows import Windows
-from train.models import cross_entropy, layers
 
 Batch = tuple[np.ndarray, np.ndarray]
 

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jpipe_planner.machine.topology import Level, Topology
+from jpipe_planner.profile.analyze import analyze
+from jpipe_planner.profile.profile import LayerProfile, Profile
+from jpipe_train.config import config_file
+from jpipe_train.config.config import ModelConfig
+from jpipe_train.config.presets import PRESETS
+from jpipe_train.console.progress import Reporter
+from jpipe_train.data.samples import make
+from jpipe_train.models import cross_entropy, layers
+from jpipe_train.plan.planning import Parts
 from rich.console import Console
 
 import jpipe
-from planner.machine.topology import Level, Topology
-from planner.profile.analyze import analyze
-from planner.profile.profile import LayerProfile, Profile
-from train.config import config_file
-from train.config.config import ModelConfig
-from train.config.presets import PRESETS
-from train.console.progress import Reporter
-from train.data.samples import make
-from train.models import cross_entropy, layers
-from train.plan.planning import Parts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FEATURES = 4096  # of a frame, as in the paper; the sample has fewer

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.search.paper import search_paper
+from jpipe_planner.search.partition import Partition, Problem, evaluate
+from jpipe_planner.search.pipedream import search
+
 from benchmarks.papers import stages
 from benchmarks.papers.document import Table
 from benchmarks.papers.models import PIPEDREAM, pipedream_profile, servers, topology
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
-from planner.search.paper import search_paper
-from planner.search.partition import Partition, Problem, evaluate
-from planner.search.pipedream import search
 
 SHARED_PCIE = 10e9 / 4
 """Bytes per second of each of four GPUs that share the PCIe of `cluster-a.yaml`, as those of the paper do."""

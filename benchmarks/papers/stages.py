@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+from jpipe_planner.cost.price import all_reduce_seconds, cut_seconds
+from jpipe_planner.cost.simulated import Simulated, simulated
+from jpipe_planner.machine.topology import Device, Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.search.candidates import as_candidate
+from jpipe_planner.search.partition import Partition, Placed, Problem, evaluate, seconds_of
+
 import jpipe
-from planner.cost.price import all_reduce_seconds, cut_seconds
-from planner.cost.simulated import Simulated, simulated
-from planner.machine.topology import Device, Topology
-from planner.profile.profile import Profile
-from planner.search.candidates import as_candidate
-from planner.search.partition import Partition, Placed, Problem, evaluate, seconds_of
 
 
 def scaled(profile: Profile, seconds: float, size: float = 1.0) -> Profile:

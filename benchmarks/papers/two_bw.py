@@ -9,13 +9,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jpipe_planner.cost.simulated import Simulated, simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.parallel import sweep
+
 from benchmarks.papers.document import Table
 from benchmarks.papers.models import topology, transformer_profile, two_blocks, with_blocks
-from planner.cost.simulated import Simulated, simulated
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
-from planner.search.candidate import Candidate
-from planner.search.parallel import sweep
 
 SCHEDULES = ("naive", "gpipe", "pipedream_flush", "pipedream_2bw")
 POLICIES = ("none", "full")

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.graph_txt import read_graph_txt
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking.choose import Ranked, choose
+from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.candidates import find_candidates
 
 from benchmarks.planner.markdown import print_table
-from planner.cost.simulated import simulated
-from planner.machine.topology import Topology
-from planner.profile.graph_txt import read_graph_txt
-from planner.profile.profile import Profile
-from planner.ranking.choose import Ranked, choose
-from planner.search.candidate import Candidate
-from planner.search.candidates import find_candidates
 
 TOPOLOGIES = ("cluster-a", "cluster-b")  # of 16 devices
 MICROBATCHES = (16, 64)  # of a batch

@@ -16,18 +16,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jpipe_planner.cost.shape import is_planned
+from jpipe_planner.cost.simulated import Simulated, simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.search.candidates import find_candidates
+from jpipe_train.models import layers
 
 import jpipe
 from benchmarks.peers.__main__ import ENVIRONMENT
 from benchmarks.planner.plan_runner import BATCH, MODEL, SIZES
 from benchmarks.programs import Program, ProgramFailed, free_port, python_module
-from planner.cost.shape import is_planned
-from planner.cost.simulated import Simulated, simulated
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
-from planner.ranking.choose import choose
-from planner.search.candidates import find_candidates
-from train.models import layers
 
 COUNTS = (2, 4)
 SECONDS = 2.5  # that a plan is measured for, at least eight steps

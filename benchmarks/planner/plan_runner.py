@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jpipe_planner.machine.local import local_topology
+from jpipe_planner.profile.measure import measure
+from jpipe_planner.profile.profile import Profile
+from jpipe_train.config.config import ModelConfig
+from jpipe_train.models import cross_entropy, layers
+from jpipe_train.report.report import temporary_of_ranks
 
 import jpipe
 from benchmarks.pipelines import Runner
-from planner.machine.local import local_topology
-from planner.profile.measure import measure
-from planner.profile.profile import Profile
-from train.config.config import ModelConfig
-from train.models import cross_entropy, layers
-from train.report.report import temporary_of_ranks
 
 MODEL = ModelConfig(depth=3, width=128, heads=4, seq_len=128)  # configs/gpt-bytes.yaml with one block less
 BATCH, SIZES = 32, (4, 8, 16)

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.search.parallel import sweep
+from jpipe_planner.search.partition import Problem
+from jpipe_planner.search.pipedream import search
 
 import jpipe
 from benchmarks.planner.markdown import print_table
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
-from planner.search.parallel import sweep
-from planner.search.partition import Problem
-from planner.search.pipedream import search
 
 ETHERNET, NVLINK = 25e9 / 8, 30e9
 SHARE = 0.7  # of the memory that the fastest plan takes: the limit of the runs with one

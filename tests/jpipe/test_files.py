@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jpipe import InputError, files
+from tests.packages import PACKAGES
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_all_that_writes_goes_through_one_module():
         r"NamedTemporaryFile",
         r"shutil\.(copy|move)",
     )
-    sources = [path for package in ("jpipe", "planner", "train") for path in (root / package).rglob("*.py")]
+    sources = [path for package in PACKAGES.values() for path in package.rglob("*.py")]
     found = {
         path.relative_to(root).as_posix()
         for path in sources

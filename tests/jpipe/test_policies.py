@@ -11,6 +11,7 @@ import pydantic
 
 import jpipe
 from docs import reference
+from tests.packages import PACKAGES, module_name
 
 ROOT = Path(jpipe.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -81,11 +82,10 @@ def test_modules_of_rooms_are_private_except_the_named_ones():
 
 
 def test_a_room_has_at_most_twelve_modules():
-    root = ROOT.parent
-    for package in ("jpipe", "planner", "train"):
-        for folder in {path.parent for path in (root / package).rglob("*.py")}:
+    for package in PACKAGES.values():
+        for folder in {path.parent for path in package.rglob("*.py")}:
             modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
-            assert len(modules) <= 12, f"{folder.relative_to(root)} has {len(modules)}"
+            assert len(modules) <= 12, f"{folder.relative_to(ROOT.parent)} has {len(modules)}"
 
 
 def test_plans_are_lowered_and_simulated_without_jax():
@@ -106,8 +106,8 @@ print(simulate(lower(Plan.even("abcd", 2, "pipedream_2bw", 4), batches=2)).versi
 def test_jaxs_private_modules_are_imported_in_one_place():
     importing = {
         path.relative_to(ROOT.parent).as_posix()
-        for package in ("jpipe", "planner", "train")
-        for path in (ROOT.parent / package).rglob("*.py")
+        for package in PACKAGES.values()
+        for path in package.rglob("*.py")
         if any(name.startswith(("jax._", "jaxlib")) for name in imported(path))
     }
     assert importing == {"jpipe/processes/jax_internals.py"}
@@ -133,9 +133,8 @@ def test_no_function_is_longer_than_60_lines():
 
 def test_a_changed_copy_of_data_keeps_nothing_that_was_computed_from_the_old_fields():
     """`model_copy` of pydantic copies cached properties, too. A model that has some drops them; the others compute each time."""
-    top = ROOT.parent
-    files = [path for name in ("jpipe", "planner", "train") for path in (top / name).rglob("*.py") if "cached_property" in path.read_text()]
-    modules = [importlib.import_module(".".join(path.relative_to(top).with_suffix("").parts)) for path in files]
+    files = [path for folder in PACKAGES.values() for path in folder.rglob("*.py") if "cached_property" in path.read_text()]
+    modules = [importlib.import_module(module_name(path)) for path in files]
     classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     caching = {
         kind

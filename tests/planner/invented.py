@@ -1,11 +1,10 @@
 """Profiles and machines that are drawn at random, and what simulating every candidate says."""
 
 import numpy as np
-
-from planner.cost.simulated import simulated
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
-from planner.ranking.choose import Ranked
+from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking.choose import Ranked
 
 
 def simulate_all(profile, topology, candidates):

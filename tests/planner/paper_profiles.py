@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+
 from benchmarks.papers import models, two_bw
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
 
 FOLDER = Path(__file__).parent / "paper_profiles"
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from jpipe_train import cli
+from jpipe_train.checkpoint import run_folder
+from jpipe_train.config.config import ModelConfig
+from jpipe_train.models import layers
 
 import jpipe
-from train import cli
-from train.checkpoint import run_folder
-from train.config.config import ModelConfig
-from train.models import layers
 
 ROOT = Path(__file__).parents[2]
 COMPILATIONS, COMPILED_BY_OPTAX = [], []
@@ -197,7 +197,7 @@ def test_a_bad_plan_file_is_refused(refused, tmp_path, spoil, message):
 def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch):
     real = layers.layers(ModelConfig(depth=1, width=8, heads=2, seq_len=8))
     stack = {"embed": real.layers["embed"], "flat": lambda x: x[:, :, 0], "head": real.layers["head"]}
-    monkeypatch.setattr("train.models.layers.layers", lambda config, chunk: jpipe.LayerStack(stack))
+    monkeypatch.setattr("jpipe_train.models.layers.layers", lambda config, chunk: jpipe.LayerStack(stack))
     message = refused()
     assert "'flat'" in message
     assert "'head'" in message
@@ -281,7 +281,7 @@ def test_the_usage_of_launch_has_the_order_in_which_one_types(capsys):
 
 
 def test_the_version_is_told_without_jax():
-    program = "import sys; from train import cli; code = cli.main(['--version']); sys.exit(code or 'jax' in sys.modules)"
+    program = "import sys; from jpipe_train import cli; code = cli.main(['--version']); sys.exit(code or 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"jpipe {jpipe.__version__}\n", "")
 
@@ -303,7 +303,7 @@ def test_no_name_of_a_strangers_drives_the_terminal(write_config, tmp_path, caps
 PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from train import cli
+from jpipe_train import cli
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -357,7 +357,7 @@ def press_where_it_is_changed():
 
 
 @pytest.mark.parametrize("way", [press, press_where_it_is_lost, press_where_it_is_changed])
-@pytest.mark.parametrize("moment", ["train.data.data.load", "jpipe.Pipeline.check", "jpipe.Pipeline.init", "jpipe.Pipeline.evaluate"])
+@pytest.mark.parametrize("moment", ["jpipe_train.data.data.load", "jpipe.Pipeline.check", "jpipe.Pipeline.init", "jpipe.Pipeline.evaluate"])
 def test_ctrl_c_is_heard_at_every_moment(write_config, tiny, capsys, monkeypatch, interruptible, moment, way):
     real, ways = pkgutil.resolve_name(moment), [way]  # once: a second Ctrl-C ends the process
     monkeypatch.setattr(moment, lambda *arguments, **options: (ways and ways.pop()(), real(*arguments, **options))[1])
@@ -415,7 +415,7 @@ def test_where_ctrl_c_is_not_ours_it_stays_as_it_is(write_config, capsys):
 PROGRAM_PRESSING_AT_AN_IMPORT = """
 import builtins, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from train import cli
+from jpipe_train import cli
 real, awaited = builtins.__import__, {sys.argv.pop(1)}
 def press(name, *rest, **more):
     if name in awaited:

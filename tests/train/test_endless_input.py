@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
+from jpipe_planner.machine.plain_yaml import dump, parse
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.graph_txt import read_graph_txt
+from jpipe_train import cli
+from jpipe_train.plan.planning import sizes_for
+from jpipe_train.report.metrics_log import mean_loss, means
 
 import jpipe
-from planner.machine.plain_yaml import dump, parse
-from planner.machine.topology import Topology
-from planner.profile.graph_txt import read_graph_txt
-from train import cli
-from train.plan.planning import sizes_for
-from train.report.metrics_log import mean_loss, means
 
 COMMANDS = {
     "train": ["train", "{}.yaml"],

@@ -7,13 +7,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
-from jpipe import InputError
-from train.cli import main
-from train.config import entry_point, shipped_configs
+from jpipe_train.cli import main
+from jpipe_train.config import shipped_configs
 
 ROOT = Path(__file__).parents[2]
-SAME_NAMES = ("jpipe", "planner", "train")
+SAME_NAMES = ("planner", "train")
 
 
 @pytest.mark.slow
@@ -30,18 +28,6 @@ def test_files_of_the_users_stand_in_for_nothing_of_jpipes(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     refusal = "jpipe: missing.yaml: cannot read the config: No such file or directory; give a YAML file such as configs/gpt-bytes.yaml"
     assert done.stderr.splitlines()[0] == refusal
-
-
-@pytest.mark.parametrize("statement", ["from train import my_layers", "import train; train.my_layers", "import planner.my_layers"])
-def test_a_module_that_imports_one_of_our_names_is_told_why(statement, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in SAME_NAMES:
-        (tmp_path / f"{name}.py").write_text("def my_layers(): ...\n")
-    (tmp_path / "clashing_model.py").write_text(f"{statement}\n")
-    with pytest.raises(InputError) as refused:
-        entry_point.load("clashing_model:layers", "model.target")
-    name = statement.split()[1].split(".")[0].rstrip(";")
-    assert str(refused.value).endswith(f"clashing_model.py:1); '{name}' is a package of jpipe's, so rename your own")
 
 
 def test_configs_are_listed_with_what_they_are(capsys):

@@ -7,6 +7,7 @@ import typing
 
 import jax
 import pytest
+from jpipe_train.report import stage_times
 
 import jpipe
 from jpipe import Plan
@@ -22,7 +23,7 @@ from jpipe.schedules._schedule import PARTS
 from jpipe.stages import _compile as compiled
 from jpipe.viz import _draw as draw
 from tests.jpipe import models
-from train.report import stage_times
+from tests.packages import PACKAGES
 
 ROOT = pathlib.Path(__file__).parents[3]
 INSTRUCTIONS = set(typing.get_args(Instruction))
@@ -48,7 +49,7 @@ def test_every_table_of_instructions_has_all_of_them():
 def test_no_module_lists_computations_by_hand():
     """Such a list was wrong whenever an op came that its writer had not thought of."""
     kinds = re.compile(rf"\b({'|'.join(kind.__name__ for kind in COMPUTATIONS.values())})\b")
-    for path in (path for folder in ("jpipe", "planner", "train") for path in (ROOT / folder).rglob("*.py")):
+    for path in (path for folder in PACKAGES.values() for path in folder.rglob("*.py")):
         if not path.as_posix().endswith(AT_HOME):
             code = re.sub(r'"""(.|\n)*?"""|#.*', "", path.read_text("utf-8"))
             assert not kinds.search(code), f"{path}: use `parts` of jpipe.programs._instructions"

@@ -4,11 +4,11 @@ import math
 import random
 
 import pytest
+from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.search.partition import Placed, Problem, evaluate
 
 import jpipe
-from planner.cost.memory import stage_bytes, waiting_inputs
-from planner.machine.topology import Topology
-from planner.search.partition import Placed, Problem, evaluate
 
 
 def shares(replicas, rng):

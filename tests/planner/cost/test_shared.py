@@ -7,17 +7,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jpipe_planner.cost.bound import port_seconds
+from jpipe_planner.cost.simulated import network, simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.analyze import analyze
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.search.candidates import cannot_share, find_candidates
+from jpipe_planner.search.parallel import sweep
 
 import jpipe
 from jpipe import InputError
-from planner.cost.bound import port_seconds
-from planner.cost.simulated import network, simulated
-from planner.machine.topology import Topology
-from planner.profile.analyze import analyze
-from planner.profile.profile import Profile
-from planner.ranking.choose import choose
-from planner.search.candidates import cannot_share, find_candidates
-from planner.search.parallel import sweep
 from tests.planner.invented import invented_profile
 
 WORDS, WIDTH = 12, 4

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-
-from planner.machine import local
+from jpipe_planner.machine import local
 
 
 def test_the_devices_here_their_links_and_what_they_share(monkeypatch):

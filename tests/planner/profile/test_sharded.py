@@ -3,11 +3,11 @@
 import re
 
 import pytest
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile, SharedProfile
+from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_degrees, sharded, why_not
 
 import jpipe
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile, SharedProfile
-from planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_degrees, sharded, why_not
 
 HALF = {"weights": 0.5, "compute": 0.5, "outputs": 0.0, "residuals": {"none": 0.5, "full": 0.0}, "divides": 12}
 SUMS = {"reduced": 800.0, "reductions": 2}

@@ -2,17 +2,17 @@
 
 import dataclasses
 
+import jpipe_planner.ranking.choose
 import pytest
+from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.ranking.draw import draw_choice
+from jpipe_planner.search.candidates import find_candidates
 
 import jpipe
-import planner.ranking.choose
-from planner.cost.simulated import simulated
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
-from planner.ranking import table
-from planner.ranking.choose import choose
-from planner.ranking.draw import draw_choice
-from planner.search.candidates import find_candidates
 from tests.planner.invented import simulate_all
 
 
@@ -142,6 +142,6 @@ def test_what_really_differs_is_called_by_its_name(why):
 
 def test_the_explanation_waits_for_the_norm_where_the_plan_does(monkeypatch):
     asked = []
-    monkeypatch.setattr(planner.ranking.choose, "simulated", lambda *args: asked.append(args[3]) or simulated(*args))
+    monkeypatch.setattr(jpipe_planner.ranking.choose, "simulated", lambda *args: asked.append(args[3]) or simulated(*args))
     choose(*TRULY_DIFFERENT["sum"], global_norm=True)
     assert asked == [True] * 3  # as it is, on free links, without sums

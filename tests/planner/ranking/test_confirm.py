@@ -8,18 +8,18 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.analyze import analyze
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking import confirm as module
+from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.ranking.compiled import Compiled, compiled
+from jpipe_planner.ranking.confirm import confirm
+from jpipe_planner.search.candidates import find_candidates
 
 import jpipe
-from planner.cost.simulated import simulated
-from planner.machine.topology import Topology
-from planner.profile.analyze import analyze
-from planner.profile.profile import Profile
-from planner.ranking import confirm as module
-from planner.ranking import table
-from planner.ranking.choose import choose
-from planner.ranking.compiled import Compiled, compiled
-from planner.ranking.confirm import confirm
-from planner.search.candidates import find_candidates
 
 MB = 10**6
 

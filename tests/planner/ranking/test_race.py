@@ -3,13 +3,13 @@
 import statistics
 
 import pytest
+from jpipe_planner.cost.bound import busy_seconds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.simulated import network, window
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.ranking.table import HEAD, rows
+from jpipe_planner.search.candidates import find_candidates
 
 import jpipe
-from planner.cost.bound import busy_seconds, port_seconds, unhindered_seconds
-from planner.cost.simulated import network, window
-from planner.ranking.choose import choose
-from planner.ranking.table import HEAD, rows
-from planner.search.candidates import find_candidates
 from tests.planner.invented import invented_profile, invented_topology, simulate_all
 
 _SHOWN = HEAD.index("simulated")
@@ -58,7 +58,7 @@ def test_candidates_that_cannot_be_the_fastest_are_told_by_their_bound():
 
 
 def test_what_takes_too_long_to_simulate_is_told(monkeypatch):
-    monkeypatch.setattr("planner.ranking.race.MOST_SIMULATED", 1)
+    monkeypatch.setattr("jpipe_planner.ranking.race.MOST_SIMULATED", 1)
     profile, topology = invented_profile(3), invented_topology(3)
     choice = choose(profile, topology, find_candidates(profile, topology, 12))
     assert sum(one.simulated is not None for one in choice.ranked) == 1

@@ -3,14 +3,14 @@
 import dataclasses
 
 import pytest
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import Choice, choose
+from jpipe_planner.ranking.draw import draw_choice, look
+from jpipe_planner.search.candidates import find_candidates
 
 import jpipe
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
-from planner.ranking import table
-from planner.ranking.choose import Choice, choose
-from planner.ranking.draw import draw_choice, look
-from planner.search.candidates import find_candidates
 
 
 def chosen(weights: int, residuals: int, memory: float) -> Choice:

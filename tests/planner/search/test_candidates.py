@@ -3,15 +3,14 @@
 import dataclasses
 
 import pytest
-
-from planner.cost.simulated import simulated
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile, TensorProfile
-from planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_degrees, sharded
-from planner.ranking.choose import choose
-from planner.search.candidates import as_candidate, find_candidates
-from planner.search.parallel import sweep
-from planner.search.partition import Placed, Problem, evaluate
+from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile, TensorProfile
+from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_degrees, sharded
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.search.candidates import as_candidate, find_candidates
+from jpipe_planner.search.parallel import sweep
+from jpipe_planner.search.partition import Placed, Problem, evaluate
 
 
 def blocks(count: int = 4, weights: int = 1_000) -> Profile:

@@ -6,17 +6,17 @@ import random
 
 import numpy as np
 import pytest
+from jpipe_planner.cost.crossings import Crossings
+from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
+from jpipe_planner.cost.shape import planned_schedules
+from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.search.balance import balance
+from jpipe_planner.search.parallel import EXTRA, sweep
+from jpipe_planner.search.stages import Layers
 
 import jpipe
-from planner.cost.crossings import Crossings
-from planner.cost.memory import stage_bytes, waiting_inputs
-from planner.cost.shape import planned_schedules
-from planner.cost.simulated import simulated
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
-from planner.search.balance import balance
-from planner.search.parallel import EXTRA, sweep
-from planner.search.stages import Layers
 
 POLICIES = ("none", "dots_saveable", "full")
 ONE_STAGE = ("pipedream_flush", "pipedream", "pipedream_2bw")  # the first stands for all that flush

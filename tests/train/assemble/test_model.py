@@ -8,14 +8,14 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from jpipe_train import cli
+from jpipe_train.assemble import model
+from jpipe_train.config import config_file, entry_point
+from jpipe_train.config.config import Config, EvalConfig, LossConfig, ModelConfig
 
 import jpipe
 from jpipe.stages._functions import asked_for, called
 from tests.train.run.test_loop import rows_of
-from train import cli
-from train.assemble import model
-from train.config import config_file, entry_point
-from train.config.config import Config, EvalConfig, LossConfig, ModelConfig
 
 OWN = '''
 """What a user may write."""
@@ -268,7 +268,7 @@ def test_a_config_alone_runs_no_code(capsys, section, target):
             "numpy:array",
             "expected a function or class written in Python, found 'numpy:array', a builtin_function_or_method; name a function",
         ),
-        ("train:model", "expected a function of your own, found 'train:model', and 'train' is a package of jpipe's; rename your module"),
+        ("jpipe_train:model", "and 'jpipe_train' is a package of jpipe's; rename your module"),
         ("jpipe.x:y", "'jpipe' is a package of jpipe's; rename"),
         ("own_parts:limit", "expected a function or class written in Python, found 'own_parts:limit', a int; name a function"),
         ("own_parts:modle", "the module 'own_parts' has no function 'modle'; did you mean 'model'?"),

@@ -11,19 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jpipe_train.assemble.model import layers
+from jpipe_train.checkpoint import huggingface as folder_of
+from jpipe_train.checkpoint.export import by_path
+from jpipe_train.checkpoint.huggingface.names import layout
+from jpipe_train.config import config_file, huggingface
+from jpipe_train.config.config import Config, ModelConfig
+from jpipe_train.models import cross_entropy
 from safetensors.numpy import load_file, save_file
 
 import jpipe
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.runtime._plain import to_plain
 from tests.train.models.running import applied
-from train.assemble.model import layers
-from train.checkpoint import huggingface as folder_of
-from train.checkpoint.export import by_path
-from train.checkpoint.huggingface.names import layout
-from train.config import config_file, huggingface
-from train.config.config import Config, ModelConfig
-from train.models import cross_entropy
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("gpt2", "llama", "bert")

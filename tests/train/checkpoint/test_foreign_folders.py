@@ -6,18 +6,18 @@ import time
 from pathlib import Path
 
 import pytest
+from jpipe_train.assemble.build import make_plan
+from jpipe_train.checkpoint.export import main as export
+from jpipe_train.checkpoint.resume import find
+from jpipe_train.checkpoint.run_folder import OUTPUTS, RunFolder
+from jpipe_train.data.splits import read_bytes
+from jpipe_train.launch.together import Together
+from jpipe_train.report.tensorboard import TensorBoard
+from jpipe_train.run import loop
 
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
-from train.assemble.build import make_plan
-from train.checkpoint.export import main as export
-from train.checkpoint.resume import find
-from train.checkpoint.run_folder import OUTPUTS, RunFolder
-from train.data.splits import read_bytes
-from train.launch.together import Together
-from train.report.tensorboard import TensorBoard
-from train.run import loop
 
 NAMES = ("config.yaml", "plan.json", "metrics.jsonl", ".job", ".lock", "trace.json", "report.html", "loss.png", "planned.json")
 

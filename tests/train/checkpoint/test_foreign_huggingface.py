@@ -9,13 +9,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from jpipe_train.checkpoint import huggingface, safetensors_file, warm_start
+from jpipe_train.checkpoint.huggingface.folder import INDEX, WHOLE
 from safetensors.numpy import save_file
 
 from jpipe import InputError
 from tests.train.checkpoint import folders
 from tests.train.checkpoint.folders import GOLDEN
-from train.checkpoint import huggingface, safetensors_file, warm_start
-from train.checkpoint.huggingface.folder import INDEX, WHOLE
 
 SHARD = "model-00002-of-00002.safetensors"
 

@@ -12,6 +12,14 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import yaml
+from jpipe_train.assemble.build import build, param_specs
+from jpipe_train.checkpoint import export
+from jpipe_train.checkpoint.resume import Facts, Resumed, find
+from jpipe_train.config.config import Config, PlanConfig
+from jpipe_train.config.config_file import to_yaml
+from jpipe_train.console.progress import Reporter
+from jpipe_train.launch.together import Together
+from jpipe_train.run.starting import read_checkpoint
 from rich.console import Console
 
 import jpipe
@@ -21,14 +29,6 @@ from jpipe.checkpoints.records import Damaged, describe, marker_text
 from jpipe.checkpoints.zstd_frames import unpacked
 from jpipe.runtime._plain import to_plain
 from tests.train.conftest import changed
-from train.assemble.build import build, param_specs
-from train.checkpoint import export
-from train.checkpoint.resume import Facts, Resumed, find
-from train.config.config import Config, PlanConfig
-from train.config.config_file import to_yaml
-from train.console.progress import Reporter
-from train.launch.together import Together
-from train.run.starting import read_checkpoint
 
 LAYERS = {"layer": {"params": {"0": {"w": np.arange(6.0).reshape(2, 3), "large": np.zeros((40, 40))}}}}
 FACTS = {"config": "train: {}\nplan: {}\n", "plan": "{}", "devices": 1, "val_loss_before": 1.0}

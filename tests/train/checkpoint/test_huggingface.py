@@ -13,24 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jpipe_train import cli
+from jpipe_train.assemble.build import build
+from jpipe_train.assemble.model import layers
+from jpipe_train.checkpoint import warm_start
+from jpipe_train.checkpoint.huggingface import tensors_file, writing
+from jpipe_train.checkpoint.huggingface.folder import Folder
+from jpipe_train.config import config_file
+from jpipe_train.config import huggingface as config_json
+from jpipe_train.config.config import Config
+from jpipe_train.console.progress import Reporter
+from jpipe_train.launch.together import Together
+from jpipe_train.run import loop
 from rich.console import Console
 from safetensors.numpy import load_file
 
 from tests.train.checkpoint import folders
 from tests.train.checkpoint.folders import GOLDEN, NAMES
 from tests.train.conftest import SENTENCE
-from train import cli
-from train.assemble.build import build
-from train.assemble.model import layers
-from train.checkpoint import warm_start
-from train.checkpoint.huggingface import tensors_file, writing
-from train.checkpoint.huggingface.folder import Folder
-from train.config import config_file
-from train.config import huggingface as config_json
-from train.config.config import Config
-from train.console.progress import Reporter
-from train.launch.together import Together
-from train.run import loop
 
 ROOT = Path(__file__).parents[3]
 
@@ -135,7 +135,7 @@ def test_processes_read_their_layers_and_write_them_bit_for_bit(tmp_path):
     """Two processes of two stages each; the embeddings are in the first and in the last stage. Steps that small change nothing."""
     folders.config(tmp_path, "gpt2", "plan.num_stages=4")
     words = ["launch", "-n", "2", "--", "train", str(tmp_path / "config.yaml"), "--allow-code", "--set", "plan.num_stages=4"]
-    command = [sys.executable, "-m", "jpipe_command", *words]
+    command = [sys.executable, "-m", "jpipe_train.cli", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     writing.main(str(tmp_path / "run"), str(tmp_path / "out"), None, print)

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import jax
 import pytest
+from jpipe_train.checkpoint import checkpoints
+from jpipe_train.checkpoint.resume import Facts, Resumed
+from jpipe_train.checkpoint.run_folder import RunFolder, write_atomically
+from jpipe_train.config.config import Config
+from jpipe_train.launch.launch import JOB
+from jpipe_train.launch.numeric_settings import numeric_settings
+from jpipe_train.launch.together import Together
+from jpipe_train.report.metrics_log import RunStopped
+from jpipe_train.run import loop
+from jpipe_train.run.starting import check_shared
 
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from tests.jpipe.running import check_equal
 from tests.train.run.test_loop import changed, rows_of
-from train.checkpoint import checkpoints
-from train.checkpoint.resume import Facts, Resumed
-from train.checkpoint.run_folder import RunFolder, write_atomically
-from train.config.config import Config
-from train.launch.launch import JOB
-from train.launch.numeric_settings import numeric_settings
-from train.launch.together import Together
-from train.report.metrics_log import RunStopped
-from train.run import loop
-from train.run.starting import check_shared
 
 
 class Killed(Exception):

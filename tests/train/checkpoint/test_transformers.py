@@ -6,11 +6,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jpipe_train.checkpoint.huggingface import writing
 from safetensors.numpy import load_file, save_file
 
 from tests.train.checkpoint import folders
 from tests.train.models.running import applied
-from train.checkpoint.huggingface import writing
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-torch" / "bin" / "python"
@@ -85,8 +85,9 @@ BATCH = ("tokens", "labels", "types", "mask", "next")
 
 
 def make_tokenizer(path: Path) -> None:
+    from jpipe_train import cli
+
     from tests.train.conftest import SENTENCE
-    from train import cli
 
     text = path.with_name("text.txt")
     text.write_bytes(SENTENCE * 20)

@@ -1,13 +1,13 @@
 """Built-in models, data and losses that a config names as a target."""
 
 import pytest
+from jpipe_train.config import config_file
+from jpipe_train.config.built_in import DATA, LOSSES, MODELS
+from jpipe_train.config.config import Config
+from jpipe_train.data import data
 from pydantic import ValidationError
 
 import jpipe
-from train.config import config_file
-from train.config.built_in import DATA, LOSSES, MODELS
-from train.config.config import Config
-from train.data import data
 
 
 @pytest.mark.parametrize("part", [*MODELS.values(), *DATA.values(), *LOSSES.values()], ids=lambda part: part.function)

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jpipe_train.plan.simulate
 import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 from hypothesis import given as examples
 from hypothesis import strategies as st
+from jpipe_train import cli
+from jpipe_train.config import config_file, optax_names
+from jpipe_train.config.arguments import parameters_of
+from jpipe_train.config.config import Config
+from jpipe_train.config.presets import PRESETS
+from jpipe_train.report.summary import Summary
+from jpipe_train.run import loop
 
 import jpipe
-import train.plan.simulate
-from train import cli
-from train.config import config_file, optax_names
-from train.config.arguments import parameters_of
-from train.config.config import Config
-from train.config.presets import PRESETS
-from train.report.summary import Summary
-from train.run import loop
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = [path.read_text() for path in (*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "examples").glob("*.yaml")))]
@@ -348,7 +348,9 @@ def accepted(monkeypatch) -> list[Config]:
     configs = []
     ended = Summary(steps=0, val_loss_before=0.0, val_loss_after=0.0, seconds=0.0, folder=None, predicted=None, measured=None)
     monkeypatch.setattr(loop, "main", lambda config, *_: (configs.append(config), ended)[1])
-    monkeypatch.setattr(train.plan.simulate, "plan_and_costs", lambda config, compile: (configs.append(config), (PLANS[-1], None, ""))[1])
+    monkeypatch.setattr(
+        jpipe_train.plan.simulate, "plan_and_costs", lambda config, compile: (configs.append(config), (PLANS[-1], None, ""))[1]
+    )
     return configs
 
 
@@ -379,7 +381,7 @@ def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, t
 def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, tmp_path, content):
     plans, real = [], jpipe.lower
     with monkeypatch.context() as patch:
-        patch.setattr(train.plan.simulate, "MOST_FORWARDS", 200)
+        patch.setattr(jpipe_train.plan.simulate, "MOST_FORWARDS", 200)
         patch.setattr(jpipe, "lower", lambda plan, batches, **options: (plans.append(plan), real(plan, batches, **options))[1])
         (tmp_path / "plan.json").write_bytes(content)
         taken = answered("simulate", "plan.json")

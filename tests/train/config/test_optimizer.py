@@ -10,15 +10,15 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from jpipe_train.assemble.build import check_accumulation
+from jpipe_train.assemble.optimizer import learning_rate, lr_schedule, optimizer
+from jpipe_train.config import optax_names
+from jpipe_train.config.config import OptimizerConfig
 
 import jpipe
 from jpipe import InputError
 from tests.jpipe.running import check_equal
 from tests.optimizers import lenient
-from train.assemble.build import check_accumulation
-from train.assemble.optimizer import learning_rate, lr_schedule, optimizer
-from train.config import optax_names
-from train.config.config import OptimizerConfig
 
 PARAMS = {
     "block_0": {"qkv": {"kernel": jnp.full((4, 6), 2.0), "bias": jnp.ones(6)}, "norm": {"scale": jnp.ones(4)}},

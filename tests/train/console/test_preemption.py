@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jpipe_train.checkpoint import checkpoints
+from jpipe_train.console.preemption import Preemption
+from jpipe_train.report.metrics_log import RunStopped
+from jpipe_train.run import loop
 
 import jpipe
 from jpipe.checkpoints import files as checkpoint_files
@@ -21,10 +25,6 @@ from tests.train.conftest import changed
 from tests.train.launch.test_launch import launched, pids, wait_until_gone
 from tests.train.launch.test_together import by_hand
 from tests.train.run.test_loop import rows_of
-from train.checkpoint import checkpoints
-from train.console.preemption import Preemption
-from train.report.metrics_log import RunStopped
-from train.run import loop
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 120  # seconds, for what takes ten
@@ -108,7 +108,7 @@ def test_only_what_saves_and_is_not_watched_by_others_watches():
 
 TWICE = """
 import os, signal
-from train.console.preemption import Preemption
+from jpipe_train.console.preemption import Preemption
 with Preemption(None, saves=True) as preemption:
     os.kill(os.getpid(), signal.SIGTERM)
     print(preemption.order(3, bool), preemption.cut, flush=True)
@@ -124,7 +124,7 @@ def test_a_second_signal_ends_the_process_at_once():
 
 IN_C = """
 import ctypes, itertools, operator, signal
-from train.console.preemption import Preemption
+from jpipe_train.console.preemption import Preemption
 c = ctypes.CDLL(None)
 with Preemption(None, saves=True):
     calls = [(c["raise"], signal.SIGTERM), (c["raise"], signal.SIGTERM), (c.sleep, 600)]
@@ -138,7 +138,7 @@ def test_a_second_signal_ends_a_process_that_is_busy_outside_of_python():
 
 FORKED = """
 import os, signal, time
-from train.console.preemption import Preemption
+from jpipe_train.console.preemption import Preemption
 reader, writer = os.pipe()
 with Preemption(None, saves=True) as preemption:
     for _ in range(2):

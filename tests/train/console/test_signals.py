@@ -11,18 +11,18 @@ from pathlib import Path
 
 import jax
 import pytest
+from jpipe_train import cli
+from jpipe_train.checkpoint import checkpoints
+from jpipe_train.config.config_file import to_yaml
+from jpipe_train.console import interrupt, output, preemption, signals
+from jpipe_train.console.preemption import Preemption
+from jpipe_train.launch import jax_runtime, launch, process_group
+from jpipe_train.launch.rendezvous import Address
+from jpipe_train.run import loop
 
 from jpipe import Plan
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
-from train import cli
-from train.checkpoint import checkpoints
-from train.config.config_file import to_yaml
-from train.console import interrupt, output, preemption, signals
-from train.console.preemption import Preemption
-from train.launch import jax_runtime, launch, process_group
-from train.launch.rendezvous import Address
-from train.run import loop
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 120  # seconds, for what takes one
@@ -98,7 +98,7 @@ def test_the_launcher_says_that_it_is_one_and_takes_hangups_for_one_signal():
 
 WAITS = """
 import ctypes, os
-from train.console import signals
+from jpipe_train.console import signals
 with signals.as_usual_in_process_1():
     assert os.getpid() == 1
     ctypes.CDLL(None)["raise"](NUMBER)
@@ -131,7 +131,7 @@ def test_as_process_1_no_signal_is_left_to_the_kernel(monkeypatch, interruptible
 
 PRINTS = """
 import sys
-from train.console import output
+from jpipe_train.console import output
 with output.steady(ends=ENDS):
     for i in range(100_000):
         print("x" * 80)
@@ -159,7 +159,7 @@ def test_a_pipe_that_closes_ends_what_prints_and_no_training(tmp_path, ends, cod
 def test_what_cannot_be_printed_is_told(tmp_path, command):
     (tmp_path / "plan.json").write_text(Plan.even(["a", "b"], schedule="gpipe", num_stages=2, microbatches=2).to_json())
     with open("/dev/full", "w") as full:
-        program = [sys.executable, "-c", "import sys; from train import cli; sys.exit(cli.main(sys.argv[1:]))", *command]
+        program = [sys.executable, "-c", "import sys; from jpipe_train import cli; sys.exit(cli.main(sys.argv[1:]))", *command]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(program, cwd=tmp_path, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (1, f"jpipe: cannot write to standard output: {os.strerror(errno.ENOSPC)}\n")

@@ -4,12 +4,12 @@ import io
 
 import numpy as np
 import pytest
+from jpipe_train.config.config import Config
+from jpipe_train.config.targets.sequence_config import CaptionsData
+from jpipe_train.data import data
+from jpipe_train.data.targets.captions import features_of
 
 from jpipe import InputError
-from train.config.config import Config
-from train.config.targets.sequence_config import CaptionsData
-from train.data import data
-from train.data.targets.captions import features_of
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jpipe_train.data import data, sources, splits
+from jpipe_train.data.documents import Documents
+from jpipe_train.data.rows import BatchesOfRows
+from jpipe_train.data.windows import Windows
 
 from jpipe import InputError
 from tests.train.conftest import changed
-from train.data import data, sources, splits
-from train.data.documents import Documents
-from train.data.rows import BatchesOfRows
-from train.data.windows import Windows
 
 
 def test_labels_are_the_inputs_moved_on_by_one(tiny, text):

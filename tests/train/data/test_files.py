@@ -9,20 +9,20 @@ import zipfile
 
 import numpy as np
 import pytest
+from jpipe_train.config.config import Config
+from jpipe_train.config.targets.sequence_config import CaptionsData
+from jpipe_train.config.targets.vision_config import ImagesData
+from jpipe_train.data import data, prepare, sources, splits, texts
+from jpipe_train.data import tokenizer as tokenizers
+from jpipe_train.data.documents import Documents, Shard
+from jpipe_train.data.files import npz_file, token_files
+from jpipe_train.data.files.file_array import FileArray
+from jpipe_train.data.prepare import Files
+from jpipe_train.data.targets import captions, image_rows, images
 from PIL import Image
 
 from jpipe import InputError
 from tests.train.data.conftest import quiet, whole
-from train.config.config import Config
-from train.config.targets.sequence_config import CaptionsData
-from train.config.targets.vision_config import ImagesData
-from train.data import data, prepare, sources, splits, texts
-from train.data import tokenizer as tokenizers
-from train.data.documents import Documents, Shard
-from train.data.files import npz_file, token_files
-from train.data.files.file_array import FileArray
-from train.data.prepare import Files
-from train.data.targets import captions, image_rows, images
 
 SPECIAL = {"fifo": os.mkfifo, "folder": os.mkdir, "link": lambda path: os.symlink("nowhere", path)}
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers as library
+from jpipe_train.data import data, masked, prepare
+from jpipe_train.data import tokenizer as tokenizers
+from jpipe_train.data.documents import Documents
+from jpipe_train.data.files import token_files
+from jpipe_train.data.prepare import Files
 
 from jpipe import InputError
 from tests.train.conftest import changed
 from tests.train.data.conftest import quiet, same, whole
-from train.data import data, masked, prepare
-from train.data import tokenizer as tokenizers
-from train.data.documents import Documents
-from train.data.files import token_files
-from train.data.prepare import Files
 
 MODEL = {"vocab_size": 300, "seq_len": 16}
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jpipe_train.data import data, prepare
+from jpipe_train.data.rows import AllRows, like_a_batch
 
 from jpipe import InputError
 from tests.train.conftest import SENTENCE, changed
 from tests.train.data.conftest import quiet, same
-from train.data import data, prepare
-from train.data.rows import AllRows, like_a_batch
 
 
 def configured(tiny, keys, **model):

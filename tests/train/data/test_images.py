@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jpipe_train.config.config import Config
+from jpipe_train.config.targets.vision_config import ImagesData
+from jpipe_train.data import data
+from jpipe_train.data.targets import images
+from jpipe_train.data.targets.image_rows import DEVIATION, MEAN, Crops
 from PIL import Image
 
 from jpipe import InputError
-from train.config.config import Config
-from train.config.targets.vision_config import ImagesData
-from train.data import data
-from train.data.targets import images
-from train.data.targets.image_rows import DEVIATION, MEAN, Crops
 
 CLASSES = {"cat": 12, "dog": 9, "eel": 11}
 SIZE = 6

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jpipe_train import cli
+from jpipe_train.data.samples import make, sample_images
 from PIL import Image
-
-from train import cli
-from train.data.samples import make, sample_images
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -7,18 +7,18 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from jpipe_train.checkpoint.resume import DataFacts, Facts, Resumed
+from jpipe_train.config.config import Config
+from jpipe_train.config.config_file import to_yaml
+from jpipe_train.data import data
+from jpipe_train.data.own_data import OwnBatches
+from jpipe_train.data.position import Position, start
+from jpipe_train.data.rows import BatchesOfRows
+from jpipe_train.data.targets.buckets import TrainingBatches
+from jpipe_train.data.targets.words import Streams
 
 import jpipe
 from tests.train.conftest import changed
-from train.checkpoint.resume import DataFacts, Facts, Resumed
-from train.config.config import Config
-from train.config.config_file import to_yaml
-from train.data import data
-from train.data.own_data import OwnBatches
-from train.data.position import Position, start
-from train.data.rows import BatchesOfRows
-from train.data.targets.buckets import TrainingBatches
-from train.data.targets.words import Streams
 
 SPEC = (jax.ShapeDtypeStruct((), np.dtype(np.int64)), jax.ShapeDtypeStruct((), np.dtype(np.int64)))
 SIZES = [(8, 4), (8, 16), (8, 3), (3, 8), (6, 6)]

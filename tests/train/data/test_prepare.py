@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers as library
+from jpipe_train import cli
+from jpipe_train.data import prepare, texts
+from jpipe_train.data.files import token_files
+from jpipe_train.data.prepare import Files
+from jpipe_train.data.texts import Keys
 
 from jpipe import InputError
 from tests.train.data.conftest import SENTENCES, quiet
-from train import cli
-from train.data import prepare, texts
-from train.data.files import token_files
-from train.data.prepare import Files
-from train.data.texts import Keys
 
 ROOT = Path(__file__).parents[3]
 
@@ -208,7 +208,9 @@ def test_links_are_not_followed_when_a_folder_is_written(documents, tokenizer, t
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=["Ctrl-C", "killed"])
 def test_a_process_that_ends_early_leaves_nothing_that_is_taken_for_whole(number, code, tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"some words, {i}\n" for i in range(10**6)))
-    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from train import cli; sys.exit(cli.main())"
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from jpipe_train import cli; sys.exit(cli.main())"
+    )
     out = tmp_path / "out"
     command = [sys.executable, "-c", program, "data", "prepare", str(tmp_path / "a.txt"), "--tokenizer", tokenizer, "--out", str(out)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import jax
 import pytest
+from jpipe_train.data import data, prepare
+from jpipe_train.data.documents import Documents
+from jpipe_train.data.files import token_files
+from jpipe_train.data.prepare import Files
 
 from tests.train.conftest import changed
 from tests.train.data.conftest import quiet
-from train.data import data, prepare
-from train.data.documents import Documents
-from train.data.files import token_files
-from train.data.prepare import Files
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ import collections
 
 import numpy as np
 import pytest
+from jpipe_train.config.config import Config
+from jpipe_train.config.targets.sequence_config import TranslationData
+from jpipe_train.data import data
+from jpipe_train.data.samples import make
+from jpipe_train.data.targets import translation
+from jpipe_train.data.targets.buckets import AllBatches
 
 from jpipe import InputError
-from train.config.config import Config
-from train.config.targets.sequence_config import TranslationData
-from train.data import data
-from train.data.samples import make
-from train.data.targets import translation
-from train.data.targets.buckets import AllBatches
 
 
 @pytest.fixture(scope="module")

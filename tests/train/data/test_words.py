@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from jpipe_train.config.config import Config
+from jpipe_train.data import data
+from jpipe_train.data.targets.sentences import Words
 
 from jpipe import InputError
-from train.config.config import Config
-from train.data import data
-from train.data.targets.sentences import Words
 
 
 @pytest.fixture

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.generate import decoder, origin
+from jpipe_train.generate.decoder import Decoder, bytes_of
+from jpipe_train.generate.generate import sequences
+from jpipe_train.generate.placement import place
+from jpipe_train.generate.sampling import Sampling
+from jpipe_train.models.layers import layers
 from safetensors.numpy import load_file
 
 from tests.train.models.running import LLAMA, SMALL, outputs_of, params_of
-from train.config.model_config import ModelConfig
-from train.generate import decoder, origin
-from train.generate.decoder import Decoder, bytes_of
-from train.generate.generate import sequences
-from train.generate.placement import place
-from train.generate.sampling import Sampling
-from train.models.layers import layers
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 SYMBOLS = 50

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from jpipe_train import cli
+from jpipe_train.generate import command, origin
+from jpipe_train.models.layers import layers
 from safetensors.numpy import load_file, save_file
 
 from tests.train.conftest import changed
 from tests.train.models.running import applied
-from train import cli
-from train.generate import command, origin
-from train.models.layers import layers
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 RUN = Path(__file__).parents[2] / "written_by_0_1" / "run"
@@ -224,7 +224,7 @@ def test_numbers_that_are_no_floats_are_refused(run, folder, name):
 
 @pytest.mark.slow
 def test_a_tied_run_with_an_average_of_its_weights(run, tiny, monkeypatch, capsys):
-    from train.run import loop
+    from jpipe_train.run import loop
 
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     model = {"tied": True, "positions": "rope", "norm": "rms", "gated_mlp": True, "kv_heads": 1, "max_positions": 64}

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from train.generate.sampling import Sampling, choose, with_temperature, with_top_k, with_top_p
+from jpipe_train.generate.sampling import Sampling, choose, with_temperature, with_top_k, with_top_p
 
 CHOOSE = jax.jit(choose, static_argnums=1)
 LOGITS = np.random.default_rng(0).normal(size=(5, 11)).astype(np.float32)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jpipe_train import cli
+from jpipe_train.config.targets.sequence_config import Gnmt
+from jpipe_train.console.terminal import printable
+from jpipe_train.data.samples import make
+from jpipe_train.generate.translate import greedy
+from jpipe_train.models.gnmt import layers
 
 from tests.train.models.running import params_of
-from train import cli
-from train.config.targets.sequence_config import Gnmt
-from train.console.terminal import printable
-from train.data.samples import make
-from train.generate.translate import greedy
-from train.models.gnmt import layers
 
 
 def test_greedy_is_the_likeliest_token_after_token():

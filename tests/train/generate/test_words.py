@@ -2,11 +2,10 @@
 
 import pytest
 import tokenizers
+from jpipe_train.data import tokenizer
+from jpipe_train.generate import words
+from jpipe_train.generate.words import Stream
 from tokenizers import decoders, models, pre_tokenizers
-
-from train.data import tokenizer
-from train.generate import words
-from train.generate.words import Stream
 
 TEXT = "naïve  – 🙂🙃 日本\n end"
 

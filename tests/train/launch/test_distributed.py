@@ -15,15 +15,15 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from jpipe_train import commands
+from jpipe_train.cli import main
+from jpipe_train.launch import distributed, rendezvous
+from jpipe_train.launch.distributed import Membership, membership
+from jpipe_train.launch.rendezvous import Address, host, join
+from jpipe_train.run import loop
 
 from jpipe import InputError, PeerLost, join_processes
 from jpipe.processes import Processes
-from train import commands
-from train.cli import main
-from train.launch import distributed, rendezvous
-from train.launch.distributed import Membership, membership
-from train.launch.rendezvous import Address, host, join
-from train.run import loop
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 60.0  # seconds, for what should take one
@@ -291,7 +291,7 @@ def test_the_limit_holds_for_joining_too_and_no_device_is_asked_before(tiny, tmp
 
 PROGRAM = """
 import os, signal, sys, time
-from train.launch import distributed
+from jpipe_train.launch import distributed
 me = int(sys.argv[2])
 distributed.start(sys.argv[1], 3, me, 60.0)
 import jax

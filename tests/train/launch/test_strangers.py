@@ -15,6 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 from jax.extend import backend
+from jpipe_train.launch import distributed, jax_runtime, rendezvous
+from jpipe_train.launch.numeric_settings import _OWN, numeric_settings
+from jpipe_train.launch.rendezvous import Address, Meeting
 
 from jpipe import InputError
 from jpipe.processes import handshake, jax_internals
@@ -22,9 +25,6 @@ from jpipe.processes._channel import Channel, Limits
 from jpipe.processes._coordinator import Beat
 from jpipe.processes._finding import JaxStore
 from jpipe.processes.addresses import is_loopback, own_loopback
-from train.launch import distributed, jax_runtime, rendezvous
-from train.launch.numeric_settings import _OWN, numeric_settings
-from train.launch.rendezvous import Address, Meeting
 
 LIMIT = 30.0  # seconds, for what should take a fraction of one
 SECRET = b"known to the processes"

@@ -19,17 +19,17 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from jpipe_train import cli
+from jpipe_train.config import config_file
+from jpipe_train.console.exit_codes import code_of
+from jpipe_train.launch import distributed, together
+from jpipe_train.report.metrics_log import RunStopped, repeatable
+from jpipe_train.run import loop
 
 from jpipe import InputError, PeerLost, Plan
 from jpipe.processes import Processes
 from jpipe.processes._coordinator import Coordinator, _differences
 from tests.train.conftest import changed
-from train import cli
-from train.config import config_file
-from train.console.exit_codes import code_of
-from train.launch import distributed, together
-from train.report.metrics_log import RunStopped, repeatable
-from train.run import loop
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 120  # seconds, for what takes ten
@@ -44,7 +44,7 @@ import numpy as np
 from flax import nnx
 
 import jpipe
-from train.data import windows
+from jpipe_train.data import windows
 
 pathlib.Path(f"pid-{os.getpid()}").touch()
 window = windows.Windows.__getitem__
@@ -146,7 +146,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 def jpipe(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
     """The command line, in a process of its own on one core, so that the same numbers come; ended whatever happens."""
     with subprocess.Popen(
-        [sys.executable, "-c", ON_ONE_CORE, "-P", "-m", "train.cli", *arguments],
+        [sys.executable, "-c", ON_ONE_CORE, "-P", "-m", "jpipe_train.cli", *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jpipe_train.config.targets.sequence_config import AwdLm
+from jpipe_train.models.awd_lm import Embed, layers, variational
+from jpipe_train.models.cross_entropy import loss
 
 import jpipe
 from tests.train.models.running import params_of
-from train.config.targets.sequence_config import AwdLm
-from train.models.awd_lm import Embed, layers, variational
-from train.models.cross_entropy import loss
 
 DROPS = ("words", "input", "hidden", "output", "weights")
 DRY = AwdLm(vocab_size=11, depth=2, width=6, hidden=8, **{f"dropout_{name}": 0.0 for name in DROPS})

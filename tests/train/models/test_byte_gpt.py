@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models.cross_entropy import loss
+from jpipe_train.models.layers import layers
 
 import jpipe
 from tests.train.models.running import SMALL, applied, params_of, trained
-from train.config.model_config import ModelConfig
-from train.models.cross_entropy import loss
-from train.models.layers import layers
 
 SHAPES = {
     "embed": {"position/embedding": (128, 128), "token/embedding": (256, 128)},

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jpipe_train import cli
+from jpipe_train.config.targets.sequence_config import Gnmt
+from jpipe_train.data.samples import make
+from jpipe_train.models.gnmt import Attention, layers
 
 from tests.train.models.running import params_of
 from tests.train.models.test_recurrent import plain_lstm
-from train import cli
-from train.config.targets.sequence_config import Gnmt
-from train.data.samples import make
-from train.models.gnmt import Attention, layers
 
 SMALL = Gnmt(vocab_size=13, depth=6, width=4, dropout=0.0)
 FULL = {"source": (2, 9), "source_length": (2,), "target": (2, 8)}

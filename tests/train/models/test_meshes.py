@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models.cross_entropy import loss
+from jpipe_train.models.layers import layers
 
 from jpipe.plan import RULES
 from tests.train.models.running import LLAMA, SMALL, params_of
-from train.config.model_config import ModelConfig
-from train.models.cross_entropy import loss
-from train.models.layers import layers
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 8)), jnp.int32)
 GPT = {**SMALL, "vocab_size": 64}

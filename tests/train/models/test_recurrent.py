@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from train.models.recurrent import LSTM, Embedding, below, lstm
+from jpipe_train.models.recurrent import LSTM, Embedding, below, lstm
 
 
 def sigmoid(x):

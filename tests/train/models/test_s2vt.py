@@ -2,11 +2,11 @@
 
 import jax
 import numpy as np
+from jpipe_train.config.targets.sequence_config import S2vt
+from jpipe_train.models.s2vt import layers
 
 from tests.train.models.running import applied, params_of
 from tests.train.models.test_recurrent import plain_lstm
-from train.config.targets.sequence_config import S2vt
-from train.models.s2vt import layers
 
 
 def batch():

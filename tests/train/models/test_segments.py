@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models.layers import layers
 
 import jpipe
 from tests.train.models.running import LLAMA, SMALL, applied, params_of, trained
-from train.config.model_config import ModelConfig
-from train.models.layers import layers
 
 LENGTHS = (3, 4)  # and one position of padding
 

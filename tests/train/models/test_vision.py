@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jpipe_train.assemble.model import layers
+from jpipe_train.config.config import Config, ModelConfig
+from jpipe_train.models.images import inception, resnet
+from jpipe_train.models.images.convolutions import Conv, average_pool
 
 from jpipe import InputError
 from tests.train.models.running import applied, params_of
-from train.assemble.model import layers
-from train.config.config import Config, ModelConfig
-from train.models.images import inception, resnet
-from train.models.images.convolutions import Conv, average_pool
 
 LATE = pytest.mark.slow  # tracing so many layers takes seconds
 PUBLISHED = [("alexnet", 61_100_840), ("vgg16", 138_357_544), pytest.param("resnet50", 25_557_032, marks=LATE),
@@ -172,8 +172,8 @@ def test_arguments_that_do_not_fit_are_refused(section, message):
 
 
 def test_top5_needs_five_classes(tmp_path):
-    from train.assemble.model import metrics
-    from train.config.config import EvalConfig
+    from jpipe_train.assemble.model import metrics
+    from jpipe_train.config.config import EvalConfig
 
     metric = metrics(EvalConfig(metrics={"top5": "top5"}))["top5"]
     with pytest.raises(InputError, match=r"eval.metrics: top5: expected logits of at least 5 classes, found 4; leave it out"):

@@ -4,18 +4,18 @@ import random
 
 import pytest
 import yaml
+from jpipe_planner.cost.shape import planned_schedules
+from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import choose
+from jpipe_planner.ranking.draw import draw_choice
+from jpipe_planner.search.candidates import find_candidates
+from jpipe_planner.search.parallel import sweep
+from jpipe_train import cli
+from jpipe_train.run import loop
 
 import jpipe
-from planner.cost.shape import planned_schedules
-from planner.ranking import table
-from planner.ranking.choose import choose
-from planner.ranking.draw import draw_choice
-from planner.search.candidates import find_candidates
-from planner.search.parallel import sweep
 from tests.planner.search.test_parallel import gpt, levels, price
 from tests.train.conftest import changed
-from train import cli
-from train.run import loop
 
 TOPOLOGY = levels((2, 20_000.0, 0.02), (2, 5_000.0, 0.1))
 

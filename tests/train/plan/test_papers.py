@@ -9,19 +9,19 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from jpipe_planner.profile.analyze import analyze
+from jpipe_train import cli
+from jpipe_train.assemble.build import check_carried, make_plan
+from jpipe_train.config import config_file
+from jpipe_train.console.progress import Reporter
+from jpipe_train.data import prepare, texts
+from jpipe_train.data.samples import make
+from jpipe_train.plan.planning import Parts, Request, read_topology, search
+from jpipe_train.plan.simulate import plan_and_costs
 from rich.console import Console
 
 import jpipe
-from planner.profile.analyze import analyze
 from tests.train.plan import test_vision_papers as vision_papers
-from train import cli
-from train.assemble.build import check_carried, make_plan
-from train.config import config_file
-from train.console.progress import Reporter
-from train.data import prepare, texts
-from train.data.samples import make
-from train.plan.planning import Parts, Request, read_topology, search
-from train.plan.simulate import plan_and_costs
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FULL = {
@@ -124,7 +124,7 @@ def test_two_processes_train_as_one(samples, tmp_path):
         few = ["train.steps=4", "train.eval_every=4", "train.trace_batches=0", "log=[]", "data.arguments.length=8"]
         options = [f"--set={key}" for key in (*few, f"run.dir={tmp_path / name}")]
         train = ["train", str(CONFIGS / "papers" / "awd-lm-small.yaml"), *options]
-        command = [sys.executable, "-P", "-m", "jpipe_command", *launch, *train]
+        command = [sys.executable, "-P", "-m", "jpipe_train.cli", *launch, *train]
         subprocess.run(
             command, check=True, timeout=300, cwd=samples, env=os.environ | {"PYTHONPATH": str(CONFIGS.parent), "JAX_PLATFORMS": "cpu"}
         )

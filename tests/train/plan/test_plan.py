@@ -9,17 +9,17 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking import variants
+from jpipe_train import cli
+from jpipe_train.console.progress import Reporter
+from jpipe_train.plan import auto, planning
+from jpipe_train.plan.plan import attention_words
+from jpipe_train.plan.planning import sizes_for
 from rich.console import Console
 
 import jpipe
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
-from planner.ranking import variants
-from train import cli
-from train.console.progress import Reporter
-from train.plan import auto, planning
-from train.plan.plan import attention_words
-from train.plan.planning import sizes_for
 
 IDS = ("embed", "block_0", "head")
 MEASURED = "--set=train.steps=8", "--set=train.eval_every=8"  # long enough for a window that is traced

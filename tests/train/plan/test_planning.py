@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking.compiled import Compiled
+from jpipe_planner.ranking.variants import find_variants
+from jpipe_planner.search.candidates import find_candidates
+from jpipe_train.config.config import Config
+from jpipe_train.console.progress import Reporter
+from jpipe_train.launch.together import Together
+from jpipe_train.plan import auto, planning
+from jpipe_train.plan.planning import Found, Parts, Request, confirm, search
 from rich.console import Console
 
 import jpipe
-from planner.machine.topology import Topology
-from planner.profile.profile import Profile
-from planner.ranking.compiled import Compiled
-from planner.ranking.variants import find_variants
-from planner.search.candidates import find_candidates
-from train.config.config import Config
-from train.console.progress import Reporter
-from train.launch.together import Together
-from train.plan import auto, planning
-from train.plan.planning import Found, Parts, Request, confirm, search
 
 IDS = ("first", "second", "third")
 LAYERS = {i: lambda x: x + 1 for i in IDS}

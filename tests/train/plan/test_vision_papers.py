@@ -6,16 +6,16 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from jpipe_planner.profile.analyze import analyze
+from jpipe_train import cli
+from jpipe_train.config import config_file
+from jpipe_train.console.progress import Reporter
+from jpipe_train.data.samples import make
+from jpipe_train.plan.planning import Parts, Request, read_topology, search
+from jpipe_train.plan.simulate import plan_and_costs
 from rich.console import Console
 
 import jpipe
-from planner.profile.analyze import analyze
-from train import cli
-from train.config import config_file
-from train.console.progress import Reporter
-from train.data.samples import make
-from train.plan.planning import Parts, Request, read_topology, search
-from train.plan.simulate import plan_and_costs
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FULL = {"alexnet": (15, 1), "vgg16": (15, 1), "resnet50": (16,), "inception-v3": (8,)}

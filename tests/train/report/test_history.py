@@ -4,16 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+from jpipe_train.assemble import optimizer
+from jpipe_train.checkpoint import history, resume
+from jpipe_train.config.config import Config, OptimizerConfig
+from jpipe_train.run import loop
 
 import jpipe
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
 from tests.train.report.test_report import Page
 from tests.train.report.test_tensorboard import read
-from train.assemble import optimizer
-from train.checkpoint import history, resume
-from train.config.config import Config, OptimizerConfig
-from train.run import loop
 
 WARM = {"learning_rate": 0.01, "lr_schedule": "cosine", "warmup_steps": 2}
 OTHER = {"name": "sgd", "learning_rate": 0.5, "lr_schedule": "linear_schedule", "lr_arguments": {"end_value": 0.1, "transition_steps": 3}}

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jpipe_train.assemble import build
+from jpipe_train.console.progress import Reporter
+from jpipe_train.launch import gather
+from jpipe_train.report.measure import Measure
+from jpipe_train.run import loop
 
 import jpipe
 from jpipe.processes import _channel
 from tests.train.conftest import changed
-from train.assemble import build
-from train.console.progress import Reporter
-from train.launch import gather
-from train.report.measure import Measure
-from train.run import loop
 
 
 class Recorded(jpipe.Tracer):
@@ -71,7 +71,7 @@ def test_no_evaluation_falls_into_a_window(monkeypatch, tiny):
 
 
 def test_a_prediction_that_would_take_minutes_is_left_out(tiny, monkeypatch):
-    monkeypatch.setattr("train.report.measure.MOST_FORWARDS", 10)
+    monkeypatch.setattr("jpipe_train.report.measure.MOST_FORWARDS", 10)
     summary = loop.main(changed(tiny, train={"eval_every": 50}))
     assert summary.measured is not None
     assert summary.predicted is None

@@ -7,16 +7,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jpipe_planner.profile.flops import count_products
+from jpipe_train.assemble.build import build
+from jpipe_train.console.progress import Reporter
+from jpipe_train.report import mfu
+from jpipe_train.report.metrics_log import repeatable
+from jpipe_train.run import loop
 from rich.console import Console
 
-from planner.profile.flops import count_products
 from tests.train.conftest import changed
 from tests.train.report.test_tensorboard import read
-from train.assemble.build import build
-from train.console.progress import Reporter
-from train.report import mfu
-from train.report.metrics_log import repeatable
-from train.run import loop
 
 
 def flops_of(config) -> dict[str, float]:

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from jpipe_train.report import logs, wandb
+from jpipe_train.report.wandb import Wandb
+from jpipe_train.run import loop
 
 from jpipe import InputError
 from tests.train.conftest import changed
-from train.report import logs, wandb
-from train.report.wandb import Wandb
-from train.run import loop
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_a_run_for_which_wandb_is_disabled_is_told(tmp_path, messages, monkeypat
 
 KILLED = """
 import os, pathlib, signal, time
-from train.report.wandb import Wandb
+from jpipe_train.report.wandb import Wandb
 log = Wandb(pathlib.Path.cwd(), {}, print)
 log.write(0, {"loss": 1.0})
 print(log._process.pid, flush=True)

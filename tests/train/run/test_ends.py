@@ -8,6 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from jpipe_train.checkpoint import checkpoints
+from jpipe_train.checkpoint.run_folder import RunFolder
+from jpipe_train.console.exit_codes import code_of
+from jpipe_train.data import data, documents
+from jpipe_train.launch.together import ReportedElsewhere
+from jpipe_train.report.metrics_log import RunStopped
+from jpipe_train.run import job, loop
 
 import jpipe
 from jpipe import InputError
@@ -15,13 +22,6 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe.checkpoints.records import marker_text
 from tests.train.conftest import changed
 from tests.train.run.test_loop import rows_of
-from train.checkpoint import checkpoints
-from train.checkpoint.run_folder import RunFolder
-from train.console.exit_codes import code_of
-from train.data import data, documents
-from train.launch.together import ReportedElsewhere
-from train.report.metrics_log import RunStopped
-from train.run import job, loop
 
 
 @pytest.fixture(autouse=True)

@@ -15,20 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jpipe_train import cli
+from jpipe_train.checkpoint import export
+from jpipe_train.config import config_file
+from jpipe_train.console.progress import Reporter
+from jpipe_train.data import data, prepare
+from jpipe_train.data.sources import validation_names
+from jpipe_train.models import cross_entropy, layers
+from jpipe_train.run import loop
+from jpipe_train.run.evaluate import Found, Request, main
 from rich.console import Console
 
 from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import SENTENCE, changed
 from tests.train.models.running import applied
-from train import cli
-from train.checkpoint import export
-from train.config import config_file
-from train.console.progress import Reporter
-from train.data import data, prepare
-from train.data.sources import validation_names
-from train.models import cross_entropy, layers
-from train.run import loop
-from train.run.evaluate import Found, Request, main
 
 ROOT = Path(__file__).parents[3]
 ROOT = Path(__file__).parents[3]
@@ -144,7 +144,7 @@ def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):
     def press(*_, **__):
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("train.run.evaluate.begin", press)
+    monkeypatch.setattr("jpipe_train.run.evaluate.begin", press)
     assert cli.main(["evaluate", str(home.run)]) == 130
     assert capsys.readouterr().out.splitlines()[-1] == "interrupted"
 
@@ -152,7 +152,7 @@ def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):
 @pytest.mark.slow
 def test_two_processes_find_the_same(home):
     """Started as a person does; each reads only the rows and the layers that its stages need."""
-    command = [sys.executable, "-P", "-m", "jpipe_command", "launch", "-n", "2", "--", "evaluate", str(home.run), "--wait-limit", "60"]
+    command = [sys.executable, "-P", "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "evaluate", str(home.run), "--wait-limit", "60"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=home.folder)
     assert ended.returncode == 0, ended.stderr

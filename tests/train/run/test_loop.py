@@ -14,21 +14,21 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from jpipe_train.assemble import build
+from jpipe_train.assemble.optimizer import optimizer
+from jpipe_train.checkpoint.run_folder import RunFolder
+from jpipe_train.config import config_file
+from jpipe_train.console.progress import Reporter
+from jpipe_train.data import data
+from jpipe_train.models import cross_entropy
+from jpipe_train.models import layers as built_in
+from jpipe_train.report import metrics_log
+from jpipe_train.report.metrics_log import mean_loss, repeatable
+from jpipe_train.run import loop
 from rich.console import Console
 
 import jpipe
 from tests.train.conftest import SENTENCE, changed
-from train.assemble import build
-from train.assemble.optimizer import optimizer
-from train.checkpoint.run_folder import RunFolder
-from train.config import config_file
-from train.console.progress import Reporter
-from train.data import data
-from train.models import cross_entropy
-from train.models import layers as built_in
-from train.report import metrics_log
-from train.report.metrics_log import mean_loss, repeatable
-from train.run import loop
 
 FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
 FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory")}

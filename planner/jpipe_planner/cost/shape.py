@@ -1,0 +1,137 @@
+"""The numbers of a plan that a schedule reads, without layers, and what the schedule says about parallel equal pipelines."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+import jpipe
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The part of a plan that `jpipe.schedules.Schedule` reads; cheap to make.
+
+    Attributes:
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
+        microbatches: as in `jpipe.Plan`, like those below.
+        replicas: of each stage.
+    """
+
+    schedule: str
+    microbatches: int
+    replicas: tuple[int, ...]
+    extra_in_flight: int = 0
+    noam: bool = False
+    vertical_sync: bool = False
+    update_every: Literal["batch", "replicas"] = "batch"
+    flush_first: int = 0
+    split_backward: Literal["joint", "early"] = "joint"
+    order: None = None
+    order_limit: None = None
+
+    @property
+    def rank_stages(self) -> jpipe.schedules.Ranks:
+        """One stage for each rank."""
+        return tuple((s,) for s in range(len(self.replicas)))
+
+    @property
+    def depth(self) -> int:
+        """The number of stages."""
+        return len(self.replicas)
+
+    def microbatches_per_update(self, s: int) -> int:
+        """Microbatches per update of stage s."""
+        return self.microbatches if self.update_every == "batch" else self.replicas[s]
+
+
+@cache
+def is_planned(schedule: str) -> bool:
+    """Whether planners search all cuts for this schedule: it has one stage on each rank, and whole backwards."""
+    rules, shape = jpipe.schedules.SCHEDULES[schedule], Shape(schedule, 4, (1, 1))
+    if "order" in rules.options or (rules.layout != "straight" and rules.flushes):
+        return False
+    return not any(rules.splits(shape, s) for s in range(shape.depth))
+
+
+def planned_schedules() -> tuple[str, ...]:
+    """The schedules for which planners search all cuts; for the others see `jpipe_planner.ranking.variants`."""
+    return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
+
+
+class Pipelines(NamedTuple):
+    """Parallel equal pipelines that update together; their microbatches are not specified.
+
+    Attributes:
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
+        width: how many there are.
+        depth: how many stages each has.
+        extra: extra_in_flight.
+    """
+
+    schedule: str
+    width: int
+    depth: int
+    extra: int
+
+    def shape(self, microbatches: int) -> Shape:
+        """All pipelines, with `microbatches` microbatches each."""
+        return Shape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.extra)
+
+
+class Flights(NamedTuple):
+    """What a schedule says about pipelines, for some numbers of microbatches and, in the arrays, for each stage.
+
+    Attributes:
+        microbatches: the legal numbers of microbatches of one pipeline.
+        in_flight: n_s.
+        versions: weight versions alive.
+        hidden: without a flush, how many forwards and backwards a sum of gradients may take before something waits for it.
+    """
+
+    microbatches: tuple[int, ...]
+    in_flight: Any
+    versions: Any
+    hidden: Any
+
+
+@cache
+def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
+    """What the schedule of pipelines says about them.
+
+    Args:
+        pipelines: the pipelines.
+        microbatches: numbers of microbatches of one pipeline, ascending.
+    """
+    rules, stages = jpipe.schedules.SCHEDULES[pipelines.schedule], range(pipelines.depth)
+    legal: list[int] = []
+    in_flight, versions, hidden = [], [], []
+    for m in microbatches:
+        shape = pipelines.shape(m)
+        if legal or not rules.refuses(shape):  # if m is legal, so is every larger number
+            legal.append(m)
+            in_flight.append([rules.in_flight(shape, s) for s in stages])
+            versions.append([rules.versions_alive(shape, s) for s in stages])
+            hidden.append([_hidden(shape, s, ahead) for s, ahead in enumerate(in_flight[-1])])
+    return Flights(tuple(legal), np.array(in_flight), np.array(versions), np.array(hidden))
+
+
+def _hidden(shape: Shape, s: int, in_flight: int) -> int:
+    """How many forwards a replica can do after the first batch before one reads the update, after all forwards that it may do earlier."""
+    rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
+    if rules.flushes or replicas == 1:  # no sum overlaps, or there is none
+        return 1
+    done, most = shape.microbatches // replicas - 1 + in_flight, 1
+    while not rules.version(shape, s, (done + most) * replicas):
+        most *= 2
+    return bisect_left(range(most), 1, key=lambda more: rules.version(shape, s, (done + more) * replicas))
+
+
+@lru_cache(maxsize=64)
+def batch_orders(pipelines: Pipelines, microbatches: int) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """For each stage of one of the pipelines its computations of a batch: (op, microbatch), counted from 0 without gaps."""
+    shape, rules = pipelines.shape(microbatches), jpipe.schedules.SCHEDULES[pipelines.schedule]
+    orders = [rules.computations(shape, s, 0, 0, 1) for s in range(pipelines.depth)]
+    return tuple(tuple((entry.op, entry.microbatch // pipelines.width) for entry in order) for order in orders)

@@ -1,0 +1,118 @@
+"""A plan priced by `jpipe.simulate`: instruction by instruction, with transfers and sums on the links of a topology."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+import jpipe
+from jpipe_planner.cost.bound import computing_seconds, has_bounds, port_seconds, unhindered_seconds
+from jpipe_planner.machine.topology import Topology
+
+MOST_FORWARDS = 100_000  # limit for a simulation: some seconds
+BATCHES = 4  # least number in a window, if the schedule does not flush
+MICROBATCHES = 24  # least number for each worker in a window: with shared links the pattern repeats only after several batches
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The result of a simulation of some batches in steady state.
+
+    Attributes:
+        batch_seconds: seconds per batch.
+        bubble: share of the ranks' time in which they do not compute.
+        held_bytes: for each rank the most bytes that it holds between its computations, as in `jpipe.programs.Prediction`.
+        peak_bytes: for each rank its peak memory, temporaries included.
+        sent_bytes: for each rank the bytes that it sends per batch.
+    """
+
+    batch_seconds: float
+    bubble: float
+    held_bytes: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    sent_bytes: tuple[float, ...]
+
+
+def simulated(
+    plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool = False
+) -> Simulated | None:
+    """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.
+
+    Args:
+        plan: the plan.
+        costs: the costs of its stages, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
+        topology: the links; if workers share cores, time is stretched while more workers compute than there are cores.
+        global_norm: whether updates wait for the norm of all stages' gradients.
+
+    Returns:
+        None if the simulation would take more than some seconds.
+    """
+    if forwards(plan) > MOST_FORWARDS:
+        return None
+    first, batches = window(plan)
+    link, shown = network(plan, topology), first + batches + 1
+    prediction = jpipe.simulate(jpipe.lower(plan, shown, global_norm=global_norm, shared=jpipe.programs.shared_stages(costs)), costs, link)
+    seconds = _measured(plan, prediction.timeline)
+    if has_bounds(plan):
+        seconds = max(seconds, unhindered_seconds(plan, costs, link, first, batches), port_seconds(plan, costs, link))
+    if topology.cores is not None:
+        cut = jpipe.programs.extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
+        seconds *= _stretched(cut.timeline, cut.seconds, topology.cores) / cut.seconds
+    return Simulated(
+        batch_seconds=seconds,
+        bubble=1 - computing_seconds(plan, costs) / (len(plan.rank_workers) * seconds),
+        held_bytes=prediction.held_bytes,
+        peak_bytes=prediction.peak_bytes,
+        sent_bytes=tuple(moved / shown for moved in prediction.moved_bytes),
+    )
+
+
+def forwards(plan: jpipe.Plan) -> int:
+    """The number of forwards in a simulation, which determines how long it takes."""
+    return plan.depth * plan.microbatches * (sum(window(plan)) + 1)
+
+
+def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
+    """The link between any two ranks of a plan, according to their placement."""
+    place = places(plan)
+    return lambda source, target: topology.link(place[source], place[target])
+
+
+def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
+    """Seconds per batch in the window: the mean over the ranks, because ranks that share links begin batches irregularly."""
+    first, batches = window(plan)
+    found = []
+    for workers, row in zip(plan.rank_workers, timeline, strict=True):
+        own = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
+        starts = [span.start for span in row if span.op[0] == "F"]
+        found.append(starts[(first + batches) * own] - starts[first * own])
+    return sum(found) / len(found) / batches
+
+
+def window(plan: jpipe.Plan) -> tuple[int, int]:
+    """The first batch of the simulated window, at which the pipeline is in steady state, and its number of batches."""
+    most = max(plan.replicas)
+    late = 1 if most > 1 else 0  # sums that overlap take longer to reach the steady state
+    if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
+        return 1 + late, 2  # nearly all batches do the same
+    return jpipe.programs.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
+
+
+def places(plan: jpipe.Plan) -> tuple[int, ...]:
+    """The number of each rank's device, as `jpipe.Pipeline` places them on as many devices as there are ranks."""
+    if plan.placement is not None:
+        return tuple(number for rank in plan.placement for number in rank)
+    return tuple(int(number) for number in np.argsort(plan.placing_order))
+
+
+def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:
+    """Seconds if workers that compute at the same time share the cores evenly: all slow down by the same factor; the order is kept."""
+    if cores is None or len(timeline) <= cores:
+        return seconds
+    spans = [(span.start, span.end) for row in timeline for span in row]
+    spans += [(span.update_start, span.update_end) for row in timeline for span in row if span.updates]
+    starts, ends = (np.sort([span[n] for span in spans]) for n in (0, 1))
+    times = np.unique(np.concatenate([starts, ends, [0.0, seconds]]))
+    middle = (times[:-1] + times[1:]) / 2
+    busy = np.searchsorted(starts, middle, side="right") - np.searchsorted(ends, middle, side="right")
+    return float(np.sum(np.diff(times) * np.maximum(busy / cores, 1.0)))

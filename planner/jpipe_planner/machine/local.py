@@ -1,0 +1,104 @@
+"""This machine as a topology: its devices, and the links between them, measured with a pipeline that computes nothing."""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jpipe
+from jpipe_planner.machine.topology import Topology
+
+SMALL, LARGE = 1, 2**18  # elements of float32 in a message: 4 bytes, 1 MB
+STEPS = 30
+_WIDE = 768  # size of the matrices that are multiplied: some milliseconds
+
+
+def local_topology(count: int | None = None, *, dispatch: float = 0.0) -> Topology:
+    """Measure the links between the devices of this run, including those of other processes; all processes call it.
+
+    Args:
+        count: how many devices the topology has; by default all.
+        dispatch: seconds to start a computation, which are subtracted (`Profile.dispatch`).
+
+    Returns:
+        One level of equal links, which take no time if there is only one device. On CPUs the devices share the memory, and the cores if
+        programs on several devices slow each other down.
+    """
+    devices = jax.devices()
+    device, count = devices[0], count or len(devices)
+    small, large = (_hop_seconds(elements, dispatch) for elements in (SMALL, LARGE))
+    bandwidth = 4 * (LARGE - SMALL) / max(large - small, 1e-6)
+    is_cpu = device.platform == "cpu"
+    memory = host_memory() / count if is_cpu else (device.memory_stats() or {}).get("bytes_limit")
+    return Topology(
+        name="local",
+        levels=({"count": count, "bandwidth": bandwidth, "latency": small},),
+        device={"name": device.device_kind, "memory": memory if memory and math.isfinite(memory) else None},
+        cores=_at_once(devices) if is_cpu else None,
+    )
+
+
+def host_memory() -> float:
+    """Bytes of memory of this machine; infinite if the system does not report it."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return math.inf
+
+
+def usable_cores() -> int:
+    """How many cores this process may use: fewer than the machine has if it is pinned to some."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not available on every system
+        return os.cpu_count() or 1
+
+
+def _at_once(devices: Sequence[jax.Device]) -> float:
+    """How many devices can compute at the same time as fast as one alone, measured with a matrix product on one device and on all."""
+    if jax.process_count() > 1:
+        # each may be pinned to some cores, which are not those that all of them have
+        return max((os.cpu_count() or 1) / len(jax.local_devices()), 1.0)
+    factors = [jax.device_put(np.ones((_WIDE, _WIDE), np.float32), device) for device in devices]
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready([product(x) for x in factors])
+
+    def seconds(count: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready([product(x) for x in factors[:count]])
+        return time.perf_counter() - begin
+
+    alone, together = (statistics.median(seconds(count) for _ in range(STEPS)) for count in (1, len(devices)))
+    return min(max(len(devices) * alone / together, 1.0), float(len(devices)))
+
+
+def _loss(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return outputs.sum() + labels.sum(), jnp.ones(())
+
+
+def _hop_seconds(elements: int, dispatch: float) -> float:
+    """Seconds of a message of `elements` elements to the next stage; the stages are on two devices, or one in every process."""
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    devices = [first[process] for process in sorted(first)] if len(first) > 1 else jax.devices()[:2]
+    if len(devices) == 1:
+        return 0.0
+    stack = jpipe.LayerStack({f"hop {n}": lambda x: x + 1 for n in range(len(devices))})
+    plan = jpipe.Plan.even(stack.ids, len(devices), "naive", 1)
+    pipe = jpipe.Pipeline(stack, plan, _loss, optax.sgd(0.1), devices=devices)
+    batch = np.zeros((1, elements), np.float32), np.zeros((1, 1), np.float32)
+    state = pipe.init(jax.random.key(0), batch)
+    seconds = []
+    for step in range(STEPS):
+        begin = time.perf_counter()
+        state, metrics = pipe.step(state, batch)
+        jax.block_until_ready(pipe.params(state))
+        float(metrics.losses[step])
+        seconds.append(time.perf_counter() - begin)
+    hops = 2 * (len(devices) - 1)
+    return max(statistics.median(seconds[STEPS // 3 :]) - (hops + 1) * dispatch, 0.0) / hops

@@ -1,0 +1,260 @@
+"""A topology as data: devices joined level by level, each level slower than the one inside it, and the figures of a device."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field
+
+import jpipe
+from jpipe import InputError
+from jpipe_planner.machine.plain_yaml import parse
+
+FORMAT = "jpipe-topology/1"
+DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_PREFIXES = {
+    "": 1.0,
+    "K": 1e3,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "P": 1e15,
+    "Ki": 2.0**10,
+    "Mi": 2.0**20,
+    "Gi": 2.0**30,
+    "Ti": 2.0**40,
+}
+_UNITS: Mapping[str, tuple[dict[str, float], str]] = {
+    "bytes per second": ({"B/s": 1.0, "bit/s": 1 / 8}, "25 Gbit/s or 30 GB/s"),
+    "bytes": ({"B": 1.0}, "16 GB or 16 GiB"),
+    "FLOP/s": ({"FLOP/s": 1.0, "FLOPS": 1.0}, "125 TFLOP/s"),
+}
+_IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
+
+
+def _in(unit: str) -> BeforeValidator:
+    """Read a number, or text with a unit, such as `25 Gbit/s` for bytes per second."""
+    units, example = _UNITS[unit]
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]+)\s*", value)
+        for name, factor in units.items():
+            prefix = found[2].removesuffix(name) if found and found[2].endswith(name) else None
+            if found and prefix in _PREFIXES:
+                return _number(found[1], value, example) * factor * _PREFIXES[prefix]
+        raise ValueError(f"expected {unit}, such as {example}, found {value!r}")
+
+    return BeforeValidator(convert)
+
+
+def _seconds(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(s|ms|us|µs|ns)\s*", value)
+    if not found:
+        raise ValueError(f"expected seconds, such as 5 us or 0.1 ms, found {value!r}")
+    return _number(found[1], value, "5 us") / _IN_A_SECOND[found[2]]
+
+
+def _number(text: str, value: str, example: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"expected a number and a unit, such as {example}, found {value!r}") from None
+
+
+def _possible(value: float) -> float:
+    """Refuse numbers that make times infinite or zero."""
+    if not 1e-3 <= value <= 1e30:
+        raise ValueError(f"expected a number from 0.001 to 1e30, found {value:g}; is it a typo?")
+    return value
+
+
+def _share(value: float) -> float:
+    if value < 1e-6:
+        raise ValueError(f"expected a share of at least 1e-06, found {value:g}; is it a typo?")
+    return value
+
+
+Positive = Field(gt=0, allow_inf_nan=False)
+_Possible = AfterValidator(_possible)
+
+
+class _Data(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class Level(_Data):
+    """`count` components of the level inside (single devices at the innermost level) joined by links.
+
+    Attributes:
+        count: number of components.
+        bandwidth: bytes per second that a component, with all its devices, sends to the others of its level; it receives as many at
+            the same time. A number, or text such as `25 Gbit/s`.
+        latency: seconds until a message arrives; a number, or text such as `5 us`.
+        name: a name to show, such as `NVLink` or `Ethernet`.
+    """
+
+    count: Annotated[int, Field(ge=1, le=2**20, strict=True)]
+    bandwidth: Annotated[float, _in("bytes per second"), Positive, _Possible]
+    latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    name: str = ""
+
+
+class Device(_Data):
+    """What is known of a device.
+
+    Attributes:
+        name: a name to show.
+        memory: bytes; None: not limited.
+        flops: peak operations per second, by dtype; for analytic profiles.
+        efficiency: share of `flops` that large matrix products reach in training.
+        memory_bandwidth: bytes per second; for analytic profiles.
+    """
+
+    name: str = "device"
+    memory: Annotated[float, _in("bytes"), Positive, _Possible] | None = None
+    flops: dict[str, Annotated[float, _in("FLOP/s"), Positive, _Possible]] = {}
+    efficiency: Annotated[float, Field(gt=0, le=1), AfterValidator(_share)] = 0.5
+    memory_bandwidth: Annotated[float, _in("bytes per second"), Positive, _Possible] | None = None
+
+    @pydantic.field_validator("flops")
+    @classmethod
+    def _of_known_types(cls, flops: dict[str, float]) -> dict[str, float]:
+        for name in flops:
+            if name not in DTYPES:
+                raise ValueError(f"unknown dtype {name!r}; {jpipe.errors.nearest(name, DTYPES)}")
+        return flops
+
+
+class Topology(_Data):
+    """The levels of a machine, innermost first. Devices are numbered from the innermost level: 0 .. levels[0].count - 1 share one.
+
+    Attributes:
+        format: "jpipe-topology/1".
+        name: a name to show.
+        levels: as in figure 7 of PipeDream (SOSP 2019); at least one.
+        device: what each of them is.
+        cores: how many devices can compute at the same time without slowing each other down, if they share the cores of a CPU; a larger
+            number of devices shares them evenly. None: all.
+
+    Raises:
+        InputError: a part is wrong; the message says what was expected.
+    """
+
+    format: Literal["jpipe-topology/1"] = "jpipe-topology/1"
+    name: str = ""
+    levels: Annotated[tuple[Level, ...], Field(min_length=1)]
+    device: Device = Device()
+    cores: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except pydantic.ValidationError as error:
+            raise jpipe.errors.explain(error, Topology, "topology") from None
+
+    @pydantic.model_validator(mode="after")
+    def _countable(self) -> "Topology":
+        if self.num_devices > 2**20:
+            raise ValueError(f"levels: expected at most {2**20:,} devices in all, found {self.num_devices:,}")
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many devices a component of each level has, the innermost first."""
+        return tuple(math.prod(level.count for level in self.levels[: k + 1]) for k in range(len(self.levels)))
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are."""
+        return math.prod(level.count for level in self.levels)
+
+    def level(self, first: int, last: int) -> int:
+        """The highest level that a message between the devices `first` and `last` crosses; 0 is the innermost, -1 a single device."""
+        if first == last:
+            return -1
+        for k, level in enumerate(self.levels):
+            first, last = first // level.count, last // level.count
+            if first == last:
+                return k
+        raise IndexError(f"there are {self.num_devices} devices")
+
+    def link(self, source: int, target: int) -> jpipe.Link:
+        """The link from one device to another; the devices of a component share its ports."""
+        k = self.level(source, target)
+        inside = self.sizes[k - 1] if k > 0 else 1
+        ports = (("out", k, source // inside), ("in", k, target // inside))
+        return jpipe.Link(self.levels[k].bandwidth, self.levels[k].latency, ports)
+
+    @property
+    def most_in_mesh(self) -> int:
+        """How many devices the innermost level joins, such as those of a server: the largest mesh of a stage that need not be asked for."""
+        return self.levels[0].count
+
+    def groups(self, size: int) -> "Topology":
+        """The same machine with each `size` neighbouring devices as one, a mesh; bandwidths are what each device of a mesh has of them.
+
+        Args:
+            size: how many devices a mesh has; it fills whole components of each level, or divides them evenly.
+
+        Raises:
+            InputError: meshes of so many devices do not fill the machine evenly.
+        """
+        joined = self._joined(size)
+        if joined is None:
+            sizes = ", ".join(str(n) for n in range(1, self.num_devices + 1) if self._joined(n))
+            raise InputError(f"mesh: expected meshes that fill the machine evenly, of {sizes} devices, found one of {size}")
+        levels = []
+        for level, count, inside in zip(self.levels, joined, (1, *self.sizes), strict=False):
+            shared = {"count": level.count // count, "bandwidth": level.bandwidth / min(size, inside)}
+            levels.append(level.model_copy(update=shared))
+        cores = None if self.cores is None else max(self.cores / size, 1.0)
+        return self.model_copy(update={"levels": tuple(levels), "cores": cores})
+
+    def mesh_link(self, size: int) -> jpipe.Link:
+        """The slowest link between the first `size` devices, as each of them has it if all send at the same time."""
+        crossed = range(self.level(0, size - 1) + 1)
+        bandwidths = [self.levels[k].bandwidth / (self.sizes[k - 1] if k else 1) for k in crossed if self.levels[k].count > 1]
+        return jpipe.Link(min(bandwidths, default=math.inf), max((self.levels[k].latency for k in crossed), default=0.0))
+
+    def _joined(self, size: int) -> tuple[int, ...] | None:
+        """How many components of each level a mesh of `size` devices joins; None if it does not fill or divide them evenly."""
+        found = []
+        for level in self.levels:
+            count = math.gcd(level.count, size)
+            if count < min(level.count, size):
+                return None
+            found.append(count)
+            size //= count
+        return tuple(found) if size == 1 else None
+
+    @classmethod
+    def flat(cls, count: int, bandwidth: float, latency: float = 0.0, memory: float | None = None) -> "Topology":
+        """`count` devices, with links between all of them."""
+        return cls(levels=({"count": count, "bandwidth": bandwidth, "latency": latency},), device={"memory": memory})
+
+    @classmethod
+    def from_yaml(cls, text: str, where: str = "topology") -> "Topology":
+        """Read a topology.
+
+        Args:
+            text: YAML, as in `configs/topologies/`.
+            where: the source, such as a file name, for error messages.
+
+        Raises:
+            InputError: the text is not YAML (with line and column), not a topology, or has impossible numbers.
+        """
+        data = parse(text, where)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {found!r}; is this a topology of jpipe?")
+        try:
+            return cls(**{str(key): value for key, value in data.items()})
+        except InputError as error:
+            raise InputError(*(where + line.removeprefix("topology") for line in error.args)) from None

@@ -1,0 +1,140 @@
+"""The analytic profile: the costs of a model on any device, from XLA's analysis and the device's figures."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jpipe
+from jpipe import InputError
+from jpipe.context import without_mesh
+from jpipe_planner.machine.topology import Device
+from jpipe_planner.profile.flops import count_flops
+from jpipe_planner.profile.model import (
+    POLICIES,
+    Batch,
+    Costs,
+    Meter,
+    Model,
+    Progress,
+    count_bytes,
+    parts_of_bytes,
+    profile_of,
+    scratch_bytes,
+    scratch_of_pairs,
+)
+from jpipe_planner.profile.profile import Profile
+
+Name = Literal["forward", "backward", "update"]
+PROGRAMS: tuple[Name, ...] = ("forward", "backward", "update")
+
+
+@without_mesh()
+def analyze(
+    stack: jpipe.LayerStack,
+    batch: Batch,
+    loss: Callable[[Any, Any], tuple[jax.Array, jax.Array]],
+    optimizer: optax.GradientTransformation,
+    sizes: Sequence[int],
+    device: Device,
+    *,
+    policies: Sequence[str] = POLICIES,
+    ema_decay: float | None = None,
+    progress: Progress | None = None,
+    precision: jpipe.Precision | None = None,
+) -> Profile:
+    """Profile a model for a device, without allocating it.
+
+    The time of a program is its FLOPs divided by `device.flops` times `device.efficiency`, or its memory traffic divided by
+    `device.memory_bandwidth`, whichever is longer. FLOPs are counted by XLA before it optimizes, plus those of the further iterations of
+    scans; of a while loop one iteration is counted. Traffic is what has to move even if everything is fused: weights, inputs, outputs,
+    residuals, gradients and optimizer state, each once. Temporaries come from compiling forward and backward, and the backward of
+    neighbouring layers, at the smallest and the largest size, interpolated linearly; an update is assumed to need none. The profile does
+    not know that GPUs are slow with few rows: if the smallest microbatches look best, use a measured profile.
+
+    Args:
+        stack: the model.
+        batch: `rows -> (inputs, labels)`, shapes and dtypes of a microbatch of that many rows.
+        loss: `(outputs, labels) -> (sum, weight)`.
+        optimizer: any that a `jpipe.Pipeline` takes.
+        sizes: the microbatch sizes, in rows.
+        device: the device, with FLOP/s for the dtypes in which the layers compute, or for another dtype of the same number of bits.
+        policies: the recomputation policies for which residuals are counted.
+        ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
+        progress: called with the number of finished parts of the work, and their total number.
+        precision: as in `jpipe.Pipeline`.
+
+    Raises:
+        InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
+    """
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
+    here = jax.local_devices()[0]
+    meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
+    costs = {}
+    for layer_id in model.distinct:
+        stages = {rows: model.stage([layer_id], rows) for rows in model.sizes}
+        traced = {(rows, name): stage.trace(name, here) for rows, stage in stages.items() for name in PROGRAMS}
+        lowered = {key: program.lower() for key, program in traced.items()}
+        temporaries = _temporaries(model.sizes, lowered)
+        for rows, temporary in zip(model.sizes, temporaries, strict=True):
+            flops = {name: count_flops(traced[rows, name], lowered[rows, name]) for name in PROGRAMS}
+            rate = _rate(device, layer_id, stages[rows].specs[layer_id], model.precision.compute)
+            traffic = _traffic(stages[rows].cost)
+            forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
+            costs[layer_id, rows] = Costs(forward, backward, update, temporary, flops["forward"])
+        meter.step()
+    held = count_bytes(model, policies, meter)
+    return profile_of(model, costs, held, scratch_of_pairs(model, here), source="analytic", device=device.name)
+
+
+def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
+    """The bytes that each program must read or write."""
+    backward = cost.weights + cost.residuals + cost.message + cost.gradient + 2 * cost.accumulators
+    return {
+        "forward": cost.weights + cost.inputs + cost.labels + cost.outputs + cost.residuals - cost.kept_outputs,
+        "backward": backward if cost.backward else 0,  # 0 units: all parameters up to here are frozen
+        "update": 2 * (cost.trained + cost.optimizer + cost.accumulators),
+    }
+
+
+def _seconds(flops: float, moved: int, rate: float, device: Device) -> float:
+    return max(flops / rate, moved / device.memory_bandwidth if device.memory_bandwidth else 0.0)
+
+
+def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: str | None) -> float:
+    """FLOP/s for the dtype `compute`; None: for that of the layer's inputs, or of its outputs if all inputs are integers."""
+    floats = (
+        [jnp.dtype(compute)]
+        if compute
+        else [leaf.dtype for leaf in jax.tree.leaves((spec.x, spec.output)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    )
+    if not device.flops:
+        raise InputError(
+            f"topology: device '{device.name}' has no flops, which analytic profiles need; add them, such as float32: 14 TFLOP/s"
+        )
+    if not floats:
+        return max(device.flops.values()) * device.efficiency
+    same_size = [name for name in device.flops if np.dtype(jnp.dtype(name)).itemsize == floats[0].itemsize]
+    name = floats[0].name if floats[0].name in device.flops else next(iter(same_size), None)
+    if name is None:
+        known = ", ".join(sorted(device.flops))
+        raise InputError(
+            f"topology: device '{device.name}' has flops for {known}, layer '{layer_id}' computes in {floats[0].name}; add them"
+        )
+    return device.flops[name] * device.efficiency
+
+
+def _temporaries(sizes: Sequence[int], lowered: Mapping[Any, jax.stages.Lowered]) -> list[int]:
+    """Scratch bytes of forward or backward, whichever needs more, at each size."""
+    ends = list(dict.fromkeys((sizes[0], sizes[-1])))
+    keys = [(rows, name) for rows in ends for name in ("forward", "backward")]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
+        found = dict(zip(keys, pool.map(lambda key: scratch_bytes(lowered[key].compile()), keys), strict=True))
+    at_ends = [max(found[rows, "forward"], found[rows, "backward"]) for rows in ends]
+    return [math.ceil(np.interp(rows, ends, at_ends)) for rows in sizes]

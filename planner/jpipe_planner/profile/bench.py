@@ -1,0 +1,177 @@
+"""Stages compiled, run and timed on this machine's device."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jpipe
+from jpipe_planner.profile.analyze import PROGRAMS
+from jpipe_planner.profile.flops import count_flops
+from jpipe_planner.profile.model import Model, scratch_bytes
+
+Tree = Any
+ByProgram = Mapping[str, float]
+
+NOISE = np.random.default_rng(0).normal(scale=1e-2, size=4093)
+_EMPTY = ("",)  # the group without layers
+
+
+class Programs:
+    """The programs of stages at several sizes, each compiled once, in threads: XLA releases Python's lock while it compiles.
+
+    Args:
+        model: the model whose layers the stages have.
+        device: the device on which they run.
+        pool: the threads.
+    """
+
+    def __init__(self, model: Model, device: jax.Device, pool: Executor) -> None:
+        self.model, self.device, self._pool = model, device, pool
+        self._begun: dict[Any, tuple[Future[jax.stages.Compiled], float]] = {}
+
+    def begin(self, groups: Sequence[tuple[str, ...]], rows: int) -> None:
+        """Start compiling the stages of these layers, and the empty stage, unless they are compiled already."""
+        for ids, stage in self.stages(groups, rows).items():
+            for name in PROGRAMS:
+                if self._key(ids, name, rows) not in self._begun:
+                    traced = stage.trace(name, self.device)
+                    lowered = traced.lower()
+                    self._begun[self._key(ids, name, rows)] = self._pool.submit(lowered.compile), count_flops(traced, lowered)
+
+    def finish(self) -> None:
+        """Wait until everything that was started is compiled."""
+        for future, _ in self._begun.values():
+            future.result()
+
+    def stages(self, groups: Sequence[tuple[str, ...]], rows: int) -> dict[tuple[str, ...], jpipe.stages.StandaloneStage]:
+        """The stages of these layers, and the empty stage."""
+        return {ids: self.model.stage(ids, rows) for ids in groups} | {_EMPTY: _empty_stage()}
+
+    def get(self, ids: tuple[str, ...], rows: int) -> dict[str, tuple[jax.stages.Compiled, float]]:
+        """The programs of one stage by name, with their FLOPs."""
+        begun = {name: self._begun[self._key(ids, name, rows)] for name in PROGRAMS}
+        return {name: (future.result(), flops) for name, (future, flops) in begun.items()}
+
+    def _key(self, ids: tuple[str, ...], name: str, rows: int) -> tuple[Any, ...]:
+        """An update does not depend on the size, nor does the empty stage."""
+        return ids, name, None if name == "update" or ids == _EMPTY else rows
+
+
+class Bench:
+    """Stages at one microbatch size, with arrays to run on, and an empty stage.
+
+    Attributes:
+        temporary: scratch bytes of each stage.
+        flops: FLOPs of each stage's programs.
+
+    Args:
+        programs: the programs, already started for these groups at this size.
+        groups: the layers of each stage.
+        rows: the microbatch size.
+    """
+
+    def __init__(self, programs: Programs, groups: Sequence[tuple[str, ...]], rows: int) -> None:
+        batch = _filled(programs.model.batch(rows), programs.device)
+        self._runs: dict[tuple[str, ...], _Run] = {}
+        self.temporary: dict[tuple[str, ...], int] = {}
+        self.flops: dict[tuple[str, ...], ByProgram] = {}
+        for ids, stage in programs.stages(groups, rows).items():
+            found = programs.get(ids, rows)
+            calls = {name: program for name, (program, _) in found.items()}
+            self._runs[ids] = _Run(stage, batch, calls, programs.device)
+            self.temporary[ids] = max(map(scratch_bytes, calls.values()))
+            self.flops[ids] = {name: flops for name, (_, flops) in found.items()}
+
+        self._taken: dict[Any, list[float]] = {(ids, name): [] for ids in self._runs for name in PROGRAMS}
+        self._turn()  # warms up
+        self._taken = {key: [] for key in self._taken}
+
+    def time(self, repetitions: int) -> None:
+        """Run each program `turns` more times, in turn."""
+        for _ in range(repetitions):
+            self._turn()
+
+    def medians(self) -> tuple[dict[tuple[str, ...], ByProgram], float]:
+        """Median times of each stage's programs minus that of the empty stage, and the latter."""
+        dispatch = statistics.median(self._taken[_EMPTY, "forward"] + self._taken[_EMPTY, "backward"])
+        medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._taken.items()}
+        return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
+
+    def _turn(self) -> None:
+        for name in PROGRAMS:
+            for ids, run in self._runs.items():
+                self._taken[ids, name].append(run.seconds(name))
+
+
+class _Run:
+    """One stage with arrays: given inputs and labels if there are any, otherwise noise; no time depends on the values."""
+
+    def __init__(
+        self, stage: jpipe.stages.StandaloneStage, batch: tuple[Tree, Tree], calls: Mapping[str, jax.stages.Compiled], device: jax.Device
+    ) -> None:
+        ids, stack = stage.stage.layers, stage.stack
+        specs = {name: calls[name].args_info[0] for name in PROGRAMS}
+        params, state, x, labels, draw = (_filled(spec, device) for spec in specs["forward"])
+        if ids[0] == stack.ids[0]:
+            x = batch[0]
+        if ids[-1] == stack.ids[-1]:
+            labels = batch[1]
+        self._stage, self._calls, self._params, self._draw = stage, calls, params, draw
+        self._arguments = state, x, labels
+        self._message, self._sums = (_filled(spec, device) for spec in specs["backward"][3:5])
+        self._scale = _filled(specs["backward"][6], device)
+        self._optimizer, _, self._norm = (_filled(spec, device) for spec in specs["update"][1:])
+        self._left: Any = None  # what the last forward keeps for its backward
+        jax.block_until_ready((params, self._arguments, self._message, self._sums, self._optimizer))
+
+    def seconds(self, name: str) -> float:
+        """Run one of the programs; a backward belongs to the last forward."""
+        call = self._calls[name]
+        begin = time.perf_counter()
+        match name:
+            case "forward":
+                (y, changed, saved), done = call(self._params, *self._arguments, self._draw)
+                jax.block_until_ready((y, changed, saved, done))
+                end = time.perf_counter()
+                self._left = self._stage.keep(self._arguments, (y, changed)), saved
+            case "backward":
+                result, done = call(self._params, *self._left, self._message, self._sums, self._draw, self._scale)
+                jax.block_until_ready((result, done))
+                end = time.perf_counter()
+                self._sums = result[1]
+            case "update":
+                result, done = call(self._stage.trained(self._params), self._optimizer, self._sums, self._norm)
+                jax.block_until_ready((result, done))
+                end = time.perf_counter()
+                trained, self._optimizer, self._sums, _ = result
+                self._params = self._stage.updated(self._params, trained)
+        return end - begin
+
+
+def _filled(specs: Tree, device: jax.Device) -> Tree:
+    """Arrays of these shapes and dtypes: small noise, or zeros for integers; arrays are not changed."""
+
+    def fill(spec: Any) -> jax.Array:
+        if not hasattr(spec, "dtype") or hasattr(spec, "__array__"):
+            return jax.device_put(jnp.asarray(spec), device)
+        if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.key(0), device)
+        noise = NOISE if jnp.issubdtype(spec.dtype, jnp.inexact) else np.zeros(1)
+        return jax.device_put(np.resize(noise, spec.shape).astype(spec.dtype), device)
+
+    return jax.tree.map(fill, specs)
+
+
+def _empty_stage() -> jpipe.stages.StandaloneStage:
+    """An empty stage in the middle of a pipeline."""
+    stack = jpipe.LayerStack(dict.fromkeys(("before", "here", "after"), jnp.negative))
+    specs = stack.specs(jax.ShapeDtypeStruct((1,), np.float32))
+    optimizer = jpipe.model.LayerwiseOptimizer(optax.identity(), {})
+    return jpipe.stages.StandaloneStage(stack, jpipe.Stage(layers=("here",)), specs, None, lambda y, labels: (y.sum(), y.sum()), optimizer)

@@ -1,0 +1,169 @@
+"""Profiles in PipeDream's `graph.txt` format: a graph of nodes with their times and sizes, read as layers in a linear order.
+
+    node2 -- Conv2d(3, 64) -- forward_compute_time=2.0, backward_compute_time=5.1, activation_size=1024.0, parameter_size=7168.0
+    node7 -- LSTM(8, 8) -- forward_compute_time=3.1, backward_compute_time=5.3, activation_size=[64.0; 8.0], parameter_size=512.0
+    <tab>node2 -- node7
+
+Times are milliseconds per minibatch, sizes bytes per minibatch; several output sizes add up; an edge goes from producer to consumer.
+"""
+
+import heapq
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jpipe import InputError
+from jpipe.errors import nearest
+from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile
+
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_MOST = {"ms": 1e9, "bytes": 1e13}  # sums over thousands of layers stay exact
+_EXAMPLE = f"'nodeN -- DESCRIPTION -- {', '.join(f'{name}=NUMBER' for name in _FIELDS)}'"
+
+_LONGEST = 10_000  # characters of a line; published profiles have a few hundred
+
+
+@dataclass
+class _Node:
+    line: int
+    number: int
+    is_input: bool
+    forward: float
+    backward: float
+    outputs: int
+    weights: int
+    before: set[str] = field(default_factory=set)
+    behind: set[str] = field(default_factory=set)
+
+
+def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where: str = "graph.txt") -> Profile:
+    """Read a profile from PipeDream's profiler.
+
+    The nodes become layers in topological order; if several could come next, the one with the smallest number does. A cut after a layer
+    carries every tensor that was made before it and is used after it, once. An `Input` node is not a layer, because its time is that of
+    waiting for the data loader; its tensors are the inputs of the model. A forward keeps its own output for its backward. Temporaries
+    are unknown.
+
+    Args:
+        text: the text of the file.
+        rows: size of the profiled minibatch (128 images for VGG-16 and ResNet-50 as published, 32 sentences for GNMT).
+        optimizer_factor: bytes of optimizer state per byte of parameters: 0 for plain SGD, 1 with momentum, 2 for Adam.
+        where: the source, such as a file name, for error messages.
+
+    Raises:
+        InputError: a line is neither a node nor an edge, a node is duplicate or missing, a number is invalid or negative, there is a
+            cycle, or there are no layers; the message names the line.
+    """
+    if not (0 <= optimizer_factor < math.inf):
+        raise InputError(f"optimizer_factor: expected a number of bytes for each byte of parameters, such as 2, found {optimizer_factor}")
+    nodes = _read(text, where)
+    order = _in_a_line(nodes, where)
+    waits_for = {name: len(node.behind) for name, node in nodes.items()}
+    crossing = 0  # bytes of what is made before and used after
+    layers = []
+    for name in order:
+        node = nodes[name]
+        crossing += node.outputs if node.behind else 0
+        for other in node.before:
+            waits_for[other] -= 1
+            crossing -= nodes[other].outputs if not waits_for[other] else 0
+        if node.is_input:
+            continue
+        at = AtSize(forward=node.forward, backward=node.backward, outputs=crossing, residuals={"none": node.outputs})
+        layers.append(LayerProfile(id=name, weights=node.weights, optimizer=round(optimizer_factor * node.weights), at=(at,)))
+    if not layers:
+        raise InputError(f"{where}: expected at least one node that is no input, found none; is this a profile of PipeDream?")
+    inputs = sum(node.outputs for node in nodes.values() if node.is_input)
+    try:
+        return Profile(source="imported", sizes=(rows,), inputs=(inputs,), labels=(0,), layers=tuple(layers))
+    except InputError as error:
+        raise InputError(*(where + line.removeprefix("profile") for line in error.args)) from None
+
+
+def _read(text: str, where: str) -> dict[str, _Node]:
+    """The nodes by name, in the order of their numbers, with their edges."""
+    nodes: dict[str, _Node] = {}
+    edges: list[tuple[int, str, str]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        place = f"{where}, line {number}"
+        if not line.strip():
+            continue
+        if len(line) > _LONGEST:
+            raise InputError(f"{place}: expected at most {_LONGEST:,} characters, found {len(line):,}; is this a profile of PipeDream?")
+        if line.startswith("\t"):
+            if (edge := re.fullmatch(r"\t(\w+) -- (\w+)\s*", line)) is None:
+                raise InputError(f"{place}: expected an edge, '<tab>nodeA -- nodeB', found {_short(line)}")
+            edges.append((number, edge[1], edge[2]))
+        else:
+            name, node = _node(line, number, place)
+            if name in nodes:
+                raise InputError(f"{place}: node '{name}' is already defined in line {nodes[name].line}; give each node its own name")
+            nodes[name] = node
+    for number, source, target in edges:
+        for name in (source, target):
+            if name not in nodes:
+                raise InputError(f"{where}, line {number}: the edge names '{name}', which is no node; {nearest(name, nodes)}")
+        nodes[source].behind.add(target)
+        nodes[target].before.add(source)
+    return dict(sorted(nodes.items(), key=lambda item: (item[1].number, item[0])))
+
+
+def _node(line: str, number: int, place: str) -> tuple[str, _Node]:
+    parts = line.strip().split(" -- ")
+    name, values = parts[0], dict(re.findall(r"(?<!\w)(\w+)=(\[[^],]*\]|[^,]*)", parts[-1]))
+    found = re.fullmatch(r"[A-Za-z_]*(\d{1,18})", name)
+    if len(parts) < 3 or found is None or tuple(values) != _FIELDS:
+        raise InputError(f"{place}: expected {_EXAMPLE}, or an edge that begins with a tab, found {_short(line)}")
+    forward, backward, outputs, weights = (_number(values[key], key, place) for key in _FIELDS)
+    is_input = " -- ".join(parts[1:-1]).startswith("Input")
+    return name, _Node(number, int(found[1]), is_input, forward / 1e3, backward / 1e3, round(outputs), round(weights))
+
+
+def _number(text: str, key: str, place: str) -> float:
+    """A number, or the sum of several in brackets."""
+    several = key == "activation_size" and text.startswith("[") and text.endswith("]")
+    try:
+        values = [float(part) for part in text[1:-1].split(";")] if several else [float(text)]
+    except ValueError:
+        values = [math.nan]
+    if not (all(value >= 0 for value in values) and sum(values) < math.inf):
+        raise InputError(f"{place}: {key}: expected a number, 0 or above, found {_short(text)}")
+    unit = "ms" if key.endswith("_time") else "bytes"
+    if sum(values) > _MOST[unit]:
+        raise InputError(f"{place}: {key}: expected at most {_MOST[unit]:.0e} {unit}, found {_short(text)}; is the unit another one?")
+    return sum(values)
+
+
+def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
+    """A topological order: the inputs, then always the node with the smallest number among those that could come next."""
+    missing = {name: len(node.before) for name, node in nodes.items()}
+    ready = [(not node.is_input, node.number, name) for name, node in nodes.items() if not node.before]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        *_, name = heapq.heappop(ready)
+        order.append(name)
+        for other in nodes[name].behind:
+            missing[other] -= 1
+            if missing[other] == 0:
+                heapq.heappush(ready, (not nodes[other].is_input, nodes[other].number, other))
+    if len(order) < len(nodes):
+        cycle = list(_cycle({name: node.before for name, node in nodes.items() if name not in order}))
+        raise InputError(
+            f"{where}, line {nodes[cycle[0]].line}: the edges go around: {' -- '.join(cycle)}; expected a graph without cycles"
+        )
+    return order
+
+
+def _cycle(before: dict[str, set[str]]) -> Iterator[str]:
+    """The nodes of a cycle, along its edges, with the first one again at the end; each of the given nodes follows another of them."""
+    name, seen = min(before), []
+    while name not in seen:
+        seen.append(name)
+        name = min(other for other in before[name] if other in before)
+    return reversed([*seen[seen.index(name) :], name])
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")

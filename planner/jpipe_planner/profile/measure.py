@@ -1,0 +1,169 @@
+"""The measured profile: every distinct layer compiled as a pipeline compiles it, and timed on the device at hand.
+
+Weights and most inputs are made up, so host callbacks that no result needs are left out.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import optax
+
+import jpipe
+from jpipe.context import without_mesh
+from jpipe_planner.profile.analyze import PROGRAMS
+from jpipe_planner.profile.bench import Bench, ByProgram, Programs
+from jpipe_planner.profile.model import (
+    POLICIES,
+    Batch,
+    Costs,
+    Meter,
+    Model,
+    Progress,
+    count_bytes,
+    parts_of_bytes,
+    profile_of,
+    scratch_of_pairs,
+)
+from jpipe_planner.profile.profile import Profile
+
+FEWEST = 3  # repetitions, however little time there is
+SHORT = 2e-4  # seconds; programs that take less are timed in groups
+
+
+@without_mesh()
+def measure(
+    stack: jpipe.LayerStack,
+    batch: Batch,
+    loss: Callable[[Any, Any], tuple[jax.Array, jax.Array]],
+    optimizer: optax.GradientTransformation,
+    sizes: Sequence[int],
+    *,
+    policies: Sequence[str] = POLICIES,
+    device: jax.Device | None = None,
+    ema_decay: float | None = None,
+    repetitions: int = 15,
+    seconds: float = 20.0,
+    progress: Progress | None = None,
+    precision: jpipe.Precision | None = None,
+) -> Profile:
+    """Profile a model on a device that is here; each distinct layer has to fit, with its gradients, optimizer state and residuals.
+
+    Each distinct layer is compiled as a stage of its own. The stages of all sizes run in turns, so that a slow moment of the machine
+    slows all of them; the arrays of all sizes are held at the same time. A time is a median, less that of a stage without work, which is
+    the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, whose time is split by FLOPs.
+
+    Args:
+        stack: the model.
+        batch: `rows -> (inputs, labels)` of a microbatch; where they are arrays, the first layer and the loss get their values.
+        loss: `(outputs, labels) -> (sum, weight)`.
+        optimizer: any that a `jpipe.Pipeline` takes.
+        sizes: the microbatch sizes, in rows.
+        policies: the recomputation policies whose residuals are wanted.
+        device: by default the first of this process.
+        repetitions: of each program, at most; at least 3.
+        seconds: after which no further repetition begins, all sizes together; compiling comes on top of it.
+        ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
+        progress: called with the parts of the work that are done, and their number.
+        precision: as in `jpipe.Pipeline`.
+
+    Raises:
+        InputError: layers, batch, loss and optimizer do not fit together.
+    """
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
+    device = device or jax.local_devices()[0]
+    meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
+    alone = [(layer_id,) for layer_id in model.distinct]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = Programs(model, device, pool)
+        for rows in model.sizes:
+            programs.begin(alone, rows)
+        held = count_bytes(model, policies, meter)  # while XLA compiles
+        programs.finish()  # what is timed is all that runs
+        single, groups = {rows: Bench(programs, alone, rows) for rows in model.sizes}, {}
+        for rows, bench in single.items():
+            bench.time(FEWEST)
+            meter.step()
+            groups[rows] = short_groups(model.stack.ids, model.like, bench.medians()[0])
+            programs.begin(groups[rows], rows)
+        programs.finish()
+    benches = {rows: single[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
+    _in_turns([*benches.values()], repetitions, seconds)
+    costs = _all_costs(model, benches, single, meter)
+    dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
+    return profile_of(model, costs, held, scratch_of_pairs(model, device), source="measured", device=device.device_kind, dispatch=dispatch)
+
+
+def _all_costs(model: Model, benches: Mapping[int, Bench], alone: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
+    """The costs of each distinct layer at each size, from the benches of groups and of single layers by size."""
+    costs: dict[tuple[str, int], Costs] = {}
+    for rows, bench in benches.items():
+        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], alone[rows]).items()}
+        meter.step()
+    return costs
+
+
+def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone: Bench) -> dict[str, Costs]:
+    """The costs of each distinct layer at one size, from the times of groups; `alone` knows the FLOPs and temporaries of each layer."""
+    flops = alone.flops
+    shares = [share for ids, taken in times.items() for share in split(taken, {i: flops[model.like[i],] for i in ids}).items()]
+    costs = {}
+    for layer_id in model.distinct:
+        own = [seconds for other, seconds in shares if model.like[other] == layer_id]
+        forward, backward, update = (statistics.fmean(seconds[name] for seconds in own) for name in PROGRAMS)
+        costs[layer_id] = Costs(forward, backward, update, alone.temporary[layer_id,], flops[layer_id,]["forward"])
+    return costs
+
+
+def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float) -> None:
+    """Time all sizes in turns, for a machine may be slow for seconds on end."""
+    end = time.perf_counter() + seconds
+    for n in range(repetitions):
+        if n >= FEWEST and time.perf_counter() > end:
+            break
+        for bench in benches:
+            bench.time(1)
+
+
+def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:
+    """What is to be timed together: neighbours of which each is short, enough of them to be long; the other layers alone.
+
+    Args:
+        ids: the model's layers.
+        like: for each layer the first that equals it.
+        roughly: seconds of each distinct layer alone.
+
+    Returns:
+        Groups of layer ids; each distinct layer, or one that equals it, is in one of them at least. Equal groups are there once.
+    """
+
+    def seconds(layer_id: str) -> float:
+        alone = roughly[like[layer_id],]
+        return alone["forward"] + alone["backward"]
+
+    groups: list[list[str]] = []
+    for layer_id in ids:
+        joins = groups and all(seconds(other) < 2 * SHORT for other in (layer_id, groups[-1][-1]))
+        if joins and sum(map(seconds, groups[-1])) < 4 * SHORT:
+            groups[-1].append(layer_id)
+        else:
+            groups.append([layer_id])
+    kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for group in groups:
+        kinds.setdefault(tuple(like[layer_id] for layer_id in group), tuple(group))
+    together = {layer_id for kind in kinds if len(kind) > 1 for layer_id in kind}
+    return [group for kind, group in kinds.items() if len(kind) > 1 or kind[0] not in together]
+
+
+def split(taken: ByProgram, flops: Mapping[str, ByProgram]) -> dict[str, ByProgram]:
+    """The time of a group for each of its layers, in proportion to FLOPs; evenly where a program has none."""
+    found: dict[str, dict[str, float]] = {layer_id: {} for layer_id in flops}
+    for name, seconds in taken.items():
+        total = sum(own[name] for own in flops.values())
+        for layer_id, own in flops.items():
+            found[layer_id][name] = seconds * (own[name] / total if total else 1 / len(flops))
+    return dict(found)

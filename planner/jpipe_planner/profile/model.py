@@ -1,0 +1,309 @@
+"""The model to be profiled at several microbatch sizes: which of its layers are equal, and their bytes, from shapes alone."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+import jpipe
+from jpipe import InputError
+from jpipe_planner.profile.flops import count_flops
+from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile, SharedProfile, TensorProfile
+from jpipe_planner.profile.tensor import tensor_profile
+
+Tree = Any
+Batch = Callable[[int], tuple[Tree, Tree]]
+"""`rows -> (inputs, labels)`, a microbatch of that many rows; arrays, or `jax.ShapeDtypeStruct`s."""
+Progress = Callable[[int, int], None]
+"""Called with the number of finished parts of the work, and their total number."""
+
+Held = dict[tuple[str, ...], dict[tuple[int, str], jpipe.programs.StageCost]]
+"""Stage costs of distinct layers, and of distinct pairs of neighbours, by rows and recomputation policy."""
+
+POLICIES = ("none", "full", "dots_with_no_batch_dims_saveable")
+
+
+class Costs(NamedTuple):
+    """The costs of a layer at one size that do not follow from its shapes: seconds, scratch bytes, FLOPs of a forward."""
+
+    forward: float
+    backward: float
+    update: float
+    temporary: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to be profiled. Layers are equal if their traces, shapes and optimizer states are equal. The first layer, which has no
+    input gradient, and the last one, which includes the loss, are never equal to others.
+
+    Attributes:
+        stack: its layers.
+        batch: shapes of a microbatch, by its number of rows.
+        loss: `(outputs, labels) -> (sum, weight)`.
+        optimizer: any that a `jpipe.Pipeline` takes.
+        sizes: the microbatch sizes, in rows.
+        precision: as in `jpipe.Pipeline`.
+        ema_decay: as of a `jpipe.Pipeline`.
+
+    Raises:
+        InputError: there are no sizes, or not all are integers above 0. Later calls raise it for parts that do not fit together.
+    """
+
+    stack: jpipe.LayerStack
+    batch: Batch
+    loss: Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+    optimizer: optax.GradientTransformation
+    sizes: tuple[int, ...]
+    precision: jpipe.Precision = field(default_factory=jpipe.Precision)
+    ema_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stack", jpipe.model.cast_layers(self.stack, self.precision))
+        if not self.sizes or any(not isinstance(rows, int) or isinstance(rows, bool) or rows < 1 for rows in self.sizes):
+            raise InputError(f"sizes: expected microbatch sizes, whole numbers of rows above 0, found {list(self.sizes)}")
+        object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
+
+    @cached_property
+    def like(self) -> dict[str, str]:
+        """For each layer the first layer that is equal to it, possibly itself."""
+        key, layerwise = jax.eval_shape(lambda: jax.random.key(0)), self._layerwise
+        first: dict[tuple[Any, ...], str] = {}
+        found = {}
+        for layer_id in self.stack.ids:
+            spec, layer = self._first_specs[layer_id], self.stack.layers[layer_id]
+            traced = jax.make_jaxpr(lambda p, s, x, k, apply=layer.apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, key)
+            text = re.sub("0x[0-9a-f]+", "", str(traced))  # addresses of its functions
+            end = layer_id if layer_id in (self.stack.ids[0], self.stack.ids[-1]) else None
+            entries = self.stack.ties.split({layer_id: spec.params}, [layer_id])
+            trained = layerwise.trained.part(entries)
+            states = [jax.eval_shape(functools.partial(layerwise.init, entry), params) for entry, params in trained.items()]
+            leaves = repr(jax.tree.leaves(states))  # only leaves: it is keyed by layer id
+            gradients = (*layerwise.trained.flags(entries), *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
+            shares = tuple(self.stack.ties.places.get(layer_id, {}))
+            found[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, gradients, shares, text), layer_id)
+        return found
+
+    @cached_property
+    def distinct(self) -> tuple[str, ...]:
+        """The layers that are not equal to an earlier one."""
+        return tuple(dict.fromkeys(self.like.values()))
+
+    @cached_property
+    def pairs(self) -> dict[tuple[str, str], tuple[str, str]]:
+        """One pair of neighbours of each kind, by the layers to which they are equal."""
+        found: dict[tuple[str, str], tuple[str, str]] = {}
+        for pair in itertools.pairwise(self.stack.ids):
+            found.setdefault((self.like[pair[0]], self.like[pair[1]]), pair)
+        return found
+
+    def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
+        """Consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet."""
+        if recompute not in jpipe.plan.RECOMPUTE:
+            raise InputError(
+                f"policies: unknown recomputation policy '{recompute}'; {jpipe.errors.nearest(recompute, jpipe.plan.RECOMPUTE)}"
+            )
+        stage = jpipe.Stage(layers=tuple(ids), recompute=recompute)
+        labels, specs = self.batches[rows][1], specs or self._specs[rows]
+        return jpipe.stages.StandaloneStage(self.stack, stage, specs, labels, self.loss, self._layerwise, self.precision)
+
+    def gradient_bytes(self, layer_id: str) -> int:
+        """The bytes of a layer's accumulated gradients."""
+        entries = self.stack.ties.split({layer_id: self._first_specs[layer_id].params}, [layer_id])
+        trained = dict(self._layerwise.trained.part(entries))
+        return sum(leaf.size * self._gradient_dtype(leaf).itemsize for leaf in jax.tree.leaves(trained))
+
+    def _gradient_dtype(self, leaf: Any) -> Any:
+        return self.precision.accumulator_dtype(self.precision.version_dtype(leaf.dtype))
+
+    @cached_property
+    def shared(self) -> tuple[SharedProfile, ...]:
+        """The bytes of the parameters that two or more layers share."""
+        entries = self.stack.ties.split({layer_id: spec.params for layer_id, spec in self._first_specs.items()})
+        sharers = self.stack.ties.sharers(self.stack.ids)
+        return tuple(self._shared_profile(name, entries[name], layers) for name, layers in sharers.items())
+
+    def _shared_profile(self, name: str, spec: Any, layers: tuple[str, ...]) -> SharedProfile:
+        weights = spec.size * self.precision.version_dtype(spec.dtype).itemsize
+        if self._layerwise.trained.excludes(name):
+            return SharedProfile(layers=layers, weights=weights, frozen=weights, accumulators=0)
+        optimizer = _bytes(jax.eval_shape(functools.partial(self._layerwise.init, name), spec))
+        return SharedProfile(
+            layers=layers, weights=weights, accumulators=spec.size * self._gradient_dtype(spec).itemsize, optimizer=optimizer
+        )
+
+    @cached_property
+    def batches(self) -> dict[int, tuple[Tree, Tree]]:
+        """Shapes and dtypes of (inputs, labels), by size."""
+        return {rows: jax.eval_shape(lambda batch: batch, self.batch(rows)) for rows in self.sizes}
+
+    @cached_property
+    def _first_specs(self) -> dict[str, jpipe.model.LayerSpec]:
+        return self.stack.specs(self.batches[self.sizes[0]][0])
+
+    @cached_property
+    def _specs(self) -> dict[int, dict[str, jpipe.model.LayerSpec]]:
+        """The specs of all layers at all sizes; each distinct layer is traced once per size."""
+        specs = {self.sizes[0]: self._first_specs}
+        for rows in self.sizes[1:]:
+            x = self.batches[rows][0]
+            found: dict[str, jpipe.model.LayerSpec] = {}
+            for layer_id, like in self.like.items():
+                known = like in found and found[like].x == x
+                found[layer_id] = found[like] if known else self.stack.specs(x, [layer_id])[layer_id]
+                x = found[layer_id].output
+            specs[rows] = found
+        return specs
+
+    @cached_property
+    def _layerwise(self) -> jpipe.model.LayerwiseOptimizer:
+        params = {layer_id: spec.params for layer_id, spec in self._first_specs.items()}
+        found = jpipe.model.find_layerwise(self.optimizer, params, self.precision.has_masters, self.stack.ties)
+        return dataclasses.replace(found, ema_decay=self.ema_decay)
+
+
+class Meter:
+    """Counts parts of work for a `Progress`."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def step(self) -> None:
+        """One more part is finished."""
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> Held:
+    """The bytes of each distinct layer as a stage, and of each pair of neighbours as a stage, at all sizes.
+
+    Args:
+        model: the model.
+        policies: recomputation policies for which residuals are counted; "none" is always included.
+        meter: counts `parts_of_bytes` parts.
+    """
+    policies = tuple(dict.fromkeys(("none", *policies)))
+    held: Held = {}
+    for name, ids in [*(((layer_id,), (layer_id,)) for layer_id in model.distinct), *model.pairs.items()]:
+        held[name] = {(rows, policy): model.stage(ids, rows, policy).cost for rows in model.sizes for policy in policies}
+        meter.step()
+    return held
+
+
+Scratch = dict[tuple[str, str], dict[int, int]]
+"""Scratch bytes of the backward of distinct pairs of neighbours as a stage, by rows."""
+
+
+def scratch_of_pairs(model: Model, device: jax.Device) -> Scratch:
+    """Compile the backward of each pair of neighbours, without recomputation: several layers need more scratch memory than each of them.
+
+    Only the smallest and the largest size are compiled; the others are interpolated.
+    """
+    ends = list(dict.fromkeys((model.sizes[0], model.sizes[-1])))
+    names = [*model.pairs.values()]
+    lowered = {(ids, rows): model.stage(ids, rows).trace("backward", device).lower() for ids in names for rows in ends}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
+        found = dict(zip(lowered, pool.map(lambda call: scratch_bytes(call.compile()), lowered.values()), strict=True))
+    return {ids: {rows: math.ceil(np.interp(rows, ends, [found[ids, end] for end in ends])) for rows in model.sizes} for ids in names}
+
+
+def scratch_bytes(program: jax.stages.Compiled) -> int:
+    """The scratch memory of a program; 0 if the backend does not report it."""
+    analysis = program.memory_analysis()
+    return 0 if analysis is None else analysis.temp_size_in_bytes
+
+
+def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held, scratch: Scratch, **fields: Any) -> Profile:
+    """The profile.
+
+    Args:
+        model: the model.
+        costs: the costs of each distinct layer at each size.
+        held: the result of `count_bytes`.
+        scratch: the result of `scratch_of_pairs`.
+        fields: the other fields of `Profile`.
+    """
+
+    def shared(like: str, after: str | None, rows: int, policy: str) -> int:
+        if after is None:
+            return 0
+        alone = held[like,][rows, policy].residuals + held[after,][rows, policy].residuals
+        return max(alone - held[like, after][rows, policy].residuals, 0)
+
+    def more(like: str, after: str | None, rows: int) -> int:
+        if after is None:
+            return 0
+        together = scratch[model.pairs[like, after]][rows] - max(costs[like, rows].temporary, costs[after, rows].temporary)
+        # What a third layer adds are its gradients; between two layers there is also room for what passes between them, once.
+        return min(max(together, 0), model.gradient_bytes(like))
+
+    for_weights = {like: _share_for_weights(model, like) for like in model.distinct}
+    policies = {like: [policy for rows, policy in held[like,] if rows == model.sizes[0]] for like in model.distinct}
+    stashes = {
+        like: {(rows, policy): model.stage([like], rows, policy).stash_bytes for rows in model.sizes for policy in policies[like]}
+        for like in model.distinct
+    }
+    tensor = {like: _tensor_profile(model, like, policies[like]) for like in model.distinct}
+    layers = []
+    for layer_id, behind in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
+        like, after = model.like[layer_id], model.like.get(behind)
+        own = held[like,]
+        at = tuple(
+            AtSize(
+                forward=costs[like, rows].forward,
+                backward=costs[like, rows].backward,
+                backward_weight=costs[like, rows].backward * for_weights[like],
+                stash={policy: bytes_ for (count, policy), bytes_ in stashes[like].items() if count == rows},
+                outputs=own[rows, "none"].outputs if behind else 0,
+                residuals={policy: cost.residuals for (count, policy), cost in own.items() if count == rows},
+                shared={policy: shared(like, after, rows, policy) for count, policy in own if count == rows},
+                temporary=costs[like, rows].temporary,
+                temporary_more=more(like, after, rows),
+                flops=costs[like, rows].flops,
+            )
+            for rows in model.sizes
+        )
+        update = statistics.fmean(costs[like, rows].update for rows in model.sizes)
+        cost = own[model.sizes[0], "none"]
+        sizes = {name: getattr(cost, name) for name in ("weights", "frozen", "optimizer", "state")}
+        sizes["accumulators"] = model.gradient_bytes(layer_id)
+        layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[like], **sizes))
+    inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
+    return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
+
+
+def _tensor_profile(model: Model, layer_id: str, policies: Sequence[str]) -> TensorProfile:
+    """What tensor parallelism shards of a layer."""
+    rows = model.sizes[0]
+    return tensor_profile(lambda policy: model.stage([layer_id], rows, policy), layer_id, rows, policies, jax.local_devices()[0])
+
+
+def _share_for_weights(model: Model, layer_id: str) -> float:
+    """The share of a layer's backward that makes the gradients of its weights, by floating-point operations."""
+    stage, device = model.stage([layer_id], model.sizes[0]), jax.local_devices()[0]
+    traced = [stage.trace(half, device) for half in ("backward_input", "backward_weight")]
+    for_inputs, for_weights = (count_flops(half, half.lower()) for half in traced)
+    return for_weights / (for_inputs + for_weights) if for_inputs + for_weights else 0.5
+
+
+def parts_of_bytes(model: Model) -> int:
+    """The number of parts of `count_bytes`, for a `Meter`."""
+    return len(model.distinct) + len(model.pairs)
+
+
+def _bytes(specs: Tree) -> int:
+    return sum(spec.size * spec.dtype.itemsize for spec in jax.tree.leaves(specs))

@@ -1,0 +1,229 @@
+"""From many candidates to a ranking: those that could be the fastest are simulated (`race`), the others are ranked by their bound."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jpipe
+from jpipe_planner.cost.simulated import Simulated, simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.sharded import Meshes
+from jpipe_planner.ranking.race import Outcome, Race
+from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.candidates import closed_form
+
+SIMULATED = 10  # kinds at least
+_EQUAL = 0.005  # relative difference up to which plans count as equally fast
+_DIFFERENT = 0.1  # relative difference of closed form and simulation that is explained
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A candidate with its simulation.
+
+    Attributes:
+        candidate: the candidate, priced in closed form.
+        simulated: its simulation; None if that would take too long, or if by its bound it is not the fastest.
+        why: why the simulation differs from the closed form by more than a tenth: "link", "sum", "imbalance" or "bubble"; otherwise "".
+        least: lower bound on the seconds of a batch, if it was not simulated because of this bound; otherwise 0.
+    """
+
+    candidate: Candidate
+    simulated: Simulated | None = None
+    why: str = ""
+    least: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per batch: simulated, or otherwise the longer of closed form and bound."""
+        return max(self.candidate.seconds, self.least) if self.simulated is None else self.simulated.batch_seconds
+
+    @property
+    def most(self) -> float:
+        """Upper bound on the rows per second, if it was not simulated because of this bound; otherwise infinity."""
+        return self.candidate.batch / self.least if self.least else math.inf
+
+    @property
+    def samples_per_second(self) -> float:
+        """Rows per second."""
+        return self.candidate.batch / self.seconds
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """Peak memory of a device of each rank, in bytes."""
+        return self.candidate.memory if self.simulated is None else self._most_of_replicas(self.simulated.peak_bytes)
+
+    @property
+    def held(self) -> tuple[int, ...] | None:
+        """The part of the peak memory that a device of each rank holds between its computations; None if it was not simulated."""
+        return None if self.simulated is None else self._most_of_replicas(self.simulated.held_bytes)
+
+    def _most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        found, first = [], 0
+        for count in self.candidate.replicas[: self.candidate.ranks]:
+            found.append(max(sizes[first : first + count]))
+            first += count
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A ranking of plans.
+
+    Attributes:
+        profile: the profile of the model.
+        topology: the topology.
+        ranked: the best plan of each kind that fits, fastest first; a kind is a schedule, the replicas of each stage, and what is kept
+            together.
+        rejected: the best plan of each kind that does not fit, the one that lacks least memory first.
+        considered: the number of candidates.
+        global_norm: whether gradients are clipped by their norm over all stages.
+        open: how many candidates could be faster than the first one, because simulating them all would take too long.
+    """
+
+    profile: Profile
+    topology: Topology
+    ranked: tuple[Ranked, ...]
+    rejected: tuple[Candidate, ...]
+    considered: int
+    global_norm: bool = False
+    open: int = 0
+
+    @cached_property
+    def meshes(self) -> Meshes:
+        """Profile and topology as its plans see them."""
+        return Meshes(self.profile, self.topology)
+
+    def plan(self, ranked: Ranked) -> jpipe.Plan:
+        """The plan of a ranked candidate, with its prediction."""
+        bubble = ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
+        predicted = jpipe.plan.Predicted(batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory)
+        return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
+
+
+def choose(
+    profile: Profile,
+    topology: Topology,
+    candidates: Iterable[Candidate],
+    *,
+    most: int = SIMULATED,
+    global_norm: bool = False,
+    tried: dict[Candidate, Ranked] | None = None,
+) -> Choice:
+    """Rank candidates: simulate those that fit, in the order of their bounds, until no other one can be the fastest.
+
+    The first one is then the fastest of all candidates, to half a percent. If the simulation of a candidate finds too little memory,
+    smaller ones of its kind are tried. If all simulations would take too long, the remaining candidates keep their price in closed form.
+
+    Args:
+        profile: the profile of the model.
+        topology: the topology.
+        candidates: candidates of any schedules, priced in the same way.
+        most: how many kinds to simulate at least, so that a table can show them.
+        global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
+        tried: results of earlier simulations; new ones are added.
+    """
+    tried = {} if tried is None else tried
+    meshes = Meshes(profile, topology)
+    everything = sorted(candidates, key=lambda candidate: candidate.rank)
+    fitting = [candidate for candidate in everything if candidate.over is None]
+    limit = math.inf if topology.device.memory is None else topology.device.memory
+    known = {candidate: Outcome(one.seconds, max(one.memory) <= limit) for candidate, one in tried.items()}
+
+    def run(candidate: Candidate) -> Outcome:
+        tried[candidate] = Ranked(candidate, _simulated(*meshes.of(candidate.degrees), candidate, global_norm))
+        return Outcome(tried[candidate].seconds, max(tried[candidate].memory) <= limit)
+
+    race = Race(profile, topology, fitting, run, known, most)
+    best: dict[tuple[object, ...], Ranked] = {}
+    for one in in_order([tried[candidate] for candidate in race.finished]):
+        best.setdefault(one.candidate.kind, one)
+    ranked = [_explained(*meshes.of(one.candidate.degrees), one, global_norm) for one in best.values()]
+    tried.update((one.candidate, one) for one in ranked)
+    rest = _best_rest([Ranked(candidate, least=least) for candidate, least in race.left if candidate.kind not in best])
+    too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
+    kinds = {one.candidate.kind for one in (*ranked, *rest)}
+    lacking = [candidate for candidate in everything if candidate.over is not None]
+    rejected = [candidate for candidate in _best_of_each_kind([*too_large, *lacking]) if candidate.kind not in kinds]
+    return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything), global_norm, race.open)
+
+
+def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
+    """The best candidate of each kind, by closed form and bound."""
+    best: dict[tuple[object, ...], Ranked] = {}
+    for one in sorted(rest, key=lambda one: (-one.samples_per_second, one.candidate.rank)):
+        best.setdefault(one.candidate.kind, one)
+    return list(best.values())
+
+
+def in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """Fastest first; candidates that are equally fast, within `_EQUAL`, are ranked by their other properties."""
+    left = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
+    found: list[Ranked] = []
+    while left:
+        speed = left[0].samples_per_second
+        equal = [one for one in left if one.samples_per_second >= speed * (1 - _EQUAL)]
+        left = left[len(equal) :]
+        merits = {id(one): dataclasses.replace(one.candidate, seconds=one.candidate.batch / speed).rank for one in equal}
+        found += sorted(equal, key=lambda one: merits[id(one)])
+    return found
+
+
+def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
+    best: dict[tuple[object, ...], Candidate] = {}
+    for candidate in candidates:
+        best.setdefault(candidate.kind, candidate)
+    return list(best.values())
+
+
+def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidate:
+    """The candidate marked as one that does not fit, with the memory of the simulation."""
+    worst = max(range(len(memory)), key=lambda s: memory[s])
+    return dataclasses.replace(candidate, memory=tuple(memory), over=(worst, round(memory[worst] - limit)))
+
+
+def _simulated(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> Simulated | None:
+    plan = candidate.plan(profile.ids)
+    return simulated(plan, profile.stage_costs(plan, candidate.rows), topology, global_norm)
+
+
+def _explained(profile: Profile, topology: Topology, one: Ranked, global_norm: bool) -> Ranked:
+    """The same with the reason why the simulation differs from the closed form, if it does."""
+    differs = one.simulated is not None and abs(one.seconds / one.candidate.seconds - 1) > _DIFFERENT
+    return dataclasses.replace(one, why=_why(profile, topology, one.candidate, global_norm)) if differs and not one.why else one
+
+
+def _why(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> str:
+    """What must be left out for closed form and simulation to agree: links, only the sums over them, or the imbalance of stages."""
+    unlinked = _without_links(topology)
+    if _agree(profile, unlinked, candidate, global_norm):
+        layers = tuple([layer.model_copy(update={"accumulators": 0}) for layer in profile.layers])
+        return "sum" if _agree(profile.model_copy(update={"layers": layers, "shared": ()}), topology, candidate, global_norm) else "link"
+    even = dataclasses.replace(candidate, policies=candidate.policies[:1] * candidate.depth)
+    return "imbalance" if _agree(_evened(profile, candidate), unlinked, even, global_norm) else "bubble"
+
+
+def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> bool:
+    """Whether closed form and simulation agree, with other costs of layers or links."""
+    found = _simulated(profile, topology, candidate, global_norm)
+    return found is not None and abs(found.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
+
+
+def _evened(profile: Profile, candidate: Candidate) -> Profile:
+    """The profile with equal work for each device of the candidate: the work of a stage is proportional to its replicas."""
+    ends, n, layers = (*candidate.starts[1:], len(profile.layers)), profile.sizes.index(candidate.rows), list(profile.layers)
+    for start, end, replicas in zip(candidate.starts, ends, candidate.replicas, strict=True):
+        share = replicas / candidate.workers / (end - start)
+        for number in range(start, end):
+            own = {name: share * sum(getattr(layer.at[n], name) for layer in profile.layers) for name in ("forward", "backward")}
+            at = (*layers[number].at[:n], layers[number].at[n].model_copy(update=own), *layers[number].at[n + 1 :])
+            layers[number] = layers[number].model_copy(update={"at": at})
+    return profile.model_copy(update={"layers": tuple(layers)})
+
+
+def _without_links(topology: Topology) -> Topology:
+    levels = [level.model_copy(update={"bandwidth": 1e30, "latency": 0.0}) for level in topology.levels]
+    return topology.model_copy(update={"levels": tuple(levels)})

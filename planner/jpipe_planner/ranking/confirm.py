@@ -1,0 +1,250 @@
+"""Compile the best plans until one fits: the estimates of a profile are not exact, so a plan that lacks memory recomputes more."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jpipe_planner.cost.bound import computing_seconds
+from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking.choose import Choice, Ranked, choose, in_order
+from jpipe_planner.ranking.compiled import Compiled, closed_form_bytes
+from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.candidates import closed_form
+from jpipe_planner.search.stages import Layers
+
+MOST_COMPILED = 16  # plans, in the order of their speed
+MOST_LEAN = 4  # plans with full recomputation, which are compiled when none of those fits
+MOST_EQUAL = 3  # plans that are compiled because they may be as fast as the first one that fits, that one included
+NEAR = 0.1  # share of the memory that a plan may lack by its estimate, to be compiled nevertheless
+ERROR = 0.02  # relative error of predicted times: plans that differ by less are all compiled
+
+Compile = Callable[[Choice, Ranked], Compiled]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A plan whose compiled stages do not fit.
+
+    Attributes:
+        ranked: the plan, as estimated.
+        compiled: the memory of its compiled stages.
+        raised: the same plan with more recomputation, which is tried in its place; None if it recomputes all that it can.
+    """
+
+    ranked: Ranked
+    compiled: Compiled
+    raised: Candidate | None
+
+    @property
+    def rank(self) -> int:
+        """The rank that lacks most memory."""
+        memory = self.compiled.ranked.memory
+        return max(range(len(memory)), key=memory.__getitem__)
+
+
+@dataclass
+class Confirmation:
+    """The result of `confirm`.
+
+    Attributes:
+        fitting: the plans whose compiled stages fit, best first; the first one is the choice.
+        attempts: the plans whose compiled stages do not fit, in the order in which they were compiled.
+        known: by candidate what simulating or compiling found.
+        added: candidates with more recomputation than the search gave them.
+        others: plans of other kinds that were not compiled, ranked by their estimates.
+    """
+
+    fitting: list[Compiled] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    known: dict[Candidate, Ranked] = field(default_factory=dict)
+    added: list[Candidate] = field(default_factory=list)
+    others: tuple[Ranked, ...] = ()
+
+
+def confirm(
+    choice: Choice,
+    candidates: Sequence[Candidate],
+    known: dict[Candidate, Ranked],
+    compile: Compile,
+    report: Callable[[Attempt], None],
+) -> Confirmation:
+    """Compile plans in the order of their predicted speed until one fits, and then those that may be as fast.
+
+    A plan whose compiled stages do not fit is tried again with more recomputation at the stages that lack memory, and so are those of its
+    kind with smaller microbatches, in the order of their speed. Near misses are compiled as well, because estimates may be too high. If
+    none of the first `MOST_COMPILED` plans fits, a few with full recomputation are compiled.
+
+    Args:
+        choice: the ranking by estimates.
+        candidates: all candidates.
+        known: what simulations found.
+        compile: compiles the stages of a plan.
+        report: gets each plan that does not fit.
+    """
+    run = _Confirm(choice, candidates, known, compile, report)
+    run.fastest()
+    if not run.result.fitting:
+        run.leanest()
+    if run.result.fitting:
+        run.as_fast()
+    return run.result
+
+
+class _Confirm:
+    """A confirmation in progress."""
+
+    def __init__(
+        self,
+        choice: Choice,
+        candidates: Sequence[Candidate],
+        known: dict[Candidate, Ranked],
+        compile: Compile,
+        report: Callable[[Attempt], None],
+    ) -> None:
+        self.result = Confirmation(known=dict(known))
+        self._choice, self._compile, self._report = choice, compile, report
+        limit = choice.topology.device.memory
+        self._limit = math.inf if limit is None else limit
+        roomy = None if limit is None else (1 + NEAR) * limit
+        device = choice.topology.device.model_copy(update={"memory": roomy})
+        self._roomy = choice.topology.model_copy(update={"device": device})
+        self._all = list(candidates)
+        # The candidate that each of them was, before near misses were taken for plans that fit.
+        self._own = {_hoped(candidate, NEAR * (limit or 0)): candidate for candidate in candidates}
+        self._left = list(self._own)
+        self._tried: set[Candidate] = set()
+        self._hopes = self.result.known | {
+            hoped: dataclasses.replace(known[own], candidate=hoped) for hoped, own in self._own.items() if own in known
+        }
+
+    def fastest(self) -> None:
+        """Compile in the order of speed until a plan fits."""
+        while len(self.result.attempts) < MOST_COMPILED and not self.result.fitting:
+            hopeful = self._ranked(self._roomy, self._left, self._hopes)
+            if not hopeful:
+                return
+            self._try(hopeful[0])
+
+    def leanest(self) -> None:
+        """Compile plans with full recomputation, of each kind the one that needs least memory: the fastest few, and the smallest of all."""
+        lean: dict[tuple[object, ...], Candidate] = {}
+        for candidate in self._all:
+            if candidate.chunks > 1:
+                continue
+            full = dataclasses.replace(candidate, policies=("full",) * candidate.depth, over=None)
+            full = dataclasses.replace(full, memory=_held(self._choice.meshes.of(candidate.degrees)[0], full))
+            best = lean.get(candidate.kind)
+            if max(full.memory) <= self._limit and (best is None or max(full.memory) < max(best.memory)):
+                lean[candidate.kind] = full
+        untried = [full for full in lean.values() if _identity(full) not in self._tried]
+        fastest = sorted(untried, key=lambda full: full.seconds / full.batch)[: MOST_LEAN - 1]
+        smallest = [full for full in sorted(untried, key=lambda full: max(full.memory)) if full not in fastest][:1]
+        for full in (*fastest, *smallest):
+            ranked = None if self.result.fitting else _with_policies(self._choice, full, full.policies)
+            if ranked is not None:
+                self._add(ranked)
+                self._try(ranked)
+
+    def as_fast(self) -> None:
+        """Compile the plans of other kinds that are predicted to be as fast as the one that fits, and rank those that fit."""
+        choice, first = self._choice, self.result.fitting[0]
+        for left_to_compile in range(MOST_EQUAL - 1, -1, -1):
+            kinds = {one.ranked.candidate.kind for one in self.result.fitting}
+            left = [candidate for candidate in self._left if candidate.kind not in kinds]
+            self.result.others = others = self._ranked(choice.topology, left, self._hopes)
+            near = others and others[0].samples_per_second * (1 + ERROR) >= first.ranked.samples_per_second
+            if not near or not left_to_compile:
+                break
+            self._try(others[0])
+        by_plan = {id(one.ranked): one for one in self.result.fitting}
+        self.result.fitting = [by_plan[id(ranked)] for ranked in in_order([one.ranked for one in self.result.fitting])]
+
+    def _ranked(self, topology: Topology, left: Sequence[Candidate], known: dict[Candidate, Ranked]) -> tuple[Ranked, ...]:
+        return choose(self._choice.profile, topology, left, global_norm=self._choice.global_norm, tried=known).ranked
+
+    def _add(self, ranked: Ranked) -> None:
+        """Add a plan that is not among the candidates."""
+        self._own[ranked.candidate] = ranked.candidate
+        self._hopes[ranked.candidate] = self.result.known[ranked.candidate] = ranked
+        self.result.added.append(ranked.candidate)
+
+    def _try(self, ranked: Ranked) -> None:
+        """Compile a plan; if it does not fit, the same with more recomputation and smaller plans of its kind are left to try."""
+        candidate = ranked.candidate
+        compiled = self._compile(self._choice, ranked)
+        self._tried.add(_identity(candidate))
+        self.result.known[self._own[candidate]] = compiled.ranked
+        if compiled.fits:
+            self.result.fitting.append(compiled)
+            return
+        raised = self._raised(ranked, compiled)
+        attempt = Attempt(ranked, compiled, None if raised is None else raised.candidate)
+        self.result.attempts.append(attempt)
+        self._report(attempt)
+        self._left = [other for other in self._left if other.kind != candidate.kind or _may_be_smaller(other, candidate)]
+        if raised is not None:
+            self._add(raised)
+            self._left.append(raised.candidate)
+
+    def _raised(self, ranked: Ranked, compiled: Compiled) -> Ranked | None:
+        """The plan with more recomputation at the stages of the ranks that lack memory; None if they recompute all that they can.
+
+        The errors of the estimates are taken to be the same with more recomputation, and of ranks whose stages are not compiled that of
+        the compiled ones.
+        """
+        candidate, true = ranked.candidate, compiled.ranked.memory
+        order = Layers(self._choice.meshes.of(candidate.degrees)[0]).policies
+        errors = [actual - estimate for actual, estimate in zip(true, ranked.memory, strict=True)]
+        known = compiled.ranks or range(len(true))
+        errors = [error if p in known else max(errors[q] for q in known) for p, error in enumerate(errors)]
+        rank_stages, found = self._choice.plan(ranked).rank_stages, ranked
+        while lacking := [p for p, estimate in enumerate(found.memory) if estimate + errors[p] > self._limit]:
+            policies = list(found.candidate.policies)
+            for s in [s for p in lacking for s in rank_stages[p]]:
+                policies[s] = order[min(order.index(policies[s]) + 1, len(order) - 1)]
+            more = None if tuple(policies) == found.candidate.policies else _with_policies(self._choice, candidate, tuple(policies))
+            if more is None:
+                break
+            found = more
+        return None if _identity(found.candidate) in self._tried else found
+
+
+def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ...]) -> Ranked | None:
+    """The plan with other recomputation, simulated with the estimates; None if it has no closed form and is too long to simulate."""
+    profile, topology = choice.meshes.of(candidate.degrees)
+    candidate = dataclasses.replace(candidate, policies=policies, over=None)
+    plan = candidate.plan(profile.ids)
+    costs = profile.stage_costs(plan, candidate.rows)
+    known, has_closed_form = simulated(plan, costs, topology, choice.global_norm), candidate.has_whole_backwards and candidate.chunks == 1
+    if known is None and not has_closed_form:
+        return None
+    seconds = closed_form(profile, topology, candidate) if has_closed_form or known is None else known.batch_seconds
+    bubble = max(1 - computing_seconds(plan, costs) / (candidate.workers * seconds), 0.0)
+    memory = closed_form_bytes(plan, costs) if known is None else Ranked(candidate, known).memory
+    return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), known)
+
+
+def _held(profile: Profile, candidate: Candidate) -> tuple[int, ...]:
+    """Bytes of each stage without temporaries, which are the part that is estimated."""
+    plan = candidate.plan(profile.ids)
+    costs = profile.stage_costs(plan, candidate.rows)
+    return closed_form_bytes(plan, [dataclasses.replace(cost, temporary=0) for cost in costs])
+
+
+def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
+    """Whether a plan may fit where another one of its kind does not: by its estimate, or with fewer rows, whose temporaries are smaller."""
+    return max(other.memory) < max(candidate.memory) or other.rows < candidate.rows
+
+
+def _identity(candidate: Candidate) -> Candidate:
+    """The candidate without what was found of it."""
+    return dataclasses.replace(candidate, seconds=0.0, bubble=0.0, memory=(), sent=0.0, bound="", over=None)
+
+
+def _hoped(candidate: Candidate, lacking: float) -> Candidate:
+    """The candidate as one that fits, if it lacks no more than that."""
+    near = candidate.over is not None and candidate.over[1] <= lacking
+    return dataclasses.replace(candidate, over=None) if near else candidate

@@ -1,0 +1,126 @@
+"""The candidates as a picture: predicted throughput against memory, and the balance of the chosen plan's stages."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import jpipe
+from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.table import name, rows_of, size
+from jpipe_planner.search.candidate import Candidate
+
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+# A colour and a marker of its own for each schedule, in the order of the registry. Colour-blind readers can distinguish the first eight.
+_COLOURS = (
+    *("#8C8C8C", "#F0A830", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#56B4E9", "#1A1A1A"),
+    *("#7A3E9D", "#8B5A2B", "#A8B400", "#E6007E", "#4B7F00", "#FF8A80", "#2F3E9E", "#00B8B0"),
+)
+_MARKERS: tuple["str | tuple[int, Literal[0, 1, 2], int]", ...] = (
+    *("v", "s", "^", "D", "o", "P", "X", "*"),
+    *("<", "p", ">", (4, 1, 0), "h", "d", (6, 1, 0), (3, 1, 0)),
+)
+_FORWARD, _BACKWARD, _AGAIN = "#0072B2", "#F0A830", "#CC79A7"
+
+
+def draw_choice(
+    choice: Choice, candidates: Sequence[Candidate], chosen: Ranked, known: Mapping[Candidate, Ranked] | None = None
+) -> "matplotlib.figure.Figure":
+    """Draw all candidates, the chosen one ringed, and the time of each of its stages.
+
+    Args:
+        choice: the ranking, with the limit of memory, drawn as a line.
+        candidates: all candidates; those that do not fit are pale.
+        chosen: the chosen plan.
+        known: results of simulating or compiling some candidates, which replace the estimates.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    scatter, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_candidates(scatter, choice, [(one, (known or {}).get(one)) for one in candidates], chosen)
+    _draw_stages(bars, choice, chosen)
+    figure.suptitle(f"{choice.topology.name or 'plan'}: {name(chosen.candidate)}", fontsize=11)
+    return figure
+
+
+def _draw_candidates(
+    axes: "matplotlib.axes.Axes", choice: Choice, candidates: Sequence[tuple[Candidate, Ranked | None]], chosen: Ranked
+) -> None:
+    from matplotlib import ticker
+
+    limit = choice.topology.device.memory
+    points: dict[tuple[str, bool], list[tuple[int, float]]] = {}
+    for candidate, known in candidates:
+        memory = max((known or candidate).memory)
+        fits = candidate.over is None if known is None or limit is None else memory <= limit
+        points.setdefault((candidate.schedule, fits), []).append((memory, candidate.samples_per_second))
+    for number, kind in enumerate(jpipe.schedules.SCHEDULES):
+        colour, mark = look(number)
+        for fits in (False, True):
+            if own := points.get((kind, fits)):
+                axes.scatter(
+                    [memory for memory, _ in own],
+                    [speed for _, speed in own],
+                    s=38 if fits else 18,
+                    c=colour,
+                    marker=mark,
+                    alpha=0.85 if fits else 0.25,
+                    linewidths=0,
+                    zorder=2 if fits else 1,
+                    label=kind if fits else None,
+                )
+    memory, speed = max(chosen.memory), chosen.candidate.samples_per_second
+    axes.scatter([memory], [speed], s=180, facecolors="none", edgecolors="#1A1A1A", linewidths=1.5, label="chosen", zorder=3)
+    if limit is not None:
+        axes.axvline(limit, color="#1A1A1A", linewidth=1, linestyle="--", label="memory of a device")
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
+    axes.xaxis.set_major_formatter(lambda value, _: size(value))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.tick_params(labelsize=8)
+    axes.set_ylim(0, 1.15 * max(candidate.samples_per_second for candidate, _ in candidates))  # space for the ring
+    axes.set_xlabel("most memory of a device", fontsize=9)
+    axes.set_ylabel("samples per second, in closed form", fontsize=9)
+    axes.set_title(f"{len(candidates):,} candidates; those that do not fit are pale", loc="left", fontsize=9)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3, frameon=False)
+    axes.grid(alpha=0.3)
+
+
+def look(number: int) -> tuple[str, "str | tuple[int, Literal[0, 1, 2], int]"]:
+    """The colour and the marker of a schedule by its number in the registry: no two have the same ones, up to 256."""
+    again = number // len(_COLOURS)
+    return _COLOURS[number % len(_COLOURS)], _MARKERS[(number + again) % len(_MARKERS)]
+
+
+def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -> None:
+    plan = choice.plan(chosen)
+    costs = choice.meshes.of(chosen.candidate.degrees)[0].stage_costs(plan, chosen.candidate.rows)
+    names = [_stage_name(s, stage) for s, stage in enumerate(plan.stages)]
+    scale, unit = (1e3, "ms") if max(cost.forward + cost.backward for cost in costs) < 1 else (1.0, "s")
+    shares = [scale / stage.replicas for stage in plan.stages]
+    again = [cost.forward if stage.recompute != "none" else 0.0 for cost, stage in zip(costs, plan.stages, strict=True)]
+    parts = {
+        "forward": (_FORWARD, [cost.forward for cost in costs]),
+        "backward": (_BACKWARD, [cost.backward - made for cost, made in zip(costs, again, strict=True)]),
+        "forward again (recomputation)": (_AGAIN, again),
+    }
+    left = [0.0] * len(names)
+    for label, (colour, seconds) in parts.items():
+        if any(seconds):
+            widths = [value * share for value, share in zip(seconds, shares, strict=True)]
+            axes.barh(range(len(names)), widths, left=left, color=colour, label=label, height=0.7)
+            left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(names)), names if len(names) <= 24 else [str(s) for s in range(len(names))], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{unit} per microbatch of {rows_of(chosen.candidate.rows)}, shared by the replicas", fontsize=9)
+    axes.set_title("balance of the stages", loc="left", fontsize=9)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3, frameon=False)
+
+
+def _stage_name(s: int, stage: jpipe.Stage) -> str:
+    layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
+    return f"{s}: {layers}" + (f" × {stage.replicas}" if stage.replicas > 1 else "")

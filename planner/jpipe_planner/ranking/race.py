@@ -1,0 +1,153 @@
+"""Decides which candidates to simulate: the one with the best bound first, until the fastest simulated one beats all other bounds."""
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import jpipe
+from jpipe_planner.cost.bound import busy_seconds, has_bounds, port_seconds, unhindered_seconds
+from jpipe_planner.cost.simulated import MOST_FORWARDS, forwards, network, window
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.sharded import Meshes
+from jpipe_planner.search.candidate import Candidate
+
+SLACK = 0.005  # relative amount by which one that is not simulated might be faster; within it plans count as equally fast
+MOST_SIMULATED = 40
+MOST_IN_ALL = 80_000  # forwards of all simulations, with the cost of bounds in forwards: some ten seconds
+_FOR_SHOW = 0.25  # share of it after which only candidates that could win are simulated
+_FREE_FORWARDS, _FREE_WORKERS = 12, 20  # forwards in `unhindered_seconds`, and workers in `port_seconds`, that cost as much as one
+_OF_A_KIND = 0.05  # relative amount by which a bound has to beat the best of its kind, if the kind cannot win
+
+
+_Bound = Callable[[jpipe.Plan, Sequence[jpipe.programs.StageCost], Topology], float]
+
+
+class Outcome(NamedTuple):
+    """The result of a simulation: seconds per batch, and whether the plan fits."""
+
+    seconds: float
+    fits: bool
+
+
+class _Entry(NamedTuple):
+    """A candidate in the queue, ordered by the lower bound on its seconds per row, then by rank."""
+
+    a_row: float
+    place: int  # by rank
+    bounds: int  # how many of the bounds are known
+
+
+class Race:
+    """A race of candidates.
+
+    Attributes:
+        finished: candidates that were simulated and fit.
+        too_large: candidates that were simulated and do not fit.
+        left: candidates that were not simulated, with lower bounds on their seconds per batch.
+        open: how many of those left could be faster than the fastest simulated one, because the limit was reached.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        topology: Topology,
+        candidates: Sequence[Candidate],
+        simulate: Callable[[Candidate], Outcome],
+        known: Mapping[Candidate, Outcome],
+        kinds: int,
+    ) -> None:
+        """Simulate until no other candidate can be the fastest and `kinds` kinds are simulated, or until the limit is reached.
+
+        Args:
+            profile: the profile of the model.
+            topology: the topology.
+            candidates: candidates, sorted by rank.
+            simulate: simulates one candidate.
+            known: outcomes of earlier simulations.
+            kinds: of how many kinds to simulate one candidate, for comparison.
+        """
+        self.finished: list[Candidate] = []
+        self.too_large: list[Candidate] = []
+        self._meshes, self._candidates, self._known = Meshes(profile, topology), candidates, known
+        self._run, self._count, self._spent = simulate, 0, 0
+        self._fastest = math.inf  # seconds per row
+        self._of_kind: dict[tuple[object, ...], float] = {}
+        self._planned = lru_cache(maxsize=256)(self._plan)
+        # The best candidate by closed form is simulated first, as a reference for the others.
+        self._queue = [_Entry(0.0, place, 0 if place else len(_BOUNDS)) for place in range(len(candidates))]
+        passed: list[_Entry] = []
+        while self._queue and self._count < MOST_SIMULATED and self._spent < MOST_IN_ALL:
+            entry = heapq.heappop(self._queue)
+            if entry.a_row * (1 + SLACK) < self._fastest or self._is_news(entry, kinds):
+                self._go_on(entry)
+            else:
+                passed.append(entry)
+        rest = sorted([*self._queue, *passed], key=lambda entry: entry.place)
+        self.left = [(candidates[entry.place], entry.a_row * candidates[entry.place].batch) for entry in rest]
+        self.open = sum(entry.a_row * (1 + SLACK) < self._fastest for entry in rest)
+
+    def _is_news(self, entry: _Entry, kinds: int) -> bool:
+        """Whether a candidate that cannot be the fastest is of a kind to show, and could be the fastest known one of its kind."""
+        best = self._of_kind.get(self._candidates[entry.place].kind)
+        if len(self._of_kind) >= kinds or self._spent > _FOR_SHOW * MOST_IN_ALL:
+            return False
+        return best is None or entry.a_row * (1 + _OF_A_KIND) < best
+
+    def _go_on(self, entry: _Entry) -> None:
+        """Compute the next bound of a candidate, or simulate it if all its bounds are known."""
+        candidate = self._candidates[entry.place]
+        outcome = self._known.get(candidate)
+        if outcome is None and entry.bounds < len(_BOUNDS) and has_bounds(self._planned(candidate)[0]):
+            seconds = self._bound(candidate, entry.bounds) / candidate.batch
+            heapq.heappush(self._queue, _Entry(max(seconds, entry.a_row), entry.place, entry.bounds + 1))
+            return
+        if any(other.kind == candidate.kind and max(other.memory) <= max(candidate.memory) for other in self.too_large):
+            return  # it would not fit either
+        if outcome is None:
+            self._count += 1
+            count = forwards(self._planned(candidate)[0])
+            self._spent += count if count <= MOST_FORWARDS else 0  # it is not simulated
+            outcome = self._run(candidate)
+        if not outcome.fits:
+            self.too_large.append(candidate)
+            return
+        self.finished.append(candidate)
+        a_row = outcome.seconds / candidate.batch
+        self._fastest = min(self._fastest, a_row)
+        self._of_kind[candidate.kind] = min(self._of_kind.get(candidate.kind, math.inf), a_row)
+
+    def _plan(self, candidate: Candidate) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...]]:
+        profile, _ = self._meshes.of(candidate.degrees)
+        plan = candidate.plan(profile.ids)
+        return plan, profile.stage_costs(plan, candidate.rows)
+
+    def _bound(self, candidate: Candidate, which: int) -> float:
+        plan, costs = self._planned(candidate)
+        bound, cost = _BOUNDS[which]
+        self._spent += cost(plan)
+        return bound(plan, costs, self._meshes.of(candidate.degrees)[1])
+
+
+def _unhindered(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
+    if forwards(plan) > MOST_FORWARDS:
+        return 0.0
+    return unhindered_seconds(plan, costs, network(plan, topology), *window(plan))
+
+
+def _busy(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
+    return busy_seconds(plan, costs, topology.cores)
+
+
+def _port(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
+    return port_seconds(plan, costs, network(plan, topology))
+
+
+_BOUNDS: tuple[tuple[_Bound, Callable[[jpipe.Plan], int]], ...] = (
+    (_busy, lambda plan: 0),
+    (_port, lambda plan: len(plan.workers) // _FREE_WORKERS),
+    (_unhindered, lambda plan: min(forwards(plan), MOST_FORWARDS) // _FREE_FORWARDS),
+)
+"""The bounds, cheapest first, with their costs."""

@@ -1,0 +1,240 @@
+"""The ranking as text: one row per candidate, and why others were rejected."""
+
+from collections.abc import Sequence
+
+import jpipe
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.confirm import Attempt
+from jpipe_planner.search.candidate import Candidate
+
+_EQUAL = 0.005  # relative difference up to which plans count as equally fast, as in `choose`
+WORDS = ("schedule", "recompute", "bound by", "why not", "peak memory of each rank")  # columns of words, which begin at the left
+HEAD = (
+    "rank",
+    "schedule",
+    "stages",
+    "rows",
+    "m",
+    "recompute",
+    "samples/s",
+    "simulated",
+    "bubble",
+    "peak memory",
+    "sent/sample",
+    "bound by",
+)
+"""With meshes there is `mesh` after `stages`."""
+
+
+def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
+    """Rows for the first `most` plans that fit; see `head` for the columns."""
+    found = [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
+    if not has_meshes(choice):
+        return found
+    return [(*row[:3], str(ranked.candidate.degrees), *row[3:]) for row, ranked in zip(found, choice.ranked, strict=False)]
+
+
+def head(choice: Choice) -> tuple[str, ...]:
+    """The columns of `rows`."""
+    return (*HEAD[:3], "mesh", *HEAD[3:]) if has_meshes(choice) else HEAD
+
+
+def has_meshes(choice: Choice) -> bool:
+    """Whether a plan is on meshes."""
+    return any(candidate.degrees.size > 1 for candidate in (*choice.rejected, *(ranked.candidate for ranked in choice.ranked)))
+
+
+def how_known(choice: Choice, most: int) -> str:
+    """The meaning of the signs in the first rows for plans without a simulation, as the end of a sentence."""
+    left = [ranked for ranked in choice.ranked[:most] if ranked.simulated is None]
+    bounded = "; ≤: not simulated, because it cannot be faster" if any(ranked.least for ranked in left) else ""
+    return bounded + ("; –: too long to simulate, closed form only" if any(not ranked.least for ranked in left) else "")
+
+
+def shape(candidate: Candidate) -> str:
+    """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with different numbers of replicas, `4 ranks of 2` for as
+    many with two stages each."""
+    if candidate.chunks > 1:
+        return f"{candidate.ranks} ranks of {candidate.chunks}" + (f" × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else "")
+    if len(set(candidate.replicas)) > 1:
+        return "·".join(map(str, candidate.replicas))
+    return f"{candidate.depth} × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else str(candidate.depth)
+
+
+def recomputation(policies: Sequence[str]) -> str:
+    """`none`, or `none, full` if the stages differ."""
+    return ", ".join(dict.fromkeys(policies))
+
+
+def schedule(candidate: Candidate) -> str:
+    """The schedule with its options in the plan."""
+    if candidate.depth == 1 and candidate.workers > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
+        return "data parallel"
+    options = ["early"] if candidate.split_backward == "early" else []
+    options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
+    options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
+    options += ["stages together"] if candidate.keep_together == "stages" else []
+    return " ".join([candidate.schedule, *options])
+
+
+def name(candidate: Candidate) -> str:
+    """Schedule and stages, for a sentence."""
+    mesh = f" on meshes ({candidate.degrees})" if candidate.degrees.size > 1 else ""
+    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.workers == 1 else 's'}{mesh}"
+
+
+def links(topology: Topology) -> str:
+    """The links of equal devices, and how many of them can compute at a time, for a sentence."""
+    level = topology.levels[0]
+    if topology.num_devices == 1:
+        return "one device, no links"
+    cores = "" if topology.cores is None else f"; {topology.cores:.3g} of {topology.num_devices} devices compute at full speed at a time"
+    return f"links of {size(level.bandwidth)}/s, {level.latency * 1e6:,.0f} us per message{cores}"
+
+
+def size(count: int | float) -> str:
+    """`1.2 GB`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            shown = count / factor
+            return f"{shown:,.0f} {unit}" if shown >= 100 else f"{shown:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def rate(per_second: float) -> str:
+    """`62,020` or `3.152`, for samples per second."""
+    return f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
+
+
+def rows_of(count: int) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count} row" if count == 1 else f"{count} rows"
+
+
+def why_rejected(choice: Choice, most: int) -> list[str]:
+    """A line for each kind of plan that does not fit by its estimate, the one that lacks least memory first."""
+    limit = choice.topology.device.memory or 0.0
+    lines = []
+    for candidate in choice.rejected[:most]:
+        stage, lacking = candidate.over or (0, 0)
+        plan = f"{name(candidate)}, {rows_of(candidate.rows)}"
+        what = "rank" if candidate.chunks > 1 else "stage"
+        lines.append(f"{plan}: {what} {stage} needs an estimated {size(limit + lacking)}, {size(lacking)} too much")
+    return lines
+
+
+def attempt(one: Attempt) -> str:
+    """A plan whose compiled stages do not fit: how much they lack, and what is tried in its place."""
+    candidate, rank = one.ranked.candidate, one.rank
+    what = "rank" if candidate.chunks > 1 else "stage"
+    lacks = f"{what} {rank} lacks {size(one.compiled.lacking or 0)} when compiled"
+    plan = f"{name(candidate)}, {rows_of(candidate.rows)}, recompute {recomputation(candidate.policies)}"
+    if one.raised is None:
+        return f"{plan}: {lacks}"
+    stages: dict[str, list[str]] = {}
+    for s, (before, after) in enumerate(zip(candidate.policies, one.raised.policies, strict=True)):
+        if after != before:
+            stages.setdefault(after, []).append(str(s))
+    changes = [f"{policy} at {'stage' if len(numbers) == 1 else 'stages'} {', '.join(numbers)}" for policy, numbers in stages.items()]
+    return f"{plan}: {lacks}; next with recompute {' and '.join(changes)}"
+
+
+def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:
+    """Rows that hold the first plan that fits against the best of other kinds: see `WHY_HEAD` for the columns."""
+    best, limit = choice.ranked[0], choice.topology.device.memory
+    return [_why_row(best, other, limit) for other in choice.ranked[:most]]
+
+
+WHY_HEAD = ("schedule", "stages", "time per sample", "bubble", "peak memory of each rank", "why not")
+
+
+def _why_row(best: Ranked, other: Ranked, limit: float | None) -> tuple[str, ...]:
+    candidate = other.candidate
+    memory = ", ".join(map(size, other.memory)) + (f" of {size(limit)}" if limit else "")
+    return (
+        schedule(candidate),
+        shape(candidate) + (f" ({candidate.degrees})" if candidate.degrees.size > 1 else ""),
+        f"{1e3 / other.samples_per_second:.4g} ms",
+        f"{_bubble(other):.1%}",
+        memory,
+        "chosen" if other is best else _what_is_worse(best, other),
+    )
+
+
+def _what_is_worse(best: Ranked, other: Ranked) -> str:
+    """What a plan lacks in comparison with the chosen one, in words."""
+    own, chosen = other.candidate, best.candidate
+    slower = best.samples_per_second / other.samples_per_second - 1
+    if slower > _EQUAL:
+        more = _bubble(other) - _bubble(best)
+        return f"{slower:.1%} slower" + (f", {100 * more:.0f} points more bubble" if more > 0.01 else "")
+    rules, best_rules = (jpipe.schedules.SCHEDULES[one.schedule] for one in (own, chosen))
+    reasons = (
+        (own.degrees.size > chosen.degrees.size, "larger meshes"),
+        (own.ranks > chosen.ranks, "more ranks"),
+        (own.ranks == chosen.ranks and own.chunks > chosen.chunks, "more stages on a rank"),
+        (best_rules.flushes and not rules.flushes, "older weights"),
+        (chosen.has_whole_backwards and not own.has_whole_backwards, "more programs"),
+        (max(other.memory) > max(best.memory), "more memory"),
+    )
+    return "as fast, " + next((what for holds, what in reasons if holds), "no better")
+
+
+def _bubble(ranked: Ranked) -> float:
+    return ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
+
+
+def what_would_fit(choice: Choice) -> list[str]:
+    """For a model that fits nowhere: how much is lacking, at which stage, and what to change; recomputation was always tried."""
+    limit, best = choice.topology.device.memory or 0.0, choice.rejected[0]
+    stage, lacking = best.over or (0, 0)
+    least, devices = min(choice.profile.sizes), choice.topology.num_devices
+    untried = []
+    if len(choice.profile.layers) > devices:
+        untried.append(f"more than {devices} devices, for more stages")
+    if least > 1 and all(kept <= limit for kept in _without_rows(choice.meshes.of(best.degrees)[0], best)):
+        untried.append(f"smaller microbatches than {rows_of(least)}")
+    if not any(jpipe.schedules.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):
+        untried.append("a schedule with one weight version")
+    change = ", or ".join(untried or ["smaller layers, or devices with more memory"])
+    return [
+        f"no plan fits: nearest is {name(best)} and {rows_of(best.rows)} per microbatch, where stage {stage} "
+        f"needs {size(limit + lacking)} of {size(limit)}, {size(lacking)} too much",
+        f"what would make it fit: {change}",
+    ]
+
+
+def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
+    """Bytes of each stage that do not depend on the microbatch size: weight versions, gradients and optimizer."""
+    plan = candidate.plan(profile.ids)
+    layers, versions_alive = {layer.id: layer for layer in profile.layers}, jpipe.schedules.SCHEDULES[plan.schedule].versions_alive
+    found = []
+    for s, stage in enumerate(plan.stages):
+        own = [layers[layer_id] for layer_id in stage.layers]
+        found.append(
+            versions_alive(plan, s) * sum(layer.weights - layer.frozen for layer in own)
+            + sum(layer.frozen + layer.accumulators + layer.optimizer for layer in own)
+        )
+    return found
+
+
+def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
+    candidate, found = ranked.candidate, ranked.simulated
+    memory = max(ranked.memory)
+    difference = f" ({ranked.why})" if ranked.why else ""
+    return (
+        str(rank),
+        schedule(candidate),
+        shape(candidate),
+        str(candidate.rows),
+        str(candidate.microbatches),
+        recomputation(candidate.policies),
+        rate(candidate.samples_per_second),
+        rate(ranked.samples_per_second) + difference if found else f"≤ {rate(ranked.most)}" if ranked.least else "–",
+        f"{_bubble(ranked):.0%}",
+        size(memory) + (f" ({memory / limit:.0%})" if limit else ""),
+        size(candidate.sent),
+        candidate.bound,
+    )

@@ -1,0 +1,234 @@
+"""Plans with several stages on a rank, or with backwards in two halves, made from the best plans that have neither.
+
+The search over all cuts is for one stage on each rank, with whole backwards. What interleaving and split backwards gain depends little on
+the cut, so the best cuts of `pipedream_flush` are taken, for a few microbatch sizes, widths and recomputations, and cut on into equal
+chunks; and of the schedules that can send gradients early, their own best plans, where links cost time. Each such plan is simulated, for
+these have no closed form.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jpipe
+from jpipe import InputError
+from jpipe_planner.cost.shape import is_planned
+from jpipe_planner.cost.simulated import Simulated, forwards, network, simulated
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
+from jpipe_planner.search.balance import balance
+from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.candidates import on_meshes
+from jpipe_planner.search.parallel import sweep
+
+BASES = 4  # plans of one stage on each rank that are varied
+EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
+MOST_CHUNKS = 3
+MOST_MICROBATCHES = 1024  # of plans that are varied
+MOST_IN_ALL = 60_000  # forwards of all simulations: some seconds
+BASE = "pipedream_flush"
+_SLOW = 0.01  # time of a message, relative to a forward, from which on a link costs something
+
+
+@dataclass(frozen=True)
+class Variants:
+    """What was made of plans.
+
+    Attributes:
+        simulated: the plans with their simulations.
+        left_out: how many were not simulated, because all together would take too long.
+    """
+
+    simulated: dict[Candidate, Simulated]
+    left_out: int
+
+
+def variant_schedules() -> tuple[str, ...]:
+    """The schedules of which `find_variants` makes plans; those without a flush with several chunks only."""
+    return tuple(name for name, rules in jpipe.schedules.SCHEDULES.items() if not is_planned(name) or rules.layout == "looped")
+
+
+def find_variants(
+    profile: Profile,
+    topology: Topology,
+    batch: int,
+    *,
+    exact: bool = True,
+    schedules: Sequence[str] | None = None,
+    planned: Sequence[Candidate] = (),
+    all_devices: bool = False,
+    global_norm: bool = False,
+    degrees: Degrees = NO_MESH,
+) -> Variants:
+    """Plans of these schedules with their simulations.
+
+    Args:
+        profile: the model's costs.
+        topology: the topology.
+        batch: the largest number of rows per update.
+        exact: whether the batch must have exactly that many rows.
+        schedules: those to try, of `variant_schedules`; None: all of them.
+        planned: candidates with whole backwards, the best of which are tried with early gradients, too.
+        all_devices: whether plans must use all devices.
+        global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
+        degrees: of the meshes that all plans have; those of `planned` with others are left aside.
+    """
+    profile, topology = Meshes(profile, topology).of(degrees)
+    planned = [dataclasses.replace(candidate, degrees=NO_MESH) for candidate in planned if candidate.degrees == degrees]
+    schedules = variant_schedules() if schedules is None else [name for name in schedules if name in variant_schedules()]
+    straight = sweep(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
+    run = _Variants(profile, topology, schedules, global_norm)
+    for candidate in _early_bases(_usable(planned, topology, all_devices)):
+        run.add(run.early(candidate))
+    for base in _bases(_usable(straight, topology, all_devices)):
+        run.add(run.of_ranks(base))
+    found = run.found if degrees.size == 1 else {on_meshes(candidate, degrees): known for candidate, known in run.found.items()}
+    return Variants(found, run.left_out)
+
+
+def _usable(candidates: Sequence[Candidate], topology: Topology, all_devices: bool) -> list[Candidate]:
+    """Those of several stages that may be varied, best first."""
+    several = [c for c in candidates if c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
+    return sorted((c for c in several if not all_devices or c.devices == topology.num_devices), key=lambda candidate: candidate.rank)
+
+
+def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
+    """The best plans that differ in more than their cut; those that fit come first."""
+    best: dict[tuple[object, ...], Candidate] = {}
+    for candidate in straight:
+        best.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
+    return list(best.values())[:BASES]
+
+
+def _early_bases(planned: Sequence[Candidate]) -> list[Candidate]:
+    """The best plans of each schedule that can send gradients early, which differ in more than their cut."""
+    best: dict[str, dict[tuple[object, ...], Candidate]] = {}
+    for candidate in planned:
+        if "split_backward" in jpipe.schedules.SCHEDULES[candidate.schedule].options and candidate.update_every == "batch":
+            own = best.setdefault(candidate.schedule, {})
+            own.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
+    return [candidate for own in best.values() for candidate in list(own.values())[:EARLY]]
+
+
+class _Variants:
+    """Makes plans, and simulates them while they are few enough.
+
+    Attributes:
+        found: plans with their simulations.
+        left_out: how many were not simulated.
+    """
+
+    def __init__(self, profile: Profile, topology: Topology, schedules: Sequence[str], global_norm: bool) -> None:
+        self.profile, self.topology, self.schedules, self.global_norm = profile, topology, schedules, global_norm
+        self.found: dict[Candidate, Simulated] = {}
+        self.left_out = 0
+        self._spent = 0
+
+    def add(self, candidates: Iterator[Candidate]) -> None:
+        """Simulate plans that `affords` has let pass."""
+        for candidate in candidates:
+            plan = candidate.plan(self.profile.ids)
+            costs = self.profile.stage_costs(plan, candidate.rows)
+            known = simulated(plan, costs, self.topology, self.global_norm)
+            if known is not None:
+                self.found[_priced(candidate, plan, costs, known, self.topology)] = known
+
+    def affords(self, plan: jpipe.Plan) -> bool:
+        """Whether a plan is among those to simulate; where there are too many, smaller ones still are."""
+        if self._spent + forwards(plan) > MOST_IN_ALL:
+            self.left_out += 1
+            return False
+        self._spent += forwards(plan)
+        return True
+
+    def _refuses(self, plan: jpipe.Plan) -> bool:
+        """Whether the schedule of a plan cannot do what the model or its optimizer needs."""
+        return bool((self.global_norm or self.profile.shared) and jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan))
+
+    def early(self, base: Candidate) -> Iterator[Candidate]:
+        """A plan with its backwards in two halves, without more microbatches in flight and with as many as it has, if a link costs time."""
+        plan = base.plan(self.profile.ids)
+        if self._refuses(plan):
+            return
+        costs = self.profile.stage_costs(plan, base.rows)
+        if _message_seconds(plan, costs, self.topology) <= _SLOW * max(cost.forward for cost in costs):
+            return
+        for extra in sorted({0, base.extra_in_flight}):
+            candidate = dataclasses.replace(base, split_backward="early", extra_in_flight=extra)
+            if self.affords(candidate.plan(self.profile.ids)):
+                yield candidate
+
+    def of_ranks(self, base: Candidate) -> Iterator[Candidate]:
+        """Legal plans of the schedules on the ranks of a plan."""
+        for name in self.schedules:
+            rules = jpipe.schedules.SCHEDULES[name]
+            if "order" in rules.options:
+                yield from self._ordered(base, name)
+                continue
+            for chunks in {"straight": (1,), "v": (2,)}.get(rules.layout, range(1 if rules.flushes else 2, MOST_CHUNKS + 1)):
+                for candidate in _chunked(self.profile, base, name, chunks):
+                    plan = candidate.plan(self.profile.ids)
+                    if not self._refuses(plan) and self.affords(plan):
+                        yield candidate
+
+    def _ordered(self, base: Candidate, schedule: str) -> Iterator[Candidate]:
+        """Plans with an order made for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
+        for like, chunks in (("zb_h1", 1), ("zb_v", 2)):
+            for candidate in _chunked(self.profile, base, like, chunks):
+                plan = candidate.plan(self.profile.ids)
+                costs = self.profile.stage_costs(plan, candidate.rows)
+                latency = _message_seconds(plan, costs, self.topology)
+                for limit in (base.depth * chunks, 2 * base.depth * chunks):
+                    if self.affords(plan):
+                        order = jpipe.schedules.greedy_order(plan, costs, limits=limit, latency=latency)
+                        yield dataclasses.replace(candidate, schedule=schedule, order=order, order_limit=limit)
+
+
+def _message_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
+    """How long the slowest message between the first replicas of neighbouring stages on other ranks takes."""
+    link, first = network(plan, topology), [plan.rank_of[workers[0]] for workers in plan.stage_workers]
+    crossed = [(link(first[s], first[s + 1]), costs[s].outputs) for s in range(plan.depth - 1) if first[s] != first[s + 1]]
+    return max((one.latency + size / one.bandwidth for one, size in crossed), default=0.0)
+
+
+def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> Iterator[Candidate]:
+    """The plan of so many chunks for each rank, if it is legal: one, or none."""
+    stages = base.depth * chunks
+    if stages > len(profile.ids):
+        return
+    costs = profile.costs(base.rows).values()
+    again = 0 if base.policies[0] == "none" else 1
+    starts = base.starts if chunks == 1 else balance([(1 + again) * cost.forward + cost.backward for cost in costs], stages)
+    candidate = dataclasses.replace(
+        base,
+        schedule=schedule,
+        starts=starts,
+        replicas=base.replicas[:1] * stages,
+        policies=base.policies if chunks == 1 else base.policies[:1] * stages,
+        chunks=chunks,
+    )
+    try:
+        candidate.plan(profile.ids)
+    except InputError:
+        return
+    yield candidate
+
+
+def _priced(
+    candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], known: Simulated, topology: Topology
+) -> Candidate:
+    """The candidate with its simulation's numbers."""
+    limit, peaks = topology.device.memory, list(zip(plan.rank_places, known.peak_bytes, strict=True))
+    memory = tuple(max(peak for (place, _), peak in peaks if place == p) for p in range(len(plan.rank_stages)))
+    worst = max(range(len(memory)), key=memory.__getitem__)
+    busy = [sum(costs[s].forward + costs[s].backward for s in stages) for stages in plan.rank_stages]
+    return dataclasses.replace(
+        candidate,
+        seconds=known.batch_seconds,
+        bubble=known.bubble,
+        memory=memory,
+        sent=sum(known.sent_bytes) / candidate.batch,
+        bound=f"rank {max(range(len(busy)), key=busy.__getitem__)} computes",
+        over=(worst, round(memory[worst] - limit)) if limit is not None and memory[worst] > limit else None,
+    )

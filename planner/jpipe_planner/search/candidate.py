@@ -1,0 +1,157 @@
+"""A candidate plan with its price; small enough to keep thousands of them."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jpipe
+from jpipe_planner.cost.shape import is_planned
+from jpipe_planner.profile.sharded import NO_MESH, Degrees
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan in numbers, its cost, and whether it fits.
+
+    Attributes:
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
+        rows: rows per microbatch.
+        microbatches: M, microbatches per update, over all replicas.
+        starts: the first layer of each stage.
+        replicas: number of replicas of each stage.
+        policies: recomputation policy of each stage.
+        extra_in_flight: as in `jpipe.Plan`.
+        keep_together: as in `jpipe.Plan`.
+        seconds: seconds per batch, in steady state.
+        bubble: share of the time of its devices in which they do not compute.
+        memory: peak bytes of a device of each rank.
+        sent: bytes per row that all devices together send.
+        bound: what limits the speed, as text.
+        over: the rank that lacks most memory and how many bytes; None: it fits.
+        update_every: as in `jpipe.Plan`.
+        chunks: how many stages each rank runs.
+        order: as in `jpipe.Plan`.
+        order_limit: as in `jpipe.Plan`, the limit for which the order was made.
+        split_backward: as in `jpipe.Plan`.
+        degrees: the mesh of each replica.
+    """
+
+    schedule: str
+    rows: int
+    microbatches: int
+    starts: tuple[int, ...]
+    replicas: tuple[int, ...]
+    policies: tuple[str, ...]
+    extra_in_flight: int
+    keep_together: Literal["replicas", "stages"]
+    seconds: float
+    bubble: float
+    memory: tuple[int, ...]
+    sent: float
+    bound: str
+    over: tuple[int, int] | None = None
+    update_every: Literal["batch", "replicas"] = "batch"
+    chunks: int = 1
+    order: tuple[str, ...] | None = None
+    order_limit: int | None = None
+    split_backward: Literal["joint", "early"] = "joint"
+    degrees: Degrees = NO_MESH
+
+    @property
+    def depth(self) -> int:
+        """d, the number of stages."""
+        return len(self.starts)
+
+    @property
+    def devices(self) -> int:
+        """How many devices it uses."""
+        return self.workers * self.degrees.size
+
+    @property
+    def workers(self) -> int:
+        """How many devices it uses, each mesh counted as one."""
+        return sum(self.replicas) // self.chunks
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are, without replicas."""
+        return self.depth // self.chunks
+
+    @property
+    def batch(self) -> int:
+        """Rows per update."""
+        return self.rows * self.microbatches
+
+    @property
+    def samples_per_second(self) -> float:
+        """Rows per second."""
+        return self.batch / self.seconds
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What plans that differ only in sizes have in common: schedule, early gradients, updates, replicas, meshes, what is together, …"""
+        return self.schedule, self.split_backward, self.update_every, self.replicas, self.degrees, self.keep_together, self.chunks
+
+    @property
+    def has_whole_backwards(self) -> bool:
+        """Whether the schedule is one of those that are searched over all cuts, and its backwards are not cut in two."""
+        return is_planned(self.schedule) and self.split_backward == "joint"
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """The sort key: plans that fit first, then faster ones; fewer ranks and chunks, a flush, whole backwards, less memory."""
+        schedule = jpipe.schedules.SCHEDULES[self.schedule]
+        lacks = self.over[1] if self.over else 0
+        ties = (
+            self.degrees.size,
+            self.ranks,
+            self.chunks,
+            not schedule.flushes,
+            not self.has_whole_backwards,
+            max(self.memory),
+            self.batch,
+            self.extra_in_flight,
+            self.rows,
+        )
+        # nine digits: rounding errors of sums do not decide
+        return (lacks, float(f"{-self.samples_per_second:.9g}"), *ties, self.schedule, self.keep_together, self.starts, self.replicas)
+
+    def sharing(self, cores: float | None) -> "Candidate":
+        """The same plan with shared cores: a batch takes at least the time of all computations divided by the cores.
+
+        Args:
+            cores: how many devices compute at a time without slowing each other down; None: all.
+        """
+        computing = (1 - self.bubble) * self.workers * self.seconds
+        if cores is None or computing / cores <= self.seconds * (1 + 1e-9):  # or the difference is a rounding error
+            return self
+        return replace(self, seconds=computing / cores, bubble=1 - cores / self.workers, bound="the cores")
+
+    def plan(self, ids: tuple[str, ...]) -> jpipe.Plan:
+        """The candidate as a `jpipe.Plan`.
+
+        Args:
+            ids: the layers of the profile, in order.
+        """
+        ends = (*self.starts[1:], len(ids))
+        stages = [
+            {"layers": ids[start:end], "replicas": count, "recompute": policy, "mesh": self.degrees.mesh, "fsdp": self.degrees.fsdp}
+            for start, end, count, policy in zip(self.starts, ends, self.replicas, self.policies, strict=True)
+        ]
+        return jpipe.Plan(
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            stages=stages,
+            extra_in_flight=self.extra_in_flight,
+            keep_together=self.keep_together,
+            update_every=self.update_every,
+            ranks=None if self.chunks == 1 else self._ranks,
+            order=self.order,
+            order_limit=self.order_limit,
+            split_backward=self.split_backward,
+        )
+
+    @property
+    def _ranks(self) -> jpipe.schedules.Ranks:
+        """The ranks of its chunks: as the schedule needs them, and in a V for orders of its own."""
+        layout = jpipe.schedules.SCHEDULES[self.schedule].layout
+        return jpipe.schedules.arranged("v" if layout == "any" else layout, self.depth, self.chunks)

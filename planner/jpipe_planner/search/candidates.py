@@ -1,0 +1,176 @@
+"""All candidates: parallel equal pipelines of all schedules, and PipeDream's stages, each with its own number of replicas."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Literal
+
+import jpipe
+from jpipe_planner.cost.price import all_reduce_seconds
+from jpipe_planner.cost.shape import is_planned, planned_schedules
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
+from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.paper import search_paper
+from jpipe_planner.search.parallel import EXTRA, pipelines_seconds, sweep
+from jpipe_planner.search.partition import SCHEDULE, Partition, Placed, Problem, evaluate
+from jpipe_planner.search.pipedream import search
+
+Updates = Literal["batch", "replicas", "text", "code"]
+"""How PipeDream's stages update and are found; see `find_candidates`."""
+
+
+def find_candidates(
+    profile: Profile,
+    topology: Topology,
+    batch: int,
+    *,
+    exact: bool = True,
+    schedules: Sequence[str] | None = None,
+    pipedream: Updates = "batch",
+    meshes: Sequence[Degrees] = (NO_MESH,),
+    replicas: bool = True,
+) -> list[Candidate]:
+    """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
+
+    Schedules that do not flush are tried with 0 to 2 additional microbatches in flight. Those that `cannot_share` are left out if layers
+    share a parameter.
+
+    Args:
+        profile: the model's costs.
+        topology: the topology.
+        batch: the largest number of rows per update.
+        exact: whether the batch must have exactly that many rows.
+        schedules: the schedules to try, of `planned_schedules`; None: all of them.
+        pipedream: how PipeDream's stages are found. "batch": all update once per batch, so their replicas divide its microbatches.
+            "replicas": each updates after one microbatch of each of its replicas, whose number is then free, as in the original; never
+            exact. "text" and "code": by the paper's own recurrence, with the cost of its text or of its code; they update likewise.
+        meshes: the meshes to try, each in place of a device; of `jpipe_planner.profile.sharded.possible_degrees`, or others.
+        replicas: whether stages may have some. Without them plans with fewer stages than devices leave the others idle.
+    """
+    schedules = planned_schedules() if schedules is None else schedules
+    if profile.shared:
+        schedules = tuple(name for name in schedules if not cannot_share(name))
+    views, found = Meshes(profile, topology), list[Candidate]()
+    for degrees in meshes:
+        own = sweep(*views.of(degrees), batch, exact=exact, schedules=schedules, replicas=replicas)
+        if SCHEDULE.name in schedules:
+            own += _pipedream(*views.of(degrees), batch, exact, pipedream)
+        found += own if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in own]
+    # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
+    alone = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}
+    kept = [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in alone]
+    return kept if replicas else [candidate for candidate in kept if max(candidate.replicas) == 1]
+
+
+def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:
+    """A candidate for meshes, found for their profile and topology."""
+    return dataclasses.replace(candidate, degrees=degrees, sent=candidate.sent * degrees.size)
+
+
+def cannot_share(schedule: str) -> str:
+    """Why the stages of a schedule cannot share parameters, in plans like those of `find_candidates`; "" if they can."""
+    return jpipe.schedules.SCHEDULES[schedule].norm_refusal(jpipe.Plan.even("ab", 2, schedule, 2)) if is_planned(schedule) else ""
+
+
+def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, how: Updates) -> Iterator[Candidate]:
+    for n, rows in enumerate(profile.sizes):
+        costs = list(profile.costs(rows).values())
+        policies = tuple(policy for policy in jpipe.plan.RECOMPUTE if policy == "full" or all(policy in cost.residuals for cost in costs))
+        if batch < rows or (exact and batch % rows):
+            continue
+        microbatches: int | Literal["replicas"] = batch // rows if how == "batch" else "replicas"
+        problem = Problem(
+            costs,
+            topology,
+            microbatches,
+            inputs=profile.inputs[n],
+            labels=profile.labels[n],
+            dispatch=profile.dispatch,
+            memory=topology.device.memory,
+            policies=policies,
+        )
+        partition = search_paper(problem, how) if how == "text" or how == "code" else search(problem)
+        for extra in EXTRA if len(partition.stages) > 1 else (0,):
+            held = evaluate(dataclasses.replace(problem, extra_in_flight=extra), partition.stages)
+            same = dataclasses.replace(partition, memory=held.memory, over=held.over)
+            candidate = as_candidate(dataclasses.replace(problem, extra_in_flight=extra), same, rows)
+            if candidate.batch <= batch:
+                yield candidate
+
+
+def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> float:
+    """Seconds per batch of a plan in closed form, for any costs of its layers and links.
+
+    Args:
+        profile: the costs.
+        topology: the links, and cores if devices share them.
+        candidate: a plan for these layers and devices.
+    """
+    plan = candidate.plan(profile.ids)
+    if set(candidate.replicas) == {candidate.replicas[0]} and candidate.update_every == "batch":
+        seconds = pipelines_seconds(profile, topology, candidate)
+    else:
+        every: int | Literal["replicas"] = "replicas" if candidate.update_every == "replicas" else candidate.microbatches
+        problem = Problem(list(profile.costs(candidate.rows).values()), topology, every, dispatch=profile.dispatch)
+        ends = (*candidate.starts[1:], len(profile.ids))
+        firsts = (0, *accumulate(candidate.replicas))
+        placed = map(Placed, candidate.starts, ends, firsts, candidate.replicas, candidate.policies)
+        seconds = evaluate(problem, list(placed)).seconds * candidate.microbatches
+    computing = 0.0
+    for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
+        updates = plan.microbatches / plan.microbatches_per_update(s)
+        computing += plan.microbatches * (cost.forward + cost.backward) + updates * plan.replicas[s] * cost.update
+    bubble = 1 - computing / (candidate.workers * seconds)
+    return dataclasses.replace(candidate, seconds=seconds, bubble=bubble).sharing(topology.cores).seconds
+
+
+def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate:
+    """A partition as a candidate.
+
+    Args:
+        problem: the problem that it solves.
+        partition: the solution.
+        rows: rows per microbatch.
+    """
+    plan = partition.plan([str(n) for n in range(len(problem.layers))], problem)
+    seconds = partition.seconds * plan.microbatches
+    computing = sent = 0.0
+    for stage in partition.stages:
+        own = problem.layers[stage.start : stage.stop]
+        again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
+        computing += plan.microbatches * (sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch)
+        updates = plan.microbatches // problem.microbatches_per_update(stage.replicas)
+        computing += updates * stage.replicas * (sum(layer.update for layer in own) + problem.dispatch)
+        sent += updates * 2 * (stage.replicas - 1) * sum(layer.summed for layer in own)
+        sent += plan.microbatches * 2 * own[-1].outputs if stage.stop < len(problem.layers) else 0
+    return Candidate(
+        schedule=plan.schedule,
+        rows=rows,
+        microbatches=plan.microbatches,
+        starts=tuple(stage.start for stage in partition.stages),
+        replicas=tuple(stage.replicas for stage in partition.stages),
+        policies=tuple(stage.recompute for stage in partition.stages),
+        extra_in_flight=problem.extra_in_flight,
+        keep_together="replicas",
+        seconds=seconds,
+        bubble=1 - computing / (partition.devices * seconds),
+        memory=partition.memory,
+        sent=sent / (rows * plan.microbatches),
+        bound=_bound(problem, partition),
+        over=partition.over,
+        update_every=plan.update_every,
+    ).sharing(problem.topology.cores)
+
+
+def _bound(problem: Problem, partition: Partition) -> str:
+    kind, s = partition.bound
+    if kind == "cut":
+        return f"cut {s}"
+    stage = partition.stages[s]
+    own = problem.layers[stage.start : stage.stop]
+    link = problem.link(stage.first, stage.first + stage.replicas - 1)
+    summed = all_reduce_seconds(sum(layer.summed for layer in own), stage.replicas, link)
+    computes = sum(layer.forward + layer.backward for layer in own)
+    return f"sum of stage {s}" if summed > computes else f"stage {s} computes"

@@ -1,0 +1,269 @@
+"""Parallel equal pipelines: every width, depth, schedule, microbatch size and batch, priced in closed form.
+
+PipeDream-2BW (ICML 2021), section 4, for all schedules; data parallelism is a pipeline of one stage.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+
+import jpipe
+from jpipe_planner.cost.crossings import Crossings
+from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
+from jpipe_planner.cost.price import (
+    BOUNDS,
+    CLOSED_FORMS,
+    Price,
+    Times,
+    all_reduce_seconds,
+    paper_price,
+    steady_price,
+    walked_price,
+)
+from jpipe_planner.cost.shape import Flights, Pipelines, batch_orders, flights, planned_schedules
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.search.balance import balance
+from jpipe_planner.search.candidate import Candidate
+from jpipe_planner.search.stages import Layers, Stages
+
+EXTRA = (0, 1, 2)  # additional microbatches in flight, tried for schedules that do not flush
+_ORIENTATIONS: tuple[Literal["replicas", "stages"], ...] = ("replicas", "stages")
+
+
+def sweep(
+    profile: Profile,
+    topology: Topology,
+    batch: int,
+    *,
+    exact: bool = False,
+    schedules: Sequence[str] | None = None,
+    price: Literal["closed form", "paper"] = "closed form",
+    replicas: bool = True,
+) -> list[Candidate]:
+    """Price all plans of w pipelines of d stages on all w d devices of the topology; on fewer devices only if no such plan fits.
+
+    Without replicas: all plans of one pipeline, on any number of the devices.
+
+    Each depth has the cut that balances compute best or, if that does not fit, the best balanced cut that fits. Each stage has the
+    cheapest recomputation that fits.
+
+    Args:
+        profile: the model's costs.
+        topology: the topology.
+        batch: the largest number of rows per update.
+        exact: whether the batch must have exactly that many rows.
+        schedules: the schedules to try, of `planned_schedules`; None: all of them.
+        price: "closed form", which approximates `jpipe.simulate`, or "paper", as in the appendix of 2BW.
+        replicas: whether stages may have some.
+
+    Returns:
+        All candidates, best first; those that do not fit are last, sorted by how much they lack. Empty if no plan has such a batch.
+    """
+    run = _Sweep(profile, topology, batch, exact, planned_schedules() if schedules is None else tuple(schedules), price)
+    shapes = run.full() if replicas else run.single()
+    found = [candidate for width, depth in shapes for candidate in run.candidates(width, depth)]
+    if replicas and all(candidate.over for candidate in found):
+        for width, depth in run.smaller():
+            fewer = list(run.candidates(width, depth))
+            found += fewer
+            if fewer and all(candidate.over for candidate in fewer):
+                break  # less depth needs even more memory
+    return sorted(found, key=lambda candidate: candidate.rank)
+
+
+def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate) -> float:
+    """Seconds per batch of a plan from `sweep` in closed form, without the effect of shared cores.
+
+    Args:
+        profile: the costs, possibly others than in the search.
+        topology: the links, possibly others than in the search.
+        candidate: equal pipelines that update together.
+    """
+    width, depth, layers = candidate.replicas[0], candidate.depth, Layers(profile)
+    stages = layers.cut(candidate.starts, profile.sizes.index(candidate.rows))
+    backward = stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)]
+    times = _times(stages, width, Crossings.find(topology, width, depth, candidate.keep_together))._replace(backward=backward)
+    pipelines = Pipelines(candidate.schedule, width, depth, candidate.extra_in_flight)
+    return float(_price(pipelines, flights(pipelines, (candidate.microbatches // width,)), times).seconds[0])
+
+
+def _price(pipelines: Pipelines, flown: Flights, times: Times) -> Price:
+    """The price of a batch, for each number of microbatches of a pipeline."""
+    m, rules = np.array(flown.microbatches)[:, None], jpipe.schedules.SCHEDULES[pipelines.schedule]
+    if not rules.flushes:
+        return steady_price(times, m, flown.hidden, pipelines.extra)
+    if rules.closed_form is None:
+        return walked_price(times, m, lambda count: batch_orders(pipelines, count))
+    return CLOSED_FORMS[rules.closed_form](times, m)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """For each legal m, by stage: what the schedule says, the chosen recomputation, the bytes."""
+
+    flown: Flights
+    policy: Any  # its index in Layers.policies
+    memory: Any
+
+
+def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
+    """Everything that does not depend on the schedule, without recomputation."""
+    one_way, both_ways = crossing.ports(stages.outputs[:-1])
+    all_reduce = [all_reduce_seconds(size, width, ring) for size, ring in zip(stages.accumulators.tolist(), crossing.rings, strict=True)]
+    return Times(
+        forward=stages.forward,
+        backward=stages.backward[0],
+        update=stages.update,
+        all_reduce=np.array(all_reduce),
+        sharing=crossing.sharing if width > 1 else (),
+        messages=stages.outputs[:-1] / crossing.bandwidths,
+        latencies=crossing.latencies,
+        one_way=one_way,
+        both_ways=both_ways,
+    )
+
+
+def _extras(schedule: jpipe.schedules.Schedule) -> tuple[int, ...]:
+    """How many additional microbatches in flight to try."""
+    return (0,) if schedule.flushes or "extra_in_flight" not in schedule.options else EXTRA
+
+
+class _Sweep:
+    def __init__(self, profile: Profile, topology: Topology, batch: int, exact: bool, schedules: tuple[str, ...], price: str) -> None:
+        self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
+        self.layers = Layers(profile)
+        self.limit = topology.device.memory or np.inf
+        self.tried = tuple((name, extra) for name in schedules for extra in _extras(jpipe.schedules.SCHEDULES[name]))
+        self.cut = cache(self._cut)
+
+    def full(self) -> Iterator[tuple[int, int]]:
+        """(w, d) with all devices."""
+        count = self.topology.num_devices
+        return ((count // depth, depth) for depth in range(1, min(len(self.profile.ids), count) + 1) if count % depth == 0)
+
+    def single(self) -> Iterator[tuple[int, int]]:
+        """(1, d) for all depths."""
+        return ((1, depth) for depth in range(1, min(len(self.profile.ids), self.topology.num_devices) + 1))
+
+    def smaller(self) -> Iterator[tuple[int, int]]:
+        """For each depth that leaves devices idle, deepest first, the largest number of pipelines."""
+        count = self.topology.num_devices
+        for depth in range(min(len(self.profile.ids), count), 0, -1):
+            widths = {self._width(rows, count // depth) for rows in self.profile.sizes} - {0, count / depth}
+            yield from ((width, depth) for width in sorted(widths))
+
+    def _width(self, rows: int, most: int) -> int:
+        """The largest number of pipelines for which the batch has enough microbatches; 0: not enough for one."""
+        whole, rest = divmod(self.batch, rows)
+        if not self.exact or not whole:
+            return min(most, whole)
+        return 0 if rest else max(width for width in range(1, most + 1) if whole % width == 0)
+
+    def candidates(self, width: int, depth: int) -> Iterator[Candidate]:
+        """All plans of w pipelines of d stages."""
+        together = _ORIENTATIONS if min(width, depth, len(self.topology.levels)) > 1 else _ORIENTATIONS[:1]
+        crossings = [(keep, Crossings.find(self.topology, width, depth, keep)) for keep in together]
+        for n, rows in enumerate(self.profile.sizes):
+            numbers = self._microbatches(rows * width, depth)
+            for stages in self.cut(depth, n) if numbers else ():
+                links = [(keep, _times(stages, width, crossing)) for keep, crossing in crossings]
+                for schedule, extra in self.tried:
+                    rules, pipelines = jpipe.schedules.SCHEDULES[schedule], Pipelines(schedule, width, depth, extra)
+                    if depth == 1 and (extra or (rules.flushes and not rules.data_parallel)):
+                        continue  # the same as another one, because nothing is in flight
+                    fit = self._fit(stages, pipelines, numbers)
+                    if fit is None:
+                        continue
+                    for keep, times in links:
+                        chosen = times._replace(backward=np.take_along_axis(stages.backward, fit.policy, 0))
+                        yield from self._priced(stages, rows, pipelines, keep, fit, chosen)
+
+    def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
+        """The numbers of microbatches of a pipeline to try: powers of two, the depth times these, and the largest."""
+        most, rest = divmod(self.batch, rows)
+        if self.exact:
+            return (most,) if most and not rest else ()
+        found = {least << k for least in (1, depth) for k in range(most.bit_length()) if least << k <= most}
+        return tuple(sorted(found | {most} - {0}))
+
+    def _cut(self, depth: int, n: int) -> tuple[Stages, ...]:
+        """The cuts that balance compute best, without and with recomputation; often they are the same."""
+        forward, backward = self.layers.forward[n], self.layers.backward[n]
+        cuts = {balance((forward * times + backward).tolist(), depth) for times in (1, 2)}
+        return tuple(self.layers.cut(starts, n) for starts in sorted(cuts))
+
+    def _fit(self, stages: Stages, pipelines: Pipelines, numbers: tuple[int, ...]) -> _Fit | None:
+        """For each stage the first policy that fits, or the one that needs least; None: no number of microbatches is legal."""
+        flown, width = flights(pipelines, numbers), pipelines.width
+        if not flown.microbatches:
+            return None
+        in_flight = flown.in_flight
+        sent = np.concatenate([np.zeros_like(in_flight[:, :1]), in_flight[:, :-1] * width], axis=1)
+        memory = stage_bytes(
+            stages.weights - stages.frozen,
+            stages.optimizer,
+            stages.state + stages.frozen,
+            stages.residuals[:, None],
+            stages.inputs,
+            stages.outputs,
+            stages.temporary[:, None],
+            stages.labels,
+            versions=flown.versions,
+            in_flight=in_flight,
+            waiting=waiting_inputs(in_flight, width, sent),
+            accumulators=stages.accumulators,
+            replicas=width,
+            exchanged=stages.exchanged,
+        )
+        fits = memory <= self.limit
+        policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
+        return _Fit(flown, policy, np.take_along_axis(memory, policy[None], 0)[0])
+
+    def _seconds(self, pipelines: Pipelines, flown: Flights, times: Times) -> Price:
+        """The price of a batch."""
+        if self.price == "closed form":
+            return _price(pipelines, flown, times)
+        m, depth, rules = np.array(flown.microbatches)[:, None], pipelines.depth, jpipe.schedules.SCHEDULES[pipelines.schedule]
+        rounds = m * depth if rules.closed_form == "serial" else m + depth - 1 if rules.flushes else m
+        return paper_price(times, m, rounds[:, 0])
+
+    def _priced(self, stages: Stages, rows: int, pipelines: Pipelines, keep: Any, fit: _Fit, times: Times) -> Iterator[Candidate]:
+        price, (schedule, width, depth, extra) = self._seconds(pipelines, fit.flown, times), pipelines
+        numbers = np.array(fit.flown.microbatches)
+        busy = width * (numbers * times.own.sum(1) + stages.update.sum())
+        sums = (2 * (width - 1) * stages.accumulators.sum() + width * stages.sent.sum()) / (width * rows * numbers)
+        over = fit.memory - self.limit
+        rows_of = zip(
+            fit.flown.microbatches,
+            price.seconds.tolist(),
+            (1 - busy / (width * depth * price.seconds)).tolist(),
+            fit.policy.tolist(),
+            fit.memory.tolist(),
+            (2 * stages.outputs.sum() / rows + sums).tolist(),
+            price.bound.tolist(),
+            price.where.tolist(),
+            over.argmax(1).tolist(),
+            over.max(1).tolist(),
+            strict=True,
+        )
+        for m, batch_seconds, bubble, policies, memory, sent, bound, where, worst, lacks in rows_of:
+            yield Candidate(
+                schedule=schedule,
+                rows=rows,
+                microbatches=m * width,
+                starts=stages.starts,
+                replicas=(width,) * depth,
+                policies=tuple([self.layers.policies[policy] for policy in policies]),
+                extra_in_flight=extra,
+                keep_together=keep,
+                seconds=batch_seconds,
+                bubble=bubble,
+                memory=tuple(memory),
+                sent=sent,
+                bound=BOUNDS[bound].format(where),
+                over=(worst, int(np.ceil(lacks))) if lacks > 0 else None,
+            ).sharing(self.topology.cores)

@@ -1,0 +1,231 @@
+"""The problem of the PipeDream search, its solutions, and a straightforward evaluation of any solution.
+
+Devices are numbered innermost first. Stages take contiguous ranges of devices without gaps, from device 0 on; the last devices may stay
+idle. A sum over the replicas of a stage uses the slowest link of all levels that its range crosses; a cut uses the slowest link of all
+levels that the ranges of both its stages cross together.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import jpipe
+from jpipe.schedules.pipedream import PIPEDREAM, versions_held
+from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
+from jpipe_planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
+from jpipe_planner.cost.shape import Shape
+from jpipe_planner.machine.topology import Topology
+
+SCHEDULE = PIPEDREAM
+"""That of all answers."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The layers to cut, and the machines.
+
+    Attributes:
+        layers: the costs of each layer for one microbatch.
+        topology: the devices.
+        microbatches: M, microbatches per update over all replicas, a multiple of the replicas of every stage; "replicas": each stage
+            updates after one microbatch of each of its replicas, whose number is free.
+        inputs: bytes of one microbatch's inputs.
+        labels: bytes of its labels.
+        dispatch: seconds for each forward, backward and update of a stage, in addition to its layers.
+        memory: bytes of a device; None: not limited.
+        policies: recomputation policies that a stage may have. Each stage takes the cheapest that fits; ties go to the first.
+        sync_state: as in `jpipe.Plan`.
+        extra_in_flight: as in `jpipe.Plan`; only `evaluate` uses it, the searches do not.
+
+    Raises:
+        InputError: there is no policy, or memory is limited and a layer has no residual bytes for a policy.
+    """
+
+    layers: Sequence[jpipe.programs.LayerCost]
+    topology: Topology
+    microbatches: int | Literal["replicas"] = "replicas"
+    inputs: int = 0
+    labels: int = 0
+    dispatch: float = 0.0
+    memory: float | None = None
+    policies: tuple[str, ...] = ("none",)
+    sync_state: bool = True
+    extra_in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.policies:
+            raise jpipe.InputError("policies: expected at least one recomputation policy, found none; 'none' is one")
+        for n, layer in enumerate(self.layers) if self.memory is not None else ():
+            for policy in set(self.policies) - {"full", *layer.residuals}:
+                raise jpipe.InputError(
+                    f"layer costs: layer {n} has no residual bytes for '{policy}', found {sorted(layer.residuals)}; leave out this policy"
+                )
+
+    @cached_property
+    def links(self) -> tuple[jpipe.Link, ...]:
+        """The slowest link of all levels up to each one."""
+        levels = self.topology.levels
+        used = [[level for level in levels[: k + 1] if level.count > 1] for k in range(len(levels))]
+        return tuple(
+            jpipe.Link(min((level.bandwidth for level in inside), default=math.inf), max((level.latency for level in inside), default=0.0))
+            for inside in used
+        )
+
+    def link(self, first: int, last: int) -> jpipe.Link:
+        """The slowest link of all levels that the range of devices first .. last crosses."""
+        level = self.topology.level(first, last)
+        return self.links[level] if level >= 0 else jpipe.Link()
+
+    def microbatches_per_update(self, replicas: Number) -> Number:
+        """M_s of a stage."""
+        return replicas if self.microbatches == "replicas" else self.microbatches
+
+    def versions(self, in_flight: Number, replicas: Number) -> Number:
+        """Weight versions alive at a stage; for arrays too."""
+        return versions_held(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
+
+    def shape(self, replicas: tuple[int, ...]) -> Shape:
+        """The part of a solution that the schedule reads, for these numbers of replicas."""
+        every: Literal["batch", "replicas"] = "replicas" if self.microbatches == "replicas" else "batch"
+        m = math.lcm(*replicas) if self.microbatches == "replicas" else self.microbatches
+        return Shape(SCHEDULE.name, m, replicas, self.extra_in_flight, update_every=every)
+
+
+class Placed(NamedTuple):
+    """A stage and its devices.
+
+    Attributes:
+        start: its first layer.
+        stop: one past its last layer.
+        first: its first device.
+        replicas: its number of devices.
+        recompute: its recomputation policy.
+    """
+
+    start: int
+    stop: int
+    first: int
+    replicas: int
+    recompute: str = "none"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A way to cut and place the layers.
+
+    Attributes:
+        stages: the stages in order.
+        seconds: seconds per microbatch, in steady state.
+        bound: what limits the speed: ("stage", s), or ("cut", s) for the cut after stage s.
+        memory: peak bytes of a device of each stage.
+        over: the stage that lacks most memory and how many bytes; None: it fits.
+    """
+
+    stages: tuple[Placed, ...]
+    seconds: float
+    bound: tuple[Literal["stage", "cut"], int]
+    memory: tuple[int, ...]
+    over: tuple[int, int] | None = None
+
+    @property
+    def devices(self) -> int:
+        """How many devices it uses."""
+        return self.stages[-1].first + self.stages[-1].replicas
+
+    def plan(self, ids: Sequence[str], problem: Problem) -> jpipe.Plan:
+        """The partition as a `jpipe.Plan`.
+
+        Args:
+            ids: the layer ids, in order.
+            problem: the problem that it solves.
+        """
+        shape = problem.shape(tuple(s.replicas for s in self.stages))
+        stages = [{"layers": tuple(ids[s.start : s.stop]), "replicas": s.replicas, "recompute": s.recompute} for s in self.stages]
+        return jpipe.Plan(
+            schedule=shape.schedule,
+            microbatches=shape.microbatches,
+            stages=stages,
+            update_every=shape.update_every,
+            sync_state=problem.sync_state,
+            extra_in_flight=shape.extra_in_flight,
+        )
+
+
+def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
+    """Price any stages and count their memory, one by one: the reference for the searches.
+
+    Args:
+        problem: the costs and the devices.
+        stages: all layers in order, on devices without a gap.
+    """
+    times: list[tuple[float, tuple[Literal["stage", "cut"], int]]] = []
+    times += [(seconds_of(problem, stage), ("stage", s)) for s, stage in enumerate(stages)]
+    for s, (before, after) in enumerate(pairwise(stages)):
+        link = problem.link(before.first, after.first + after.replicas - 1)
+        times.append((cut_seconds(problem.layers[before.stop - 1].outputs, link), ("cut", s)))
+    seconds, bound = max(times, key=lambda time: time[0])
+    memory = memory_of(problem, stages)
+    most = max(memory)
+    lacking = 0 if problem.memory is None else math.ceil(most - problem.memory)
+    return Partition(tuple(stages), seconds, bound, memory, (memory.index(most), lacking) if lacking > 0 else None)
+
+
+def seconds_of(problem: Problem, stage: Placed) -> float:
+    """Seconds per microbatch of one stage.
+
+    Args:
+        problem: the costs and the devices.
+        stage: its layers and its devices.
+    """
+    own = problem.layers[stage.start : stage.stop]
+    again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
+    compute = sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch
+    link = problem.link(stage.first, stage.first + stage.replicas - 1)
+    summed = all_reduce_seconds(sum(layer.summed for layer in own), stage.replicas, link)
+    update = sum(layer.update for layer in own) + problem.dispatch
+    return float(stage_seconds(compute, update, summed, stage.replicas, problem.microbatches_per_update(stage.replicas)))
+
+
+def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
+    """Peak bytes of a device of each stage.
+
+    Args:
+        problem: the costs.
+        stages: all layers in order.
+    """
+    shape = problem.shape(tuple(stage.replicas for stage in stages))
+    in_flight = [SCHEDULE.in_flight(shape, s) for s in range(len(stages))]
+    held = []
+    for s, (stage, ahead) in enumerate(zip(stages, in_flight, strict=True)):
+        own = problem.layers[stage.start : stage.stop]
+        last = stage.stop == len(problem.layers)
+        inputs = problem.layers[stage.start - 1].outputs if stage.start else problem.inputs
+        unchanged = _residuals(own, "none")
+        residuals = inputs if stage.recompute == "full" else _residuals(own, stage.recompute)
+        again = 0 if stage.recompute == "none" else max(unchanged - residuals, 0)
+        sent = in_flight[s - 1] * stages[s - 1].replicas if s else 0
+        held.append(
+            stage_bytes(
+                weights=sum(layer.trained for layer in own),
+                optimizer=sum(layer.optimizer for layer in own),
+                state=sum(layer.state + layer.frozen for layer in own),
+                residuals=residuals,
+                inputs=inputs,
+                outputs=0 if last else own[-1].outputs,
+                temporary=max(layer.temporary for layer in own) + sum(layer.temporary_more for layer in own[:-1]) + again,
+                labels=problem.labels if last else 0,
+                versions=SCHEDULE.versions_alive(shape, s),
+                in_flight=ahead,
+                waiting=waiting_inputs(ahead, stage.replicas, sent),
+                accumulators=sum(layer.summed for layer in own),
+                replicas=stage.replicas,
+            )
+        )
+    return tuple(int(size) for size in held)
+
+
+def _residuals(layers: Sequence[jpipe.programs.LayerCost], policy: str) -> int:
+    return sum(layer.residuals.get(policy, 0) for layer in layers) - sum(layer.shared.get(policy, 0) for layer in layers[:-1])

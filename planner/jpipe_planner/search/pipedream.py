@@ -1,0 +1,145 @@
+"""PipeDream's partitioning (SOSP 2019, section 3.1), exact for the cost and memory defined in `jpipe_planner.search.partition`.
+
+A bound on the seconds per microbatch determines which stages and cuts are fast enough. `fast_ranges`, or `fitting_placement` with limited
+memory, tests quickly whether they make a pipeline. Bisection finds the smallest bound under which they do.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from jpipe_planner.search.fast_ranges import FastPlacement, FastRanges
+from jpipe_planner.search.fitting_placement import FittingPlacement
+from jpipe_planner.search.fitting_ranges import FittingRanges
+from jpipe_planner.search.partition import Partition, Placed, Problem, evaluate, seconds_of
+from jpipe_planner.search.ranges import Ranges
+
+TIE = 1e-9
+"""Relative difference below which times count as equal: neither profiles nor floating-point sums are more exact."""
+
+_ENOUGH = 1e-2  # relative precision of the least memory, for a problem in which nothing fits
+_SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0, math.inf)  # bounds to try first with limited memory: loose bounds take long
+
+
+def search(problem: Problem) -> Partition:
+    """The stages and devices that train fastest and fit.
+
+    Ties go to fewer stages, then fewer devices, then, from the front, earlier cuts and fewer replicas.
+
+    Args:
+        problem: the costs, the devices and the limits.
+
+    Returns:
+        The best partition or, if none fits, one that needs about the least memory; its `over` says how much is lacking.
+    """
+    fast = FastRanges(problem, Ranges(problem))
+    fastest = _fastest(problem, fast)
+    if fastest.over is None:
+        return fastest
+    assert problem.memory is not None
+    fitting = _Fitting(problem, fast)
+    low = fastest.seconds
+    for slower in _SLOWER:
+        found = fitting.some(fastest.seconds * slower)
+        if found:
+            break
+        low = fastest.seconds * slower
+    else:
+        return _smallest(problem, fast, fastest)
+    best = _squeeze(low, found, fitting.some, lambda partition: partition.seconds, TIE)
+    return fitting.first(best)
+
+
+def _fastest(problem: Problem, fast: FastRanges) -> Partition:
+    """The solution without a memory limit, with recomputation if it then fits and is not slower."""
+    recompute = "none" not in problem.policies
+
+    def within(bound: float) -> Partition | None:
+        placement = FastPlacement(fast, bound, recompute)
+        return _recompute(problem, placement.some(), bound) if placement.feasible else None
+
+    alone = _recompute(problem, [fast.alone(recompute)], math.inf)
+    best = _squeeze(fast.at_least(recompute), alone, within, lambda partition: partition.seconds, TIE)
+    bound = best.seconds * (1 + TIE)
+    return _recompute(problem, FastPlacement(fast, bound, recompute).first(), bound)
+
+
+def _smallest(problem: Problem, fast: FastRanges, fastest: Partition) -> Partition:
+    """A partition that needs about the least memory, at any speed."""
+    assert problem.memory is not None
+
+    def within(memory: float) -> Partition | None:
+        return _Fitting(replace(problem, memory=memory), fast).some(math.inf)
+
+    low, found = problem.memory, None
+    while not found and 2 * low < max(fastest.memory):
+        found = within(2 * low)
+        low = low if found else 2 * low
+    least = _squeeze(low, found or fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
+    return evaluate(problem, least.stages)
+
+
+class _Fitting:
+    """The search with limited memory: by the relaxed rules, and if their solution does not fit, by the true ones."""
+
+    def __init__(self, problem: Problem, fast: FastRanges) -> None:
+        self._problem, self._fast = problem, fast
+        self._fitting = FittingRanges(problem, fast)
+
+    def some(self, bound: float) -> Partition | None:
+        """Stages that are fast enough and fit, or None."""
+        return self._found(bound, None)
+
+    def first(self, best: Partition) -> Partition:
+        """Among equally fast stages, those that win ties."""
+        found = self._found(best.seconds * (1 + TIE), (len(best.stages), best.devices))
+        assert found is not None
+        return found
+
+    def _found(self, bound: float, at_most: tuple[int, int] | None) -> Partition | None:
+        for relaxed in (True, False):
+            fit = FittingPlacement(self._fast, self._fitting, bound, relaxed, at_most)
+            if not fit.feasible:
+                return None
+            stages = fit.stages()
+            found = _recompute(self._problem, stages, bound) if stages else None
+            if found and found.over is None:
+                return found
+        raise AssertionError("expected stages that fit")
+
+
+def _squeeze(
+    low: float, best: Partition, within: Callable[[float], Partition | None], size: Callable[[Partition], float], share: float
+) -> Partition:
+    """The solution of least size, up to a relative difference.
+
+    Args:
+        low: lower bound on the size.
+        best: a solution to begin with.
+        within: finds a solution whose size is within a bound, or None.
+        size: the size of a solution, to be minimized.
+        share: relative difference that does not matter.
+    """
+    above, just_below = 1e-3, False
+    while low < size(best) * (1 - share):
+        high = size(best)
+        # Low bounds come first: often one has a solution, and if not this shows soon. Near the end, every other one is just below the best.
+        just_below = not just_below and high - low <= 0.01 * high
+        bound = high * (1 - share) if just_below else min((low + high) / 2, low * (1 + above))
+        found = within(bound)
+        if found:
+            best, above = found, math.inf
+        else:
+            low, above = bound, 8 * above
+    return best
+
+
+def _recompute(problem: Problem, stages: Sequence[Placed], bound: float) -> Partition:
+    """Give each stage the cheapest policy that fits and is fast enough, or the cheapest of all if none fits."""
+    policies = sorted(problem.policies, key=lambda policy: policy != "none")
+    options = [evaluate(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in policies]
+    chosen = []
+    for s in range(len(stages)):
+        fitting = (option.stages[s] for option in options if problem.memory is None or option.memory[s] <= problem.memory)
+        chosen.append(next((stage for stage in fitting if seconds_of(problem, stage) <= bound), options[0].stages[s]))
+    return evaluate(problem, chosen)

@@ -1,0 +1,142 @@
+"""The costs of any run of layers as one stage, from prefix sums, for arrays of runs."""
+
+from typing import Any
+
+import numpy as np
+
+from jpipe_planner.cost.memory import stage_bytes
+from jpipe_planner.cost.price import Number, all_reduce_seconds, stage_seconds
+from jpipe_planner.search.partition import Problem
+
+_ENOUGH = 2**50  # bytes or waiting inputs: as good as no limit
+
+
+class Ranges:
+    """The runs [i, j) of a problem's layers.
+
+    Attributes:
+        outputs: bytes that cross the cut before each layer; 0 before the first layer and after the last one, which are not cuts.
+        replicas: the numbers of replicas that a stage can have, ascending.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        layers, self._problem = problem.layers, problem
+        self.count = len(layers)
+        self.outputs = np.array([0, *(layer.outputs for layer in layers[:-1]), 0])
+        self._inputs = np.array([problem.inputs, *(layer.outputs for layer in layers)])
+        devices, every = problem.topology.num_devices, problem.microbatches
+        self.replicas = np.array([r for r in range(1, devices + 1) if every == "replicas" or every % r == 0])
+        self._forward = _sums([layer.forward for layer in layers])
+        self._compute = _sums([layer.forward + layer.backward for layer in layers])
+        self._update = _sums([layer.update for layer in layers])
+        self._weights = _sums([layer.trained for layer in layers])
+        self._summed = _sums([layer.summed for layer in layers])
+        self._optimizer = _sums([layer.optimizer for layer in layers])
+        self._state = _sums([layer.state + layer.frozen for layer in layers])
+        self._temporary = _Most([layer.temporary for layer in layers])
+        self._more = _sums([layer.temporary_more for layer in layers])
+        self._residuals = {
+            policy: (_sums([layer.residuals.get(policy, 0) for layer in layers]), _sums([layer.shared.get(policy, 0) for layer in layers]))
+            for policy in {"none", *problem.policies} - {"full"}
+        }
+
+    def compute(self, recompute: bool) -> Any:
+        """Seconds of forward and backward of the layers before each one; `recompute`: with recomputation."""
+        return self._compute + self._forward if recompute else self._compute
+
+    def seconds(self, i: Number, j: Number, replicas: Number, level: int, recompute: bool) -> Number:
+        """Seconds per microbatch of the stage [i, j), on devices that cross the levels up to `level` (-1: one device)."""
+        problem = self._problem
+        compute = self._compute[j] - self._compute[i] + 2 * problem.dispatch
+        if recompute:
+            compute = compute + (self._forward[j] - self._forward[i])
+        update = self._update[j] - self._update[i] + problem.dispatch
+        summed = 0.0 if level < 0 else all_reduce_seconds(self._summed[j] - self._summed[i], replicas, problem.links[level])
+        every = replicas if problem.microbatches == "replicas" else problem.microbatches
+        return stage_seconds(compute, update, summed, replicas, every)
+
+    def ends(self, bound: float, replicas: Any, level: int, recompute: bool) -> Any:
+        """For each of `replicas` and each first layer, one past the last layer of a stage of at most `bound` seconds, or slightly more.
+
+        A stage takes the larger of two sums over its layers: computing, and summing gradients after all microbatches except one. Each sum
+        is looked up among those of all layers. The bound is slightly wider, because another order of summation rounds differently.
+        """
+        problem, layers = self._problem, np.arange(self.count + 1)
+        every = replicas if problem.microbatches == "replicas" else np.full_like(replicas, problem.microbatches)
+        summing = (0.0, 0.0) if level < 0 else (all_reduce_seconds(size, replicas, problem.links[level]) for size in (0, 1))
+        delay, with_a_byte = (np.broadcast_to(seconds, replicas.shape) for seconds in summing)
+        compute, ends = self.compute(recompute), np.empty((len(replicas), self.count + 1), np.int64)
+        for row, (m, r) in enumerate(zip(every.tolist(), replicas.tolist(), strict=True)):
+            own, fixed = m / r, problem.dispatch * (1 + 2 * m / r)
+            computing = own * compute + self._update
+            waiting = computing - compute + (with_a_byte[row] - delay[row]) * self._summed
+            for total, besides in ((computing, fixed), (waiting, fixed - 2 * problem.dispatch + delay[row])):
+                most = (bound * m - besides) + 1e-9 * (total[-1] + abs(besides))
+                end = np.searchsorted(total, total + most, side="right") - 1
+                ends[row] = end if total is computing else np.minimum(ends[row], end)
+        return np.maximum(ends, layers)
+
+    def room(
+        self, i: Number, j: Number, replicas: Number, in_flight: Number, policy: str, memory: float, *, relaxed: bool = False
+    ) -> Number:
+        """How many inputs can wait at a device of the stage [i, j), within `memory`; negative: it does not fit.
+
+        Args:
+            i: its first layer.
+            j: one past its last layer.
+            replicas: r_s.
+            in_flight: n_s.
+            policy: its recomputation.
+            memory: bytes.
+            relaxed: whether a waiting input counts at most as many bytes as its residuals.
+        """
+        problem, inputs = self._problem, self._inputs[i]
+        unchanged = self._kept(i, j, "none")
+        residuals = inputs if policy == "full" else self._kept(i, j, policy)
+        temporary = (
+            self._temporary(i, j)
+            + (self._more[np.maximum(j - 1, i)] - self._more[i])
+            + (0 if policy == "none" else np.maximum(unchanged - residuals, 0))
+        )
+        held = stage_bytes(
+            self._weights[j] - self._weights[i],
+            self._optimizer[j] - self._optimizer[i],
+            self._state[j] - self._state[i],
+            residuals,
+            inputs,
+            self.outputs[j],
+            temporary,
+            np.where(np.equal(j, self.count), problem.labels, 0),
+            versions=problem.versions(in_flight, replicas),
+            in_flight=in_flight,
+            waiting=0,
+            accumulators=self._summed[j] - self._summed[i],
+            replicas=replicas,
+        )
+        left = np.floor(np.minimum(memory - held, _ENOUGH)).astype(np.int64)
+        each = np.minimum(inputs, residuals) if relaxed else inputs
+        return np.where(left < 0, -1, np.where(each > 0, left // np.maximum(each, 1), _ENOUGH))
+
+    def _kept(self, i: Number, j: Number, policy: str) -> Number:
+        residuals, shared = self._residuals[policy]
+        return residuals[j] - residuals[i] - (shared[np.maximum(j, 1) - 1] - shared[i])
+
+
+class _Most:
+    """The maximum of values[i:j], for arrays of i < j, from two overlapping windows whose lengths are powers of two."""
+
+    def __init__(self, values: list[int]) -> None:
+        rows = [np.array(values)]
+        while 2 ** len(rows) <= len(values):
+            half = 2 ** (len(rows) - 1)
+            rows.append(np.append(np.maximum(rows[-1][:-half], rows[-1][half:]), np.zeros(half, int)))
+        self._rows = np.stack(rows)
+        self._power = np.array([0, *(length.bit_length() - 1 for length in range(1, len(values) + 1))])
+
+    def __call__(self, i: Number, j: Number) -> Any:
+        k = self._power[j - i]
+        return np.maximum(self._rows[k, i], self._rows[k, j - 2**k])
+
+
+def _sums(values: list[Any]) -> Any:
+    return np.concatenate([[0], np.cumsum(np.array(values))])

@@ -1,6 +1,0 @@
-"""Folders in Hugging Face's layout: read for a run to begin with, and written from a run."""
-
-from train.checkpoint.huggingface.folder import is_meant, refuse_file
-from train.checkpoint.huggingface.reading import source
-
-__all__ = ["is_meant", "refuse_file", "source"]

@@ -1,0 +1,53 @@
+"""The meshes of a plan's stages: in words, their devices, and heads of a built-in model that they do not divide."""
+
+import jpipe
+from jpipe import InputError
+from jpipe.plan import mesh_rules
+from jpipe_train.config.model_config import ModelConfig
+
+
+def has_meshes(plan: jpipe.Plan) -> bool:
+    """Whether a stage has a mesh."""
+    return any(stage.mesh for stage in plan.stages)
+
+
+def mesh_words(plan: jpipe.Plan) -> str:
+    """`(data 2, model 2)`, `(model 2), one device`, `one device each`."""
+    if not has_meshes(plan):
+        return "one device each"
+    found = [_words(stage) for stage in plan.stages]
+    shared = ", optimizer state shared by replicas" if plan.shard_optimizer else ""
+    return (found[0] if len(set(found)) == 1 else ", ".join(found)) + shared
+
+
+def device_kinds(pipe: jpipe.Pipeline) -> list[str]:
+    """JAX's name of the kind of each device of the run, those of all processes."""
+    return [device.device_kind for device in dict.fromkeys(device for place in pipe.places for device in place.devices)]
+
+
+def check_heads(model: ModelConfig, plan: jpipe.Plan) -> None:
+    """Refuse meshes whose devices would have parts of a head of a built-in model. The library itself looks at the dims of parameters.
+
+    Raises:
+        InputError: the first of these.
+    """
+    if model.target is not None:
+        return
+    rules = mesh_rules(plan)
+    for s, stage in enumerate(plan.stages):
+        if not any(layer_id.startswith("block_") for layer_id in stage.layers):
+            continue
+        # The kernel of queries, keys and values is one, with the rule of "heads".
+        axis = rules["heads"]
+        degree = 1 if axis is None else stage.mesh.get(axis, 1)
+        for key, count in (("heads", model.heads), ("kv_heads", model.kv_heads_used)):
+            if count % degree:
+                raise InputError(
+                    f"model.{key}: expected a multiple of {degree}, the size of the axis '{axis}' of the mesh of stage {s}, found {count}; "
+                    "change one of them, or leave heads whole: plan.rules={heads: null}"
+                )
+
+
+def _words(stage: jpipe.plan.Stage) -> str:
+    sizes = ", ".join(f"{axis} {size}" for axis, size in stage.mesh.items())
+    return f"({sizes}{', fsdp' if stage.fsdp else ''})" if stage.mesh else "one device"

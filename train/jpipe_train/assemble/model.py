@@ -1,0 +1,138 @@
+"""The model and the loss that a config names: a built-in language model and its cross-entropy, or functions of the user's own."""
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+import jpipe
+from jpipe import InputError
+from jpipe_train.config import entry_point
+from jpipe_train.config.arguments import check_names, parameters_of
+from jpipe_train.config.config import EvalConfig, LossConfig
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models import cross_entropy
+from jpipe_train.models import layers as built_in
+
+
+def layers(config: ModelConfig, batch_size: int, computes: str | None = None, chunk: int | None = None) -> jpipe.LayerStack:
+    """The built-in model, or what `model.target` returns.
+
+    Args:
+        config: which model.
+        batch_size: rows of a batch.
+        computes: the dtype in which the built-in model's layers compute, if it is another than `compute_dtype`.
+        chunk: of how many positions the built-in loss makes the logits at a time; None: the model makes all of them.
+
+    Raises:
+        InputError: the target does not exist, fails, or returns something else than a LayerStack.
+    """
+    if config.target is None:
+        return built_in.layers(config if computes is None else config.model_copy(update={"compute_dtype": computes}), chunk)
+    if config.is_built_in:
+        found: jpipe.LayerStack = config.built_in[config.target].load()(config.parsed, batch_size)
+        return found
+    stack = entry_point.call(config.target, "model.target", config.arguments)
+    if not isinstance(stack, jpipe.LayerStack):
+        raise InputError(f"model.target: expected '{config.target}' to return a jpipe.LayerStack, found {_instead(stack)}")
+    return stack
+
+
+def loss(config: LossConfig) -> Any:
+    """`(outputs, labels) -> (sum, weight)`: the cross-entropy, or `loss.target` with its arguments.
+
+    Raises:
+        InputError: the target does not exist, or has other arguments.
+    """
+    if config.target is None:
+        return cross_entropy.loss
+    if config.is_built_in:
+        return partial(config.built_in[config.target].load(), arguments=config.parsed)
+    function = entry_point.load(config.target, "loss.target")
+    first, others = list(parameters_of(function).values())[:2], list(parameters_of(function).values())[2:]
+    random = [p for p in others if p.name in ("rngs", "key") and p.default in (None, p.empty)]
+    filled = dict.fromkeys([p.name for p in (*first, *random)], "is given by jpipe")
+    with entry_point.placed("loss.arguments"):
+        check_names(function, config.target, config.arguments, filled)
+    return partial(function, **config.arguments)
+
+
+def metrics(config: EvalConfig) -> dict[str, Any]:
+    """By name `(outputs, labels) -> (sum, weight)` of each metric of an evaluation.
+
+    Raises:
+        InputError: a target does not exist.
+    """
+    named = config.metrics.items()
+    known = {"accuracy": _accuracy, "top5": _top5, "cross_entropy": _cross_entropy}
+    return {name: known.get(metric) or _OfLogits(entry_point.load(metric, f"eval.metrics.{name}")) for name, metric in named}
+
+
+@dataclass(frozen=True)
+class _OfLogits:
+    """A metric of the user's own, which gets the logits that the built-in loss makes by itself."""
+
+    metric: Any
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.metric)  # it may ask for random numbers
+
+    def __call__(self, outputs: Any, labels: Any, **random: Any) -> Any:
+        return self.metric(cross_entropy.all_logits(outputs), labels, **random)
+
+
+def _accuracy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    """How many of the labels have the largest logit, and how many there are."""
+    _check_classes("accuracy", outputs, labels)
+    return cross_entropy.correct(outputs, labels)
+
+
+def _top5(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    """How many of the labels have one of the five largest logits, and how many there are."""
+    _check_classes("top5", outputs, labels)
+    if (classes := cross_entropy.vocab_size(outputs)) < 5:
+        raise InputError(f"eval.metrics: top5: expected logits of at least 5 classes, found {classes}; leave it out")
+    return cross_entropy.correct(outputs, labels, 5)
+
+
+def _cross_entropy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    """The summed nats of the labels, and how many there are: what a perplexity is of, whatever the loss is."""
+    _check_classes("cross_entropy", outputs, labels)
+    return cross_entropy.loss(outputs, labels)
+
+
+def _check_classes(metric: str, outputs: Any, labels: Any) -> None:
+    """Refuse what are no logits and labels."""
+    logits, tokens = (outputs["tokens"], labels["tokens"]) if isinstance(labels, dict) else (outputs, labels)
+    shape = (logits.hidden if isinstance(logits, cross_entropy.Unprojected) else logits).shape
+    if not jnp.issubdtype(tokens.dtype, jnp.integer) or shape[:-1] != tokens.shape:
+        raise InputError(
+            f"eval.metrics: {metric}: expected logits of classes and integer labels, found outputs {list(shape)} and "
+            f"{tokens.dtype}{list(tokens.shape)}; name a module:function of your own"
+        )
+
+
+def _instead(found: Any) -> str:
+    """What was returned instead of a LayerStack, and what to do."""
+    if found is None:
+        return "None; does the function end with return?"
+    if isinstance(found, dict):
+        return f"a dict with keys {', '.join(map(str, found))}; wrap it in jpipe.LayerStack(…)"
+    if inspect.isclass(found):
+        return (
+            f"the class {found.__name__}; return a LayerStack of layers, such as {{'first': lambda rngs: {found.__name__}(…, rngs=rngs)}}"
+        )
+    if isinstance(found, nnx.Module):
+        name = type(found).__name__
+        return (
+            f"the NNX module {name}, built already; return a LayerStack of its parts, "
+            f"each a constructor such as lambda rngs: {name}(…, rngs=rngs)"
+        )
+    if isinstance(found, linen.Module):
+        return f"the Linen module {type(found).__name__}; return a LayerStack of its parts, {{'first': nn.Dense(8), …}}"
+    return f"{type(found).__name__}; return jpipe.LayerStack({{'layer id': layer, …}})"

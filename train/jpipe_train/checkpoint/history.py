@@ -1,0 +1,129 @@
+"""The parts of a run: from its beginning, or from where it was resumed, to where it ended or was resumed again."""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+import pydantic
+
+import jpipe
+from jpipe_train.assemble.meshes import has_meshes, mesh_words
+from jpipe_train.console.terminal import count, duration
+
+MOST_PARTS = 1000  # that a checkpoint keeps, the latest
+
+_Words = Annotated[str, pydantic.Field(max_length=300)]
+Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
+
+
+class Part(pydantic.BaseModel):
+    """One part of a run. All but the first two fields may be unknown: a jpipe that kept no history wrote the checkpoint.
+
+    Attributes:
+        first: its first step.
+        end: the step after its last.
+        plan: in words.
+        optimizer: in words.
+        devices: how many.
+        began: when, in UTC.
+        seconds: from its beginning, start-up included, to its end; work that was lost when it was killed is in neither this nor `end`.
+        updates: how many the optimizer had counted before `first`; None where that differs between stages.
+    """
+
+    model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
+
+    first: Count
+    end: Count
+    plan: _Words
+    optimizer: _Words
+    devices: Count
+    began: _Words | None = None
+    seconds: Annotated[float, pydantic.Field(ge=0, lt=1e12)] | None = None
+    updates: Count | None = None
+
+
+class History:
+    """The parts of a run so far.
+
+    Args:
+        before: those that ended.
+        now: the one that goes on.
+        plan: by which it does.
+        clock: seconds since it began.
+    """
+
+    def __init__(self, before: Sequence[Part], now: Part, plan: jpipe.Plan, clock: Callable[[], float]) -> None:
+        self._before, self._plan, self._clock = tuple(before[-MOST_PARTS + 1 :]), plan, clock
+        began = datetime.now(UTC) - timedelta(seconds=clock())
+        self._now = now.model_copy(update={"began": now.began or f"{began:%Y-%m-%d %H:%M:%S}"})
+
+    def parts(self, end: int) -> list[Part]:
+        """All parts, the last up to step `end`."""
+        return [*self._before, self._now.model_copy(update={"end": max(end, self._now.first), "seconds": round(self._clock(), 3)})]
+
+    def facts(self, end: int) -> list[dict[str, Any]]:
+        """All parts as plain data, for a checkpoint of step `end`."""
+        return [part.model_dump(mode="json") for part in self.parts(end)]
+
+    @property
+    def seconds(self) -> float:
+        """Of all parts together, as far as they are known."""
+        return sum(part.seconds or 0.0 for part in self._before) + self._clock()
+
+    def updates(self, step: int) -> int | None:
+        """How many updates the optimizer has counted before batch `step`; None where that differs between stages."""
+        return updates_before(self._now, self._plan, step)
+
+
+def updates_before(part: Part, plan: jpipe.Plan, step: int) -> int | None:
+    """How many updates the optimizer has counted before batch `step` of a part that runs by `plan`."""
+    of_a_batch = {plan.updates_per_batch(s) for s in range(plan.depth)}
+    if part.updates is None or len(of_a_batch) > 1:
+        return None
+    return part.updates + (step - part.first) * of_a_batch.pop()
+
+
+def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, end: int, updates: int | None) -> Part:
+    """A part of which neither beginning nor duration is known yet; `config` is that of the run as plain data."""
+    replicas = "" if len(plan.workers) == plan.depth else f", replicas {', '.join(str(stage.replicas) for stage in plan.stages)}"
+    schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
+    ranks = f" on {count(len(plan.rank_stages), 'rank')}" if plan.depth > len(plan.rank_stages) else ""
+    meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
+    words = f"{schedule}, {count(plan.depth, 'stage')}{ranks}{meshes}{replicas}, {count(plan.microbatches, 'microbatch', 'es')}"
+    words += f", {count(plan.flush_first, 'batch', 'es')} flushed first" if plan.flush_first else ""
+    optimizer = optimizer_words(config.get("optimizer"))
+    return Part(first=first, end=end, plan=words[:300], optimizer=optimizer[:300], devices=devices, updates=updates)
+
+
+def optimizer_words(config: Any) -> str:
+    """`adamw, learning rate 0.001, cosine, 20 warm-up steps`, of the section of a config as plain data."""
+    if not isinstance(config, Mapping):
+        return "not known"
+    rate, schedule, warmup = config.get("learning_rate"), config.get("lr_schedule", "constant"), config.get("warmup_steps")
+    words = [str(config.get("name", "adamw"))]
+    words += [f"learning rate {rate:g}"] if isinstance(rate, int | float) else []
+    words += [str(schedule)] if schedule != "constant" else []
+    words += [count(warmup, "warm-up step")] if isinstance(warmup, int) and warmup else []
+    batches = config.get("accumulate_batches")
+    words += [f"an update every {batches} batches"] if isinstance(batches, int) and batches > 1 else []
+    words += (
+        [f"{name} {value}" for name, value in (config.get("arguments") or {}).items()] if isinstance(config.get("arguments"), dict) else []
+    )
+    return ", ".join(words)
+
+
+def table(parts: Sequence[Part]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and rows of a table of them."""
+    head = ("steps", "plan", "optimizer", "devices", "began (UTC)", "duration")
+    rows: list[tuple[str, ...]] = [
+        (
+            f"{part.first:,} to {part.end - 1:,}" if part.end > part.first else f"none from {part.first:,}",
+            part.plan,
+            part.optimizer,
+            str(part.devices),
+            part.began or "–",
+            "–" if part.seconds is None else duration(part.seconds),
+        )
+        for part in parts
+    ]
+    return head, rows

@@ -1,0 +1,178 @@
+"""The parameters that a run begins with: from a safetensors file, such as `jpipe export` writes, or from a checkpoint of another run."""
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError
+
+import jpipe
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints import own_layers
+from jpipe.checkpoints.records import describe
+from jpipe.files import resolved, shown
+from jpipe_train.assemble.build import param_specs
+from jpipe_train.checkpoint import huggingface
+from jpipe_train.checkpoint.export import by_name, by_path, state_name, step_of
+from jpipe_train.checkpoint.safetensors_file import TensorsFile, tensors_file
+from jpipe_train.checkpoint.source import Names, Source, Spec
+from jpipe_train.config.config import WarmStartConfig
+from jpipe_train.console.terminal import count
+from jpipe_train.launch.together import Together
+
+_SHOWN = 3  # layers that are named
+_EXPECTED = "a safetensors file, or the folder of a run or of Hugging Face's layout"
+_HINT = "is it of another model? With warm_start.mode=partial what fits by name and shape is taken"
+
+
+Model = Mapping[str, Mapping[str, Spec]]
+"""By layer id its parameters, each by its name in an export."""
+
+
+def load(
+    config: WarmStartConfig, pipe: jpipe.Pipeline, batch: Any, together: Together, say: Callable[[str], None]
+) -> dict[str, dict[str, np.ndarray]]:
+    """The parameters of this process's layers, as `Pipeline.init` takes them. All processes call this.
+
+    Args:
+        config: which file (there is one), and whether it has to fit in all.
+        pipe: what begins.
+        batch: of its data.
+        together: the processes.
+        say: gets which layers were taken.
+
+    Raises:
+        InputError: the file cannot be read, does not fit, or is not the same for all processes.
+    """
+    assert config.file is not None
+    path, strict = resolved(config.file, "warm_start.file"), config.mode == "strict"
+    specs = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batch))
+    model = {
+        layer_id: {f"{layer_id}/{name}": Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_path(tree).items()}
+        for layer_id, tree in specs.items()
+    }
+
+    def find() -> tuple[Source, set[str]]:
+        source = _source(path, strict, lambda line: say(f"warm start: {line}"))
+        return source, fitting(source, model, strict=strict)
+
+    def read() -> dict[str, dict[str, np.ndarray]]:
+        names = {layer_id: [name for name in model[layer_id] if name in taken] for layer_id in own_layers(pipe)}
+        places = {name: layer_id for layer_id, inner in names.items() for name in inner}
+        given: dict[str, dict[str, np.ndarray]] = {layer_id: {} for layer_id in names}
+        for arrays in source.read({layer_id: inner for layer_id, inner in names.items() if inner}):
+            for name in arrays.keys() & places.keys():
+                layer_id = places[name]
+                dtype = jnp.dtype(model[layer_id][name].dtype)
+                given[layer_id][name.removeprefix(f"{layer_id}/")] = arrays[name].astype(dtype, copy=False)
+        return given
+
+    source, taken = together.run_on_all(find)
+    together.agree(lambda: {"warm_start.file": source.digest()})
+    say(_told(source, model, taken))
+    return together.run_on_all(read)
+
+
+def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:
+    """The names of the parameters that match those of the model.
+
+    Args:
+        source: what there is.
+        model: what is wanted.
+        strict: refuse if a parameter of the model is missing, or there is an additional one.
+
+    Raises:
+        InputError: as `strict` says; or none at all fits.
+    """
+    wanted = {name: spec for specs in model.values() for name, spec in specs.items()}
+    if strict:
+        _check_equal(source, wanted, tuple(f"{state_name(layer_id)}/" for layer_id in model))
+    taken = {name for name, spec in wanted.items() if name in source.specs and source.specs[name].fits(spec)}
+    if not taken:
+        if same := next((name for name in wanted if name in source.specs), None):
+            raise InputError(f"{source.where}: nothing fits: expected '{same}' as in the model, {wanted[same]}, found {source.specs[same]}")
+        there, here = (next(iter(names), "none at all") for names in (source.specs, wanted))
+        raise InputError(f"{source.where}: expected names and shapes as in the model ('{here}', …), found '{there}', …; rename them")
+    return taken
+
+
+def _check_equal(source: Source, wanted: Mapping[str, Spec], leave: tuple[str, ...]) -> None:
+    """Refuse all differences, but for names that begin with one of `leave`."""
+    for name, spec in wanted.items():
+        found = source.specs.get(name)
+        if found is None and name in source.optional:
+            continue
+        if found is None or not (found.fits(spec) if source.converts else found == spec):
+            raise InputError(f"{source.where}: expected '{name}' as in the model, {spec}, found {found or 'no such name'}; {_HINT}")
+    for name, spec in source.specs.items():
+        if name not in wanted and not name.startswith(leave):
+            raise InputError(f"{source.where}: expected only parameters of the model, found '{name}', {spec}; {_HINT}")
+
+
+def _source(path: Path, strict: bool, report: Callable[[str], None]) -> Source:
+    if not os.path.isdir(path):
+        huggingface.refuse_file(path)
+        return _of_file(path)
+    if huggingface.is_meant(path):
+        return huggingface.source(path, strict=strict)
+    return _of_run(path, report)
+
+
+def _of_file(path: Path) -> Source:
+    where = f"warm_start.file: '{shown(path)}'"
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[TensorsFile]:
+        if path.exists() and not path.is_file():
+            raise InputError(f"{where}: expected {_EXPECTED}, found no regular file; give another one")
+        try:
+            with tensors_file(path) as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{where}: expected {_EXPECTED}, found: {error}; give another one") from None
+
+    def read(names: Names) -> Iterator[dict[str, Any]]:
+        with opened() as file:
+            for inner in names.values():
+                yield {name: file.read(name) for name in inner}
+
+    def digest() -> str:
+        with opened():
+            return describe(path).sha256
+
+    with opened() as file:
+        specs = file.specs
+    return Source(where, specs, read, digest)
+
+
+def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
+    step = step_of(folder, None, "warm_start.file", report)
+    specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(checkpoint_files.layer_specs(folder, step)).items()}
+
+    def read(names: Names) -> Iterator[dict[str, Any]]:
+        there = checkpoint_files.layer_specs(folder, step)
+        shared = [name for name in there if (place := jpipe.runtime.shared_place(name, there)) and place[0] in names]
+        yield by_name(checkpoint_files.read_layers(folder, step, (*names, *shared)))  # whose files are held against their hashes once
+
+    return Source(f"warm_start.file: '{shown(folder)}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
+
+
+def _told(source: Source, model: Model, taken: Collection[str]) -> str:
+    """How many layers are taken whole, and why the first others are not."""
+    others = []
+    for layer_id, specs in model.items():
+        if lacking := [name for name in specs if name not in taken]:
+            found = source.specs.get(lacking[0])
+            what = "missing" if found is None else f"{found} in the file, {specs[lacking[0]]} in the model"
+            others.append(f"{layer_id} ('{lacking[0]}' is {what})")
+    layers = sum(bool(specs) for specs in model.values())
+    words = f"warm start: {layers - len(others)} of {count(layers, 'layer')} from {source.where.removeprefix('warm_start.file: ')}"
+    if others:
+        words += f"; fresh, at least in part: {', '.join(others[:_SHOWN])}"
+        words += f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    return words

@@ -1,0 +1,54 @@
+"""The entry point of `jpipe`: exit codes 0 done or saved, 1 failed, 2 bad input, 130 interrupted. Commands: `jpipe_train.commands`."""
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from jpipe_train.console import interrupt, output, signals
+from jpipe_train.console.terminal import fail, first_line, printable
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments` (by default the process's own) and return the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without "→" is no reason to stop
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    trains = given[:1] in (["train"], ["launch"])
+    with signals.as_usual_in_process_1(), output.steady(ends=not trains), interrupt.watched():
+        if given == ["--version"]:
+            from jpipe import __version__  # which imports no JAX
+
+            print(f"jpipe {__version__}")
+            return 0
+        try:
+            os.getcwd()
+        except OSError as error:  # most of Python fails there
+            return fail(f"the current folder cannot be used: {error.strerror}; change to another one (cd), and try again", 2)
+        try:
+            with interrupt.held():  # modules in C may crash when interrupted
+                from jpipe_train import commands
+            interrupt.check()
+            return commands.run(arguments)
+        except BaseException as error:
+            if (words := interrupt.words(error)) is not None:
+                print(words)
+                return 130
+            if (problem := _refused_by_jax(error)) is not None:
+                return fail(problem, 2)
+            raise
+
+
+def _refused_by_jax(error: BaseException) -> str | None:
+    """Why JAX cannot be imported, if the value of an environment variable is the reason."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    if not isinstance(error, TypeError | ValueError) or not any(file.endswith("/jax/_src/config.py") for file in files):
+        return None
+    names = [name for name in os.environ if name.startswith("JAX_") and name.lower() in str(error).lower()]
+    which = f"{names[0]}={os.environ[names[0]]!a}" if names else "one of the variables JAX_…"
+    return f"JAX does not accept {which}: {printable(first_line(error))}; correct or unset the variable"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

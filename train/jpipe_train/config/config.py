@@ -1,0 +1,394 @@
+"""The keys of the YAML file, their defaults and their checks. A wrong value is refused before any device works."""
+
+import math
+import operator
+import re
+import reprlib
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+import jpipe
+from jpipe.errors import nearest
+from jpipe.plan import RECOMPUTE
+from jpipe.schedules import SCHEDULES
+from jpipe_train.config import built_in, entry_point, optax_names
+from jpipe_train.config.data_config import DataConfig as DataConfig
+from jpipe_train.config.model_config import ModelConfig as ModelConfig
+from jpipe_train.config.section import AUTO as AUTO
+from jpipe_train.config.section import MOST_ROWS, Arguments, BuiltIn, Count, FilePath, OwnCode, Section
+
+MOST_MICROBATCHES = 1024
+MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
+FEW_SYMBOLS, CHUNK = 8192, 1024  # logits per position that are made all at once; how many positions otherwise
+LOGS = ("tensorboard", "wandb")
+METRICS = ("accuracy", "top5", "cross_entropy")  # that need no code of the user's own
+
+
+class RunConfig(Section):
+    """Where the run is written: `dir`, or the next free `runs/0001`, `runs/0002`, … when null."""
+
+    dir: FilePath | None = None
+
+
+class TrainConfig(Section):
+    """How long and in what portions: `batch_size` sequences per step; validation at step 0, every `eval_every` steps and at the end.
+
+    `trace_batches` batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none.
+    """
+
+    steps: Count = 200
+    batch_size: Count = 32
+    log_every: Count = 1
+    eval_every: Count = 50
+    eval_batches: Count = 4
+    trace_batches: Annotated[int, Field(ge=0, le=100)] = 3
+
+
+def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
+    for name, metric in metrics.items():
+        if not re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) or name == "loss":
+            raise ValueError(f"expected a name of letters, digits and _, other than 'loss', found {reprlib.repr(name)}")
+        if ":" in metric:
+            entry_point.check_form(metric)
+        elif metric not in METRICS:
+            raise ValueError(f"'{name}': expected module:function or one of {', '.join(METRICS)}, found {reprlib.repr(metric)}")
+    return metrics
+
+
+class EvalConfig(Section):
+    """What an evaluation finds besides the loss: `metrics` by name, each `accuracy`, `top5`, `cross_entropy` (of a loss that is another
+    one) or a `module:function`.
+
+    Called with (outputs, labels) of a microbatch it returns (sum, weight), as the loss does.
+    """
+
+    metrics: Annotated[dict[str, str], Field(max_length=100), AfterValidator(_metric_names)] = {}
+
+
+class CheckpointConfig(Section):
+    """A checkpoint every `every` steps and at the end; null: none at all. The last `keep` stay, and of the older ones those of a step that
+    `keep_every` divides and one every `keep_hours` hours. On a full disk the run stops, or goes on without (`on_full_disk`).
+    """
+
+    every: Count | None = 10
+    keep: Count = 3
+    keep_every: Count | None = None
+    keep_hours: Annotated[float, Field(gt=0)] | None = None
+    on_full_disk: Literal["stop", "train"] = "stop"
+
+
+class ResumeConfig(Section):
+    """What a run that resumes takes from its checkpoint: with `optimizer: reset` new optimizer state, as another one needs."""
+
+    optimizer: Literal["keep", "reset"] = "keep"
+
+
+class WarmStartConfig(Section):
+    """The parameters that a run begins with: those in `file`, a safetensors file, an export or the folder of a run; null: fresh ones.
+
+    With `mode: strict` it has to hold exactly those of the model; with `partial` what fits by name and shape is taken.
+    """
+
+    file: FilePath | None = None
+    mode: Literal["strict", "partial"] = "strict"
+
+
+class PrecisionConfig(Section):
+    """The dtypes of the run, as in `jpipe.Precision`: of the weight versions, of what layers compute, of accumulated gradients; and the
+    loss scale, a number or `dynamic`. With `compute: null` layers compute as they are made, the GPT in `model.compute_dtype`.
+    """
+
+    params: str = "float32"
+    compute: str | None = None
+    accumulate: str = "float32"
+    loss_scale: float | str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "PrecisionConfig":
+        if self.model_fields_set:  # else JAX would be imported with this module
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # whoever builds the pipeline says it
+                    jpipe.Precision(**self.model_dump())
+            except jpipe.InputError as error:
+                raise ValueError(str(error).removeprefix("precision: ")) from None
+        return self
+
+    @property
+    def computes(self) -> str | None:
+        """The dtype of what the layers compute, if it is not left to them."""
+        return self.params if self.compute is None and self.params != "float32" else self.compute
+
+
+class LossConfig(OwnCode):
+    """The mean cross-entropy of integer labels, one of `built_in.LOSSES`, or `target(outputs, labels, **arguments)`, which returns (sum of
+    the losses, weight).
+
+    The built-in models' logits are made `chunk` positions at a time, in backwards again, so that they are never all in memory; null: all
+    at once; "auto": all at once where there are few symbols.
+    """
+
+    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.LOSSES
+    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can be set over a file with all keys
+
+    chunk: Count | Literal["auto"] | None = "auto"
+
+    def chunk_for(self, symbols: int) -> int | None:
+        """How many positions of logits are made at a time; None: all of them.
+
+        Args:
+            symbols: logits per position.
+        """
+        if self.target is not None:
+            return None
+        if self.chunk == "auto":
+            return None if symbols <= FEW_SYMBOLS else CHUNK
+        return self.chunk
+
+
+class PlanConfig(Section):
+    """How the model is cut and scheduled: even stages from these keys, or a plan's JSON from `file`, which then says it all.
+
+    The keys are the arguments of `jpipe.Plan.even`, and `layer_costs`: the cost of layers relative to the others, which cost 1, to make
+    stages of equal cost. With "auto" as the file the run begins with finding the best plan.
+
+    `mesh` has the axes and sizes of the devices of each replica of every stage, or a list with one mesh for each stage; {}: one device.
+    """
+
+    schedule: str = "pipedream_flush"
+    num_stages: Count = 4
+    layer_costs: Annotated[dict[str, Annotated[float, Field(ge=0, le=10**6)]], Field(max_length=10**5)] = {}
+    microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 4
+    chunks_per_rank: Count | None = None
+    replicas: int | list[int] = 1
+    recompute: str | list[str] = "none"
+    mesh: dict[str, int] | list[dict[str, int]] = {}
+    fsdp: bool = False
+    extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
+    vertical_sync: bool = False
+    noam: bool = False
+    update_every: Literal["batch", "replicas"] = "batch"
+    flush_first: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
+    split_backward: Literal["joint", "early"] = "joint"
+    scale_learning_rate: bool = False
+    sync_state: bool = True
+    keep_together: Literal["replicas", "stages"] = "replicas"
+    rules: dict[str, str | None] = {}
+    param_axes: dict[str, list[str | None]] = {}
+    shard_optimizer: bool = False
+    file: FilePath | None = None
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, name: str) -> str:
+        if name not in SCHEDULES:
+            raise ValueError(f"unknown schedule {name!r}; {nearest(name, SCHEDULES)}")
+        return name
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _counts_of_replicas(cls, value: object) -> object:
+        counts = value if isinstance(value, list) else [value]
+        if not all(type(count) is int and 1 <= count <= MOST_MICROBATCHES for count in counts):
+            expected = f"a number from 1 to {MOST_MICROBATCHES} or a list of them, one for each stage"
+            raise ValueError(f"expected {expected}, found {reprlib.repr(value)}")
+        return value
+
+    @field_validator("mesh", mode="before")
+    @classmethod
+    def _meshes(cls, value: object) -> object:
+        meshes = value if isinstance(value, list) else [value]
+        if not all(isinstance(mesh, dict) and all(type(size) is int and size >= 1 for size in mesh.values()) for mesh in meshes):
+            expected = "axes and sizes, such as {data: 2, model: 4}, or a list of them, one for each stage"
+            raise ValueError(f"expected {expected}, found {reprlib.repr(value)}; {{}} is one device")
+        return value
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the keys ask for, each replica counted, those of a file left aside."""
+        return max(sum(self._replicas_of_stages) // self._stages_each, 1)
+
+    @property
+    def devices(self) -> int:
+        """How many devices the keys ask for: those of the mesh of each rank."""
+        meshes = self.mesh if isinstance(self.mesh, list) else [self.mesh] * self.num_stages
+        sizes = [math.prod(mesh.values()) for mesh in meshes]
+        return max(sum(map(operator.mul, self._replicas_of_stages, sizes)) // self._stages_each, 1)
+
+    @property
+    def _replicas_of_stages(self) -> list[int]:
+        return [self.replicas] * self.num_stages if isinstance(self.replicas, int) else self.replicas
+
+    @property
+    def _stages_each(self) -> int:
+        return self.chunks_per_rank or (2 if SCHEDULES[self.schedule].layout == "v" else 1)
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _known_policies(cls, value: object) -> object:
+        names = value if isinstance(value, list) else [value]
+        for name in names:
+            if not isinstance(name, str):
+                raise ValueError(f"expected a policy's name or a list of names, one for each stage, found {reprlib.repr(value)}")
+            if name not in RECOMPUTE:
+                raise ValueError(f"unknown recomputation policy {name!r}; {nearest(name, RECOMPUTE)}")
+        return value
+
+
+class OptimizerConfig(Section):
+    """An optimizer of optax by its name and arguments, or a `module:function` that returns one; see `jpipe_train.assemble.optimizer`.
+
+    The learning rate (null: the optimizer's own default, or 1e-3) rises over `warmup_steps`, then follows `lr_schedule`: constant,
+    cosine (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` says which parameters decay,
+    by patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1 each update is made from the mean
+    gradient of so many batches, and schedules count these updates. `ema_decay` is that of a moving average of the weights.
+    """
+
+    name: str = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    lr_schedule: str = "constant"
+    lr_arguments: Arguments = {}
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
+    arguments: Arguments = {}
+    decay: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=256)] | None = None
+    clip_global_norm: Annotated[float, Field(gt=0)] | None = None
+    skip_nonfinite: bool = False
+    inject_hyperparams: bool = False
+    accumulate_batches: Count = 1
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+
+    @property
+    def of_pipeline(self) -> dict[str, Any]:
+        """The keys that are arguments of `jpipe.Pipeline`."""
+        return {"clip_global_norm": self.clip_global_norm, "skip_nonfinite": self.skip_nonfinite, "ema_decay": self.ema_decay}
+
+    @field_validator("name")
+    @classmethod
+    def _known_optimizer(cls, name: str) -> str:
+        if ":" in name:
+            return entry_point.check_form(name)
+        known, contributed = optax_names.optimizers(), f"contrib.{name}"
+        if name not in known:
+            hint = f"did you mean '{contributed}'?" if contributed in known else nearest(name, known)
+            raise ValueError(f"unknown optimizer {name!r}; {hint}")
+        return name
+
+    @field_validator("lr_schedule")
+    @classmethod
+    def _known_lr_schedule(cls, name: str) -> str:
+        known = ("constant", "cosine", *optax_names.schedules())
+        if name not in known:
+            raise ValueError(f"unknown learning-rate schedule {name!r}; {nearest(name, known)}")
+        return name
+
+
+def _known_logs(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in LOGS:
+            raise ValueError(f"unknown log {name!r}; {nearest(name, LOGS)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"expected each log once, found {names}; keep one of each")
+    return names
+
+
+class Config(Section):
+    """A whole run. `jpipe_train.config.config_file` reads it from YAML and writes it back."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    compile_cache: FilePath | None = AUTO
+    log: Annotated[list[str], AfterValidator(_known_logs)] = ["tensorboard"]
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    model: ModelConfig = ModelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    loss: LossConfig = LossConfig()
+    plan: PlanConfig = PlanConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    resume: ResumeConfig = ResumeConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections_are_defaults(cls, data: object) -> object:
+        """`train:` with nothing below it is read as null."""
+        if not isinstance(data, dict):
+            return data
+        return {key: {} if value is None and key not in ("seed", "compile_cache", "log") else value for key, value in data.items()}
+
+    @model_validator(mode="after")
+    def _microbatches_divide_batch(self) -> "Config":
+        batch_size, microbatches = self.train.batch_size, self.plan.microbatches
+        if self.plan.file is None and batch_size % microbatches:
+            raise ValueError(f"train.batch_size {batch_size} is not divisible by plan.microbatches {microbatches}; change one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _some_update_is_made(self) -> "Config":
+        if self.optimizer.accumulate_batches > self.train.steps:
+            raise ValueError(
+                f"optimizer.accumulate_batches {self.optimizer.accumulate_batches} is more than train.steps {self.train.steps}, so that "
+                "there would be no update; change one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_dtype_is_computed_in(self) -> "Config":
+        own, computes = self.model.compute_dtype, self.precision.computes
+        if self.model.target is None and computes is not None and own not in ("float32", computes):
+            raise ValueError(f"model.compute_dtype is {own} and precision.compute {computes}; leave out model.compute_dtype")
+        return self
+
+    @model_validator(mode="after")
+    def _attention_has_its_dtype(self) -> "Config":
+        computes = self.precision.computes or self.model.compute_dtype
+        if self.model.target is None and self.model.attention == "cudnn" and computes == "float32":
+            raise ValueError("model.attention cudnn computes in bfloat16 or float16, found float32; set model.compute_dtype to bfloat16")
+        return self
+
+    @model_validator(mode="after")
+    def _all_bytes_are_symbols(self) -> "Config":
+        if self.model.target is None and self.data.reads_bytes and self.model.vocab_size < 256:
+            raise ValueError(f"model.vocab_size {self.model.vocab_size} is less than the 256 bytes of a text; raise it, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_are_of_logits(self) -> "Config":
+        own = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
+        if own is not None and self.loss.chunk not in ("auto", None):
+            raise ValueError(f"loss.chunk would mean nothing beside {own}: it is for logits and the loss that are built in; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _seq_len_is_for_something(self) -> "Config":
+        if self.model.target and self.data.target and "seq_len" in self.model.model_fields_set:
+            raise ValueError("model.seq_len would mean nothing beside model.target and data.target; leave it out")
+        return self
+
+    @property
+    def logits_chunk(self) -> int | None:
+        """Of how many positions the built-in loss makes the logits of a built-in model at a time; None: the model makes all of them."""
+        return None if self.model.target is not None else self.loss.chunk_for(self.model.vocab_size)
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether batches whose gradients are not finite are skipped."""
+        return self.optimizer.skip_nonfinite or self.precision.loss_scale == "dynamic"
+
+    @property
+    def uses_global_norm(self) -> bool:
+        """Whether updates use the norm of the gradients of all stages."""
+        return self.optimizer.clip_global_norm is not None or self.skips_nonfinite
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The functions of the user's own that this run calls, by the key that names them."""
+        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss") if not getattr(self, name).is_built_in}
+        own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
+        metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
+        return {key: target for key, target in named.items() if target} | own | metrics

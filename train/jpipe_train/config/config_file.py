@@ -1,0 +1,143 @@
+"""A config as YAML text: read with `--set key=value` overrides, mistakes reported with file, key, expected, found; and written back."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from jpipe_planner.machine.plain_yaml import dump, parse
+
+from jpipe import InputError
+from jpipe.errors import explain
+from jpipe.files import expanded, read_text, resolved
+from jpipe_train.config import huggingface
+from jpipe_train.config.config import Config
+from jpipe_train.config.model_config import OF_THE_RUN
+
+MOST_BYTES = 2**20  # of a config, hundreds of times what long ones have
+
+
+def load(
+    path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False, sections: Mapping[str, Mapping[str, Any]] | None = None
+) -> Config:
+    """Read the YAML file at `path`, replace the keys of `overrides` (`"train.steps=10"`, the value being YAML too) and validate.
+
+    An override of `model.preset` replaces what the file says of the shape of the model. Where `warm_start.file` is a folder in Hugging
+    Face's layout, the keys of `model` that its `config.json` decides are filled in.
+
+    Args:
+        path: the file.
+        overrides: what replaces keys of it.
+        sections: what replaces whole sections of it before.
+        allow_code: whether the config may name functions to import and call. A file from a stranger must not, so only a person says so.
+
+    Raises:
+        InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value, code not allowed; a
+            `config.json` that describes no model of jpipe's, or that a key contradicts.
+    """
+    data = _read(path)
+    if str(data.get("format")).startswith("jpipe-plan/"):
+        raise InputError(f"{path}: expected a config, found a plan; name it in a config, as plan.file, or look at it with jpipe simulate")
+    data |= sections or {}
+    given: list[str] = []
+    for override in overrides:
+        _override(data, override, given)
+    _let_preset_decide(data, given)
+    where = " ".join([str(path), *(f"--set {override}" for override in overrides)])
+    _fill_model(data, where)
+    try:
+        config = Config.model_validate(data)
+    except pydantic.ValidationError as error:
+        raise explain(error, Config, where) from None
+    if config.plan.file is not None:
+        for override, key in zip(overrides, given, strict=True):
+            if set(data["plan"]) != {"file"} if key == "plan" else key.startswith("plan.") and key != "plan.file":
+                raise InputError(
+                    f"--set {override}: would mean nothing beside plan.file '{config.plan.file}'; leave it out, or change the plan file"
+                )
+    if config.code and not allow_code:
+        named = ", ".join(f"'{target}' ({key})" for key, target in config.code.items())
+        raise InputError(
+            f"{where}: expected built-in parts only, found code of its own to import and run: {named}; read that code, and if you trust it "
+            "add --allow-code"
+        )
+    return config
+
+
+def load_resolved(path: Path) -> Config:
+    """The `config.yaml` of a run, as `to_yaml` wrote it; whatever functions it names, none is imported.
+
+    Raises:
+        InputError: a file that cannot be read, or is no such config.
+    """
+    try:
+        return Config.model_validate(_read(path))
+    except pydantic.ValidationError as error:
+        raise explain(error, Config, str(path)) from None
+
+
+def to_yaml(config: Config) -> str:
+    """The config with every default filled in; `load` of this text gives one of the same run.
+
+    It is equal to this one, unless a `plan.file` replaces the other keys of `plan`: then they are left out.
+    """
+    data = config.model_dump()
+    if config.plan.file is not None:
+        data["plan"] = {"file": config.plan.file}
+    return dump(data)
+
+
+def _read(path: str | Path) -> dict[Any, Any]:
+    """The keys and values of a YAML file."""
+    text = read_text(
+        expanded(str(path), "config"),
+        MOST_BYTES,
+        f"{path}: cannot read the config",
+        "give a YAML file such as configs/gpt-bytes.yaml",
+        f"{path}: expected YAML text in UTF-8, found other bytes; is this a config?",
+    )
+    data = parse(text, str(path))
+    if data is None:  # an empty file: all defaults
+        return {}
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a mapping of keys such as 'train:', found {type(data).__name__}")
+    return data
+
+
+def _let_preset_decide(data: dict[Any, Any], given: Sequence[str]) -> None:
+    """Where `model.preset` is one of the keys `given`, leave out those that only the file gives the model, but for `OF_THE_RUN`."""
+    model = data.get("model")
+    if "model.preset" in given and isinstance(model, dict) and model["preset"] is not None:
+        keys = {key.split(".")[1] for key in given if key.startswith("model.")}
+        data["model"] = {key: value for key, value in model.items() if key in keys | OF_THE_RUN}
+
+
+def _fill_model(data: dict[Any, Any], where: str) -> None:
+    """Where the run begins with a folder in Hugging Face's layout, put the keys of `model` that its `config.json` decides into `data`."""
+    begins, model = data.get("warm_start"), data.get("model")
+    begins = begins if isinstance(begins, dict) else {}
+    file = begins.get("file")
+    if isinstance(file, str) and huggingface.is_folder(file) and isinstance(model, dict | None):
+        data["model"] = huggingface.filled(model or {}, resolved(file, "warm_start.file"), where, begins.get("mode") == "partial")
+
+
+def _override(data: dict[Any, Any], override: str, given: list[str]) -> None:
+    """Put the value of `section.key=value` into `data`, unless that undoes one of the keys `given` before; adds its own to them."""
+    key, equals, value = override.partition("=")
+    *sections, last = key.split(".")
+    if not equals or not all([*sections, last]):
+        found = "an empty name" if equals else "no '='"
+        raise InputError(f"--set {override}: expected key=value, such as train.steps=100, found {found}")
+    for other in given:
+        if f"{other}.".startswith(f"{key}."):
+            raise InputError(f"--set {override}: expected each key once, found --set {other}=… before it, which would be lost; keep one")
+    given.append(key)
+    for depth, section in enumerate(sections):
+        inner = data.setdefault(section, {})
+        if inner is None:  # `run:` with nothing below it
+            inner = data[section] = {}
+        if not isinstance(inner, dict):
+            name = ".".join(sections[: depth + 1])
+            raise InputError(f"--set {override}: '{name}' is a value, not a section; give the whole of it, as {name}=…")
+        data = inner
+    data[last] = parse(value, f"--set {override}", "put text with special characters in quotes of its own")

@@ -1,0 +1,82 @@
+"""The keys of the section `data`: what is read, and how it is made to batches."""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from jpipe_train.config import built_in
+from jpipe_train.config.section import AUTO, BuiltIn, FilePath, Fraction, OwnCode
+
+_Word = Annotated[str, Field(min_length=1, max_length=256)]
+_ONLY_WITH = {  # which formats a key is for; with others it would mean nothing
+    "tokenizer": ("text", "prompts"),
+    "end_of_text": ("text", "prompts"),
+    "validation_fraction": ("bytes", "text", "prompts"),
+    "boundaries": ("bytes", "text", "tokens"),
+    "objective": ("text", "tokens"),
+    "too_long": ("tokens", "prompts"),
+    "prompt_key": ("prompts",),
+    "answer_key": ("prompts",),
+}
+
+
+class DataConfig(OwnCode):
+    """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
+
+    Its `format` is bytes, text for a `tokenizer`, tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a prompt
+    and an answer); auto is bytes, and refuses files that are known to be no text. With a `target` it is one of `built_in.DATA`, or what
+    `target(seed, batch_size, **arguments)` returns: (train, validation), see `jpipe_train.data.own_data`.
+    """
+
+    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.DATA
+
+    format: Literal["auto", "bytes", "text", "tokens", "prompts"] = AUTO
+    path: FilePath | None = None
+    validation_path: FilePath | None = None
+    validation_fraction: Fraction = 0.05
+    tokenizer: FilePath | None = None
+    end_of_text: _Word | None = AUTO
+    boundaries: Literal["keep", "ignore"] | None = None
+    objective: Literal["next", "masked"] = "next"
+    masked_fraction: Fraction = 0.15
+    prompt_key: _Word = "prompt"
+    answer_key: _Word = "answer"
+    too_long: Literal["refuse", "cut"] = "refuse"
+
+    @property
+    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts"]:
+        """The format, bytes in place of auto."""
+        return "bytes" if self.format == AUTO else self.format
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether the tokens of the batches are bytes."""
+        return self.target is None and self.read_as == "bytes"
+
+    @model_validator(mode="after")
+    def _keys_fit_the_format(self) -> "DataConfig":
+        if self.target is not None:
+            return self
+        for key, formats in _ONLY_WITH.items():
+            if self._is_changed(key) and self.read_as not in formats:
+                raise ValueError(f"{key} would mean nothing with format {self.read_as}: it is for {' and '.join(formats)}; leave it out")
+        if self.path is None and self.format in ("tokens", "prompts"):
+            what = "a folder that jpipe data prepare wrote" if self.format == "tokens" else "JSON lines with prompts and answers"
+            raise ValueError(f"path is missing, which format {self.format} needs; name {what}")
+        if self.tokenizer is None and self.format in ("text", "prompts"):
+            raise ValueError(f"tokenizer is missing, which format {self.format} needs; name a tokenizer.json (see jpipe data tokenizer)")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_fit_each_other(self) -> "DataConfig":
+        if self.validation_path is not None and self._is_changed("validation_fraction"):
+            raise ValueError("validation_fraction would mean nothing beside validation_path; leave one of them out")
+        if self.objective == "masked" and self.boundaries == "keep":
+            raise ValueError("boundaries keep would mean nothing with objective masked, whose rows are full; leave it out")
+        if self.objective != "masked" and self._is_changed("masked_fraction"):
+            raise ValueError("masked_fraction would mean nothing with objective next; leave it out, or use objective masked")
+        return self
+
+    def _is_changed(self, key: str) -> bool:
+        return bool(getattr(self, key) != type(self).model_fields[key].default)

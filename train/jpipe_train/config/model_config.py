@@ -1,0 +1,171 @@
+"""The keys of the section `model`: the family of built-in language models."""
+
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from jpipe.errors import nearest
+from jpipe_train.config import built_in
+from jpipe_train.config.presets import PRESETS
+from jpipe_train.config.section import BuiltIn, Count, OwnCode, Section
+
+_LARGEST_TABLE = 2**28
+_MOST_SYMBOLS = 10**7
+_ENCODER = {"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True}  # what BERT is
+
+OF_THE_RUN = frozenset({"target", "arguments", "dropout", "compute_dtype", "attention"})  # not of the shape of a model
+
+
+class RopeScaling(Section):
+    """How Llama 3 stretches rotary positions beyond the `original_positions` that a model was first trained with.
+
+    Waves that turn fewer than `low_frequency_factor` times within them become `factor` times as long, those that turn more than
+    `high_frequency_factor` times stay, those between become longer by degrees.
+    """
+
+    factor: Annotated[float, Field(ge=1, le=10**6)]
+    low_frequency_factor: Annotated[float, Field(gt=0, le=10**6)]
+    high_frequency_factor: Annotated[float, Field(gt=0, le=10**6)]
+    original_positions: Count
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> "RopeScaling":
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if low >= high:
+            raise ValueError(f"expected low_frequency_factor below high_frequency_factor, found {low:g} and {high:g}; change one of them")
+        return self
+
+
+class ModelConfig(OwnCode):
+    """A language model: `depth` blocks of `width` with `heads` heads over `seq_len` symbols; parameters are float32 whatever
+    `compute_dtype` is. By default a GPT over bytes; a `preset` gives the other keys, and what is given beside it replaces them.
+
+    With a `target` it is one of `built_in.MODELS`, or the `jpipe.LayerStack` that `target(**arguments)` returns, and `seq_len` is only that
+    of the text.
+    """
+
+    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.MODELS
+
+    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"seq_len"}
+
+    preset: str | None = None
+    kind: Literal["decoder", "bert"] = "decoder"
+    vocab_size: Annotated[int, Field(ge=2, le=_MOST_SYMBOLS)] = 256
+    depth: Annotated[int, Field(ge=1, le=1000)] = 4
+    width: Annotated[int, Field(ge=1, le=10**6)] = 128
+    heads: Count = 4
+    kv_heads: Count | None = None
+    head_size: Annotated[int, Field(ge=1, le=10**6)] | None = None
+    mlp_width: Annotated[int, Field(ge=1, le=10**7)] | None = None
+    seq_len: Count = 128
+    positions: Literal["learned", "rope"] = "learned"
+    max_positions: Count | None = None
+    rope_base: Annotated[float, Field(gt=1, le=10**12)] = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm: Literal["layer", "rms"] = "layer"
+    norm_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    activation: Literal["gelu", "gelu_exact", "silu"] = "gelu"
+    gated_mlp: bool = False
+    bias: bool = True
+    tied: bool = False
+    init: Literal["scaled", "normal"] = "scaled"
+    attention: Literal["xla", "cudnn"] = "xla"
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @property
+    def kv_heads_used(self) -> int:
+        """Heads of keys and values: as many as of queries where it is not said."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_size_used(self) -> int:
+        """Numbers per head: together as many as the width where it is not said."""
+        return self.width // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def mlp_width_used(self) -> int:
+        """Width inside the MLP: four times that outside where it is not said."""
+        return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+    @property
+    def max_positions_used(self) -> int:
+        """The longest sequence: that of the batches where it is not said."""
+        return self.seq_len if self.max_positions is None else self.max_positions
+
+    @field_validator("preset")
+    @classmethod
+    def _known_preset(cls, name: str | None) -> str | None:
+        if name is not None and name not in PRESETS:
+            raise ValueError(f"unknown preset {reprlib.repr(name)}; {nearest(name, PRESETS)}")
+        return name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_the_keys_of_the_preset(cls, data: Any) -> Any:
+        """What is given, over the keys of the preset; and BERT is tied without a word."""
+        if not isinstance(data, dict) or data.get("target") is not None:
+            return data
+        name = data.get("preset")
+        preset = dict(PRESETS.get(name, {})) if isinstance(name, str) else {}
+        if data.get("positions") == "learned":
+            preset = {key: value for key, value in preset.items() if not key.startswith("rope_")}
+        found = {**preset, **data}
+        return {"tied": True, **found} if found.get("kind") == "bert" else found
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "ModelConfig":
+        if self.target is not None:
+            return self
+        if self.head_size is None and self.width % self.heads:
+            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one of them")
+        if self.heads % self.kv_heads_used:
+            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}; change one of them")
+        if self.positions == "rope" and self.head_size_used % 2:
+            raise ValueError(
+                f"positions rope turns pairs of numbers, so that it needs heads of even size, found {self.head_size_used} "
+                f"({'width / heads' if self.head_size is None else 'head_size'}); change it, or use learned positions"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _positions_fit(self) -> "ModelConfig":
+        if self.target is not None:
+            return self
+        longest = self.max_positions_used
+        if self.seq_len > longest:
+            raise ValueError(f"seq_len {self.seq_len} is more than max_positions {longest}; change one of them")
+        if self.positions == "learned" and self.width * longest > _LARGEST_TABLE:
+            key = "seq_len" if self.max_positions is None else "max_positions"
+            raise ValueError(
+                f"width {self.width} × {key} {longest} makes a table of positions of more than {_LARGEST_TABLE:,} numbers; lower one"
+            )
+        if self.positions == "learned":
+            usual = type(self).model_fields["rope_base"].default
+            for key, value, default in (("rope_base", self.rope_base, usual), ("rope_scaling", self.rope_scaling, None)):
+                if value != default:
+                    raise ValueError(f"{key} would mean nothing to learned positions; leave it out, or set positions to rope")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_fit_the_kind(self) -> "ModelConfig":
+        if self.target is not None or self.kind != "bert":
+            return self
+        for key, has in _ENCODER.items():
+            if (found := getattr(self, key)) != has:
+                raise ValueError(f"kind bert needs {key} {_word(has)}, found {_word(found)}{self._instead_of(key)}, or set kind to decoder")
+        if self.kv_heads_used != self.heads:
+            raise ValueError(f"kind bert has as many kv_heads as heads, {self.heads}, found {self.kv_heads}{self._instead_of('kv_heads')}")
+        return self
+
+    def _instead_of(self, key: str) -> str:
+        """What to do about a value that does not fit."""
+        of_preset = key in PRESETS.get(self.preset or "", {}) and PRESETS[self.preset or ""][key] == getattr(self, key)
+        return f" of preset {self.preset}; set another preset" if of_preset else "; leave it out"
+
+
+def _word(value: object) -> str:
+    """As in YAML."""
+    return str(value).lower()

@@ -1,0 +1,167 @@
+"""The progress of a run: phases, a bar with loss and speed on a terminal, lines elsewhere."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from jpipe_train.console.terminal import duration, printable
+
+_RECENT = 20  # steps: with fewer the speed flickers, with more an evaluation affects it for long
+
+
+class Reporter:
+    """Prints the progress of a run of `steps` steps, each with `per_step` tokens or samples (`unit`); `clock` is in seconds."""
+
+    def __init__(
+        self, steps: int, per_step: int, unit: str, console: Console | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._console = console or Console(highlight=False)
+        self._steps = steps
+        self._per_step = per_step
+        self.unit = unit
+        self._every = max(1, steps // 20)  # without a bar, about twenty lines per run
+        self._clock = clock
+        self._began = clock()
+        self._last: float | None = None  # when the last step was finished
+        self._ticked: int | None = None  # its number
+        self._recent: deque[float] = deque(maxlen=_RECENT)  # seconds from one finished step to the next
+        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+        self._bar = Progress(*columns, console=self._console) if self._console.is_terminal else None
+        self._task: TaskID | None = None
+
+    def say(self, words: str) -> None:
+        """Print one line, above the bar if there is one."""
+        self._console.print(printable(words), markup=False, soft_wrap=True)
+
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] = ()) -> None:
+        """Print rows in aligned columns. The first column has the names of the rows; columns that do not fit beside it follow in further
+        tables. Columns whose head is in `words` are aligned left, like the first one."""
+        lines = [head, *([printable(cell) for cell in row] for row in rows)]
+        widths = [max(cell_len(line[i]) for line in lines) for i in range(len(head))]
+        parts: list[list[int]] = [[0]]
+        for i in range(1, len(head)):
+            if len(parts[-1]) > 1 and sum(widths[k] + 2 for k in (*parts[-1], i)) - 2 > self._console.width:
+                parts.append([0])
+            parts[-1].append(i)
+        for part in parts:
+            table = Table(box=None, pad_edge=False)
+            for i in part:
+                table.add_column(head[i], justify="left" if i == 0 or head[i] in words else "right", no_wrap=True)
+            for line in lines[1:]:
+                table.add_row(*(Text(line[i]) for i in part))
+            self._console.print(table)
+
+    @contextmanager
+    def phase(self, words: str, remark: object = "") -> Iterator[None]:
+        """Announce a part of the start-up, and print its duration afterwards, followed by the text of `remark`."""
+        began = self._clock()
+        if self._bar:
+            with self._console.status(f"{words} …"):
+                yield
+        else:
+            self.say(f"{words} …")
+            yield
+        self.say(f"{words}: {self._clock() - began:.1f} s{remark}")
+
+    @contextmanager
+    def counting(self, words: str) -> Iterator[Callable[[int, int], None]]:
+        """Announce countable work; the context gives a function that takes the number of finished parts and their total number."""
+        began = self._clock()
+        if not self._console.is_terminal:
+            self.say(f"{words} …")
+            yield lambda done, total: None
+        else:
+            columns = TextColumn(words), BarColumn(), MofNCompleteColumn()
+            with Progress(*columns, console=self._console, transient=True) as bar:
+                task = bar.add_task("", total=None)
+                yield lambda done, total: bar.update(task, completed=done, total=total)
+        self.say(f"{words}: {self._clock() - began:.1f} s")
+
+    @contextmanager
+    def reading(self, words: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Announce the reading of `total` bytes; the context gives a function that takes how many more are done."""
+        began = self._clock()
+        if not self._console.is_terminal:
+            self.say(f"{words} …")
+            yield lambda more: None
+        else:
+            columns = TextColumn(words), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+            with Progress(*columns, console=self._console, transient=True) as bar:
+                task = bar.add_task("", total=total)
+                yield lambda more: bar.advance(task, more)
+        seconds = self._clock() - began
+        self.say(f"{words}: {seconds:.1f} s, {total / 1e6 / max(seconds, 1e-9):.1f} MB/s")
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Show the bar until it ends."""
+        if self._bar is None:
+            yield
+            return
+        with self._bar:
+            self._task = self._bar.add_task("", total=self._steps)
+            yield
+
+    def tick(self, step: int) -> None:
+        """Record that step `step` is finished now, unless it was recorded before; `speed` then includes it."""
+        if step == self._ticked:
+            return
+        now, self._ticked = self._clock(), step
+        if self._last is not None:
+            self._recent.append(now - self._last)
+        self._last = now
+
+    def step(self, step: int, loss: float, validation: Mapping[str, float], bubble: float | None = None, mfu: float | None = None) -> None:
+        """Step `step` (from 0) is finished; `validation` has the values in `metrics.jsonl`, `bubble` is the last measured one."""
+        self.tick(step)
+        words = f"loss {loss:.3f}"
+        if self.speed is not None:
+            words += f"  {self.speed:,.0f} {self.unit}/s"
+        if mfu is not None:
+            words += f"  MFU {mfu:.1%}"
+        if bubble is not None:
+            words += f"  bubble {bubble:.0%}"
+        if self._recent:
+            words += f"  {duration((self._steps - step - 1) * statistics.median(self._recent))} left"
+        shown = "  ".join(f"{name.replace('val_', 'validation ', 1)} {value:.3f}" for name, value in validation.items())
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=step + 1, description=words)
+            if validation:
+                self.say(f"step {step}  {shown}")
+        elif validation:
+            self.say(f"step {step}  {words}  {shown}")
+        elif (step + 1) % self._every == 0:
+            self.say(f"step {step}  {words}")
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens or samples per second in the recent steps; None as `step_seconds`."""
+        return None if self.step_seconds is None else self._per_step / self.step_seconds
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Duration of a step, of the recent ones; None until two are finished, because the first includes one-time work."""
+        seconds = statistics.median(self._recent) if self._recent else 0.0
+        return seconds if seconds > 0 else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began, including start-up."""
+        return self._clock() - self._began

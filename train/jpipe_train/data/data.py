@@ -1,0 +1,337 @@
+"""Data for training and validation: what a config names is found, split, made to rows and batched by index.
+
+Batch t is a pure function of (seed, t): `batches[t]` may be asked for in any order, twice, or by another process, and its rows are
+read when they are needed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import grain
+
+from jpipe import InputError
+from jpipe_train.config.config import Config
+from jpipe_train.console.terminal import count
+from jpipe_train.data import masked, own_data, splits, windows
+from jpipe_train.data.position import Ordered, Position
+from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
+from jpipe_train.data.splits import Split
+from jpipe_train.data.targets import image_rows
+
+_READERS = {  # built-in data, and the built-in models that it is for
+    "images": ("alexnet", "vgg16", "resnet50", "inception_v3"),
+    "translation": ("gnmt",),
+    "words": ("awd_lm",),
+    "captions": ("s2vt",),
+}
+Rows = windows.Windows | windows.Examples | masked.Masked
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Batches by index, and how many there are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """Batches by index: `train[t]` without end, `validation[i]` for i < len(validation). A batch is (inputs, labels).
+
+    Their arrays have shapes, types and slices of rows (`jpipe_train.data.rows.Rows`): what is not sliced is not read.
+
+    Attributes:
+        train: batches to learn from.
+        validation: batches that are held out.
+        source: a phrase that says where they come from.
+        amount: how much that is, in words.
+        digest: what it gives is the same in two processes only if their data is, as far as that can be known without making all of it.
+        remarks: what was left out, in words.
+        vocab_size: numbers that tokens or classes may have, where built-in data tells; otherwise they are looked at when they are read.
+        shapes: where batches have several shapes, these, as shapes and dtypes; the largest first.
+        first: the first batch to learn from that can be read; those before it are of an earlier part of a resumed run.
+    """
+
+    train: Batches
+    validation: Batches
+    source: str
+    amount: str
+    digest: Callable[[], str]
+    remarks: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    shapes: tuple[Batch, ...] = ()
+    first: int = 0
+
+    @property
+    def like(self) -> Batch:
+        """A batch, of which only shapes and dtypes are used; the largest where they differ."""
+        return self.shapes[0] if self.shapes else self.train[self.first]
+
+
+@contextmanager
+def _memory_is_told() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise InputError(
+            "data: expected data that fit into memory, found more than there is; take fewer, or prepare text with jpipe data prepare: "
+            "a folder of tokens (data.format: tokens) is read where it is needed"
+        ) from None
+
+
+@_memory_is_told()
+def load(config: Config, position: Position | None = None) -> Data:
+    """Read what `config.data` names and batch it as `config` says, or call what it names instead.
+
+    Args:
+        config: of the run.
+        position: where the order of the batches begins, in a run that resumes with another batch size; None: at the first row.
+
+    Raises:
+        InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
+            tokens do not fit the model; data of the user's own has fewer batches than the run has steps.
+    """
+    found = _read(config)
+    if position is not None:
+        assert isinstance(found.train, Ordered)
+        found = replace(found, train=found.train.continued(position), first=position.batch)
+    if isinstance(found.train, own_data.OwnBatches):
+        found.train.check_length(config.train.steps)
+    return found
+
+
+def _read(config: Config) -> Data:
+    _check_readers(config)
+    if config.data.is_built_in:
+        return _built_in(config)
+    if config.data.target is not None:
+        train, validation = own_data.load(config.data.target, config.data.arguments, config.seed, config.train.batch_size)
+        amount = f"{count(len(validation), 'batch', 'es')} for validation"
+        return Data(train, validation, config.data.target, amount, lambda: own_data.digest(train, validation))
+    _check_objective(config)
+    found = splits.read(config)
+    _check_vocabulary(config, found)
+    apart = _apart(config, found)
+    rows = [_rows(config, found, part, apart=apart) for part in (0, 1)]
+    _check_amount(config, found, *rows)
+    batches = [_batches(config, rows[part], part, apart=apart) for part in (0, 1)]
+    return Data(batches[0], batches[1], found.source, _amount(found, *rows), found.digest, _remarks(found, *rows))
+
+
+@_memory_is_told()
+def held_out(config: Config, path: str | None = None) -> Data:
+    """What a config's run is validated on, all of it, as `validation`; there may be less than a batch. Nothing is there to learn from.
+
+    Args:
+        config: of the run.
+        path: other data in its place, in the same form: all that is there.
+
+    Raises:
+        InputError: as `load`, but for the size; there is not a single row.
+    """
+    target = config.data.target
+    if target is not None and path is not None:
+        raise InputError(f"data.path: the data come from '{target}' (data.target), found the path '{path}'; change data.arguments")
+    if target is not None:
+        return _read(config)
+    _check_objective(config)
+    found = splits.read(config) if path is None else splits.read_whole(config, path)
+    if path is not None:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
+    _check_vocabulary(config, found)
+    apart = _apart(config, found)
+    rows = _rows(config, found, 1, apart=apart)
+    _check_some(config, found, rows)
+    batches = _batches(config, rows, 1, apart=apart)
+    return Data(batches, batches, found.source, f"{found.validation.size:,} tokens", found.digest, _remarks(found, rows))
+
+
+def _check_readers(config: Config) -> None:
+    """Refuse a built-in model and built-in data that are not made for each other; code of the user's own may go with either."""
+    data, model = config.data.target, config.model.target
+    reads = next((name for name, readers in _READERS.items() if model in readers), None)
+    if reads is not None and (data is None or (config.data.is_built_in and data != reads)):
+        raise InputError(f"data.target: expected {reads}, which model.target {model} reads, found {data or 'none'}; change one of them")
+    if data in _READERS and model is None:
+        readers = " or ".join(_READERS[data])
+        raise InputError(f"model.target: expected {readers}, which reads data.target {data}, found none; change one of them")
+    if data == "images" and config.model.is_built_in:
+        need, have = config.model.parsed.image_size, config.data.parsed.image_size
+        if need != have:
+            raise InputError(f"data.arguments.image_size: expected {need}, model.arguments.image_size, found {have}; change one of them")
+
+
+def _built_in(config: Config) -> Data:
+    """What a loader by name reads, whose words or classes the model has a place for.
+
+    Raises:
+        InputError: as `load`.
+    """
+    name = str(config.data.target)
+    found: Data = config.data.built_in[name].load()(config.data.parsed, config.seed, config.train.batch_size)
+    key, what = ("classes", "classes") if name == "images" else ("vocab_size", "words")
+    need = found.vocab_size
+    if config.model.is_built_in and need is not None and need > (have := getattr(config.model.parsed, key)):
+        raise InputError(
+            f"model.arguments.{key}: expected at least {need}, for the {what} of {found.source}, found {have}; raise it, or keep fewer "
+            f"{what}"
+        )
+    return found
+
+
+def unread(config: Config) -> Data:
+    """As `load`, for what needs no more than the shapes of a batch: of images nothing is read.
+
+    Raises:
+        InputError: as `load`.
+    """
+    if config.data.target != "images":
+        return load(config)
+    _check_readers(config)
+    nothing = BatchesOfRows([], config.train.batch_size, image_rows.row_spec(config.data.parsed.image_size))
+    return Data([nothing[0]], [nothing[0]], str(config.data.parsed.folder), "not read", lambda: "")
+
+
+def portion(config: Config) -> tuple[int, str]:
+    """How much a step sees, and of what: tokens of a text, samples of other data."""
+    if config.data.target is None:
+        return config.train.batch_size * config.model.seq_len, "tokens"
+    return config.train.batch_size, "samples"
+
+
+def loss_unit(config: Config) -> str:
+    """What follows a loss in words, if it is known what that is."""
+    if config.loss.target is not None:
+        return ""
+    if config.data.target is not None:
+        return " nats per label"
+    if config.data.objective == "masked":
+        return " nats"  # the sum of two means: per masked token, and per row
+    return " nats per byte" if config.data.read_as == "bytes" else " nats per token"
+
+
+def _check_objective(config: Config) -> None:
+    """Refuse batches that the built-in model and loss have not been made for."""
+    if config.model.target is not None or config.loss.target is not None:
+        return
+    kind, objective = config.model.kind, config.data.objective
+    if kind == "bert" and objective != "masked":
+        raise InputError(
+            f"data.objective: expected masked, which model.kind bert learns, found {objective}; set it to masked, with data.format text "
+            "or tokens"
+        )
+    if kind != "bert" and objective == "masked":
+        raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")
+
+
+def _check_vocabulary(config: Config, found: Split) -> None:
+    """Refuse tokens that the built-in model has no place for."""
+    need = found.train.vocab_size
+    if config.model.target is None and need > (have := config.model.vocab_size):
+        of_folder = f"the tokens of '{config.data.path}'"
+        name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.read_as, f"the tokens of '{config.data.tokenizer}'")
+        raise InputError(f"model.vocab_size: expected at least {need}, for {name}, found {have}; set model.vocab_size to {need}")
+
+
+def _apart(config: Config, found: Split) -> bool:
+    """Whether the documents in a row are kept apart, as segments."""
+    known = found.train.have_ends and found.validation.have_ends
+    if config.data.boundaries == "keep" and not known:
+        raise InputError(
+            f"data.boundaries: expected '{config.data.path}' to say where documents end, for keep, found a tokens.json that does not; "
+            "prepare it again, or ignore them"
+        )
+    default = "ignore" if config.data.read_as == "bytes" or config.data.objective == "masked" else "keep"
+    return found.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
+
+
+def _rows(config: Config, found: Split, part: int, *, apart: bool) -> Rows:
+    """The rows of one part, each once."""
+    documents, data, seq_len = (found.train, found.validation)[part], config.data, config.model.seq_len
+    if found.train.have_answers or data.format == "prompts":
+        if data.objective == "masked":
+            raise InputError("data.objective: masked: expected text, found prompts with answers; leave it out")
+        return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=found.place[part])
+    if data.objective == "masked":
+        assert found.tokenizer is not None
+        return masked.Masked(documents, found.tokenizer, seq_len, data.masked_fraction, _seed(config, part))
+    return windows.Windows(documents, seq_len, apart=apart)
+
+
+def _batches(config: Config, rows: Rows, part: int, *, apart: bool) -> BatchesOfRows:
+    """Batches of the rows of one part."""
+    seq_len = config.model.seq_len
+    spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
+    return BatchesOfRows(_in_order(config, rows, part), config.train.batch_size, spec)
+
+
+def _in_order(config: Config, rows: Rows, part: int) -> Elements:
+    """The rows in the order of their batches: those to learn from without end."""
+    if isinstance(rows, masked.Masked):
+        return masked.Drawn(rows, epochs=part == 0)
+    shuffled = grain.MapDataset.source(rows).shuffle(seed=_seed(config, part))
+    return shuffled.repeat() if part == 0 else shuffled
+
+
+def _seed(config: Config, part: int) -> int:
+    return config.seed if part == 0 else 0  # validation is spread over the files, but never by config.seed
+
+
+def _check_amount(config: Config, found: Split, train: Rows, validation: Rows) -> None:
+    """Refuse less than one batch of either.
+
+    Raises:
+        InputError: there is less.
+    """
+    batch_size, seq_len = config.train.batch_size, config.model.seq_len
+    if min(len(train), len(validation)) >= batch_size:
+        return
+    if isinstance(train, windows.Examples):
+        need, unit, have = batch_size, "rows of examples", (len(train), len(validation))
+        why = f"train.batch_size {batch_size} rows of model.seq_len {seq_len}"
+    elif isinstance(train, masked.Masked):
+        each = seq_len - masked.SPECIAL
+        need, unit, have = batch_size * each, found.unit, (found.train.size, found.validation.size)
+        why = f"train.batch_size {batch_size} windows of {each} tokens, model.seq_len {seq_len} without special tokens"
+    else:
+        need, unit, have = batch_size * seq_len + 1, found.unit, (found.train.size, found.validation.size)
+        why = f"train.batch_size {batch_size} windows of model.seq_len {seq_len}, plus one"
+    more = "prepare more" if config.data.format == "tokens" else "give more text"
+    if config.data.format != "tokens" and config.data.validation_path is None:
+        more += ", raise data.validation_fraction"
+    raise InputError(
+        f"data.path: expected at least {need} {unit} for training and {need} for validation ({why}), found {have[0]} and {have[1]} in "
+        f"{found.source}; {more}, or lower train.batch_size or model.seq_len"
+    )
+
+
+def _check_some(config: Config, found: Split, rows: Rows) -> None:
+    """Refuse data without a row."""
+    if len(rows):
+        return
+    seq_len = config.model.seq_len
+    need, what, have = seq_len + 1, f"{found.unit} (a window of model.seq_len {seq_len}, plus one)", found.validation.size
+    if isinstance(rows, masked.Masked):
+        need, what = seq_len - masked.SPECIAL, f"{found.unit} (a window of model.seq_len {seq_len} without special tokens)"
+    elif isinstance(rows, windows.Examples):
+        need, what, have = 1, "example with an answer", 0
+    raise InputError(f"data.path: expected at least {need} {what}, found {have} in {found.source}; give more")
+
+
+def _amount(found: Split, train: Rows, validation: Rows) -> str:
+    """How much there is to learn from, in words."""
+    words = f"{found.train.size:,} tokens for training, {found.validation.size:,} for validation"
+    if isinstance(train, windows.Examples):
+        words += f"; {len(train):,} and {len(validation):,} rows of whole examples, {train.fill:.0%} full"
+    return words
+
+
+def _remarks(found: Split, *rows: Rows) -> tuple[str, ...]:
+    """What was left out, in words."""
+    left_out = sum(part.left_out for part in rows if isinstance(part, windows.Examples))
+    too_long = f"{count(left_out, 'example')} left out: prompts so long that nothing of the answer remains"
+    return (*found.remarks, too_long) if left_out else found.remarks

@@ -1,0 +1,190 @@
+"""Token sequences of documents, one after the other in one or more shards, read piece by piece wherever they are kept."""
+
+import bisect
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64
+
+from jpipe import InputError
+
+_BLOCK = 512  # numbers of a file that are read at once to search in them
+_HASHED, _MOST_HASHED = 2**20, 2**28  # numbers that are hashed at once, and in all of an array; of a longer one, some parts
+
+
+@runtime_checkable
+class Numbers(Protocol):
+    """An array in memory, or in a file (`jpipe_train.data.files.file_array.FileArray`): a slice of it is in memory."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of the documents; none of them goes on in the next shard.
+
+    Attributes:
+        name: for messages.
+        size: how many tokens.
+        tokens: gives them, of an unsigned type.
+        ends: gives the positions in this shard behind the last token of each document, rising; None: they are not known.
+        answers: gives the positions in this shard of the first token of each document's answer, where documents are prompts with answers.
+    """
+
+    name: str
+    size: int
+    tokens: Callable[[], Numbers]
+    ends: Callable[[], Numbers] | None = None
+    answers: Callable[[], Numbers] | None = None
+
+
+@dataclass(frozen=True)
+class Documents:
+    """All shards as one sequence of tokens.
+
+    Attributes:
+        shards: in their order.
+        vocab_size: every token is below this, which is checked as tokens are read.
+    """
+
+    shards: Sequence[Shard]
+    vocab_size: int
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, vocab_size: int, ends: np.ndarray | None = None, answers: np.ndarray | None = None) -> "Documents":
+        """Those of arrays in memory."""
+        given = None if ends is None else (lambda: ends), None if answers is None else (lambda: answers)
+        return cls([Shard("the text", tokens.size, lambda: tokens, *given)] if tokens.size else [], vocab_size)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The position of each shard's first token, and at last the number of all tokens."""
+        return [0, *itertools.accumulate(shard.size for shard in self.shards)]
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return self.starts[-1]
+
+    @property
+    def have_ends(self) -> bool:
+        """Whether it is known where each document ends."""
+        return all(shard.ends is not None for shard in self.shards)
+
+    @property
+    def have_answers(self) -> bool:
+        """Whether each document is a prompt with its answer."""
+        return bool(self.shards) and all(shard.answers is not None for shard in self.shards)
+
+    def read(self, start: int, stop: int) -> Int32[np.ndarray, " n"]:
+        """The tokens start .. stop - 1.
+
+        Raises:
+            InputError: one of them is out of range.
+        """
+        parts = [shard.tokens()[first:last] for shard, first, last, _ in self._parts(start, stop)]
+        found = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
+        unsigned = found.view(np.uint32)
+        if found.size and np.max(unsigned) >= self.vocab_size:
+            wrong = int(np.argmax(unsigned >= self.vocab_size))
+            k = bisect.bisect_right(self.starts, start + wrong) - 1
+            raise InputError(
+                f"data: expected every token of {self.shards[k].name} to be from 0 to {self.vocab_size - 1}, found {unsigned[wrong]} at "
+                f"{start + wrong - self.starts[k]}; write the file again"
+            )
+        return found
+
+    def begins(self, start: int, stop: int) -> Bool[np.ndarray, " n"]:
+        """For each position start .. stop - 1 whether a document begins there: found by binary search, however many there are.
+
+        Raises:
+            InputError: ends that do not rise.
+        """
+        found = np.zeros(stop - start, bool)
+        for shard, first, last, at in self._parts(start, stop):
+            if first == 0:
+                found[at - start] = True
+            assert shard.ends is not None
+            ends = shard.ends()
+            inside = ends[_before(ends, first) : _before(ends, last)].astype(np.int64)
+            if inside.size and (np.min(inside) < first or np.max(inside) >= last or np.any(np.diff(inside) <= 0)):
+                raise _disordered(shard.name)
+            found[inside - first + at - start] = True
+        return found
+
+    def number(self, position: int) -> tuple[int, int]:
+        """The shard and the document in it that this token is in."""
+        k = bisect.bisect_right(self.starts, position) - 1
+        ends = self.shards[k].ends
+        assert ends is not None
+        return k, _before(ends(), position - self.starts[k] + 1)
+
+    def examples(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Of every document: where it begins, where it ends, and where its answer begins.
+
+        Raises:
+            InputError: positions that do not rise.
+        """
+        found: list[tuple[np.ndarray, ...]] = []
+        for shard, start in zip(self.shards, self.starts, strict=False):
+            assert shard.ends is not None
+            assert shard.answers is not None
+            ends, answers = shard.ends()[:].astype(np.int64), shard.answers()[:].astype(np.int64)
+            begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+            if ends[-1] > shard.size or np.any(ends <= begins) or np.any(answers < begins) or np.any(answers > ends):
+                raise _disordered(shard.name)
+            found.append((begins + start, ends + start, answers + start))
+        columns = list(zip(*found, strict=True))
+        return np.concatenate(columns[0]), np.concatenate(columns[1]), np.concatenate(columns[2])
+
+    def digest(self) -> str:
+        """Return a hash of all tokens and ends; of very many, of a sample."""
+        found = hashlib.sha256()
+        for shard in self.shards:
+            for part in (shard.tokens, shard.ends, shard.answers):
+                if part is None:
+                    found.update(b"-")
+                    continue
+                numbers = part()
+                found.update(f"{numbers.size} ".encode())
+                for start in range(0, numbers.size, _HASHED * max(numbers.size // _MOST_HASHED, 1)):
+                    found.update(np.ascontiguousarray(numbers[start : start + _HASHED]).data)
+        return found.hexdigest()
+
+    def _parts(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
+        """The shards that hold the positions start .. stop - 1, with the first of them and the last in the shard, and the first here."""
+        found = []
+        k = bisect.bisect_right(self.starts, start) - 1
+        while start < stop:
+            end = min(stop, self.starts[k + 1])
+            found.append((self.shards[k], start - self.starts[k], end - self.starts[k], start))
+            start, k = end, k + 1
+        return found
+
+
+def _before(ends: Numbers, position: int) -> int:
+    """Count the ends that are below this position, by binary search: of ends in a file only a few blocks are read."""
+    low, high = 0, ends.size
+    wanted = np.asarray(position, ends.dtype)  # of their own type, else all of them would be converted
+    while high - low > _BLOCK:
+        middle = (low + high) // 2
+        if ends[middle : middle + 1][0] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low + int(np.searchsorted(ends[low:high], wanted))
+
+
+def _disordered(name: str) -> InputError:
+    return InputError(f"data: expected the ends of the documents of {name} to rise within it, found others; write the folder again")

@@ -1,0 +1,157 @@
+"""Batches from a function of the user's own: what it has to return, and how a mistake in it is reported."""
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpipe import InputError
+from jpipe_train.config import entry_point
+from jpipe_train.data import position
+from jpipe_train.data.position import Position
+from jpipe_train.data.rows import Batch, when_sliced
+
+
+@dataclass(frozen=True)
+class OwnBatches:
+    """`batches[t]`, every mistake in making one reported in a line that begins with `name`.
+
+    The first is made in every process, for its shapes; each is made, or made again, where and when rows of it are read. In a run that
+    resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, and a batch may have rows of two of these.
+
+    Attributes:
+        batches: the user's object.
+        name: of it, for messages.
+        batch_size: b.
+        begins: where the order of the batches begins; None: batch t is `batches[t]`.
+    """
+
+    batches: Any
+    name: str
+    batch_size: int
+    begins: Position | None = None
+
+    def __len__(self) -> int:
+        with entry_point.reported(f"data.target: len({self.name}) fails"):
+            return len(self.batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        found: Batch = when_sliced(self._specs, lambda: self._at(self.position(index).total))
+        return found
+
+    @property
+    def order(self) -> Position:
+        """Where the order of the batches begins."""
+        return self.begins or position.start(self.batch_size)
+
+    def position(self, batch: int) -> Position:
+        """Return where this batch begins."""
+        return self.order.later(batch, self.batch_size)
+
+    def continued(self, position: Position) -> "OwnBatches":
+        """Return the same data in batches that begin at `position`."""
+        return replace(self, begins=position)
+
+    def check_length(self, steps: int) -> None:
+        """Check that there are enough batches for a run of that many steps.
+
+        An object may begin again after its last batch, whatever its `len()` is, so its last batch that is needed is made.
+
+        Raises:
+            InputError: there are too few.
+        """
+        if not hasattr(self.batches, "__len__"):
+            return
+        need, have = -(-self.position(steps).total // self.batch_size), len(self)
+        if have >= need:
+            return
+        if not isinstance(self.batches, (list, tuple)):
+            with contextlib.suppress(InputError):
+                self._of_same_shape(need - 1)
+                return
+        why = f"every t < train.steps {steps}" if need == steps else f"every t < {need}, for the rows up to train.steps {steps}"
+        raise InputError(
+            f"data.target: expected {self.name} to give batch t for {why}, found a {type(self.batches).__name__} of {have}; repeat them or "
+            "lower train.steps"
+        )
+
+    def _at(self, row: int) -> Batch:
+        """The batch whose first row is this one."""
+        index, skipped = divmod(row, self.batch_size)
+        first = self._of_same_shape(index)
+        if not skipped:
+            return first
+        parts = first, self._of_same_shape(index + 1)
+        joined: Batch = jax.tree.map(lambda one, next_: np.concatenate([one[skipped:], next_[:skipped]]), *parts)
+        return joined
+
+    @cached_property
+    def _specs(self) -> Batch:
+        specs: Batch = _specs(self.made(0))
+        return specs
+
+    def _of_same_shape(self, index: int) -> Batch:
+        batch = self.made(index)
+        if _specs(batch) != self._specs:
+            first, here = (jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._specs, _specs(batch)))
+            raise InputError(f"data.target: expected {self.name}[{index}] to be like {self.name}[0], {first}, found {here}; fix it")
+        return batch
+
+    def made(self, index: int) -> Batch:
+        """Batch `index`, as the user's code makes it.
+
+        Raises:
+            InputError: that fails, or gives something else.
+        """
+        with entry_point.reported(f"data.target: {self.name}[{index}] fails"):
+            batch = self.batches[index]
+        expected = f"expected {self.name}[{index}] to be (inputs, labels) of NumPy arrays with {self.batch_size} rows"
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            raise InputError(f"data.target: {expected}, found {type(batch).__name__}; return a tuple of two")
+        for leaf in jax.tree.leaves(batch):
+            if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
+                raise InputError(f"data.target: {expected}, found in it {type(leaf).__name__}; use np.asarray")
+            if len(leaf) != self.batch_size:
+                raise InputError(f"data.target: {expected} (train.batch_size), found {len(leaf)} rows; fix it, or train.batch_size")
+        return batch
+
+
+def _specs(batch: Batch) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+
+
+def digest(train: OwnBatches, validation: OwnBatches) -> str:
+    """Of the first batch of each: where the function forgets its seed, no two processes have the same."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves((train.made(0), validation.made(0))):
+        found.update(np.ascontiguousarray(leaf).tobytes())
+    return found.hexdigest()
+
+
+def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
+    """(train, validation) from `target(seed, batch_size, **arguments)`.
+
+    `train[t]` is batch t, for any t < `train.steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
+    same in every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.
+
+    Raises:
+        InputError: the target does not exist, fails, or returns something else.
+    """
+    found = entry_point.call(target, "data.target", arguments, {"seed": seed, "batch_size": batch_size})
+    if not isinstance(found, Sequence) or len(found) != 2:
+        raise InputError(f"data.target: expected '{target}' to return (train, validation), found {type(found).__name__}; return two")
+    for name, batches in zip(("train", "validation"), found, strict=True):
+        if not hasattr(batches, "__getitem__") or (name == "validation" and not hasattr(batches, "__len__")):
+            raise InputError(
+                f"data.target: expected the {name} batches of '{target}' to be indexable, {name}[t], found {type(batches).__name__}; "
+                "return a list, or an object with __getitem__ (and for validation __len__)"
+            )
+    train, validation = (OwnBatches(found[i], name, batch_size) for i, name in enumerate(("train", "validation")))
+    if len(validation) == 0:
+        raise InputError(f"data.target: expected at least one validation batch from '{target}', found none; return some")
+    return train, validation

@@ -1,0 +1,316 @@
+"""`jpipe data prepare`, which writes text as a folder of token files, and `jpipe data tokenizer`, which makes a tokenizer from text."""
+
+import contextlib
+import hashlib
+import shlex
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import numpy as np
+
+from jpipe import InputError
+from jpipe.errors import shortened
+from jpipe.files import create, new_folder, unused, write_atomically
+from jpipe_train.config.section import AUTO
+from jpipe_train.console import interrupt
+from jpipe_train.console.progress import Reporter
+from jpipe_train.console.terminal import count, first_line
+from jpipe_train.data import sources, texts
+from jpipe_train.data import tokenizer as tokenizers
+from jpipe_train.data.files import kinds, token_files
+from jpipe_train.data.files.token_files import Index, ShardFacts
+
+SPECIAL = {"decoder": ("<|endoftext|>",), "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
+"""The special tokens of a new tokenizer, by the kind of model that it is for."""
+_BYTES = 256
+
+
+class Files(NamedTuple):
+    """What is read.
+
+    Attributes:
+        paths: files, folders or globs; none: the standard library's source.
+        form: of each file: text, or JSON lines; auto is text, and refuses files that are known to be something else.
+        keys: of JSON lines.
+    """
+
+    paths: Sequence[str]
+    form: texts.Format | Literal["auto"] = "auto"
+    keys: texts.Keys = texts.Keys()
+
+    @property
+    def read_as(self) -> texts.Format:
+        """The form, text in place of auto."""
+        return "text" if self.form == "auto" else self.form
+
+
+def prepare(
+    files: Files,
+    tokenizer: str,
+    out: str,
+    reporter: Reporter,
+    validation_fraction: float = 0.05,
+    shard_tokens: int = 10**8,
+    end_of_text: str | None = AUTO,
+) -> Index:
+    """Tokenize files into a new folder, which appears whole or not at all.
+
+    Args:
+        files: what to read.
+        tokenizer: path of a tokenizer.json.
+        out: the folder.
+        reporter: prints the progress, and what was written.
+        validation_fraction: share for validation; 0: nothing.
+        shard_tokens: a shard ends with the document that fills it.
+        end_of_text: see `jpipe_train.data.tokenizer.load`.
+
+    Returns:
+        What was written into its tokens.json.
+
+    Raises:
+        InputError: something cannot be read or written, or is not what it should be.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise InputError(f"--validation-fraction: expected a number from 0 to less than 1, found {validation_fraction}; 0 is for none")
+    if shard_tokens < 1:
+        raise InputError(f"--shard-tokens: expected at least 1, found {shard_tokens}; the default is a hundred million")
+    target = unused(out, "--out")
+    loaded = tokenizers.load(tokenizer, "--tokenizer", end_of_text)
+    with _told_if_interrupted(out), new_folder(target, "--out") as place:
+        index, made = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
+    if left_out := made.left_out():
+        reporter.say(left_out)
+    for line in told(out, index):
+        reporter.say(line)
+    return index
+
+
+def told(out: str, index: Index) -> list[str]:
+    """What a folder holds, and how to train with it, in words."""
+    shards = [*index.train, *index.validation]
+    tokens = sum(shard.tokens for shard in shards)
+    documents = sum(shard.documents or 0 for shard in shards)
+    held_out = sum(shard.tokens for shard in index.validation)
+    size = tokens * token_files.DTYPES[index.dtype].itemsize
+    noun = "example" if index.kind == "prompts" else "document"
+    return [
+        f"{out}: {_many(documents, noun)}, {_many(tokens, 'token')} ({held_out:,} for validation) of a vocabulary of {index.vocab_size:,}",
+        f"{out}: {_many(len(shards), 'shard')} of {index.dtype}, {size:,} bytes of tokens from {index.text_bytes:,} bytes of text",
+        f"train with it: jpipe train CONFIG --set data.format=tokens --set data.path={shlex.quote(out)} "
+        f"--set model.vocab_size={index.vocab_size}",
+    ]
+
+
+def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, kind: Literal["decoder", "bert"] = "decoder") -> int:
+    """Make a byte-level BPE from files and write its tokenizer.json, a new file.
+
+    Args:
+        files: what to read.
+        vocab_size: of how many tokens; fewer if the text has not as many pairs.
+        out: the file.
+        reporter: prints the progress, and what was written.
+        kind: of the model that it is for, which decides its special tokens.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        InputError: something cannot be read or written.
+    """
+    least = _BYTES + len(SPECIAL[kind])
+    if not least <= vocab_size <= tokenizers.LARGEST_VOCABULARY:
+        raise InputError(
+            f"--vocab-size: expected {least} (the bytes and {count(len(SPECIAL[kind]), 'special token')}) to "
+            f"{tokenizers.LARGEST_VOCABULARY}, found {vocab_size}; choose one between"
+        )
+    target = unused(out, "--out")
+    rules, trainer = _untrained(vocab_size, kind)
+    with _told_if_interrupted(out):
+        with _found(files, 0.0, reporter, "reading") as (pieces, _):
+            try:
+                rules.train_from_iterator(pieces, trainer=trainer)
+            except InputError:
+                raise
+            except Exception as error:
+                interrupt.check()
+                raise InputError(f"data tokenizer: no tokenizer can be made of this text: {first_line(error)}; give other text") from None
+        interrupt.check()
+    try:
+        write_atomically(target, rules.to_str(pretty=True))
+    except OSError as error:
+        raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another file") from None
+    size = int(rules.get_vocab_size(with_added_tokens=True))
+    fewer = "" if size == vocab_size else f", not {vocab_size:,}: the text has no more pairs"
+    reporter.say(f"{out}: {size:,} tokens{fewer}")
+    return size
+
+
+def _untrained(vocab_size: int, kind: str) -> tuple[Any, Any]:
+    """A byte-level BPE, and what is to train it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    rules = Tokenizer(models.BPE())
+    rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rules.decoder = decoders.ByteLevel()
+    special = list(SPECIAL[kind])
+    if kind == "bert":
+        around = [(name, special.index(name)) for name in ("[CLS]", "[SEP]")]  # special tokens come first, in their order
+        rules.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", around)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return rules, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+
+
+def _written(
+    place: Path, files: Files, tokenizer: tokenizers.Tokenizer, validation_fraction: float, shard_tokens: int, reporter: Reporter
+) -> tuple[Index, texts.Assembler]:
+    """Write everything into the folder."""
+    small = tokenizer.vocab_size <= 2**16
+    dtype: Literal["uint16", "uint32"] = "uint16" if small else "uint32"
+    shards = [_Shards(place, part, token_files.DTYPES[dtype], shard_tokens) for part in ("train", "validation")]
+    made = texts.Assembler(tokenizer, {False: shards[0], True: shards[1]})
+    size = 0
+    with _found(files, validation_fraction, reporter, "tokenizing") as (pieces, source):
+        for piece, tokens in texts.tokenized(pieces, tokenizer):
+            made.add(piece, tokens)
+            size += piece.size
+    for part in shards:
+        part.close()
+    if not shards[0].facts or (validation_fraction and not shards[1].facts):
+        what = "training" if not shards[0].facts else "validation"
+        raise InputError(
+            f"data prepare: expected documents for training and for validation, found {_many(made.documents, 'document')} in {source}, "
+            f"none for {what}; give more text, or change --validation-fraction"
+        )
+    index = Index(
+        format="jpipe-tokens/1",
+        kind="prompts" if files.form == "prompts" else "text",
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end,
+        tokenizer_sha256=tokenizer.sha256,
+        source=source[:10_000].encode(errors="replace").decode(),
+        text_bytes=size,
+        train=shards[0].facts,
+        validation=shards[1].facts,
+    )
+    write_atomically(place / tokenizers.FILE, tokenizer.content)
+    write_atomically(place / token_files.INDEX, index.model_dump_json(indent=1) + "\n")
+    return index, made
+
+
+class _Shards:
+    """Writes the shards of one part, one after the other."""
+
+    def __init__(self, folder: Path, part: str, dtype: np.dtype[Any], most: int) -> None:
+        self.facts: list[ShardFacts] = []
+        self._folder, self._part, self._dtype, self._most = folder, part, dtype, most
+        self._file: BinaryIO | None = None
+
+    @property
+    def _name(self) -> str:
+        return f"{self._part}-{len(self.facts):05d}"
+
+    def add(self, tokens: np.ndarray) -> None:
+        if self._file is None:
+            self._file = create(self._folder / f"{self._name}.bin")
+            self._hash, self._size, self._ends, self._answers = hashlib.sha256(), 0, array("Q"), array("Q")
+        content = tokens.astype(self._dtype).tobytes()
+        self._file.write(content)
+        self._hash.update(content)
+        self._size += tokens.size
+
+    def end(self, answer: int | None, place: tuple[Path, int]) -> None:
+        if answer is not None:
+            self._answers.append((self._ends[-1] if self._ends else 0) + answer)
+        self._ends.append(self._size)
+        if self._size >= self._most:
+            self.close()
+
+    def close(self) -> None:
+        if self._file is None:
+            return
+        self._file.close()
+        self._file = None
+        for ending, numbers in ((".ends", self._ends), (".answers", self._answers)):
+            if numbers:
+                content = np.frombuffer(numbers, np.uint64).astype(token_files.POSITIONS)
+                write_atomically(self._folder / f"{self._name}{ending}", content.tobytes())
+        facts = ShardFacts(name=self._name, tokens=self._size, documents=len(self._ends), sha256=self._hash.hexdigest())
+        self.facts.append(facts)
+
+
+@contextlib.contextmanager
+def _found(files: Files, fraction: float, reporter: Reporter, words: str) -> Iterator[tuple[Iterable[Any], str]]:
+    """The pieces of all files, whose reading is shown, and where they come from.
+
+    For a tokenizer that is trained (`words` is "reading") the pieces are only their texts.
+    """
+    with sources.readable("SOURCE"):
+        names, paths = [], []
+        for path in files.paths or (None,):
+            more = sources.find_files(path, "SOURCE")
+            names += more[0]
+            paths += more[1]
+            if files.form == "auto" and path is not None:
+                _check_kinds(more[1])
+        if len(files.paths) > 1:  # one alone is read as a run reads it
+            names, paths, twice = _once(names, paths)
+            if twice:
+                reporter.say(f"SOURCE: {_many(twice, 'file')} found more than once; each is read once")
+        if len(set(names)) < len(names):  # of different folders
+            names = [str(path) for path in paths]
+        source = ", ".join(files.paths) or sources.named(None)
+        total = sum(path.stat().st_size for path in paths)
+    with reporter.reading(f"{words} {_many(len(paths), 'file')}", total) as advance:
+        shown = _shown(texts.pieces(names, paths, files.read_as, fraction, files.keys, "SOURCE"), advance)
+        yield ((piece.text for piece in shown) if words == "reading" else shown), source
+
+
+def _check_kinds(paths: Sequence[Path]) -> None:
+    """Refuse files that are known to be something else than text.
+
+    Raises:
+        InputError: the message names the first of them, and what to do with it.
+    """
+    for path in paths:
+        if (kind := kinds.kind_of(path)) is not None:
+            columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
+            is_json = kind.name == kinds.JSON_LINES
+            hint = "add --format jsonl-text, or --format prompts for prompts with answers" if is_json else kind.hint
+            raise InputError(
+                f"SOURCE: expected text, found that '{path}' is {kind.name}{columns}; {hint}, or --format text to read it as text"
+            )
+
+
+def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[Path], int]:
+    """The files, each under the first of its names, and how many have others."""
+    first: dict[tuple[int, int], tuple[str, Path]] = {}
+    twice = set()
+    for name, path in zip(names, paths, strict=True):
+        facts = path.stat()
+        file = facts.st_dev, facts.st_ino
+        if first.setdefault(file, (name, path))[1] is not path:
+            twice.add(file)
+    return [name for name, _ in first.values()], [path for _, path in first.values()], len(twice)
+
+
+def _shown(pieces: Iterable[texts.Piece], advance: Callable[[int], None]) -> Iterator[texts.Piece]:
+    with sources.readable("SOURCE"):  # here, because what fails where the pieces are used is not the fault of their files
+        for piece in pieces:
+            interrupt.check()
+            yield piece
+            advance(piece.size)
+
+
+@contextlib.contextmanager
+def _told_if_interrupted(out: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; nothing is written to {out}") from None
+
+
+def _many(number: int, one: str) -> str:
+    return f"{number:,} {one}{'' if number == 1 else 's'}"

@@ -1,0 +1,48 @@
+"""`jpipe data make`, which writes a small generated data set into a new folder, so that every kind of data can be tried offline."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from jpipe import InputError
+from jpipe.errors import nearest
+from jpipe.files import new_folder, unused
+from jpipe_train.data.samples import sample_images, sample_sentences
+
+Maker = Callable[[Path, int], str]
+"""Writes a data set into an empty folder. It is a pure function of the seed, from 0 to 2**32 - 1. It returns in words what it made."""
+
+SAMPLES: Mapping[str, Maker] = MappingProxyType(
+    {
+        "images": sample_images.make,
+        "translation": sample_sentences.make_translation,
+        "words": sample_sentences.make_words,
+        "captions": sample_sentences.make_captions,
+    }
+)
+"""By name. Each is read by the same loader as real data."""
+
+FOLDER = "samples"
+"""Where a data set is written unless another place is named: a folder of its name in this one."""
+
+
+def make(name: str, out: str | None, seed: int, say: Callable[[str], None]) -> None:
+    """Write a data set into a new folder, which appears whole or not at all.
+
+    Args:
+        name: one of `SAMPLES`.
+        out: the folder; None: `samples/NAME`.
+        seed: of what is drawn.
+        say: gets a line that says what was written.
+
+    Raises:
+        InputError: there is no such data set, the seed is out of range, or the folder exists or cannot be written.
+    """
+    if name not in SAMPLES:
+        raise InputError(f"data make: unknown data set '{name}'; {nearest(name, SAMPLES)}")
+    if not 0 <= seed < 2**32:
+        raise InputError(f"--seed: expected a number from 0 to {2**32 - 1}, found {seed}; choose one between")
+    out = f"{FOLDER}/{name}" if out is None else out
+    with new_folder(unused(out, "--out"), "--out") as place:
+        made = SAMPLES[name](place, seed)
+    say(f"{out}: {made}")

@@ -1,0 +1,108 @@
+"""Files to learn from: found under a path in a fixed order, and split into those for training and those for validation."""
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from jpipe import InputError
+from jpipe_train.data.files.kinds import kind_of
+
+
+def named(path: str | None) -> str:
+    """A phrase for a path: the path itself, or the standard library's source for None."""
+    return f"'{path}'" if path is not None else "the standard library's source"
+
+
+@contextmanager
+def readable(where: str = "data.path") -> Iterator[None]:
+    """What the system says of a file that cannot be read becomes a message.
+
+    Raises:
+        InputError: that.
+    """
+    try:
+        yield
+    except OSError as error:
+        what = "a file" if error.filename is None else f"'{error.filename}'"  # a disk that fails tells no name
+        raise InputError(f"{where}: cannot read {what}: {error.strerror}; give files that can be read") from None
+
+
+def guess(file: Path) -> str:
+    """What a file that is no text in UTF-8 looks like, as the end of a clause; nothing if it is not known."""
+    kind = kind_of(file)
+    return "" if kind is None else f" (it seems to be {kind.name})"
+
+
+def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
+    """Which of two or more files are for validation: those whose hashed name falls under `fraction`, so that other files change nothing.
+
+    At least one, and never all.
+    """
+    rank = {name: place_of(os.fsencode(name)) for name in names}
+    ordered = sorted(rank, key=lambda name: rank[name])
+    held_out = sum(rank[name] < fraction for name in rank)
+    return frozenset(ordered[: min(max(held_out, 1), len(ordered) - 1)])
+
+
+def place_of(name: bytes) -> float:
+    """A number from 0 to 1 that depends on these bytes only, and is as likely here as there."""
+    return int.from_bytes(hashlib.sha256(name).digest()[:8]) / 2**64
+
+
+def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], list[Path]]:
+    """The files to read in a fixed order, and their names relative to the folder searched (names decide the split).
+
+    Args:
+        path: a file, a folder or a glob; None: the standard library's source.
+        where: the key or the option that names it, for messages.
+
+    Raises:
+        InputError: there is no such file, or none that is a regular one.
+    """
+    if path is None:
+        return _walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY)
+    root = Path(path).expanduser()
+    if root.is_dir():
+        names, files = _walk(root)
+    elif root.exists():
+        names, files = [root.name], [root] if root.is_file() else []
+    elif glob.has_magic(path):
+        names, files = _match(str(root))
+    else:
+        none = "null" if where.startswith("data.") else "nothing"  # a key of a config, or the command line
+        raise InputError(f"{where}: '{path}' does not exist; give a file, a folder or a glob, or {none} for the standard library's source")
+    if not files:
+        raise InputError(f"{where}: found no regular file at '{path}', so 0 bytes; give a file, a folder or a glob that holds text")
+    return names, files
+
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset()) -> tuple[list[str], list[Path]]:
+    """Every regular file under `root`, hidden ones and symbolic links (loops, doubles) left out."""
+    found = {}
+    for folder, subfolders, files in os.walk(root, onerror=_raise):
+        subfolders[:] = [name for name in subfolders if name not in leave_out and not name.startswith(".")]
+        for name in files:
+            file = Path(folder, name)
+            if name.endswith(suffix) and not name.startswith(".") and file.is_file() and not file.is_symlink():
+                found[file.relative_to(root).as_posix()] = file
+    return sorted(found), [found[name] for name in sorted(found)]
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _match(pattern: str) -> tuple[list[str], list[Path]]:
+    """Every regular file that matches, named relative to the part of the pattern before its first wildcard."""
+    parts = Path(pattern).parts
+    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    root = Path(*parts[:fixed])
+    found = {Path(match).relative_to(root).as_posix(): Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()}
+    return sorted(found), [found[name] for name in sorted(found)]

@@ -1,0 +1,314 @@
+"""What a config's data is read from, as documents for training and for validation: bytes, text with a tokenizer, prompts, token files."""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from jpipe import InputError
+from jpipe.errors import shortened
+from jpipe.files import expanded
+from jpipe_train.config.config import Config
+from jpipe_train.config.data_config import DataConfig
+from jpipe_train.config.section import AUTO
+from jpipe_train.data import sources, texts
+from jpipe_train.data import tokenizer as tokenizers
+from jpipe_train.data.documents import Documents, Shard
+from jpipe_train.data.files import kinds, token_files
+from jpipe_train.data.files.file_array import FileArray
+
+BYTES = 256  # symbols of a text that is read as bytes
+_MOST_IN_MEMORY = 2**28  # bytes; files that have more are read where they are needed
+Place = Callable[[int], str] | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents for training and for validation.
+
+    Attributes:
+        train: to learn from.
+        validation: held out.
+        source: a phrase that says where they come from.
+        digest: what it gives is the same in two processes only if their documents are, as far as a sample of large files tells.
+        tokenizer: that made their tokens, if there is one here.
+        unit: what they are counted in.
+        place: names an example of each for messages, if they are examples.
+        remarks: what was left out, in words.
+    """
+
+    train: Documents
+    validation: Documents
+    source: str
+    digest: Callable[[], str]
+    tokenizer: tokenizers.Tokenizer | None = None
+    unit: str = "tokens"
+    place: tuple[Place, Place] = (None, None)
+    remarks: tuple[str, ...] = ()
+
+
+def read(config: Config) -> Split:
+    """The documents that `config.data` names.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    data = config.data
+    if data.read_as == "bytes":
+        if data.format == AUTO:
+            _check_kinds(data)
+        return read_bytes(data.path, data.validation_fraction, data.validation_path)
+    _check_beside_weights(config)
+    if data.format == "tokens":
+        return _of_token_files(config)
+    if data.validation_path is None:
+        return _of_texts(config, [(data.path, data.validation_fraction, "data.path")])
+    return _of_texts(config, [(data.path, 0.0, "data.path"), (data.validation_path, 0.0, "data.validation_path")])
+
+
+def _check_kinds(data: DataConfig) -> None:
+    """Refuse files that are known to be no text, unless the config says that their bytes are to be learned.
+
+    Raises:
+        InputError: the message names the first of them, and what to do with it.
+    """
+    for path, where in ((data.path, "data.path"), (data.validation_path, "data.validation_path")):
+        if path is None:
+            continue
+        as_it_is = "or set data.format: bytes to learn its bytes as they are"
+        with sources.readable(where):
+            names, files = sources.find_files(path, where)
+            if token_files.INDEX in names and expanded(path, where).is_dir():
+                raise InputError(
+                    f"{where}: '{path}' is a folder of tokens, as jpipe data prepare writes it; set data.format: tokens, {as_it_is}"
+                )
+            for file in files:
+                if (kind := kinds.kind_of(file)) is None:
+                    continue
+                hint = kind.hint
+                if kind.name == kinds.JSON_LINES and {data.prompt_key, data.answer_key} <= set(kind.columns):
+                    hint = "set data.format: prompts and data.tokenizer"
+                columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
+                raise InputError(f"{where}: expected text, found that '{file}' is {kind.name}{columns}; {hint}, {as_it_is}")
+
+
+def _check_beside_weights(config: Config) -> None:
+    """Refuse tokens that mean something else than those of the weights that the run begins with, if their tokenizer lies beside them."""
+    own, file = tokenizers.file_of(config), config.warm_start.file
+    beside = None if file is None else Path(file).expanduser() / tokenizers.FILE
+    if own is None or beside is None or config.warm_start.mode == "partial" or not (own.is_file() and beside.is_file()):
+        return
+    key = "data.path" if config.data.format == "tokens" else "data.tokenizer"
+    mine, theirs = (tokenizers.load(path, where, None) for path, where in ((own, key), (beside, "warm_start.file")))
+    if mine.sha256 != theirs.sha256 and (wrong := mine.differing(theirs)):
+        number, tokens = wrong[0]
+        raise InputError(
+            f"{key}: expected the tokens of '{beside}', which the weights have learned, found {len(wrong):,} others in '{own}', the first "
+            f"is {number}, {tokens[0]!r} in place of {tokens[1]!r}; use that tokenizer, or leave out warm_start.file"
+        )
+
+
+def read_bytes(path: str | None, validation_fraction: float, validation_path: str | None = None) -> Split:
+    """Find the bytes of `path` (a file, a folder or a glob; None: the standard library's source) and split them.
+
+    Files that take little memory are read here, others where they are needed.
+    """
+    source = sources.named(path)
+    with sources.readable():
+        names, parts = _files_of_bytes(path, "data.path")
+        if validation_path is not None:
+            train = parts
+        elif len(parts) == 1:
+            train, validation = parts[0].split(1 - validation_fraction)
+        else:
+            held_out = sources.validation_names(names, validation_fraction)
+            train = [part for name, part in zip(names, parts, strict=True) if name not in held_out]
+            validation = [part for name, part in zip(names, parts, strict=True) if name in held_out]
+            source = f"{source} ({len(parts)} files)"
+    if validation_path is not None:
+        with sources.readable("data.validation_path"):
+            validation = _files_of_bytes(validation_path, "data.validation_path")[1]
+    return _split_of_bytes(train, validation, source)
+
+
+def read_whole(config: Config, path: str) -> Split:
+    """All documents at `path`, in the form that `config.data` names; they are both parts.
+
+    Raises:
+        InputError: they cannot be read, or are tokens of another tokenizer.
+    """
+    if config.data.read_as == "bytes":
+        if config.data.format == AUTO:
+            _check_kinds(config.data.model_copy(update={"path": path, "validation_path": None}))
+        with sources.readable():
+            files = _files_of_bytes(path, "data.path")[1]
+            documents = _documents_of_bytes(files)
+        source = sources.named(path) if len(files) == 1 else f"{sources.named(path)} ({len(files)} files)"
+        return Split(documents, documents, source, functools.partial(_digest, "", documents), unit="bytes")
+    if config.data.format == "tokens":
+        return _whole_folder(config, path)
+    found = _of_texts(config, [(path, 0.0, "data.path")])
+    return replace(found, validation=found.train, place=(found.place[0], found.place[0]))
+
+
+class _Bytes(NamedTuple):
+    """The bytes start .. stop - 1 of a file."""
+
+    file: Path
+    start: int
+    stop: int
+
+    def split(self, share: float) -> tuple[list["_Bytes"], list["_Bytes"]]:
+        """Return the first part, which has this share of the bytes, and the remaining bytes."""
+        cut = round((self.stop - self.start) * share)
+        return [self._replace(stop=self.start + cut)], [self._replace(start=self.start + cut)]
+
+    def opened(self) -> FileArray:
+        """Return the bytes as an array that is read when it is sliced."""
+        return FileArray(self.file, np.dtype(np.uint8), self.start, self.stop - self.start)
+
+
+def _files_of_bytes(path: str | None, where: str) -> tuple[list[str], list[_Bytes]]:
+    """Return the names of the files at a path, and the bytes of each, which are not read."""
+    names, files = sources.find_files(path, where)
+    return names, [_Bytes(file, 0, file.stat().st_size) for file in files]
+
+
+def _split_of_bytes(train: list[_Bytes], validation: list[_Bytes], source: str) -> Split:
+    with sources.readable():
+        parts = _documents_of_bytes(train), _documents_of_bytes(validation)
+    return Split(*parts, source, functools.partial(_digest, "", *parts), unit="bytes")
+
+
+def _digest(made_by: str, *parts: Documents) -> str:
+    return hashlib.sha256(" ".join([made_by, *(part.digest() for part in parts)]).encode()).hexdigest()
+
+
+def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
+    """Return a document for each file that is not empty."""
+    files = [file for file in files if file.stop > file.start]
+    sizes = [file.stop - file.start for file in files]
+    if sum(sizes) <= _MOST_IN_MEMORY:  # files that somebody edits while the run goes on change nothing
+        whole: UInt8[np.ndarray, " n"] = np.concatenate([np.zeros(0, np.uint8), *(file.opened()[:] for file in files)])
+        return Documents.of(whole, BYTES, np.cumsum(sizes, dtype=np.int64))
+    kept = functools.lru_cache(maxsize=token_files.MOST_OPEN)(_Bytes.opened)
+
+    def of(file: _Bytes, size: int) -> Shard:
+        return Shard(f"'{file.file}'", size, lambda: kept(file), lambda: np.asarray([size], np.int64))
+
+    return Documents([of(file, size) for file, size in zip(files, sizes, strict=True)], BYTES)
+
+
+def _whole_folder(config: Config, path: str) -> Split:
+    """All that is in a folder of tokens, those for training as well as those for validation."""
+    folder, index = token_files.read_index(path, "data.path")
+    if os.path.exists(str(config.data.path)):  # without it nothing is known of the tokenizer of the run
+        its = token_files.read_index(str(config.data.path), "data.path")[1]
+        _check_alike(its, index, str(config.data.path), "data.path")
+    documents = token_files.documents(folder, index, [*index.train, *index.validation])
+    tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
+    return Split(documents, documents, f"'{path}'", functools.partial(token_files.digest, folder, index), tokenizer)
+
+
+def _check_alike(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:
+    """Refuse tokens of another kind, or made by another tokenizer, than those at `path`."""
+    if (other.vocab_size, other.kind, other.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
+        raise InputError(
+            f"{where}: expected {index.kind} of the same tokenizer as in '{path}', found {other.kind} of another; "
+            "prepare it with the same --tokenizer and --format"
+        )
+
+
+def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
+    """The one that made the tokens in a folder, which is beside them."""
+    tokenizer = tokenizers.load(folder / tokenizers.FILE, "data.path", None)
+    if tokenizer.sha256 != index.tokenizer_sha256:
+        raise InputError(f"data.path: '{folder / tokenizers.FILE}' is not the tokenizer that made the tokens; copy it again")
+    return tokenizer
+
+
+def _of_token_files(config: Config) -> Split:
+    """The folder that `jpipe data prepare` wrote."""
+    path = str(config.data.path)
+    folder, index = token_files.read_index(path, "data.path")
+    train, held_out = token_files.documents(folder, index, index.train), (folder, index, index.validation)
+    digests = [functools.partial(token_files.digest, folder, index)]
+    if config.data.validation_path is not None:
+        other, its = token_files.read_index(config.data.validation_path, "data.validation_path")
+        _check_alike(index, its, path, "data.validation_path")
+        held_out = other, its, [*its.train, *its.validation]
+        digests.append(functools.partial(token_files.digest, other, its))
+    elif not index.validation:
+        raise InputError(
+            f"data.path: '{path}' holds nothing for validation; name a folder that does, as data.validation_path, or prepare it with "
+            "--validation-fraction"
+        )
+    tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
+    return Split(train, token_files.documents(*held_out), f"'{path}'", lambda: "".join(each() for each in digests), tokenizer)
+
+
+class _Memory:
+    """Documents in memory as they are made, and where they come from."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._tokens: list[np.ndarray] = []
+        self._size = 0
+        self._ends: list[int] = []
+        self._answers: list[int] = []
+        self._places: list[tuple[Path, int]] = []
+
+    def add(self, tokens: np.ndarray) -> None:
+        self._tokens.append(tokens.astype(self._dtype))
+        self._size += tokens.size
+
+    def end(self, answer: int | None, place: tuple[Path, int]) -> None:
+        if answer is not None:
+            self._answers.append((self._ends[-1] if self._ends else 0) + answer)
+            self._places.append(place)
+        self._ends.append(self._size)
+
+    def documents(self, vocab_size: int) -> Documents:
+        whole = np.concatenate([np.zeros(0, self._dtype), *self._tokens])
+        answers = np.asarray(self._answers, np.int64) if self._answers else None
+        return Documents.of(whole, vocab_size, np.asarray(self._ends, np.int64), answers)
+
+    def place(self, example: int) -> str:
+        file, line = self._places[example]
+        return f"data.path: '{file}', line {line}"
+
+
+def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) -> Split:
+    """Text files or JSON lines, tokenized here.
+
+    Args:
+        config: what they are.
+        reads: paths, the share to hold out of each, and the key that names it.
+    """
+    data = config.data
+    tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer", data.end_of_text)
+    form: texts.Format = "prompts" if data.format == "prompts" else "text"
+    keys = texts.Keys(prompt=data.prompt_key, answer=data.answer_key)
+    memory = [_Memory(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)) for _ in range(2)]
+    made = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
+    for path, share, where in reads:
+        with sources.readable(where):
+            names, files = sources.find_files(path, where)
+            for piece, tokens in texts.tokenized(texts.pieces(names, files, form, share, keys, where), tokenizer):
+                made.add(piece._replace(held_out=piece.held_out or where == "data.validation_path"), tokens)
+    train, validation = (part.documents(tokenizer.vocab_size) for part in memory)
+    return Split(
+        train,
+        validation,
+        sources.named(data.path),
+        functools.partial(_digest, tokenizer.sha256, train, validation),
+        tokenizer,
+        place=(memory[0].place, memory[1].place) if form == "prompts" else (None, None),
+        remarks=(made.left_out(),) if made.empty else (),
+    )

@@ -1,0 +1,355 @@
+"""Text of files as pieces to tokenize, and their tokens put together to documents, in constant memory."""
+
+import codecs
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from jpipe import InputError
+from jpipe.errors import short
+from jpipe.files import open_to_read
+from jpipe_train.console.terminal import count
+from jpipe_train.data import sources
+from jpipe_train.data.tokenizer import Tokenizer
+
+Format = Literal["text", "jsonl-text", "prompts"]
+Part = Literal["text", "prompt", "answer"]
+PIECE = 2**18  # characters of a text that are tokenized at once, at least; at most twice as many
+_BATCH = PIECE * max(4, os.cpu_count() or 1)  # characters that go to the tokenizer together: all cores have some, and Ctrl-C waits for them
+_BLOCK = 2**20  # bytes that are read at once
+_LONGEST_LINE = 2**26
+_MOST_TOLD = 5  # of wrong lines, one by one
+
+
+class Keys(NamedTuple):
+    """The keys of a JSON line that hold its text, or its prompt and its answer."""
+
+    text: str = "text"
+    prompt: str = "prompt"
+    answer: str = "answer"
+
+
+class Piece(NamedTuple):
+    """Some text of a document.
+
+    Attributes:
+        text: that is to be tokenized.
+        part: what it is part of.
+        last: whether the document ends with it.
+        held_out: whether the document is for validation.
+        place: its file and line (0: the whole file), for messages.
+        size: of the text in bytes, as it is in the file.
+        continues: whether it goes on where the piece before it ends.
+    """
+
+    text: str
+    part: Part
+    last: bool
+    held_out: bool
+    place: tuple[Path, int]
+    size: int
+    continues: bool = False
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes documents, in parts."""
+
+    def add(self, tokens: np.ndarray) -> None:
+        """More tokens of the document."""
+
+    def end(self, answer: int | None, place: tuple[Path, int]) -> None:
+        """The document ends; its answer began with its token number `answer`, if it has one."""
+
+
+def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: float, keys: Keys, where: str) -> Iterator[Piece]:
+    """The text of all files, in their order.
+
+    Args:
+        names: of the files, which decide where whole files are held out.
+        files: to read.
+        form: of the files: text, a document each; or JSON lines, each with a text, or with a prompt and an answer.
+        fraction: share to hold out: of files; of the text, its end, if there is one file; of JSON lines those whose hash says so.
+        keys: of JSON lines.
+        where: the key or the option that names the files, for messages.
+
+    Raises:
+        InputError: a file is not what it should be.
+    """
+    if form != "text":
+        wrong = _WrongLines(where)
+        for file in files:
+            yield from _lines(file, form, fraction, keys, wrong)
+        wrong.check()
+        return
+    if len(files) == 1 and fraction:
+        size = files[0].stat().st_size
+        cut = _next_line(files[0], round(size * (1 - fraction)))
+        yield from _of_text(files[0], 0, cut, False, where)
+        yield from _of_text(files[0], cut, size, True, where)
+        return
+    held_out = sources.validation_names(names, fraction) if fraction else frozenset()
+    for name, file in zip(names, files, strict=True):
+        yield from _of_text(file, 0, file.stat().st_size, name in held_out, where)
+
+
+def tokenized(found: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Each piece with its tokens; the next are tokenized, by all cores, while these are worked on.
+
+    Raises:
+        InputError: the tokenizer fails.
+    """
+    with ThreadPoolExecutor(1, "tokenizer") as thread:
+        ahead = None
+        for batch in _batches(found):
+            following = batch, thread.submit(tokenizer.encoded, [piece.text for piece in batch], [piece.continues for piece in batch])
+            if ahead is not None:
+                yield from zip(ahead[0], ahead[1].result(), strict=True)
+            ahead = following
+        if ahead is not None:
+            yield from zip(ahead[0], ahead[1].result(), strict=True)
+
+
+@dataclass
+class Assembler:
+    """Puts pieces together to documents: what begins one, its tokens, what ends it. Documents without tokens are counted and left out.
+
+    Attributes:
+        tokenizer: that made the tokens.
+        sinks: where documents for training (False) and for validation (True) go.
+        documents: how many there were of either.
+        tokens: how many tokens.
+        empty: how many documents were left out: those without text, and prompts without an answer.
+        first_empty: where the first of them is.
+    """
+
+    tokenizer: Tokenizer
+    sinks: dict[bool, Sink]
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
+    first_empty: tuple[Path, int] | None = None
+
+    def __post_init__(self) -> None:
+        self._began = False  # whether a document is under way
+        self._some = False  # whether the text that is read gave one
+        self._prompt: np.ndarray = np.zeros(0, np.uint32)
+
+    def add(self, piece: Piece, tokens: np.ndarray) -> None:
+        """The next piece."""
+        if piece.part == "text":
+            self._add_text(piece, tokens)
+        elif piece.part == "prompt":
+            self._prompt = tokens
+        else:
+            self._add_example(piece, tokens)
+
+    def left_out(self) -> str:
+        """How many documents were empty, and where the first of them is, in words; nothing if there were none."""
+        if self.first_empty is None:
+            return ""
+        file, line = self.first_empty
+        return f"{count(self.empty, 'empty document')} left out, the first is '{file}'" + (f", line {line}" if line else "")
+
+    def _add_text(self, piece: Piece, tokens: np.ndarray) -> None:
+        end = self.tokenizer.end
+        # One inside a text ends a document, too.
+        parts = [tokens] if end is None else np.split(tokens, np.flatnonzero(tokens == end) + 1)
+        for part in parts:
+            if not part.size or (end is not None and not self._began and part[0] == end):
+                continue
+            if not self._began:
+                self._write(piece.held_out, self.tokenizer.begin)
+            self._began = self._some = True
+            self._write(piece.held_out, part)
+            if end is not None and part[-1] == end:
+                self._end(piece, None)
+        if piece.last:
+            if self._began:
+                self._write(piece.held_out, () if end is None else (end,))
+                self._end(piece, None)
+            elif not self._some:
+                self._leave_out(piece)
+            self._some = False
+
+    def _add_example(self, piece: Piece, tokens: np.ndarray) -> None:
+        end = () if self.tokenizer.end is None else (self.tokenizer.end,)
+        answer = len(self.tokenizer.begin) + self._prompt.size
+        if not tokens.size or answer + tokens.size + len(end) < 2:
+            self._leave_out(piece)
+            return
+        for part in (self.tokenizer.begin, self._prompt, tokens, end):
+            self._write(piece.held_out, part)
+        self._end(piece, answer)
+
+    def _write(self, held_out: bool, tokens: Sequence[int] | np.ndarray) -> None:
+        if len(tokens):
+            self.sinks[held_out].add(np.asarray(tokens, np.uint32))
+            self.tokens += len(tokens)
+
+    def _end(self, piece: Piece, answer: int | None) -> None:
+        self.sinks[piece.held_out].end(answer, piece.place)
+        self.documents += 1
+        self._began = False
+
+    def _leave_out(self, piece: Piece) -> None:
+        self.empty += 1
+        self.first_empty = self.first_empty or piece.place
+
+
+def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in found:
+        batch.append(piece)
+        size += len(piece.text) + 100  # so that many empty ones make a batch, too
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> Iterator[Piece]:
+    """The document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers part the text as well."""
+    decode = codecs.getincrementaldecoder("utf-8")()
+    text, taken, at = "", 0, start
+    with open_to_read(file) as opened:
+        opened.seek(start)
+        while True:
+            block = opened.read(min(_BLOCK, stop - at))
+            try:
+                text += decode.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                byte = at - (len(error.object) - len(block)) + error.start
+                raise InputError(
+                    f"{where}: expected text in UTF-8 in '{file}', found the byte {error.object[error.start]:#04x} at {byte}"
+                    f"{sources.guess(file)}; convert the file, or leave it out"
+                ) from None
+            at += len(block)
+            while len(text) > 2 * PIECE:
+                end = _good_end(text)
+                yield Piece(text[:end], "text", False, held_out, (file, 0), at - start - taken, taken > 0)
+                text, taken = text[end:], at - start
+            if not block:
+                break
+    yield Piece(text, "text", True, held_out, (file, 0), at - start - taken, taken > 0)
+
+
+def _good_end(text: str) -> int:
+    """Where to part a text of more than twice `PIECE` characters: behind a line, where none around is empty or indented; otherwise between
+    words; otherwise anywhere."""
+    for mark, behind in (("\n", 1), (" ", 0)):
+        end = 2 * PIECE
+        while (end := text.rfind(mark, 1, end)) > PIECE:
+            if not text[end - 1].isspace() and not text[end + 1].isspace():
+                return end + behind
+    return 2 * PIECE
+
+
+def _next_line(file: Path, start: int) -> int:
+    """The position behind the line that byte `start` is in; if it does not end soon, or is the last, that of the character."""
+    with open_to_read(file) as opened:
+        opened.seek(start)
+        block = opened.read(_BLOCK)
+    end = block.find(b"\n") + 1
+    if end == 0 or start + end >= os.path.getsize(file):
+        end = 0
+        while end < len(block) and 0x80 <= block[end] < 0xC0:
+            end += 1
+    return start + end
+
+
+class _WrongLines:
+    """Lines of JSON that cannot be used: they are told together, so that one run finds all of them."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.number = 0
+        self._first: list[tuple[str, str]] = []
+
+    def add(self, place: str, message: str) -> None:
+        self.number += 1
+        if len(self._first) < _MOST_TOLD:
+            self._first.append((place, message))
+
+    def check(self) -> None:
+        """Refuse what was added.
+
+        Raises:
+            InputError: with the first of them, and how many there are.
+        """
+        if self.number == 1:
+            raise InputError(f"{self.where}: {self._first[0][0]}: {self._first[0][1]}; correct it, or name other keys")
+        if self.number:
+            first = "; ".join(": ".join(each) for each in self._first)
+            more = f"; and {self.number - len(self._first):,} more" if self.number > len(self._first) else ""
+            raise InputError(f"{self.where}: {self.number:,} lines are wrong: {first}{more}; correct them, or name other keys")
+
+
+class _WrongLine(Exception):
+    """What is wrong with a line."""
+
+
+def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: _WrongLines) -> Iterator[Piece]:
+    """The text of each line; after a wrong one the others are only checked."""
+    wanted: Sequence[tuple[Part, str]]
+    if form == "jsonl-text":
+        wanted = [("text", keys.text)]
+    else:
+        wanted = [("prompt", keys.prompt), ("answer", keys.answer)]
+    number = 0
+    with open_to_read(file) as opened:
+        while line := opened.readline(_LONGEST_LINE + 1):
+            number += 1
+            if len(line) > _LONGEST_LINE:
+                wrong.add(
+                    f"'{file}', line {number}", f"expected at most {_LONGEST_LINE:,} bytes, found more; is this a file of JSON lines?"
+                )
+                break
+            if not line.strip():
+                continue
+            try:
+                texts = _texts(line, [key for _, key in wanted])
+            except _WrongLine as error:
+                wrong.add(f"'{file}', line {number}", f"{error}{sources.guess(file) if number == 1 else ''}")
+                continue
+            if wrong.number:
+                continue
+            held_out = sources.place_of("\0".join(texts).encode()) < fraction
+            for i, ((part, _), text) in enumerate(zip(wanted, texts, strict=True)):
+                last = i == len(wanted) - 1
+                yield Piece(text, part, last, held_out, (file, number), len(line) if last else 0, i > 0 and texts[0] != "")
+
+
+def _texts(line: bytes, keys: Sequence[str]) -> list[str]:
+    """What these keys of a line of JSON hold.
+
+    Raises:
+        _WrongLine: it is no such line.
+    """
+    try:
+        found = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise _WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        said = getattr(error, "msg", None) or str(error).split(";")[0]
+        raise _WrongLine(f"expected an object of JSON, found {short(line[:60].decode(errors='replace'))}: {said}") from None
+    if not isinstance(found, dict):
+        raise _WrongLine(f'expected an object of JSON such as {{"{keys[0]}": …}}, found {type(found).__name__}')
+    for key in keys:
+        if key not in found:
+            raise _WrongLine(f"expected the key {key!r}, found {short(list(found)[:10])}")
+        if not isinstance(found[key], str):
+            raise _WrongLine(f"expected text in {key!r}, found {type(found[key]).__name__}")
+        try:
+            found[key].encode()
+        except UnicodeEncodeError:
+            raise _WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
+    return [found[key] for key in keys]

@@ -1,0 +1,59 @@
+"""`jpipe generate` on a terminal or in a pipe: standard output has nothing but text, standard error what there is to say about it."""
+
+import sys
+from dataclasses import replace
+
+import jax
+
+from jpipe import InputError
+from jpipe_train.console import interrupt
+from jpipe_train.console.exit_codes import failed
+from jpipe_train.console.terminal import fail, first_line, printable
+from jpipe_train.generate.generate import Request, main
+
+MOST_BYTES = 2**24  # of a prompt on standard input
+
+
+def run(request: Request) -> int:
+    """Generate, without a prompt from what is on standard input.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        request = request if request.prompts else replace(request, prompts=(_read(),))
+        return 0 if main(request, _write, _say) else 130
+    except InputError as error:
+        return failed(error)
+    except jax.errors.JaxRuntimeError as error:
+        return fail(
+            f"generate: a device failed: {printable(first_line(error))}; if it lacks memory, use --devices, --dtype or fewer prompts", 1
+        )
+    except BaseException as error:
+        if interrupt.words(error) is None:
+            raise
+        return fail("interrupted before there was any text", 130)
+
+
+def _read() -> str:
+    """Standard input to its end, without the line break that ends its last line.
+
+    Raises:
+        InputError: it is a terminal, where nobody would know that this waits; or it is too long.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        raise InputError("--prompt: expected a text to go on from, found none; give --prompt TEXT, or pipe one in")
+    content = sys.stdin.buffer.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise InputError(f"--prompt: expected at most {MOST_BYTES:,} bytes on standard input, found more; give a shorter text")
+    return content.decode("utf-8", "surrogateescape").removesuffix("\n")
+
+
+def _write(text: str) -> None:
+    if sys.stdout.isatty():  # a model can say anything, and a terminal would do it
+        text = "".join(c if c in "\n\t" else printable(c) for c in text)
+    print(text.encode("utf-8", "replace").decode(), end="", flush=True)
+
+
+def _say(line: str) -> None:
+    print(f"jpipe: {printable(line)}", file=sys.stderr, flush=True)

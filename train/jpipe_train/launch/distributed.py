@@ -1,0 +1,236 @@
+"""One run in several processes: their addresses and numbers, from flags or the cluster, and JAX's runtime between them."""
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+from typing import NamedTuple
+
+import jax
+
+from jpipe import InputError, join_processes
+from jpipe.processes import Processes, handshake, jax_internals
+from jpipe.processes.addresses import is_loopback
+from jpipe_train.launch import jax_runtime, rendezvous
+from jpipe_train.launch.rendezvous import Address
+
+_FLAGS = ("--coordinator", "--num-processes", "--process-id")
+_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+_LAUNCHERS = {  # that start several processes, with the variables that hold their number and the number of each
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    "MPI": ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
+    "torchrun": ("WORLD_SIZE", "RANK"),
+}
+
+CONNECT_LIMIT = 300.0  # seconds, as JAX waits: images may have to be pulled
+
+_Given = tuple[str | None, int | None, int | None]
+
+_at_the_end = contextlib.ExitStack()  # what `stop` does; like JAX's runtime, it exists once per process
+_secret: bytes | None = None  # of this run, once it has started
+
+
+class Membership(NamedTuple):
+    """The number of this process, and the address of process 0.
+
+    Attributes:
+        coordinator: host and port of process 0.
+        num_processes: the number of processes.
+        process_id: the number of this process, from 0.
+        devices: the accelerators of this host that belong to this process; None for all.
+    """
+
+    coordinator: Address
+    num_processes: int
+    process_id: int
+    devices: list[int] | None = None
+
+
+def start(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    connect_limit: float = CONNECT_LIMIT,
+    secret_file: str | None = None,
+) -> int:
+    """Join the other processes of this run, before JAX uses a device; it has no effect for a single process.
+
+    Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
+    JAX detects (SLURM, Open MPI, Kubernetes). Where another launcher has started several processes, it refuses to run each of them alone.
+
+    Args:
+        coordinator: `host:port` of process 0.
+        num_processes: the number of processes; 1 alone ignores the environment.
+        process_id: the number of this process, from 0.
+        connect_limit: seconds to wait for the others.
+        secret_file: a file with the secret that all processes share; without it, `JPIPE_SECRET` is used.
+
+    Returns:
+        The number of processes.
+
+    Raises:
+        InputError: arguments do not fit, a port is in use, the coordinator cannot be reached, processes do not connect, or a secret is
+            invalid or differs.
+    """
+    global _secret
+    me = membership(coordinator, num_processes, process_id, connect_limit)
+    if me is None or me.num_processes == 1:
+        return 1
+    _secret, listen = handshake.find_secret(secret_file), jax_runtime.listening(me.coordinator)
+    certificates = jax_runtime.uses_certificates()
+    if me.process_id == 0:
+        if _secret is None and not is_loopback(me.coordinator.host):
+            _warn(
+                f"no secret is set: whoever reaches port {me.coordinator.port} of this host can pose as one of the processes; "
+                f"set {handshake.VARIABLE} (docs/multi-process.md, What a stranger on the network can do)"
+            )
+        meeting = rendezvous.host(me.coordinator, me.num_processes, connect_limit, _secret, listen, certificates)
+        if meeting.dropped:
+            _warn(f"{meeting.dropped} while the processes connected")
+        # Process 0 leaves last, because JAX ends the others when their coordinator ends. (An ExitStack calls in reverse order.)
+        _at_the_end.callback(jax.distributed.shutdown)
+        _at_the_end.callback(rendezvous.wait_until_closed, meeting.links, jax_runtime.SHUTDOWN_TIMEOUT)
+    else:
+        joined = rendezvous.join(me.coordinator, me.process_id, me.num_processes, connect_limit, _secret, certificates)
+        _at_the_end.enter_context(joined)
+        _at_the_end.callback(jax.distributed.shutdown)
+    jax_runtime.start(me.coordinator, me.num_processes, me.process_id, me.devices, listen, connect_limit)
+    return me.num_processes
+
+
+def _warn(message: str) -> None:
+    print(f"jpipe: {message}", file=sys.stderr, flush=True)
+
+
+def join(limit: float, wait: float) -> Processes | None:
+    """The processes of this run. All of them call this, preferably before JAX starts a device; `stop` leaves them.
+
+    Args:
+        limit: seconds to wait for the others.
+        wait: seconds without progress in any process after which the run counts as hanging.
+
+    Raises:
+        InputError: process 0 cannot be reached, or `wait` is not above 0.
+        PeerLost: not all processes joined in time.
+    """
+    if (processes := join_processes(limit, wait, _secret)) is not None:
+        _at_the_end.callback(processes.close)
+    return processes
+
+
+def stop() -> None:
+    """Leave the other processes when this one is done; process 0 leaves last. It has no effect for a single process.
+
+    Print the result of the run before: from here on this process may be ended without a message.
+
+    Nobody waits for a lost process; the others wait some seconds for one that hangs.
+
+    Raises:
+        PeerLost: another process was lost before all were done.
+    """
+    _at_the_end.close()
+
+
+def leave_at_once(code: int) -> None:
+    """When Python ends this process, end it immediately with this exit code, without the usual clean-up.
+
+    After a loss, threads are stuck in collectives that never end. Python 3.11 would unwind them through C++, which aborts, and JAX would
+    wait for the lost processes.
+    """
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(leave)  # the last one registered is the first to be called
+
+
+def membership(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, limit: float = CONNECT_LIMIT
+) -> Membership | None:
+    """The membership from the flags, or from the environment; None for a single process.
+
+    Raises:
+        InputError: as `start`, for the arguments and the environment.
+    """
+    check_limit("--connect-limit", limit)
+    if (coordinator, num_processes, process_id) == (None, 1, None):
+        return None
+    given = (coordinator, num_processes, process_id)
+    if given != (None, None, None):
+        return _checked(given, _FLAGS, None)
+    variables = os.environ.get(_VARIABLES[0]), _whole(_VARIABLES[1]), _whole(_VARIABLES[2])
+    if None not in variables:
+        return _checked(variables, _VARIABLES, None)
+    found, devices = _detected(variables, limit)
+    if found != (None, None, None):
+        return _checked(found, _VARIABLES, devices)
+    _check_alone()
+    return None
+
+
+def _check_alone() -> None:
+    """Refuse to train alone where a launcher that JAX does not detect has started several processes.
+
+    Its variables hold no port that is free for a coordinator: the port of torchrun is that of its own store.
+    """
+    for launcher, names in _LAUNCHERS.items():
+        count, number = map(os.environ.get, names)
+        if count is not None and number is not None and count.strip().isdecimal() and int(count) > 1:
+            raise InputError(
+                f"{' and '.join(names)}: {launcher} has started {count} processes, and nothing says where process 0 listens, so each "
+                f"would train alone; give {_FLAGS[0]} HOST:PORT {_FLAGS[1]} ${names[0]} {_FLAGS[2]} ${names[1]}, with the host of "
+                f"process 0 and a port that is free there, or {_FLAGS[1]} 1 to train alone"
+            )
+
+
+def check_limit(flag: str, seconds: float) -> None:
+    """Refuse an invalid waiting time.
+
+    Raises:
+        InputError: it is not above 0, or not finite.
+    """
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise InputError(f"{flag}: expected seconds, more than 0, found {seconds:g}")
+
+
+def _checked(given: _Given, names: tuple[str, ...], devices: list[int] | None) -> Membership:
+    coordinator, num_processes, process_id = given
+    if coordinator is None or num_processes is None or process_id is None:
+        missing = [name for name, value in zip(names, given, strict=True) if value is None]
+        raise InputError(
+            f"{', '.join(missing)}: missing; each of several processes needs all of {', '.join(names)}, a single process needs none"
+        )
+    address = Address.parse(coordinator, names[0])
+    if num_processes < 1:
+        raise InputError(f"{names[1]}: expected 1 or more, found {num_processes}")
+    if not 0 <= process_id < num_processes:
+        raise InputError(f"{names[2]}: expected a number from 0 to {num_processes - 1}, for {num_processes} processes, found {process_id}")
+    return Membership(address, num_processes, process_id, devices)
+
+
+def _whole(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise InputError(f"{variable}: expected a whole number, found {text!r}; set the number, or unset the variable")
+    return int(text)
+
+
+def _detected(known: _Given, limit: float) -> tuple[_Given, list[int] | None]:
+    """The values that are None, as JAX detects them from the cluster, and the devices of this process."""
+    try:
+        coordinator, num_processes, process_id, devices = jax_internals.detect_cluster(*known, math.ceil(limit))
+    except Exception as error:  # a cluster's own tools may raise anything
+        raise InputError(
+            "JAX detects a cluster, but cannot read this process from its settings: "
+            f"{' '.join(str(error).split()) or type(error).__name__}; give {', '.join(_FLAGS)}, or --num-processes 1 for a single process"
+        ) from None
+    if devices is None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # the user's choice, which JAX reads
+        return (coordinator, num_processes, process_id), None
+    return (coordinator, num_processes, process_id), list(devices)

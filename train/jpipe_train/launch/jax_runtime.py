@@ -1,0 +1,104 @@
+"""JAX's runtime between the processes of a run: how it starts, and on which addresses it listens."""
+
+import math
+import os
+import ssl
+
+import jax
+
+from jpipe import InputError
+from jpipe.errors import short
+from jpipe.processes import jax_internals
+from jpipe.processes.addresses import is_loopback, own_loopback
+from jpipe_train.launch.rendezvous import Address, NotConnected
+
+# After this time without a heartbeat JAX ends the process by SIGABRT. It includes time in which this process is stopped, so it has to be
+# longer than a laptop sleeps. jpipe's own channel does not include that time, and detects a lost process within a minute.
+HEARTBEAT_TIMEOUT = 24 * 3600
+SHUTDOWN_TIMEOUT = 10
+
+_CERTIFICATES = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file"
+_VERIFY = "jax_distributed_verify_secure_credentials"
+
+
+def start(
+    coordinator: Address, num_processes: int, process_id: int, devices: list[int] | None, listen: Address | None, limit: float
+) -> None:
+    """Connect JAX's runtimes after the rendezvous.
+
+    Args:
+        coordinator: the address of process 0.
+        num_processes: the number of processes.
+        process_id: the number of this process, from 0.
+        devices: the accelerators of this host that belong to this process; None for all.
+        listen: the address on which process 0 listens; None for all networks.
+        limit: seconds to wait.
+
+    Raises:
+        InputError: JAX cannot connect them.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # With it JAX would handle SIGTERM from here on, even if the process should end immediately; see console/preemption.py.
+    jax.config.update("jax_enable_preemption_service", False)
+    # Without it JAX ends all processes when one of them dies, before they can report which. If process 0 dies, JAX ends them anyway.
+    jax.config.update("jax_enable_recoverability", True)
+    try:
+        jax.distributed.initialize(
+            str(coordinator),
+            num_processes,
+            process_id,
+            local_device_ids=devices,
+            cluster_detection_method="deactivate",  # everything is given; the cluster may have other values
+            initialization_timeout=math.ceil(limit),
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
+            coordinator_bind_address=None if listen is None else str(listen),
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise NotConnected(f"{coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
+    if is_loopback(coordinator.host):
+        jax_internals.keep_gloo_at(own_loopback())
+
+
+def uses_certificates() -> bool:
+    """Whether JAX's connections to the coordinator are encrypted, and both ends show certificates; checks the files.
+
+    JAX ends the process by SIGABRT where they do not fit.
+
+    Raises:
+        InputError: some of the three are missing or cannot be read, or this version of JAX knows none.
+    """
+    known = [name for name in _CERTIFICATES if name in jax.config.values]
+    given = {name.upper(): (jax.config.values[name] if name in known else os.environ.get(name.upper())) or "" for name in _CERTIFICATES}
+    names = ", ".join(given)
+    if not any(given.values()):
+        if jax.config.values.get(_VERIFY):
+            raise InputError(f"{_VERIFY.upper()}: expected certificates, found none; set {names}, or unset it")
+        return False
+    if not known:
+        raise InputError(f"{names}: JAX {jax.__version__} has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
+    if missing := [name for name, file in given.items() if not file]:
+        raise InputError(f"{', '.join(missing)}: missing; JAX needs all of {names}")
+    chain, private, authority = given.values()
+    try:
+        context = ssl.create_default_context(cafile=authority)
+        context.load_cert_chain(chain, private, password=lambda: "")  # asks nobody
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        found = ", ".join(short(file) for file in given.values())
+        raise InputError(f"{names}: expected PEM files of a certificate, its key and its authority, found {found}: {reason}") from None
+    return True
+
+
+def listening(coordinator: Address) -> Address | None:
+    """The address on which process 0 listens: the coordinator's, if that is a loopback address; None for all networks.
+
+    `JAX_COORDINATOR_BIND_ADDRESS`, which JAX also reads, selects one of several networks.
+
+    Raises:
+        InputError: the variable is not an address.
+    """
+    if is_loopback(coordinator.host):
+        return Address("127.0.0.1", coordinator.port) if coordinator.host == "localhost" else coordinator
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    return None if bind is None else Address.parse(bind, "JAX_COORDINATOR_BIND_ADDRESS")

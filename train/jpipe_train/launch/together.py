@@ -1,0 +1,264 @@
+"""The processes of one run: they start with the same config and end together, and process 0 prints for all."""
+
+import contextlib
+import functools
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar, cast
+
+import jax
+import jpipe_planner
+
+import jpipe
+from jpipe_train.assemble.build import start_devices
+from jpipe_train.config import config_file
+from jpipe_train.config.config import Config
+from jpipe_train.console.exit_codes import code_of, may_pass
+from jpipe_train.launch import distributed
+from jpipe_train.launch.numeric_settings import numeric_settings
+
+T = TypeVar("T")
+
+# Seconds from the last message to the end, of process 0 and of the others. The library ends processes that are stuck after 5 s, process 0
+# after 6 s; and when process 0 ends, JAX aborts the others.
+_LEAVE = 5.5, 4.0
+_MAY_PASS = "whether another try may succeed"
+_LONG_WORK = 600.0  # seconds that the others wait for what process 0 does alone
+_joined: jpipe.processes.Processes | None = None  # one run per process, as in JAX's runtime
+
+
+class ReportedElsewhere(Exception):
+    """This process ends for a reason that another process reports.
+
+    Args:
+        index: the number of this process.
+        teller: the process that reports it.
+        reason: the mistake, or its consequence.
+
+    Attributes:
+        code: the exit code of a process that ends for this reason.
+    """
+
+    def __init__(self, index: int, teller: str, reason: Exception) -> None:
+        super().__init__(f"process {index} ends; {teller} says why")
+        self.code = code_of(reason) if isinstance(reason, jpipe.InputError) else 1
+
+
+class Together:
+    """All processes of this run, for the application.
+
+    Attributes:
+        processes: the library's object; None for a single process.
+        index: the number of this process; 0 for a single process.
+        is_first: whether this is process 0, which writes and prints.
+        all_know: whether all processes end for a reason that all know.
+    """
+
+    def __init__(self, processes: jpipe.processes.Processes | None) -> None:
+        self.processes = processes
+        self.index = 0 if processes is None else processes.index
+        self.is_first = self.index == 0
+        self.all_know = False
+
+    def agree(self, facts: Callable[[], dict[str, str]]) -> None:
+        """Continue only if these facts are the same in all processes.
+
+        Raises:
+            jpipe.InputError: they differ; reported as by `shared`.
+        """
+        if self.processes is not None:
+            try:
+                self.processes.agree(facts())
+            except jpipe.InputError as error:
+                raise self.shared(error) from None
+
+    def run_on_all(self, work: Callable[[], T]) -> T:
+        """The result of `work`, if it succeeds in all processes.
+
+        Raises:
+            jpipe.InputError: it fails in a process. Process 0 reports it if all have the same error, otherwise those that have one.
+        """
+        try:
+            done, problem = work(), None
+        except jpipe.InputError as error:
+            done, problem = None, error
+        if self.processes is not None:
+            passing = "" if problem is None or not may_pass(problem) else "yes"
+            difference: jpipe.InputError | None = None
+            try:
+                self.processes.agree({"outcome": "" if problem is None else str(problem), _MAY_PASS: passing})
+            except jpipe.InputError as error:
+                difference = error
+            if difference is not None:  # raised here, since an error that is raised in a handler forgets what it was raised for
+                self.all_know = True
+                difference.may_pass = any(line.startswith(_MAY_PASS) for line in difference.args)  # type: ignore[attr-defined]
+                raise problem or ReportedElsewhere(self.processes.index, "another process", difference)
+        if problem is not None:
+            raise self.shared(problem)
+        return cast(T, done)
+
+    def attempt(self, what: str, work: Callable[[], T], failure: type[jpipe.InputError]) -> tuple[T | None, str]:
+        """The result of `work` if no process fails with `failure`, or what went wrong; other errors are raised as by `run_on_all`.
+
+        Args:
+            what: what `work` does, unique in a run.
+            work: called in all processes.
+            failure: the error after which the run goes on.
+
+        Returns:
+            The result and ""; or, in all processes if one of them fails, None and the message of the first that does.
+        """
+
+        def caught() -> T | jpipe.InputError:
+            try:
+                return work()
+            except failure as error:
+                return error
+
+        done = self.run_on_all(caught)
+        wrong = str(done) if isinstance(done, failure) else ""
+        if self.processes is not None:
+            if wrong:
+                self.processes.broadcast(f"{what}: process {self.index}", list(map(float, wrong.encode())))
+            self.processes.barrier(what)
+            for k in range(self.processes.count):
+                if self.processes.has_message(name := f"{what}: process {k}"):
+                    return None, bytes(map(int, self.processes.receive(name, k))).decode()
+        return (None, wrong) if wrong else (cast(T, done), "")
+
+    def from_first(self, what: str, work: Callable[[], str]) -> str:
+        """Return the text of `work`, which runs in process 0 only, in all processes; the others wait for it.
+
+        Args:
+            what: what the text is, for messages; unique in a run.
+            work: called in process 0 only, for ten minutes at most.
+
+        Raises:
+            jpipe.InputError: `work` raises it; process 0 reports it.
+        """
+        text = self.run_on_all(lambda: self._alone(what, work) if self.is_first else "")
+        if self.processes is None:
+            return text
+        if self.is_first:
+            self.processes.broadcast(what, list(map(float, text.encode())))
+        return bytes(map(int, self.processes.receive(what, 0))).decode()
+
+    def working(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """A context for long work, described by `words`: others may wait for it, for ten minutes at most."""
+        return contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=_LONG_WORK)
+
+    def _alone(self, what: str, work: Callable[[], str]) -> str:
+        with self.working(what):
+            return work()
+
+    def start_devices(self, limit: float) -> None:
+        """Start the devices of all processes, if there are several, and continue only if they are of one kind.
+
+        JAX waits for the devices of all processes, so `run_on_all` cannot be used: a process that fails reports it to the others.
+
+        Args:
+            limit: seconds to wait for the others; at least a minute, which large machines may need for their own devices.
+
+        Raises:
+            jpipe.InputError: this process has no devices, or they differ; reported as by `shared`.
+            jpipe.PeerLost: another process has no devices.
+        """
+        if self.processes is not None:  # a single process checks more before it starts them
+            with self.processes.waiting("the devices of all processes, of one kind", limit=max(limit, 60.0)):
+                start_devices()
+            self.agree(devices)
+
+    def shared(self, reason: Exception) -> Exception:
+        """The error to raise for a reason that all processes have: only process 0 reports it."""
+        self.all_know = True
+        return reason if self.processes is None or self.is_first else ReportedElsewhere(self.processes.index, "process 0", reason)
+
+
+@contextlib.contextmanager
+def joined(num_processes: int, limit: float, wait: float) -> Iterator[Together]:
+    """Join the processes of this run in this context; an error in one process ends all.
+
+    Args:
+        num_processes: the number of processes; with one this has no effect.
+        limit: seconds to wait for the others.
+        wait: seconds without progress in any process after which the run counts as hanging.
+
+    Raises:
+        jpipe.InputError: process 0 cannot be reached.
+        jpipe.PeerLost: another process did not connect, died, hung or stopped.
+    """
+    global _joined
+    _joined = distributed.join(limit, wait) if num_processes > 1 else None
+    together = Together(_joined)
+    try:
+        yield together
+    except BaseException as error:
+        if together.processes is not None and not together.all_know and not isinstance(error, jpipe.PeerLost):
+            together.processes.stop(_why(error, together.is_first))
+        raise
+
+
+def leave_in_time(code: int) -> None:
+    """End this process with this exit code after some seconds, if it does not end by itself: JAX may wait long for others.
+
+    Print the result of the run before. Still later, the library ends the process after a loss, with exit code 1 for any reason.
+    """
+    if _joined is not None:
+        timer = threading.Timer(_LEAVE[_joined.index > 0], os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+
+
+def _why(error: BaseException, is_first: bool) -> str:
+    """The reason that the others print; for an error of process 0 they refer to its message."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if is_first:
+        return "it says why"
+    return str(error) if isinstance(error, (jpipe.InputError, RuntimeError)) else type(error).__name__
+
+
+def facts(config: Config) -> dict[str, str]:
+    """The facts that must be the same in all processes before JAX starts a device, which needs all processes."""
+    return {
+        "config": config_file.to_yaml(config),
+        "code of jpipe": f"{jpipe.__version__} {_code()}",
+        **{f"version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+        **{f"code of {module}": _own_code(module) for module in sorted({target.partition(":")[0] for target in config.code.values()})},
+        **numeric_settings(),
+        "JAX_PLATFORMS": jax.config.values["jax_platforms"] or "",
+    }
+
+
+def devices() -> dict[str, str]:
+    """The facts that must be the same in all processes when their devices run."""
+    device = jax.local_devices()[0]
+    return {"kind of devices": f"{device.platform} {device.device_kind}", "number of devices": str(jax.local_device_count())}
+
+
+def _own_code(module: str) -> str:
+    """A digest of the source of a user's module, which is not imported; of no bytes if there is no such file."""
+    folders: Sequence[str] = [str(Path.cwd()), *sys.path]
+    parts, source = module.split("."), b""
+    for end in range(1, len(parts) + 1):
+        found = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), folders)
+        folders = (found and found.submodule_search_locations) or ()
+        with contextlib.suppress(OSError):  # the import reports what is wrong
+            source = Path(found.origin).read_bytes() if found is not None and found.origin is not None else b""
+    return hashlib.sha256(source).hexdigest()[:12]
+
+
+@functools.cache
+def _code() -> str:
+    """A digest of the source of jpipe, of its planner and of this application."""
+    digest = hashlib.sha256()
+    for package in (Path(jpipe.__file__).parent, Path(jpipe_planner.__file__).parent, Path(__file__).parents[1]):
+        for file in sorted(package.rglob("*.py")):
+            digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]

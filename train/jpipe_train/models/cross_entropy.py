@@ -1,0 +1,190 @@
+"""The cross-entropy of integer labels, which need not have the logits of all positions in memory at once.
+
+The letters in the shapes: n positions (of all rows), w width, v symbols. A label below zero is not counted.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from jpipe_train.config.targets.sequence_config import SmoothedLoss
+
+Labels = Any  # integers, or {"tokens": integers, "next": integers of each row}
+Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next": logits of each row}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Unprojected:
+    """Logits that are yet to be made: `hidden` times `kernel`, plus `bias`.
+
+    Attributes:
+        hidden: (…, w), the last activations.
+        kernel: (w, v), or (v, w) if `by_symbol`.
+        bias: (v), or None.
+        chunk: of how many positions logits are to be made at a time.
+        by_symbol: whether the kernel has a row for each symbol, as embeddings have.
+        dtype: in which the logits are computed, whatever the arrays have become on their way.
+    """
+
+    hidden: Any
+    kernel: Any
+    bias: Any
+    chunk: int = field(metadata={"static": True})
+    by_symbol: bool = field(metadata={"static": True})
+    dtype: str = field(metadata={"static": True})
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits per position."""
+        return int(self.kernel.shape[0 if self.by_symbol else 1])
+
+    def logits(self) -> Float[Array, "*n v"]:
+        """All of them."""
+        hidden, kernel = self.hidden.astype(self.dtype), self.kernel.astype(self.dtype)
+        logits = jax.lax.dot_general(hidden, kernel, (((hidden.ndim - 1,), (1 if self.by_symbol else 0,)), ((), ())))
+        return logits if self.bias is None else logits + self.bias.astype(self.dtype)[(None,) * (hidden.ndim - 1)]
+
+
+def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The summed cross-entropy in nats and the number of labels that are counted.
+
+    With labels of tokens and of the next sentence (BERT) the mean of the latter over the rows comes on top of the mean of the former:
+    (n / rows) of its sum, for n counted tokens. Over several microbatches the mean is that of all exactly if each has the same n.
+    """
+    if not isinstance(labels, dict):
+        return _nats(outputs, labels), _number(labels)
+    number = _number(labels["tokens"])
+    following = _nats(outputs["next"], labels["next"])
+    share = (number / labels["next"].size).astype(following.dtype)
+    return _nats(outputs["tokens"], labels["tokens"]) + share * following, number
+
+
+def smoothed(outputs: Any, labels: Any, arguments: SmoothedLoss) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """As `loss`, of labels that are 1 - ε the symbol and ε all symbols alike (Szegedy et al. 2016): (1 - ε) · nats + ε · mean nats of all.
+
+    Args:
+        outputs: logits (…, v).
+        labels: integers (…).
+        arguments: ε, its `smoothing`.
+    """
+    share = jnp.asarray(arguments.smoothing, jnp.float32)
+    logs = jax.nn.log_softmax(outputs.astype(wider(outputs.dtype)))
+    of_all = jnp.where(labels >= 0, -logs.mean(axis=-1), jnp.zeros((), logs.dtype)).sum()
+    return (1 - share) * _nats(outputs, labels) + share * of_all, _number(labels)
+
+
+def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """How many of the counted labels have one of the `most` largest logits, and how many there are; with labels of tokens and others, of
+    the tokens.
+    """
+    if isinstance(labels, dict):
+        outputs, labels = outputs["tokens"], labels["tokens"]
+    if isinstance(outputs, Unprojected):
+        whole, parts = _in_chunks(outputs, labels)
+        hits = jax.lax.map(lambda part: _hits(replace(whole, hidden=part[0]).logits(), part[1], most).sum(), (whole.hidden, parts))
+    else:
+        hits = _hits(outputs, labels, most)
+    return hits.sum(), (labels >= 0).sum()
+
+
+def all_logits(outputs: Outputs) -> Outputs:
+    """The outputs with logits in place of each `Unprojected`."""
+    return jax.tree.map(lambda leaf: leaf.logits() if isinstance(leaf, Unprojected) else leaf, outputs, is_leaf=_is_unprojected)
+
+
+def vocab_size(outputs: Outputs) -> int:
+    """How many tokens the labels may name."""
+    outputs = outputs["tokens"] if isinstance(outputs, dict) else outputs
+    return outputs.vocab_size if isinstance(outputs, Unprojected) else int(outputs.shape[-1])
+
+
+def wider(dtype: DTypeLike) -> Any:
+    """The dtype, or float32 if that has more bits."""
+    return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype("float32")
+
+
+def _hits(logits: Float[Array, "*n v"], labels: Int[Array, "*n"] | UInt8[Array, "*n"], most: int) -> Bool[Array, "*n"]:
+    """Whether the logit of the label is one of the largest; of equal ones the first are."""
+    if most == 1:
+        return logits.argmax(-1) == labels
+    return (jax.lax.top_k(logits, most)[1] == labels[..., None]).any(-1)
+
+
+def _is_unprojected(leaf: Any) -> bool:
+    return isinstance(leaf, Unprojected)
+
+
+def _number(labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, ""]:
+    return (labels >= 0).sum().astype(jnp.float32)
+
+
+def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, ""]:
+    """Their sum, from logits or an `Unprojected`."""
+    if isinstance(outputs, Unprojected):
+        return _nats_in_chunks(*_in_chunks(outputs, labels))
+    wide = outputs.astype(wider(outputs.dtype))
+    nats = optax.softmax_cross_entropy_with_integer_labels(wide, jnp.maximum(labels, 0))
+    return jnp.where(labels >= 0, nats, jnp.zeros((), nats.dtype)).sum()
+
+
+# Chunk by chunk ----------------------------------------------------------------------------------------------------------
+
+
+def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> tuple[Unprojected, Int[Array, "chunks size"]]:
+    """The same with hidden (chunks, size, w) and labels (chunks, size), all as `dtype`; those added to fill up are not counted.
+
+    A chunk takes positions at equal distances, so that it has as many of each part of the rows: where these are sharded, so is each chunk.
+    """
+    width, count = outputs.hidden.shape[-1], labels.size
+    chunks = -(-count // outputs.chunk)
+    size = -(-count // chunks)
+    fill = chunks * size - count
+    hidden = jnp.pad(outputs.hidden.reshape(count, width), ((0, fill), (0, 0))).reshape(size, chunks, width).swapaxes(0, 1)
+    padded = jnp.pad(labels.reshape(count).astype(jnp.int32), (0, fill), constant_values=-1).reshape(size, chunks).T
+    bias = None if outputs.bias is None else outputs.bias.astype(outputs.dtype)
+    return replace(outputs, hidden=hidden.astype(outputs.dtype), kernel=outputs.kernel.astype(outputs.dtype), bias=bias), padded
+
+
+@jax.custom_vjp
+def _nats_in_chunks(whole: Unprojected, labels: Int[Array, "chunks size"]) -> Float[Array, ""]:
+    """The sum of the nats of all chunks, made one after the other.
+
+    The backward makes the logits of each chunk again. It is written here, and not left to `jax.checkpoint`, for two reasons: gradients of
+    the kernel are summed in float32, and a backward that is split into one for inputs and one for weights is not split inside of it, for
+    which it would keep the gradients of all logits.
+    """
+    wide = wider(whole.dtype)
+
+    def add(total: Any, part: Any) -> tuple[Any, None]:
+        return total + _nats(replace(whole, hidden=part[0]).logits(), part[1]), None
+
+    return jax.lax.scan(add, jnp.zeros((), wide), (whole.hidden, labels))[0]
+
+
+def _forward(whole: Unprojected, labels: Any) -> tuple[Any, Any]:
+    return _nats_in_chunks(whole, labels), (whole, labels)
+
+
+def _backward(saved: Any, gradient: Any) -> tuple[Unprojected, None]:
+    whole, labels = saved
+    wide = wider(whole.dtype)
+
+    def add(sums: Any, part: Any) -> tuple[Any, Any]:
+        _, pull = jax.vjp(lambda own: _nats(own.logits(), part[1]), replace(whole, hidden=part[0]))
+        found = pull(gradient)[0]
+        sums = jax.tree.map(lambda total, new: total + new.astype(wide), sums, (found.kernel, found.bias))
+        return jax.lax.optimization_barrier((sums, found.hidden))  # neither without the other, see above
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide), (whole.kernel, whole.bias))
+    sums, hidden = jax.lax.scan(add, zeros, (whole.hidden, labels))
+    kernel, bias = jax.tree.map(lambda total: total.astype(whole.dtype), sums)
+    return replace(whole, hidden=hidden, kernel=kernel, bias=bias), None
+
+
+_nats_in_chunks.defvjp(_forward, _backward)

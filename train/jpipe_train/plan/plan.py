@@ -1,0 +1,283 @@
+"""What `jpipe plan` prints, writes and draws."""
+
+import shlex
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+
+from jpipe_planner.machine.local import local_topology
+from jpipe_planner.machine.topology import Topology
+from jpipe_planner.profile.profile import Profile
+from jpipe_planner.profile.sharded import NO_MESH
+from jpipe_planner.ranking import table
+from jpipe_planner.ranking.choose import Choice, Ranked
+from jpipe_planner.ranking.compiled import Compiled
+from jpipe_planner.ranking.draw import draw_choice
+from rich.console import Console
+
+import jpipe
+from jpipe import InputError
+from jpipe.files import expanded, write_atomically
+from jpipe_train.config import config_file
+from jpipe_train.config.config import AUTO, Config
+from jpipe_train.config.section import MOST_ROWS
+from jpipe_train.console.progress import Reporter
+from jpipe_train.console.terminal import count
+from jpipe_train.plan.planning import (
+    ALL,
+    LOCAL,
+    Found,
+    Parts,
+    Request,
+    confirm,
+    nothing_fits,
+    prepare,
+    profile_of,
+    read_profile,
+    read_topology,
+    scratch_words,
+    search,
+)
+
+SHOWN = 10  # rows of the table
+EXPLAINED = 20  # of those that do not fit
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where to read and write; None: not at all.
+
+    Attributes:
+        config: a run's config; or
+        profile: a profile that is there, in its place, or beside it to save the time.
+        out: the plan.
+        profile_out: the profile that was made.
+        png: the picture.
+    """
+
+    config: str | None = None
+    profile: str | None = None
+    out: str | None = None
+    profile_out: str | None = None
+    png: str | None = None
+
+
+def main(
+    files: Files,
+    request: Request,
+    overrides: tuple[str, ...] = (),
+    *,
+    rows: int | None = None,
+    explain: bool = False,
+    allow_code: bool = False,
+) -> None:
+    """Find the best plan, say what was found, and write it.
+
+    Args:
+        files: where to read and write.
+        request: what is to be planned for.
+        overrides: `key=value` for the config.
+        rows: of a microbatch of a `graph.txt`; None: 1.
+        explain: say why the plan was chosen, and list the plans that do not fit.
+        allow_code: import and run the functions that a config names.
+
+    Raises:
+        InputError: something does not fit; nothing was written.
+    """
+    console = Console(highlight=False)
+    reporter = Reporter(1, 1, "samples", console if console.is_terminal else Console(highlight=False, width=180))
+    _check(files, request, rows)
+    parts, devices = None, prepare(request)
+    if files.config is not None:
+        config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
+        parts = Parts.of(config, reporter)
+        request = replace(request, replicas=not config.model.carries)
+    own_batch = config.train.batch_size if files.config is not None else None
+    batch = request.batch or own_batch
+    if batch is None:
+        raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
+    profile, topology = _profile_and_topology(files, request, parts, batch, devices, rows, reporter)
+    with reporter.phase(f"searching plans for {count(topology.num_devices, 'device')} and a batch of {table.rows_of(batch)}"):
+        found = search(profile, topology, batch, request, parts is not None and parts.config.uses_global_norm, reporter)
+    confirmed = None
+    if parts is not None:
+        with reporter.phase("compiling the stages of the best plan"):
+            found, confirmed = confirm(found, parts, lambda attempt: reporter.say(table.attempt(attempt)))
+    elif not found.choice.ranked:
+        raise nothing_fits(found.choice)
+    _report(reporter, found, confirmed, batch)
+    if parts is not None and found.attempts and (words := scratch_words(parts, topology)):
+        reporter.say(words)
+    if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, found.choice)):
+        reporter.say(words)
+    if explain:
+        _say_why(reporter, found)
+        for line in table.why_rejected(found.choice, EXPLAINED) or ["all kinds of plans fit"]:
+            reporter.say(line)
+    _write(reporter, files, found)
+    if files.out is not None and files.config is not None:
+        planned = found.choice.ranked[0].candidate.batch
+        changes = [*overrides, *([] if planned == own_batch else [f"train.batch_size={planned}"])]
+        command = ["jpipe", "train", files.config, "--plan", files.out, *(word for change in changes for word in ("--set", change))]
+        reporter.say(f"train with it: {shlex.join(command)}")
+
+
+def _check(files: Files, request: Request, rows: int | None) -> None:
+    if files.config is None and files.profile is None:
+        raise InputError("plan: expected a CONFIG or --profile FILE, found neither; name one")
+    if request.devices is not None and request.topology != LOCAL:
+        raise InputError(f"--devices: '{request.topology}' says how many there are; leave it out, or change the file")
+    if request.pipedream is not None and "pipedream" not in request.allowed:
+        raise InputError("--pipedream: expected pipedream among --schedules, found " + ", ".join(request.schedules))
+    if files.config is None and request.topology == LOCAL:
+        raise InputError(
+            "--topology: a profile is planned for machines that a file describes; name one, such as configs/topologies/cluster-a.yaml"
+        )
+    for option, value in (("--batch", request.batch), ("--devices", request.devices), ("--rows", rows)):
+        if value is not None and value < 1:
+            raise InputError(f"{option}: expected 1 or more, found {value}")
+        if value is not None and value > MOST_ROWS:
+            raise InputError(f"{option}: expected at most {MOST_ROWS:,}, found {value:,}; is it a typo?")
+    if rows is not None and (files.profile is None or Path(files.profile).suffix != ".txt"):
+        raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
+    _ = request.degrees  # refuses what is no mesh
+    for name in request.schedules:
+        if name not in (ALL, *jpipe.schedules.SCHEDULES):
+            raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.errors.nearest(name, (ALL, *jpipe.schedules.SCHEDULES))}")
+    for option, path, ending in (
+        ("--out", files.out, ".json"),
+        ("--profile-out", files.profile_out, ".json"),
+        ("--png", files.png, ".png"),
+    ):
+        if path is not None and Path(path).suffix.lower() != ending:
+            raise InputError(f"{option}: expected a name that ends in {ending}, found '{path}'")
+        if path is not None and not expanded(path, option).absolute().parent.is_dir():
+            raise InputError(f"{option}: there is no folder for '{path}'; make it first, or choose another")
+
+
+def _profile_and_topology(
+    files: Files, request: Request, parts: Parts | None, batch: int, devices: int | None, rows: int | None, reporter: Reporter
+) -> tuple[Profile, Topology]:
+    known = read_topology(request.topology) if request.topology != LOCAL else None
+    if files.profile is not None:
+        profile = read_profile(files.profile, rows or 1)
+        if rows is None and Path(files.profile).suffix == ".txt":
+            reporter.say("microbatches of 1 row: say how many with --rows")
+        if parts is not None:
+            profile.check_layers(parts.stack.ids, [*parts.stack.ties.sharers(parts.stack.ids).values()])
+    else:
+        assert parts is not None
+        tried = request.degrees or (NO_MESH,)
+        largest = known.most_in_mesh if known and request.degrees is None else max(degrees.size for degrees in tried)
+        profile = profile_of(parts, known, batch, known.num_devices if known else devices or 1, reporter, largest)
+    if known is None:
+        with reporter.phase("measuring the links of this machine"):
+            known = local_topology(devices, dispatch=profile.dispatch)
+        reporter.say(table.links(known))
+    return profile, known
+
+
+def _report(reporter: Reporter, found: Found, confirmed: Compiled | None, batch: int) -> None:
+    choice = found.choice
+    profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
+    limit = topology.device.memory
+    reporter.say(
+        f"{topology.name or 'topology'}: {topology.num_devices} × {topology.device.name}"
+        + (f" with {table.size(limit)}" if limit else "")
+        + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
+    )
+    first = "row" if found.compiled < 2 else count(found.compiled, "row")
+    reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
+    reporter.say(
+        "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
+        + table.how_known(choice, SHOWN)
+        + "; peak memory of the fullest device: what it holds and the temporaries of its programs, "
+        + ("estimated" if confirmed is None else f"compiled in the first {first}, estimated in the others")
+    )
+    if choice.open:
+        reporter.say(
+            f"{count(choice.open, 'candidate')} might be faster than the first one: simulating them all would take too long; "
+            "fewer --schedules or a smaller --batch leave less to simulate"
+        )
+    if found.delayed is not None:
+        faster = found.delayed.samples_per_second / chosen.samples_per_second - 1
+        reporter.say(
+            f"only schedules that flush were considered; {table.name(found.delayed)}, whose weights are delayed, would be about "
+            f"{faster:.0%} faster by its estimate: --schedules all compares these, too"
+        )
+    if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
+        reporter.say("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
+    candidate = chosen.candidate
+    if candidate.devices < topology.num_devices:
+        reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the others stay idle")
+    reporter.say(f"chosen: {table.name(candidate)}")
+    plan = choice.plan(chosen)
+    for s, stage in enumerate(plan.stages):
+        layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"
+        replicas = f" × {stage.replicas}" if stage.replicas > 1 else ""
+        replicas += f" on {stage.devices_each} devices ({candidate.degrees})" if stage.mesh else ""
+        memory = "" if candidate.chunks > 1 else f"; {_memory(chosen, confirmed, s)}"
+        reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}{memory}")
+    if candidate.chunks > 1:
+        for p, stages in enumerate(plan.rank_stages):
+            reporter.say(f"  rank {p}: stages {', '.join(map(str, stages))}; {_memory(chosen, confirmed, p)}")
+    if confirmed is None:
+        reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
+    if candidate.batch != batch:
+        reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
+
+
+def attention_words(config: Config, choice: Choice) -> str:
+    """What the attention of XLA, which the profile and the compiled stages have, holds of each pair of positions; "" if that is little."""
+    model, candidate, limit = config.model, choice.ranked[0].candidate, choice.topology.device.memory
+    if model.target is not None or model.attention != "xla" or limit is None:
+        return ""
+    number = 2 if "16" in (config.precision.computes or model.compute_dtype) else 4
+    pairs = candidate.rows / candidate.degrees.data * model.heads / candidate.degrees.model * model.seq_len**2 * number
+    if pairs < _MUCH * limit:
+        return ""
+    return (
+        f"model.attention is xla: in each block a device holds {table.size(pairs)} for all pairs of positions of a microbatch, from the "
+        "forward to the backward unless the stage recomputes; cudnn on GPUs holds none of that, so memory and scratch memory are less there"
+    )
+
+
+_MUCH = 0.001  # share of a device's memory from which on the pairs of positions are told
+
+
+def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
+    """The peak memory of a rank with its parts, and if its stages are compiled how good the estimate was."""
+    peak, held = chosen.memory[p], chosen.held
+    parts = "" if held is None else f" (held {table.size(held[p])}, temporary {table.size(peak - held[p])})"
+    if confirmed is None or p not in confirmed.ranks:
+        return f"estimated peak memory {table.size(peak)}{parts}"
+    return f"peak memory {table.size(peak)}{parts}, estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
+
+
+def _say_why(reporter: Reporter, found: Found) -> None:
+    """Hold the chosen plan against the best of other kinds."""
+    reporter.say("why it was chosen, against the best plans of other kinds:")
+    reporter.table(table.WHY_HEAD, table.why_chosen(found.choice, SHOWN), table.WORDS)
+    if found.left_out:
+        many = f"{count(found.left_out, 'plan')} with chunks or split backwards left out"
+        reporter.say(f"{many}: simulating them all would take too long; fewer --schedules or a smaller --batch leave less to simulate")
+
+
+def _write(reporter: Reporter, files: Files, found: Found) -> None:
+    choice, chosen = found.choice, found.choice.ranked[0]
+    written: list[tuple[str, str, str | bytes]] = []
+    if files.png is not None:
+        image = BytesIO()
+        draw_choice(choice, found.candidates, chosen, found.known).savefig(image, format="png")
+        written.append(("--png", files.png, image.getvalue()))
+    if files.profile_out is not None:
+        written.append(("--profile-out", files.profile_out, choice.profile.to_json()))
+    if files.out is not None:
+        written.append(("--out", files.out, choice.plan(chosen).to_json()))
+    for option, path, content in written:
+        try:
+            write_atomically(expanded(path, option), content)
+        except OSError as error:
+            raise InputError(f"{option}: cannot write '{path}': {error.strerror}; choose another file") from None
+    if written:
+        reporter.say("written: " + ", ".join(path for _, path, _ in written))

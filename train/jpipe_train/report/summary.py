@@ -1,0 +1,157 @@
+"""The end of a run: its report and its closing lines."""
+
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jpipe
+from jpipe.files import shown
+from jpipe_train.assemble.build import param_specs
+from jpipe_train.assemble.meshes import device_kinds, has_meshes, mesh_words
+from jpipe_train.checkpoint.history import Part, optimizer_words
+from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
+from jpipe_train.config.config import Config
+from jpipe_train.console.progress import Reporter
+from jpipe_train.console.terminal import count, duration, first_line
+from jpipe_train.data import data
+from jpipe_train.report import report
+from jpipe_train.report.measure import Measure
+from jpipe_train.report.stage_times import Stage
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result of a run: validation losses and duration; in process 0 also its folder and the last measured window.
+
+    If a signal, `stopped_by`, ended the run, there is no loss after it, and `steps` is the step of the checkpoint from which it resumes.
+    `temporary` has for each rank the bytes that its programs need while they run, as from `report.temporary_bytes`.
+    """
+
+    steps: int
+    val_loss_before: float
+    val_loss_after: float | None
+    seconds: float
+    folder: Path | None
+    predicted: jpipe.programs.Window | None
+    measured: jpipe.programs.Window | None
+    planned: tuple[report.Comparison, ...] = ()  # with the planner's prediction
+    stopped_by: int | None = None
+    temporary: tuple[int | None, ...] = ()
+
+
+def name_of(number: int) -> str:
+    """The name of a signal for users."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def write_report(
+    config: Config,
+    pipe: jpipe.Pipeline,
+    folder: RunFolder,
+    measure: Measure,
+    reporter: Reporter,
+    batches: data.Data,
+    stages: Sequence[Stage],
+    parts: Sequence[Part],
+    temporary: Sequence[int | None] = (),
+) -> None:
+    """Write the pictures and the report, as far as possible; an error here does not stop the run."""
+    plan, kinds, processes = pipe.plan, device_kinds(pipe), jax.process_count()
+    per_step, unit = data.portion(config)
+    known = {
+        "command": command_line(),
+        "data": f"{batches.source}; {batches.amount}",
+        "parameters": f"{sum(stage.parameters for stage in stages):,}",
+        "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
+        "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
+        **({"ranks": _ranks(plan)} if len(plan.rank_workers) != plan.depth else {}),
+        **({"meshes": mesh_words(plan)} if has_meshes(plan) else {}),
+        "batch": f"{config.train.batch_size} in {count(plan.microbatches, 'microbatch', 'es')}",
+        "recomputation": ", ".join(dict.fromkeys(stage.recompute for stage in plan.stages)),
+        "optimizer": optimizer_words(config.optimizer.model_dump()),
+        "steps": f"{config.train.steps:,} of {per_step:,} {unit} each",
+        "duration": _durations(parts),
+        "devices": f"{len(kinds)} × {kinds[0]}" + (f" in {processes} processes" if processes > 1 else ""),
+        "seed": str(config.seed),
+        "versions": f"jpipe {jpipe.__version__}, JAX {jax.__version__}",
+    }
+    unit = data.loss_unit(config).strip()
+    try:
+        with reporter.phase("drawing the report"):
+            title = f"jpipe run {folder.path.name}"
+            windows = measure.predicted, measure.measured
+            of_run = report.Report(title, known, folder.rows(), *windows, unit, processes, plan, stages, parts, temporary)
+            report.write_report(folder.path, of_run)
+    except FolderChanged as error:
+        reporter.say(f"report: not written, because {error.strerror}")
+    except OSError as error:
+        reporter.say(f"report: cannot write in '{shown(folder.path)}': {error.strerror or error}; the run's own files are not affected")
+    except Exception as error:
+        reporter.say(f"report: could not be drawn: {type(error).__name__}: {first_line(error)}")
+
+
+def stages_of(pipe: jpipe.Pipeline, batch: Any) -> list[Stage]:
+    """The stages, with the parameters of one replica of each."""
+    specs = param_specs(pipe.stack, pipe.plan, batch)
+    counts = {layer_id: sum(leaf.size for leaf in jax.tree.leaves(params)) for layer_id, params in specs.items()}
+    plan = pipe.plan
+    places = [tuple((plan.rank_of[w], plan.rank_workers[plan.rank_of[w]].index(w)) for w in workers) for workers in plan.stage_workers]
+    return [
+        Stage(tuple(stage.layers), sum(counts[layer_id] for layer_id in stage.layers), own)
+        for stage, own in zip(plan.stages, places, strict=True)
+    ]
+
+
+def command_line() -> str:
+    """The command line of this process."""
+    program = Path(sys.argv[0]).name
+    ours = program in ("jpipe", "cli.py")
+    return shlex.join(["jpipe" if ours else program, *sys.argv[1:]])
+
+
+def _durations(parts: Sequence[Part]) -> str:
+    """`1:02`, `3:04 in 2 parts`."""
+    known = [part.seconds for part in parts if part.seconds is not None]
+    words = duration(sum(known)) + (f" in {len(parts)} parts" if len(parts) > 1 else "")
+    return words + (f", {len(parts) - len(known)} of which took a time that is not known" if len(known) < len(parts) else "")
+
+
+def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
+    """The closing lines of a run."""
+    if summary.measured is not None:
+        reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured, summary.temporary))
+        if words := report.temporary_words(summary.temporary):
+            reporter.say(words)
+        if why := report.why_slower(summary.predicted, summary.measured, jax.process_count()):
+            reporter.say(why)
+    if summary.planned:
+        reporter.table(("", "planned", "measured", "ratio"), summary.planned)
+    if summary.folder is None:
+        return
+    if summary.val_loss_after is None:
+        reporter.say(
+            f"stopped by {name_of(summary.stopped_by or signal.SIGTERM)}; the checkpoint of step {summary.steps} is written, "
+            f"and the same command with --set run.dir={shlex.quote(shown(summary.folder))} resumes there"
+        )
+        return
+    drawn = (summary.folder / "report.html").is_file()
+    reporter.say(
+        f"{count(summary.steps, 'step')} in {summary.seconds:.0f} s: validation loss {summary.val_loss_before:.3f} → "
+        f"{summary.val_loss_after:.3f}{unit}; the run is in {shown(summary.folder)}" + ("; open its report.html" if drawn else "")
+    )
+
+
+def _ranks(plan: jpipe.Plan) -> str:
+    """`0: stage 0, replica 0; …`, `0: stages 0 2; …`."""
+    replicated, words = len(plan.workers) > plan.depth, []
+    for rank, workers in enumerate(plan.rank_workers):
+        stages = " ".join(str(plan.workers[w][0]) for w in workers)
+        replica = f", replica {plan.workers[workers[0]][1]}" if replicated else ""
+        words.append(f"{rank}: stage{'s' if len(workers) > 1 else ''} {stages}{replica}")
+    return "; ".join(words)

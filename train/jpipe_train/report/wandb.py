@@ -1,0 +1,170 @@
+"""A run's numbers for Weights & Biases, which a process of its own sends: training never waits for it."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import re
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from jpipe import InputError
+from jpipe.files import make_folder, read_bytes, shown, write_atomically
+from jpipe_train.console import interrupt
+
+FOLDER = "wandb"  # in the run's folder
+_ID = "id.txt"  # in that folder: by it a run that is resumed goes on in the same run of wandb
+_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("wandb_process.py")))  # -P: no wandb beside it or in ./ is the library
+_MOST_WAITING = 100_000  # rows that it has not taken yet
+_LIMIT, _SHORT = 30.0, 5.0  # seconds that the end of a run waits for it; and where time is short
+
+
+def check_installed() -> None:
+    """Refuse to log to Weights & Biases without its library.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    found = importlib.util.find_spec("wandb")
+    if found is None or found.origin is None:  # a folder ./wandb, say
+        raise InputError("log: wandb is not installed; install it with pip install wandb, or leave it out")
+
+
+class Wandb:
+    """Sends rows to Weights & Biases; close it, or use it in a `with`.
+
+    Whatever goes wrong there is told in a line, and the run goes on: without a login or a network the rows are kept on disk.
+
+    Args:
+        folder: of the run.
+        config: of the run, as plain data.
+        say: takes the lines for the user.
+        command: of the process that sends.
+        limit: seconds that `close` waits for it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        say: Callable[[str], None],
+        command: Sequence[str] = _COMMAND,
+        limit: float = _LIMIT,
+    ) -> None:
+        self._folder, self._say, self._limit = folder / FOLDER, say, limit
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[dict[str, str | None]] = queue.SimpleQueue()
+        self._process: subprocess.Popen[str] | None = None
+        self._takes_rows = self._gone = False
+        self._threads: list[threading.Thread] = []
+        try:
+            make_folder(self._folder)
+            about = {"id": self._id(), "name": os.environ.get("WANDB_NAME", folder.name), "process": os.getpid(), "config": config}
+            about |= {"project": os.environ.get("WANDB_PROJECT", "jpipe"), "folder": os.environ.get("WANDB_DIR", str(folder))}
+            with interrupt.held():
+                self._start(command)
+        except OSError as error:
+            self._say(f"wandb: cannot begin in '{shown(self._folder)}': {error.strerror or error}; the run goes on without it")
+        else:
+            self._takes_rows = True
+            self._lines.put(json.dumps(about))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Send the values of `step`, such as `{"loss": 2.3}`; it does not wait."""
+        self._pass_on()
+        if not self._takes_rows:
+            return
+        self._lines.put(json.dumps({"step": step, "row": dict(scalars)}))
+        if self._lines.qsize() > _MOST_WAITING:
+            self._takes_rows = False
+            self._say(f"wandb: {_MOST_WAITING:,} rows are waiting to be sent; the run goes on, and sends no more")
+
+    def hurry(self) -> None:
+        """Let `close` wait a few seconds only."""
+        self._limit = min(self._limit, _SHORT)
+
+    def close(self, code: int = 0) -> None:
+        """End the run in wandb, with this exit code; later values are dropped. It waits until all is sent, up to its limit."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._takes_rows = False
+        for line in (json.dumps({"end": code}), None):
+            self._lines.put(line)
+        late = False
+        try:
+            process.wait(self._limit)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            process.kill()
+            process.wait()
+            for thread in self._threads:
+                thread.join()
+        self._pass_on(ended=late or process.returncode == 0)
+        if late:
+            self._say(f"wandb: not all was sent in {self._limit:g} s; wandb sync {shown(self._folder)} sends what is kept there")
+
+    def __enter__(self) -> "Wandb":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is not None:
+            self.hurry()
+        self.close(0 if kind is None else 1)
+
+    def _start(self, command: Sequence[str]) -> None:
+        """Start the process, in a session of its own, where Ctrl-C does not reach it."""
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, **pipes, text=True, encoding="utf-8", start_new_session=True)  # noqa: S603 # ours
+        for work, pipe in ((self._send, self._process.stdin), (self._hear, self._process.stdout)):
+            thread = threading.Thread(target=work, args=(pipe,), name="wandb", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _id(self) -> str:
+        """The run's name in wandb's files and addresses, the same when it is resumed."""
+        file, given = self._folder / _ID, os.environ.get("WANDB_RUN_ID")
+        with contextlib.suppress(OSError):
+            kept = read_bytes(file, 2**10).decode("ascii", errors="replace").strip()
+            if given in (None, kept) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kept):
+                return kept
+        chosen = given or secrets.token_hex(4)
+        write_atomically(file, chosen + "\n")
+        return chosen
+
+    def _send(self, pipe: Any) -> None:
+        """In a thread, which waits where the process does not read."""
+        with contextlib.suppress(OSError), pipe:  # the process may end before
+            while (line := self._lines.get()) is not None:
+                pipe.write(line + "\n")
+                pipe.flush()
+
+    def _hear(self, pipe: Any) -> None:
+        """In a thread."""
+        with pipe:
+            for line in pipe:
+                with contextlib.suppress(ValueError):
+                    self._answers.put(json.loads(line))
+        self._answers.put({"ended": None})
+
+    def _pass_on(self, ended: bool = False) -> None:
+        """Tell the user what the process has answered; whether it has ended as it should."""
+        while not self._answers.empty():
+            answer = self._answers.get()
+            problem = answer.get("problem")
+            if "url" in answer:
+                self._say(f"wandb: {answer['url']}")
+            elif "folder" in answer:
+                why, where = (problem or "offline").rstrip("."), shown(Path(answer["folder"] or ""))
+                self._say(f"wandb: {why}; the rows are kept on disk, and wandb sync {where} sends them")
+            elif not self._gone and (problem or not ended):
+                self._takes_rows, self._gone = False, True
+                self._say(f"wandb: {problem or 'its process has ended'}; the run goes on without it")
