@@ -94,7 +94,7 @@ class _Training:
 
     def bytes_written(self) -> dict[str, int]:
         """Bytes of the newest checkpoint, and of what the workers hold: all versions, optimizer state and layer state."""
-        place = self._folder / "checkpoints" / f"{checkpoint_files.steps(self._folder)[-1]:08d}"
+        place = self._folder / "checkpoints" / str(checkpoint_files.steps(self._folder)[-1])
         held = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
         return {
             "files": sum(path.stat().st_size for path in place.rglob("*") if path.is_file()),

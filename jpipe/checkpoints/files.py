@@ -348,7 +348,7 @@ def _damaged(item: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = (str(error).splitlines() or [""])[0][:200]
+        text = (str(error).splitlines() or [""])[0].partition(" [tensorstore_spec")[0].replace(f' at local file "{item}/"', "")[:200]
         raise Damaged(item, f"is no Orbax item as jpipe writes it ({type(error).__name__}: {text})") from error
 
 

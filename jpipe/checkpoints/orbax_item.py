@@ -144,7 +144,7 @@ def tree_specs(path: Path, handler: ocp.PyTreeCheckpointHandler | None = None) -
     _check_names(path)
     with _without_tracebacks():
         tree = (handler or _handler()).metadata(path.absolute()).tree
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if _is_array(leaf) else ..., tree)
+    return spec_tree(tree)
 
 
 def read_tree(path: Path, specs: Any, handler: ocp.PyTreeCheckpointHandler | None = None) -> Any:
@@ -163,10 +163,23 @@ def read_tree(path: Path, specs: Any, handler: ocp.PyTreeCheckpointHandler | Non
     """
     if all(spec is ... for spec in jax.tree.leaves(specs)):
         return specs
-    arguments = jax.tree.map(lambda spec: ocp.RestoreArgs(restore_type=np.ndarray), specs)
     with _without_tracebacks():
-        restored = ocp.args.PyTreeRestore(item=specs, restore_args=arguments)
-        return (handler or _handler()).restore(path.absolute(), args=restored)
+        arguments = ocp.args.PyTreeRestore(item=specs, restore_args=restore_arguments(specs))
+        return (handler or _handler()).restore(path.absolute(), args=arguments)
+
+
+def spec_tree(metadata: Any) -> Any:
+    """Return shapes and dtypes of a tree from Orbax's metadata, as `tree_specs` does.
+
+    Raises:
+        ValueError: an array has chunks larger than itself.
+    """
+    return jax.tree.map(_spec, metadata)
+
+
+def restore_arguments(specs: Any) -> Any:
+    """Return the arguments with which Orbax restores a tree as NumPy arrays."""
+    return jax.tree.map(lambda spec: ocp.RestoreArgs(restore_type=np.ndarray), specs)
 
 
 def escape_names(tree: Any) -> Any:
@@ -256,8 +269,15 @@ def _check_names(path: Path) -> None:
             raise ValueError("expected names without '/' for arrays in folders of their own")
 
 
-def _is_array(leaf: Any) -> bool:
-    return getattr(leaf, "shape", None) is not None and getattr(leaf, "dtype", None) is not None
+def _spec(leaf: Any) -> Any:
+    """Return shape and dtype of a leaf of Orbax's metadata; `...` for one that is not an array."""
+    shape, dtype, storage = (getattr(leaf, name, None) for name in ("shape", "dtype", "storage"))
+    if shape is None or dtype is None:
+        return ...
+    chunk = shape if storage is None or storage.chunk_shape is None else storage.chunk_shape
+    if any(inner > max(size, 1) for inner, size in zip(chunk, shape, strict=True)):  # a chunk is unpacked as a whole
+        raise ValueError(f"'{leaf.name}' has chunks of shape {list(chunk)}, larger than its own, {list(shape)}")
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 class _MoveStores(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types

@@ -132,7 +132,7 @@ def test_lost_rows_end_the_run(damage, message, policy, saved, tmp_path, monkeyp
     ("lost", "message"),
     [
         ("metrics.jsonl", r"was moved or removed while the run was training; its newest checkpoint is of step 7, from which it resumes$"),
-        ("checkpoints/00000007", r"the checkpoint of step 7 is not in the run folder any more; the last good one is of step 6$"),
+        ("checkpoints/7", r"the checkpoint of step 7 is not in the run folder any more; the last good one is of step 6$"),
     ],
 )
 def test_what_is_lost_at_the_end_is_noticed(lost, message, saved, monkeypatch):
@@ -175,7 +175,7 @@ def sealed(place: Path) -> None:
 @pytest.mark.parametrize("lost", ["index", "arrays", "facts"])
 def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, saved, monkeypatch, capsys):
     folder = loop.main(changed(saved, train={"steps": 6})).folder
-    place = folder / "checkpoints" / "00000006"
+    place = folder / "checkpoints" / "6"
     losses = [row["loss"] for row in rows_of(folder)]
     if lost == "facts":
         marker = json.loads((place / "checkpoint.json").read_text())
@@ -194,9 +194,9 @@ def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, s
     assert str(place.relative_to(folder)) in line or "step 6: facts: devices" in line
     assert line.endswith("; the one before is tried")
     assert any(line.startswith("resumes at step 4") for line in told)
-    assert f"checkpoints of later steps are kept as 00000006.old in '{folder / 'checkpoints'}'" in told
+    assert f"checkpoints of later steps are kept as 6.old in '{folder / 'checkpoints'}'" in told
     assert checkpoint_files.steps(folder) == [4, 6, 7]
-    assert (folder / "checkpoints" / "00000006.old" / "checkpoint.json").exists(), "the damaged one is not removed"
+    assert (folder / "checkpoints" / "6.old" / "checkpoint.json").exists(), "the damaged one is not removed"
     assert [row["loss"] for row in rows_of(folder)][:6] == losses
 
 
@@ -213,7 +213,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(saved, capsys):
     assert loop.main(changed(saved, train={"steps": 6}), from_checkpoint=4).steps == 6
     assert "resumes at step 4" in capsys.readouterr().out
     assert rows_of(folder) == whole
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"00000002", "00000004", "00000006", "00000006.old"}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"2", "4", "6", "6.old"}
 
 
 def test_a_run_that_goes_on_with_other_batches_reads_each_row_once(saved, monkeypatch, capsys):
