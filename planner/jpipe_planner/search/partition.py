@@ -154,7 +154,7 @@ class Partition:
         )
 
 
-def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
+def evaluate_partition(problem: Problem, stages: Sequence[Placed]) -> Partition:
     """Price any stages and count their memory, one by one: the reference for the searches.
 
     Args:
@@ -162,7 +162,7 @@ def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
         stages: all layers in order, on devices without a gap.
     """
     times: list[tuple[float, tuple[Literal["stage", "cut"], int]]] = []
-    times += [(seconds_of(problem, stage), ("stage", s)) for s, stage in enumerate(stages)]
+    times += [(placed_seconds(problem, stage), ("stage", s)) for s, stage in enumerate(stages)]
     for s, (before, after) in enumerate(pairwise(stages)):
         link = problem.link(before.first, after.first + after.replicas - 1)
         times.append((cut_seconds(problem.layers[before.stop - 1].outputs, link), ("cut", s)))
@@ -173,7 +173,7 @@ def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
     return Partition(tuple(stages), seconds, bound, memory, (memory.index(most), lacking) if lacking > 0 else None)
 
 
-def seconds_of(problem: Problem, stage: Placed) -> float:
+def placed_seconds(problem: Problem, stage: Placed) -> float:
     """Seconds per microbatch of one stage.
 
     Args:
