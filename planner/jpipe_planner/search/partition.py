@@ -13,13 +13,12 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import jpipe
-from jpipe.schedules.pipedream import PIPEDREAM, versions_held
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
 from jpipe_planner.cost.shape import Shape
 from jpipe_planner.machine.topology import Topology
 
-SCHEDULE = PIPEDREAM
+SCHEDULE = jpipe.schedules.SCHEDULES["pipedream"]
 """That of all answers."""
 
 
@@ -85,7 +84,7 @@ class Problem:
 
     def versions(self, in_flight: Number, replicas: Number) -> Number:
         """Weight versions alive at a stage; for arrays too."""
-        return versions_held(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
+        return jpipe.schedules.pipedream_versions(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
 
     def shape(self, replicas: tuple[int, ...]) -> Shape:
         """The part of a solution that the schedule reads, for these numbers of replicas."""
