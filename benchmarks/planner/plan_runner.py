@@ -22,7 +22,7 @@ from jpipe_planner.profile.measure import measure
 from jpipe_planner.profile.profile import Profile
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.models import cross_entropy, layers
-from jpipe_train.report.report import temporary_of_ranks
+from jpipe_train.report.comparison import temporary_of_ranks
 
 import jpipe
 from benchmarks.pipelines import Runner
