@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jpipe.checkpoints import files, managers
+from jpipe.checkpoints import files, folders, managers
 from jpipe.checkpoints.files import prune, steps
 from jpipe.errors import InputError
 from jpipe.pipeline import Pipeline
@@ -44,12 +44,12 @@ def save(
 ) -> None:
     """Write a checkpoint, the folder `checkpoints/40` for a snapshot at batch 40; it is complete and on disk when this returns.
 
-    In a run of several processes all call this, each writes the layers it has, and process 0 completes the checkpoint. Before that the
-    copies of parameters that stages share are compared, bit for bit, those of the replicas of a stage included.
+    In a run of several processes all call this, each writes its layers, and process 0 completes the checkpoint. Before that the copies of
+    parameters that stages and their replicas share are compared, bit for bit.
 
     Args:
-        folder: of the run; the same for all processes, which share its file system. Or an `ocp.CheckpointManager`, which then decides
-            whether and when to write and what to keep, as its options say; in runs of one process only.
+        folder: of the run, which all processes share; or, in a run of one process, an `ocp.CheckpointManager`, whose options decide
+            whether the checkpoint is written and which are kept.
         snapshot: from `Pipeline.snapshot`, complete.
         facts: of any JSON types, for `files.read_facts`; a manager keeps them as custom metadata.
         rows: returns the metrics so far, for `files.read_metrics`; process 0 calls it when the parts are written. Not used by a manager.
@@ -60,20 +60,18 @@ def save(
     Raises:
         OSError: the disk is full, for example; nothing is left of this checkpoint.
         TimeoutError: another process did not write its part.
-        PeerLost: another process did not call this. Process 0 names it on standard error after five seconds in which nothing moves in any
-            process, and gives up when the run counts as hanging (`wait` of `join_processes`), or with `InputError` if that process has
-            finished.
-        jpipe.runtime.CopiesDiffer: in process 0, the copies of a shared parameter are not the same; nothing is left of this checkpoint.
-        InputError: `folder` cannot be used, `snapshot` is not complete, or `keep` is below 1.
+        PeerLost: another process did not call this until the run counts as hanging (`wait` of `join_processes`). Process 0 names it on
+            standard error after five seconds in which nothing moves in any process.
+        jpipe.runtime.CopiesDiffer: in process 0, the copies of a shared parameter differ; nothing is left of this checkpoint.
+        InputError: `folder` cannot be used, `snapshot` is not complete, `keep` is below 1, or another process has finished.
     """
     _check(snapshot, keep)
     processes = processes or join_processes()
     if isinstance(folder, ocp.CheckpointManager):
         managers.check_alone(processes, keep)
         _check_copies(snapshot, snapshot.shared_copies())
-        managers.save(folder, snapshot.batch, snapshot.layers(), facts)
-        return
-    run = files.run_folder(folder)
+        return managers.save(folder, snapshot.batch, snapshot.layers(), facts)
+    run = folders.run_folder(folder)
     index = 0 if processes is None else processes.index
     if processes is not None and index > 0:
         processes.broadcast(_begun(snapshot.batch, index), [])
@@ -91,8 +89,8 @@ def save(
             prune(run, keep)
         return
     assert processes is not None
-    numbers = [float(number) for copy in copies for number in copy]
-    processes.broadcast(_ended(snapshot.batch, index, well=problem is None), numbers)  # process 0 waits for it
+    numbers = [float(number) for copy in copies for number in copy]  # process 0 waits for them
+    processes.broadcast(_ended(snapshot.batch, index, well=problem is None), numbers)
     if problem is not None:
         raise problem
 
@@ -135,7 +133,7 @@ def load(
         if run is None:
             return _load_managed(pipe, folder, key, batch, step, buckets)
         folder = run
-    run = files.run_folder(folder)
+    run = folders.run_folder(folder)
     chosen = files.newest_good(run, lambda line: None) if step is None else step
     if chosen is None:
         if steps(run):
@@ -157,7 +155,7 @@ def _load_managed(
     specs = managers.layer_specs(manager, chosen)
     names = _local_names(pipe, list(specs), str(manager.directory), chosen)
     pipe.check_layers(batch, _without_memory({name: specs[name] for name in names}), chosen)
-    return pipe.restore(key, batch, managers.read_layers(manager, chosen, specs, names), chosen, buckets=buckets)
+    return pipe.restore(key, batch, managers.read_layers(manager, chosen, names), chosen, buckets=buckets)
 
 
 def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
@@ -222,7 +220,7 @@ def _check(snapshot: Any, keep: int | None) -> None:
             f"checkpoint: expected a jpipe.runtime.Snapshot, found {type(snapshot).__name__}; make one with pipe.snapshot(batch)"
         )
     if keep is not None:
-        files.check_keep(keep)
+        folders.check_keep(keep)
     if not snapshot.complete:
         raise InputError(
             f"checkpoint: expected a complete snapshot, found one at batch {snapshot.batch} whose run has not come to it yet; step on"
@@ -288,7 +286,7 @@ def _complete(
         _check_copies(snapshot, copies)
         files.complete(place, step, count, facts, rows())
     except (OSError, CopiesDiffer):
-        files.discard(place, step)
+        folders.discard(place, step)
         raise
 
 

@@ -29,13 +29,10 @@ from jpipe.checkpoints.folders import (
     COMPLETE,
     STEP_METADATA,
     begin,
-    check_keep,
-    discard,
     is_all_there,
     prune,
     publish,
     remove_part,
-    run_folder,
     step_folder,
     step_folders,
     steps,
@@ -61,23 +58,16 @@ from jpipe.runtime._snapshot import layer_of, with_optimizers
 
 __all__ = [
     "begin",
-    "check_keep",
-    "complete",
     "digest",
-    "discard",
-    "gather",
     "is_all_there",
     "layer_specs",
-    "layers_in",
     "newest_good",
     "prune",
     "read_facts",
     "read_layers",
     "read_metrics",
-    "run_folder",
     "steps",
     "verify",
-    "write_layers",
 ]
 
 

@@ -1,5 +1,6 @@
 """Checkpoints that an `ocp.CheckpointManager` of the user's writes and restores."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jpipe.checkpoints.orbax_item import Tree, escape_names, restore_arguments, spec_tree, unescape_names
+from jpipe.checkpoints.orbax_item import ITEM, Tree, escape_names, read_tree, tree_specs, unescape_names
 from jpipe.checkpoints.records import MARKER
 from jpipe.errors import InputError
 from jpipe.processes._membership import Processes
-from jpipe.runtime._snapshot import with_optimizers
+from jpipe.runtime._snapshot import layer_of, with_optimizers
 
 
 def check_alone(processes: Processes | None, keep: int | None) -> None:
@@ -64,32 +65,45 @@ def layer_specs(manager: ocp.CheckpointManager, step: int) -> dict[str, Tree]:
     return with_optimizers(unescape_names(_specs(manager, step)))
 
 
-def read_layers(manager: ocp.CheckpointManager, step: int, specs: Mapping[str, Tree], names: Sequence[str]) -> dict[str, Tree]:
+def read_layers(manager: ocp.CheckpointManager, step: int, names: Sequence[str]) -> dict[str, Tree]:
     """Read layers of a checkpoint.
 
     Args:
         manager: of the checkpoint.
         step: of the checkpoint.
-        specs: from `layer_specs`.
         names: the layers to read.
 
     Returns:
         `{layer id: nested dicts of NumPy arrays}`, each with its optimizer state.
+
+    Raises:
+        InputError: it is not a checkpoint that `save` wrote.
     """
-    needed = {name for name in specs if name in names or name.rpartition(" replica ")[0] in names}
-    stored = unescape_names(_specs(manager, step))
-    tree = escape_names({name: parts if name in needed else jax.tree.map(lambda spec: ..., parts) for name, parts in stored.items()})
-    arguments = ocp.args.PyTreeRestore(item=tree, restore_args=restore_arguments(tree))
-    read = with_optimizers({name: parts for name, parts in unescape_names(manager.restore(step, args=arguments)).items() if name in needed})
-    return {name: read[name] for name in names}
+    specs = unescape_names(_specs(manager, step))
+    needed = {name for name in specs if name in names or layer_of(name, names) is not None}
+    tree = {name: parts if name in needed else jax.tree.map(lambda spec: ..., parts) for name, parts in specs.items()}
+    read = unescape_names(read_tree(_item(manager, step), escape_names(tree)))
+    layers = with_optimizers({name: read[name] for name in needed})
+    return {name: layers[name] for name in names}
 
 
 def _specs(manager: ocp.CheckpointManager, step: int) -> Tree:
-    metadata = manager.item_metadata(step)
-    tree = getattr(metadata, "tree", None)
-    if not isinstance(tree, dict):
-        raise InputError(
-            f"{manager.directory}: expected a checkpoint of step {step} that jpipe.checkpoints.save wrote, found none; to start with the "
-            "parameters of another program, use warm_start.file or the argument `params` of Pipeline.init"
-        )
-    return spec_tree(tree)
+    try:
+        specs = tree_specs(_item(manager, step))
+        if all(isinstance(parts, dict) for parts in specs.values()):
+            return specs
+        problem = "an array in place of a layer"
+    except Exception as error:  # of many kinds
+        problem = (str(error).splitlines() or [""])[0][:200]
+    raise InputError(
+        f"{manager.directory}: expected a checkpoint of step {step} that jpipe.checkpoints.save wrote, found {problem}; to begin with the "
+        "parameters of another program, pass them to Pipeline.init"
+    )
+
+
+def _item(manager: ocp.CheckpointManager, step: int) -> Path:
+    """Return the Orbax item of a step, whatever prefix and digits the manager gives to names of steps."""
+    for path in sorted(Path(manager.directory).iterdir()):
+        if re.fullmatch(rf"(.*_)?0*{step}", path.name):
+            return path / ITEM
+    raise FileNotFoundError(f"no folder of step {step}")

@@ -144,7 +144,7 @@ def tree_specs(path: Path, handler: ocp.PyTreeCheckpointHandler | None = None) -
     _check_names(path)
     with _without_tracebacks():
         tree = (handler or _handler()).metadata(path.absolute()).tree
-    return spec_tree(tree)
+    return jax.tree.map(_spec, tree)
 
 
 def read_tree(path: Path, specs: Any, handler: ocp.PyTreeCheckpointHandler | None = None) -> Any:
@@ -163,23 +163,9 @@ def read_tree(path: Path, specs: Any, handler: ocp.PyTreeCheckpointHandler | Non
     """
     if all(spec is ... for spec in jax.tree.leaves(specs)):
         return specs
+    arguments = jax.tree.map(lambda spec: ocp.RestoreArgs(restore_type=np.ndarray), specs)
     with _without_tracebacks():
-        arguments = ocp.args.PyTreeRestore(item=specs, restore_args=restore_arguments(specs))
-        return (handler or _handler()).restore(path.absolute(), args=arguments)
-
-
-def spec_tree(metadata: Any) -> Any:
-    """Return shapes and dtypes of a tree from Orbax's metadata, as `tree_specs` does.
-
-    Raises:
-        ValueError: an array has chunks larger than itself.
-    """
-    return jax.tree.map(_spec, metadata)
-
-
-def restore_arguments(specs: Any) -> Any:
-    """Return the arguments with which Orbax restores a tree as NumPy arrays."""
-    return jax.tree.map(lambda spec: ocp.RestoreArgs(restore_type=np.ndarray), specs)
+        return (handler or _handler()).restore(path.absolute(), args=ocp.args.PyTreeRestore(item=specs, restore_args=arguments))
 
 
 def escape_names(tree: Any) -> Any:

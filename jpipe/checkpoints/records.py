@@ -16,6 +16,12 @@ import pydantic
 from jpipe import InputError, files
 from jpipe.checkpoints.orbax_item import ITEM
 
+__all__ = [
+    "MARKER",
+    "Damaged",
+    "describe",
+]
+
 FORMAT = "jpipe-checkpoint/2"
 MARKER = "checkpoint.json"
 ROWS = "metrics.jsonl"
