@@ -71,8 +71,7 @@ def save(
         managers.check_alone(processes, keep)
         _check_copies(snapshot, snapshot.shared_copies())
         return managers.save(folder, snapshot.batch, snapshot.layers(), facts)
-    run = folders.run_folder(folder)
-    index = 0 if processes is None else processes.index
+    run, index = folders.run_folder(folder), 0 if processes is None else processes.index
     if processes is not None and index > 0:
         processes.broadcast(_begun(snapshot.batch, index), [])
     problem: OSError | None = None

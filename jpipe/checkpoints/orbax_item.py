@@ -80,8 +80,7 @@ def join_parts(path: Path, parts: Sequence[Path]) -> None:
     stores = [store for part in parts for store in part.glob("ocdbt.process_*")]
     with _system_errors(path), _without_tracebacks():
         tree = jax.tree.map(lambda leaf: np.zeros(0), structure)  # the stores already hold the arrays
-        alone = _alone()
-        with ocp.Checkpointer(_handler(_MoveStores(stores)), multiprocessing_options=alone) as checkpointer:
+        with ocp.Checkpointer(_handler(_MoveStores(stores)), multiprocessing_options=_alone()) as checkpointer:
             checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree))
 
 
@@ -166,6 +165,18 @@ def read_tree(path: Path, specs: Any, handler: ocp.PyTreeCheckpointHandler | Non
     arguments = jax.tree.map(lambda spec: ocp.RestoreArgs(restore_type=np.ndarray), specs)
     with _without_tracebacks():
         return (handler or _handler()).restore(path.absolute(), args=ocp.args.PyTreeRestore(item=specs, restore_args=arguments))
+
+
+def write_tree(path: Path, tree: Any) -> None:
+    """Write a tree as an Orbax item that `ocp.StandardCheckpointer` restores, in place of the empty folder `path`.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    with _system_errors(path), _without_tracebacks():
+        handler = ocp.StandardCheckpointHandler(multiprocessing_options=_alone())
+        with ocp.Checkpointer(handler, multiprocessing_options=_alone()) as checkpointer:
+            checkpointer.save(path.absolute(), args=ocp.args.StandardSave(tree), force=True)
 
 
 def escape_names(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`jpipe export`: the weights of a run by name, in one safetensors file."""
+"""`jpipe export`: the weights of a run by name, in a safetensors file or as an Orbax checkpoint."""
 
 import contextlib
 import os
@@ -14,41 +14,73 @@ from safetensors.numpy import save
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.files import expanded, resolved, shown, write_atomically
+from jpipe.checkpoints.orbax_item import write_tree
+from jpipe.files import expanded, new_folder, resolved, shown, unused, write_atomically
 from jpipe_train.console.terminal import count
 
 ENDING = ".safetensors"
 Weights = Literal["newest", "ema"]
 
 
-def main(run: str, out: str, step: int | None, report: Callable[[str], None], weights: Weights = "newest") -> None:
-    """Write the parameters and the layer state of a checkpoint into a file, which appears whole or not at all.
+def main(
+    run: str,
+    out: str,
+    step: int | None,
+    report: Callable[[str], None],
+    weights: Weights = "newest",
+    layout: Literal["jpipe", "orbax"] = "jpipe",
+) -> None:
+    """Write the parameters and the layer state of a checkpoint into a file or folder, which appears whole or not at all.
 
     Args:
         run: the folder of the run.
-        out: the file, a new one.
+        out: the new file, or with `layout` "orbax" the new folder.
         step: of the checkpoint; None: the newest that is whole.
-        report: gets a line for what was written, and for each newer checkpoint that is damaged.
+        report: gets a line for what was written, and one for each newer checkpoint that is damaged.
         weights: the newest parameters, or their moving average.
+        layout: a safetensors file, or an Orbax item with the names as nested dicts.
 
     Raises:
-        InputError: no such run or checkpoint, a damaged one, one without an average, or a file that cannot be written.
+        InputError: no such run or checkpoint, a damaged one, one without an average, or `out` cannot be written.
     """
-    file = _new_file(out)
+    path = _new_file(out) if layout == "jpipe" else unused(out, "--out")
     folder = resolved(run, "export")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
     step = step_of(folder, step, "export", report)
     layers = _averaged(folder, step, checkpoint_files.read_layers(folder, step))
     arrays = by_name(layers if weights == "newest" else with_ema(layers, step))
-    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # others it would write shuffled
+    size = (_write_safetensors if layout == "jpipe" else _write_orbax)(path, out, arrays, step)
+    report(f"{out}: {count(len(arrays), 'array')}, {size:,} bytes, step {step} of {run}")
+
+
+def _write_safetensors(path: Path, out: str, arrays: Mapping[str, Any], step: int) -> int:
+    """Write arrays into a file and return its size."""
+    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # safetensors would shuffle other orders
     try:
         content = save(ordered, {"jpipe": f"{jpipe.__version__}, step {step}"})
-        write_atomically(file, content)
+        write_atomically(path, content)
     except SafetensorError as error:
-        raise InputError(f"export: a safetensors file cannot hold this model: {error}; read the checkpoint with Orbax") from None
+        raise InputError(f"export: a safetensors file cannot hold this model: {error}; use --layout orbax") from None
     except OSError as error:
         raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another file") from None
-    report(f"{out}: {count(len(arrays), 'array')}, {len(content):,} bytes, step {step} of {run}")
+    return len(content)
+
+
+def _write_orbax(path: Path, out: str, arrays: Mapping[str, Any], step: int) -> int:
+    """Write arrays as the Orbax item `path` and return the size of its files."""
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *outer, last = name.split("/")
+        inner = tree
+        for part in outer:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise InputError(f"export: a tree cannot hold '{name}', because an array has the name of its dict; leave out --layout")
+        if inner.setdefault(last, array) is not array:
+            raise InputError(f"export: a tree cannot hold '{name}', because a dict has the same name; leave out --layout")
+    with new_folder(path, "--out") as unfinished:
+        write_tree(unfinished, tree)
+        return sum(file.stat().st_size for file in unfinished.rglob("*") if file.is_file())
 
 
 def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from jpipe.checkpoints import own_layers
 from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
 from jpipe_train.assemble.build import param_specs
-from jpipe_train.checkpoint import huggingface
+from jpipe_train.checkpoint import huggingface, orbax_checkpoint
 from jpipe_train.checkpoint.export import by_name, by_path, state_name, step_of
+from jpipe_train.checkpoint.name_map import renamed
 from jpipe_train.checkpoint.safetensors_file import TensorsFile, tensors_file
 from jpipe_train.checkpoint.source import Names, Source, Spec
 from jpipe_train.config.config import WarmStartConfig
@@ -26,7 +27,7 @@ from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
 
 _SHOWN = 3  # layers that are named
-_EXPECTED = "a safetensors file, or the folder of a run or of Hugging Face's layout"
+_EXPECTED = "a safetensors file, or the folder of a run, of an Orbax checkpoint or of Hugging Face's layout"
 _HINT = "is it of another model? With warm_start.mode=partial what fits by name and shape is taken"
 
 
@@ -59,6 +60,12 @@ def load(
 
     def find() -> tuple[Source, set[str]]:
         source = _source(path, strict, lambda line: say(f"warm start: {line}"))
+        if config.names and huggingface.is_meant(path):
+            raise InputError(
+                "warm_start.names: would mean nothing for a folder of Hugging Face's layout, whose names are known; leave it out"
+            )
+        if config.names:
+            source = renamed(source, config.names, [name for specs in model.values() for name in specs])
         return source, fitting(source, model, strict=strict)
 
     def read() -> dict[str, dict[str, np.ndarray]]:
@@ -97,7 +104,9 @@ def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:
         if same := next((name for name in wanted if name in source.specs), None):
             raise InputError(f"{source.where}: nothing fits: expected '{same}' as in the model, {wanted[same]}, found {source.specs[same]}")
         there, here = (next(iter(names), "none at all") for names in (source.specs, wanted))
-        raise InputError(f"{source.where}: expected names and shapes as in the model ('{here}', …), found '{there}', …; rename them")
+        raise InputError(
+            f"{source.where}: expected names and shapes as in the model ('{here}', …), found '{there}', …; rename them (warm_start.names)"
+        )
     return taken
 
 
@@ -120,6 +129,8 @@ def _source(path: Path, strict: bool, report: Callable[[str], None]) -> Source:
         return _of_file(path)
     if huggingface.is_meant(path):
         return huggingface.source(path, strict=strict)
+    if orbax_checkpoint.is_meant(path):
+        return orbax_checkpoint.source(path)
     return _of_run(path, report)
 
 
@@ -155,9 +166,10 @@ def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(checkpoint_files.layer_specs(folder, step)).items()}
 
     def read(names: Names) -> Iterator[dict[str, Any]]:
-        there = checkpoint_files.layer_specs(folder, step)
-        shared = [name for name in there if (place := jpipe.runtime.shared_place(name, there)) and place[0] in names]
-        yield by_name(checkpoint_files.read_layers(folder, step, (*names, *shared)))  # whose files are held against their hashes once
+        entries = checkpoint_files.layer_specs(folder, step)
+        layers = [entry for entry in entries if any(name.startswith(f"{entry}/") for inner in names.values() for name in inner)]
+        shared = [entry for entry in entries if (place := jpipe.runtime.shared_place(entry, entries)) and place[0] in layers]
+        yield by_name(checkpoint_files.read_layers(folder, step, (*layers, *shared)))  # verifies each file once
 
     return Source(f"warm_start.file: '{shown(folder)}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
 

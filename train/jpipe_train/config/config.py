@@ -84,13 +84,24 @@ class ResumeConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """The parameters that a run begins with: those in `file`, a safetensors file, an export or the folder of a run; null: fresh ones.
+    """The parameters that a run begins with: those in `file`, a safetensors file, an export, the folder of a run or an Orbax checkpoint;
+    null: fresh ones.
 
-    With `mode: strict` it has to hold exactly those of the model; with `partial` what fits by name and shape is taken.
+    With `mode: strict` it has to hold exactly those of the model; with `partial` what fits by name and shape is taken. `names` maps the
+    starts of names in the model to those in the file, `{n}` to any number.
     """
 
     file: FilePath | None = None
     mode: Literal["strict", "partial"] = "strict"
+    names: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _numbers_are_known(self) -> "WarmStartConfig":
+        for start, instead in self.names.items():
+            numbers, others = (re.findall(r"\{(.*?)\}", text) for text in (start, instead))
+            if len(set(numbers)) < len(numbers) or not all(number.isidentifier() for number in numbers) or set(others) - set(numbers):
+                raise ValueError(f"names: expected numbers such as {{n}}, each once on the left, found '{start}: {instead}'")
+        return self
 
 
 class PrecisionConfig(Section):
