@@ -17,7 +17,7 @@ from jpipe_train.run import loop
 
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.checkpoints.folders import unfinished_folder
+from jpipe.checkpoints.folders import discard, unfinished_folder
 from tests.train.conftest import changed
 
 NAMES = ("config.yaml", "plan.json", "metrics.jsonl", ".job", ".lock", "trace.json", "report.html", "loss.png", "planned.json")
@@ -179,7 +179,7 @@ def test_names_that_only_look_like_those_of_a_checkpoint_are_kept(name, tmp_path
     with pytest.raises(InputError, match=f"it holds '{name}', which jpipe has not written; move it away"):
         checkpoint_files.begin(tmp_path, 3)
     checkpoint_files.write_layers(tmp_path, 9, {}, 0)
-    checkpoint_files.discard(tmp_path, 9)
+    discard(tmp_path, 9)
     assert file.read_text() == "mine"
 
 

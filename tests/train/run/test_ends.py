@@ -19,7 +19,7 @@ from jpipe_train.run import job, loop
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.checkpoints.records import marker_text
+from jpipe.checkpoints.records import File, marker_text
 from tests.train.conftest import changed
 from tests.train.run.test_loop import rows_of
 
@@ -165,11 +165,13 @@ def test_a_network_that_fails_while_a_checkpoint_is_written_is_no_bad_input(save
 
 def sealed(place: Path) -> None:
     """Make the hashes of a checkpoint fit what is left of it, as versions of jpipe have done that listed the files afterwards."""
-    item, marker = (json.loads((place / name).read_text()) for name in ("process-0.json", "checkpoint.json"))
-    item["files"] = {name: facts for name, facts in item["files"].items() if (place / "process-0" / name).exists()}
-    (place / "process-0.json").write_text(json.dumps(item))
+    part, marker = (json.loads((place / name).read_text()) for name in ("process-0.json", "checkpoint.json"))
+    part["files"] = {name: facts for name, facts in part["files"].items() if (place / name).exists()}
+    index = {name: File(**facts) for name, facts in marker["index"].items() if (place / name).exists()}
+    (place / "process-0.json").write_text(json.dumps(part))
     digest = hashlib.sha256((place / "process-0.json").read_bytes()).hexdigest()
-    (place / "checkpoint.json").write_text(marker_text(marker["step"], {"process-0.json": digest}, marker["rows"], marker["facts"]))
+    text = marker_text(marker["step"], {"process-0.json": digest}, marker["rows"], marker["facts"], index)
+    (place / "checkpoint.json").write_text(text)
 
 
 @pytest.mark.parametrize("lost", ["index", "arrays", "facts"])
@@ -180,9 +182,10 @@ def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, s
     if lost == "facts":
         marker = json.loads((place / "checkpoint.json").read_text())
         marker["facts"]["devices"] = "many"
-        (place / "checkpoint.json").write_text(marker_text(6, marker["items"], marker["rows"], marker["facts"]))
+        index = {name: File(**facts) for name, facts in marker["index"].items()}
+        (place / "checkpoint.json").write_text(marker_text(6, marker["items"], marker["rows"], marker["facts"], index))
     else:
-        sizes = {file: file.stat().st_size for file in (place / "process-0").rglob("d/*")}
+        sizes = {file: file.stat().st_size for file in (place / "default").rglob("d/*")}
         next(file for file in sizes if ("ocdbt.process_0" in str(file)) == (lost == "arrays")).unlink()
         sealed(place)
     if lost == "arrays":  # so that only who reads the arrays finds it out
