@@ -227,7 +227,7 @@ def _check(snapshot: Any, keep: int | None) -> None:
 
 
 def _await_calls(processes: Processes, step: int) -> None:
-    """Wait until all other processes have called `save`; name those that have not, since mostly they never will."""
+    """Wait until all other processes have called `save`; name those that have not, since they probably never will."""
     absent, patience = list(range(1, processes.count)), time.monotonic() + _PATIENCE
     while absent:
         with processes.waiting(f"the call of checkpoints.save for step {step}", absent):
@@ -241,7 +241,7 @@ def _await_calls(processes: Processes, step: int) -> None:
                 if time.monotonic() > patience and processes.still() > _PATIENCE:
                     text = f"the checkpoint of step {step} waits for {_named(absent)} to call checkpoints.save; call it in all processes"
                     os.write(2, f"jpipe: {text}\n".encode())
-                    patience = math.inf  # once is enough
+                    patience = math.inf  # name them once
                 time.sleep(0.02)
         for k in [k for k in absent if processes.has_message(_begun(step, k))]:
             processes.receive(_begun(step, k), k)
@@ -262,13 +262,13 @@ def _complete(
     rows: Callable[[], bytes],
     limit: float,
 ) -> None:
-    """Say that it is complete, or clear it away: the disk may be full, or copies of shared parameters may differ."""
+    """Complete a checkpoint, or remove it if the disk is full or copies of shared parameters differ."""
     step, count, end = snapshot.batch, 1 if processes is None else processes.count, time.monotonic() + limit
 
     def has_reported(k: int, well: bool) -> bool:
         return processes is not None and processes.has_message(_ended(step, k, well=well))
 
-    # A part of an earlier attempt may be there: only the process itself knows when that of this one is.
+    # A part of an earlier attempt may exist, so each process reports when it has written its own.
     while time.monotonic() < end and not all(has_reported(k, True) or has_reported(k, False) for k in range(1, count)):
         time.sleep(0.02)
     failed = {k for k in range(1, count) if has_reported(k, False)} | ({0} if problem is not None else set())
@@ -290,7 +290,7 @@ def _complete(
 
 
 def _check_copies(snapshot: Snapshot, copies: Iterable[SharedCopy]) -> None:
-    """Refuse copies of a shared parameter that differ from that of its first stage."""
+    """Check that the copies of each shared parameter equal that of its first stage."""
     first: dict[int, SharedCopy] = {}
     for copy in sorted(copies):
         other = first.setdefault(copy.parameter, copy)
