@@ -85,8 +85,8 @@ def some(tmp_path):
 
 def begin_to_save(made, step):
     for one in made:
-        one.arm(step - 1)
-        one.proceed(step - 1, lambda _: {})
+        one.schedule_snapshot(step - 1)
+        one.flush_finished(step - 1, lambda _: {})
 
 
 def check_what_becomes_of_4(made, processes, said, folder, reason):

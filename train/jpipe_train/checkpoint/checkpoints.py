@@ -55,26 +55,26 @@ class Checkpoints:
         self._together = together
         self._snapshots: list[jpipe.runtime.Snapshot] = []  # not being written yet, in order
         self._writing: Future[None] | None = None
-        self._is_last = False  # whether `arm_last` was called
+        self._is_last = False  # whether `schedule_last` was called
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         # Kept open to notice when another folder takes its place. Without checkpoints only process 0 needs the folder.
         self._open_folder = None if config.every is None else os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.written: int | None = None  # the step of the last complete checkpoint, in process 0
 
-    def arm(self, step: int) -> None:
+    def schedule_snapshot(self, step: int) -> None:
         """Begin the snapshot after `step`, which is about to run, if one is due."""
         every = self._config.every
         if every is not None and (step + 1 == self._steps or ((step + 1) % every == 0 and not self._is_last)):
             self._snapshots.append(self._pipe.snapshot(step + 1))
 
-    def arm_last(self, step: int) -> None:
+    def schedule_last(self, step: int) -> None:
         """Begin the snapshot after `step`, which is about to run; after it only the one at the end of the run is due."""
         self._is_last = True
         self._snapshots.append(self._pipe.snapshot(step + 1))
 
     @property
-    def last_is_over(self) -> bool:
-        """Whether the snapshot of `arm_last` is written or has failed; in process 0, that of all processes."""
+    def last_is_done(self) -> bool:
+        """Whether the snapshot of `schedule_last` is written or has failed; in process 0, that of all processes."""
         return self._is_last and not self._snapshots and (self._writing is None or self._writing.done())
 
     def observing(self, other: Observer | None = None) -> Observer | None:
@@ -90,7 +90,7 @@ class Checkpoints:
 
         return observe
 
-    def proceed(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
+    def flush_finished(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
         """Start to write the snapshots that are complete and whose rows are logged, and report failures of the one before.
 
         Args:
@@ -113,7 +113,7 @@ class Checkpoints:
         """Wait for the checkpoint that is being written.
 
         Raises:
-            OSError: as `proceed`.
+            OSError: as `flush_finished`.
             FolderChanged: the run folder was moved or replaced.
             jpipe.runtime.CopiesDiffer: copies of a shared parameter differ.
         """

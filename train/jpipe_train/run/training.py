@@ -71,18 +71,18 @@ class Training:
         finished: jpipe.Metrics | None = None
         for step in range(state.batch, steps):
             interrupt.check()
-            order = self.preemption.order(step, lambda: checkpoints.last_is_over)
+            order = self.preemption.order(step, lambda: checkpoints.last_is_done)
             if order == "leave":
                 return self._stopped(state, mean_loss(before))
             if step % self.config.eval_every == 0 and log.validated(step) is None:
                 log.validation(step, self._evaluate(state))
             if order == "save":
-                checkpoints.arm_last(step)
+                checkpoints.schedule_last(step)
             else:
-                checkpoints.arm(step)
+                checkpoints.schedule_snapshot(step)
             state, metrics = self.pipe.step(state, self.batches[step], observe=checkpoints.observing(self.measure.observer(step)))
             log.finished(finished)  # in the step before: reading a loss waits for it, and the devices have this step's work meanwhile
-            checkpoints.proceed(log.through, facts_of)
+            checkpoints.flush_finished(log.through, facts_of)
             finished = metrics
         interrupt.check()
         self.measure.finish()
@@ -91,7 +91,7 @@ class Training:
         log.validation(steps - 1, after)
         log.finished(finished)
         log.finished(drained)
-        checkpoints.proceed(log.through, facts_of)
+        checkpoints.flush_finished(log.through, facts_of)
         checkpoints.finish()
         log.close()
         self._check_complete(steps)
