@@ -32,9 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:  # most of Python fails there
             return fail(f"the current folder cannot be used: {error.strerror}; change to another one (cd), and try again", 2)
         try:
-            with interrupt.held():  # modules in C may crash when interrupted
+            with interrupt.importing():
                 from jpipe_train import commands
-            interrupt.check()
             return commands.run(arguments)
         except BaseException as error:
             if (words := interrupt.words(error)) is not None:
