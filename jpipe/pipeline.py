@@ -527,7 +527,7 @@ class Pipeline:
         recompute = [f.stage.recompute != "none" for f in functions]
         costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
         costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
-        for own in self.plan.rank_stages:
+        for own in self.plan.pipeline_ranks:
             for s in own:
                 if s + 1 in own:
                     passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))

@@ -16,7 +16,7 @@ from jpipe_planner.cost.shape import is_planned
 
 def has_bounds(plan: jpipe.Plan) -> bool:
     """Whether the bounds hold for a plan: one stage on each rank, and whole backwards."""
-    return is_planned(plan.schedule) and plan.depth == len(plan.rank_stages) and plan.split_backward == "joint"
+    return is_planned(plan.schedule) and plan.depth == len(plan.pipeline_ranks) and plan.split_backward == "joint"
 
 
 def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], cores: float | None) -> float:

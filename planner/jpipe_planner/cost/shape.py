@@ -33,7 +33,7 @@ class Shape:
     order_limit: None = None
 
     @property
-    def rank_stages(self) -> jpipe.schedules.Ranks:
+    def pipeline_ranks(self) -> jpipe.schedules.Ranks:
         """One stage for each rank."""
         return tuple((s,) for s in range(len(self.replicas)))
 

@@ -63,7 +63,7 @@ class Ranked:
 
     def _most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
         found, first = [], 0
-        for count in self.candidate.replicas[: self.candidate.ranks]:
+        for count in self.candidate.replicas[: self.candidate.num_pipeline_ranks]:
             found.append(max(sizes[first : first + count]))
             first += count
         return tuple(found)

@@ -65,7 +65,7 @@ def compile_stages(
     """
     programs = {} if programs is None else programs
     plan = choice.plan(ranked)
-    every, fullest = tuple(range(plan.depth)), plan.rank_stages[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
+    every, fullest = tuple(range(plan.depth)), plan.pipeline_ranks[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
     on_meshes = any(stage.mesh for stage in plan.stages)
     if on_meshes or plan.depth > _AT_ONCE:
         first = _with_compiled(choice, ranked, pipe, batch, device, fullest, programs)
@@ -88,7 +88,7 @@ def _with_compiled(
     exact = dataclasses.replace(ranked, simulated=simulate_plan(plan, costs, topology, choice.global_norm))
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
-    ranks = tuple(p for p, own in enumerate(plan.rank_stages) if set(own) <= set(stages))
+    ranks = tuple(p for p, own in enumerate(plan.pipeline_ranks) if set(own) <= set(stages))
     return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, ranks)
 
 

@@ -200,10 +200,10 @@ class _Confirm:
         errors = [actual - estimate for actual, estimate in zip(true, ranked.memory, strict=True)]
         known = compiled.ranks or range(len(true))
         errors = [error if p in known else max(errors[q] for q in known) for p, error in enumerate(errors)]
-        rank_stages, found = self._choice.plan(ranked).rank_stages, ranked
+        pipeline_ranks, found = self._choice.plan(ranked).pipeline_ranks, ranked
         while lacking := [p for p, estimate in enumerate(found.memory) if estimate + errors[p] > self._limit]:
             policies = list(found.candidate.policies)
-            for s in [s for p in lacking for s in rank_stages[p]]:
+            for s in [s for p in lacking for s in pipeline_ranks[p]]:
                 policies[s] = order[min(order.index(policies[s]) + 1, len(order) - 1)]
             more = None if tuple(policies) == found.candidate.policies else _with_policies(self._choice, candidate, tuple(policies))
             if more is None:

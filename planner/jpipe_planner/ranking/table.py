@@ -74,7 +74,9 @@ def shape(candidate: Candidate) -> str:
     """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with different numbers of replicas, `4 ranks of 2` for as
     many with two stages each."""
     if candidate.chunks > 1:
-        return f"{candidate.ranks} ranks of {candidate.chunks}" + (f" × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else "")
+        return f"{candidate.num_pipeline_ranks} ranks of {candidate.chunks}" + (
+            f" × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else ""
+        )
     if len(set(candidate.replicas)) > 1:
         return "·".join(map(str, candidate.replicas))
     return f"{candidate.depth} × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else str(candidate.depth)
@@ -190,8 +192,8 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
     rules, best_rules = (jpipe.schedules.SCHEDULES[one.schedule] for one in (own, chosen))
     reasons = (
         (own.degrees.size > chosen.degrees.size, "larger meshes"),
-        (own.ranks > chosen.ranks, "more ranks"),
-        (own.ranks == chosen.ranks and own.chunks > chosen.chunks, "more stages on a rank"),
+        (own.num_pipeline_ranks > chosen.num_pipeline_ranks, "more ranks"),
+        (own.num_pipeline_ranks == chosen.num_pipeline_ranks and own.chunks > chosen.chunks, "more stages on a rank"),
         (best_rules.flushes and not rules.flushes, "older weights"),
         (chosen.has_whole_backwards and not own.has_whole_backwards, "more programs"),
         (max(other.memory) > max(best.memory), "more memory"),

@@ -219,10 +219,10 @@ def _priced(
     candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], known: Simulated, topology: Topology
 ) -> Candidate:
     """The candidate with its simulation's numbers."""
-    limit, peaks = topology.device.memory, list(zip(plan.rank_places, known.peak_bytes, strict=True))
-    memory = tuple(max(peak for (place, _), peak in peaks if place == p) for p in range(len(plan.rank_stages)))
+    limit, peaks = topology.device.memory, list(zip(plan.rank_positions, known.peak_bytes, strict=True))
+    memory = tuple(max(peak for (place, _), peak in peaks if place == p) for p in range(len(plan.pipeline_ranks)))
     worst = max(range(len(memory)), key=memory.__getitem__)
-    busy = [sum(costs[s].forward + costs[s].backward for s in stages) for stages in plan.rank_stages]
+    busy = [sum(costs[s].forward + costs[s].backward for s in stages) for stages in plan.pipeline_ranks]
     return dataclasses.replace(
         candidate,
         seconds=known.batch_seconds,

@@ -23,10 +23,10 @@ class Candidate:
         keep_together: as in `jpipe.Plan`.
         seconds: seconds per batch, in steady state.
         bubble: share of the time of its devices in which they do not compute.
-        memory: peak bytes of a device of each rank.
+        memory: peak bytes of a device of each pipeline rank.
         sent: bytes per row that all devices together send.
         bound: what limits the speed, as text.
-        over: the rank that lacks most memory and how many bytes; None: it fits.
+        over: the pipeline rank that lacks most memory and how many bytes; None: it fits.
         update_every: as in `jpipe.Plan`.
         chunks: how many stages each rank runs.
         order: as in `jpipe.Plan`.
@@ -72,8 +72,8 @@ class Candidate:
         return sum(self.replicas) // self.chunks
 
     @property
-    def ranks(self) -> int:
-        """How many ranks there are, without replicas."""
+    def num_pipeline_ranks(self) -> int:
+        """The number of pipeline ranks."""
         return self.depth // self.chunks
 
     @property
@@ -103,7 +103,7 @@ class Candidate:
         lacks = self.over[1] if self.over else 0
         ties = (
             self.degrees.size,
-            self.ranks,
+            self.num_pipeline_ranks,
             self.chunks,
             not schedule.flushes,
             not self.has_whole_backwards,

@@ -247,9 +247,9 @@ def memory_of(devices: Sequence[Any]) -> float:
 
 def devices_of(plan: jpipe.Plan) -> int:
     """How many devices, of all processes, the plan asks for."""
-    each = [plan.stages[stages[0]].devices_each for stages in plan.rank_stages]
+    each = [plan.stages[stages[0]].devices_each for stages in plan.pipeline_ranks]
     if plan.placement is None:
-        return sum(each[p] for p, _ in plan.rank_places)
+        return sum(each[p] for p, _ in plan.rank_positions)
     return max(number + count for numbers, count in zip(plan.placement, each, strict=True) for number in numbers)
 
 

@@ -74,7 +74,7 @@ class PlanConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """How many ranks the keys ask for, each replica counted, those of a file left aside."""
+        """How many ranks the keys ask for, those of a file left aside."""
         return max(sum(self._replicas_of_stages) // self._stages_each, 1)
 
     @property

@@ -213,7 +213,7 @@ def _report(reporter: Reporter, found: Found, confirmed: Compiled | None, batch:
         memory = "" if candidate.chunks > 1 else f"; {_memory(chosen, confirmed, s)}"
         reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}{memory}")
     if candidate.chunks > 1:
-        for p, stages in enumerate(plan.rank_stages):
+        for p, stages in enumerate(plan.pipeline_ranks):
             reporter.say(f"  rank {p}: stages {', '.join(map(str, stages))}; {_memory(chosen, confirmed, p)}")
     if confirmed is None:
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")

@@ -160,7 +160,7 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
             f"{batches} batches; use fewer of one"
         )
     in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, 0) * plan.replicas[0]
-    ranks = len(plan.rank_stages)
+    ranks = len(plan.pipeline_ranks)
     full = in_flight >= min(ranks, plan.microbatches)  # all ranks compute at a time
     passes = plan.depth + -(-plan.depth // ranks) * plan.microbatches if full else -(-plan.depth * plan.microbatches // in_flight)
     ticks = 4 * batches * passes * len(plan.rank_workers)  # more than there will be
@@ -176,7 +176,7 @@ def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int,
 
     Sizes, which are those of the rank, only where they are known, and temporaries and peak memory only if its stages are compiled.
     """
-    replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.rank_stages)
+    replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.pipeline_ranks)
     stage_head = ["stage·replica"] if replicated else ["stage"] if shares else []
     head = ["rank", *stage_head, "layers", "recompute", "in flight", "versions"]
     each = ", each device" if has_meshes(plan) else ""

@@ -66,14 +66,14 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
         measured: a window of the run.
         costs: for each stage the sizes that a window does not include, see `temporary_of_ranks`.
     """
-    ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.rank_stages]
+    ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.pipeline_ranks]
     held = [max(measured.held_bytes[rank] for rank in replicas) for replicas in ranks]
     peaks = tuple(size + more for size, more in zip(held, temporary_of_ranks(plan, costs), strict=True))
     return jpipe.plan.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
 
 
 def temporary_of_ranks(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
-    """Bytes that each rank, counted without replicas, needs only while a program runs.
+    """Bytes that each pipeline rank needs only while a program runs.
 
     These are scratch memory, and what a program that begins with a forward takes and leaves nothing of.
     """
@@ -81,13 +81,13 @@ def temporary_of_ranks(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCos
     found = [cost.temporary for cost in costs]
     if schedule.begins_fused(plan, plan.depth - 1):
         found[-1] += costs[-1].inputs + costs[-1].labels
-    return [max(found[s] for s in stages) for stages in plan.rank_stages]
+    return [max(found[s] for s in stages) for stages in plan.pipeline_ranks]
 
 
 def temporary_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], compiled: Collection[int]) -> tuple[int | None, ...]:
-    """Bytes that each rank, replicas included, needs only while a program runs; None where its stages are not among the compiled ones."""
+    """Bytes that each rank needs only while a program runs; None where its stages are not among the compiled ones."""
     found = temporary_of_ranks(plan, costs)
-    return tuple(found[place] if set(plan.rank_stages[place]) <= set(compiled) else None for place, _ in plan.rank_places)
+    return tuple(found[place] if set(plan.pipeline_ranks[place]) <= set(compiled) else None for place, _ in plan.rank_positions)
 
 
 def compare_with_plan(plan: jpipe.Plan, predicted: jpipe.plan.Predicted, measured: jpipe.plan.Predicted) -> list[Comparison]:
@@ -96,7 +96,7 @@ def compare_with_plan(plan: jpipe.Plan, predicted: jpipe.plan.Predicted, measure
         _comparison("time of a step", time_text, [predicted.batch_seconds, measured.batch_seconds]),
         _comparison("bubble (idle share)", share_text, [predicted.bubble, measured.bubble]),
     ]
-    for stages, *peaks in zip(plan.rank_stages, predicted.peak_bytes, measured.peak_bytes, strict=True):
+    for stages, *peaks in zip(plan.pipeline_ranks, predicted.peak_bytes, measured.peak_bytes, strict=True):
         named = f"stage {stages[0]}" if len(stages) == 1 else f"stages {' '.join(map(str, stages))}"
         rows.append(_comparison(f"peak memory, {named}", bytes_text, peaks))
     return rows
