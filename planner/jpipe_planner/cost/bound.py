@@ -1,8 +1,8 @@
 """Bounds on the speed of a plan: no simulation of it in steady state is faster, and a bound takes much less time to compute.
 
 Every port has to carry all messages and sums that go through it, one after the other. And every computation waits for what it needs: its
-worker, the messages with their latencies, the sum for the weight version that it reads. The bound ignores that messages wait for each
-other, and with clipping the wait for the norm of the gradients.
+worker, the messages with their latencies, the sum for the weight version that it reads. The bounds ignore that messages wait for each
+other, and with clipping the wait for the norm of the gradients. There is one stage on each rank, so a worker has the number of its rank.
 """
 
 from collections import defaultdict, deque
@@ -15,12 +15,12 @@ from jpipe_planner.cost.shape import is_planned
 
 
 def has_bounds(plan: jpipe.Plan) -> bool:
-    """Whether the bounds hold for a plan: one stage on each rank, and whole backwards."""
+    """Return whether the bounds hold for a plan: it has one stage on each rank, and whole backwards."""
     return is_planned(plan.schedule) and plan.depth == len(plan.pipeline_ranks) and plan.split_backward == "joint"
 
 
 def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], cores: float | None) -> float:
-    """Seconds per batch for which the busiest worker computes, or all workers on their shared cores if that is longer.
+    """Return the seconds per batch for which the busiest worker computes, or all workers on their shared cores if that is longer.
 
     With a flush the stages before a worker's stage have to be filled and drained as well.
     """
@@ -33,7 +33,7 @@ def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], co
 
 
 def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> float:
-    """Seconds per batch that all workers together compute."""
+    """Return the seconds per batch that all workers together compute."""
     seconds = 0.0
     for s, cost in enumerate(costs):
         seconds += plan.microbatches * (cost.forward + cost.backward) + plan.updates_per_batch(s) * plan.replicas[s] * cost.update
@@ -41,7 +41,7 @@ def computing_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost
 
 
 def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network) -> float:
-    """Seconds per batch that the busiest port sends."""
+    """Return the seconds per batch that the busiest port sends."""
     loads: defaultdict[Hashable, float] = defaultdict(float)
     for s in range(plan.depth - 1):
         pairs = lcm(*plan.replicas[s : s + 2])
@@ -64,7 +64,11 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
 
 
 def _exchange(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> Iterator[tuple[int, int, int]]:
-    """(sender, receiver, bytes) of the gradients of shared parameters for each update: one replica sends to each worker of other stages."""
+    """Yield the messages with gradients of shared parameters for each update: one replica sends to each worker of the other stages.
+
+    Yields:
+        Sender, receiver, bytes.
+    """
     for group, stages in enumerate(jpipe.programs.shared_stages(costs)):
         for s, other in permutations(stages, 2):
             for replica, target in enumerate(plan.stage_workers[other]):
@@ -72,20 +76,20 @@ def _exchange(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> It
 
 
 def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.Link]:
-    """The links between neighbouring replicas of a stage; none for one replica."""
+    """Return the links between neighbouring replicas of a stage; none for one replica."""
     workers = plan.stage_workers[s]
     return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 else []
 
 
 def _sending(size: int, ring: Sequence[jpipe.Link]) -> float:
-    """Seconds to send a sum."""
+    """Return the seconds to send a sum around a ring."""
     return 2 * (len(ring) - 1) / len(ring) * size / min(link.bandwidth for link in ring)
 
 
 def unhindered_seconds(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], link: jpipe.programs.Network, first: int, batches: int
 ) -> float:
-    """Seconds per batch if messages never wait for each other.
+    """Return the seconds per batch if messages never wait for each other.
 
     Args:
         plan: the plan, without vertical sync.
@@ -121,7 +125,7 @@ class _Stage:
 
     @staticmethod
     def _delays(plan: jpipe.Plan, source: int, target: int, size: int, link: jpipe.programs.Network) -> list[float]:
-        """Seconds of the messages to a neighbour, for one period of microbatches; empty without a neighbour."""
+        """Return the seconds of the messages to a neighbour, for one period of microbatches; empty without a neighbour."""
         if not 0 <= target < plan.depth:
             return []
         links = [link(plan.worker(source, k), plan.worker(target, k)) for k in range(lcm(plan.replicas[source], plan.replicas[target]))]
@@ -148,7 +152,7 @@ class _Pipeline:
         self.entered: list[float] = []
 
     def entries(self) -> list[float]:
-        """When worker 0 begins each batch."""
+        """Return when worker 0 begins each batch."""
         while self.ready:
             worker = self.workers[self.ready.popleft()]
             stage, s = self.stages[worker.stage], worker.stage
@@ -157,7 +161,7 @@ class _Pipeline:
         return self.entered
 
     def _step(self, worker: _Worker, stage: _Stage, s: int) -> bool:
-        """Do the next computation of a worker, if the times of all its inputs are known; a new time wakes the worker that waits for it."""
+        """Do the next computation of a worker if the times of all its inputs are known, and wake the worker that waits for it."""
         is_forward, own = stage.order[worker.position]
         k = own * stage.replicas + worker.replica
         there = stage.arrived[k] if is_forward else stage.returned[k]
@@ -190,7 +194,7 @@ class _Pipeline:
         return True
 
     def _end_batch(self, worker: _Worker, stage: _Stage, batch: int) -> None:
-        """A worker has the gradients of an update: it updates, or the last of the replicas sums them."""
+        """Update a worker that has the gradients of an update; the last of several replicas sums them first."""
         worker.ended += 1
         if stage.replicas == 1:
             worker.clock += stage.update

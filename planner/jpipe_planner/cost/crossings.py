@@ -29,7 +29,7 @@ class Crossings:
 
     @classmethod
     def find(cls, topology: Topology, width: int, depth: int, keep_together: Literal["replicas", "stages"]) -> "Crossings":
-        """Assign the pipelines to the first w d workers, with neighbours according to `keep_together`."""
+        """Assign w pipelines of d stages to the first w d devices, with neighbours according to `keep_together`."""
         count = width * depth
         grid = np.arange(count).reshape((depth, width) if keep_together == "replicas" else (width, depth))
         grid = grid if keep_together == "replicas" else grid.T
@@ -57,10 +57,13 @@ class Crossings:
         )
 
     def ports(self, sizes: Number) -> tuple[Number, Number]:
-        """Seconds for which the busiest port of each cut sends one microbatch of every pipeline: outputs only, and with gradients.
+        """Return the seconds for which the busiest port of each cut sends one microbatch of every pipeline.
 
         Args:
             sizes: bytes that cross each cut.
+
+        Returns:
+            Outputs only; outputs and gradients. An array over the cuts each.
         """
         one_way, both_ways = np.zeros(len(sizes)), np.zeros(len(sizes))
         for bandwidth, here, sources, targets in self._levels:
@@ -75,5 +78,5 @@ class Crossings:
 
 
 def _level(topology: Topology, sources: Any, targets: Any) -> Any:
-    """`Topology.level` for arrays; 0 within one worker."""
+    """Return `Topology.level` for arrays of devices, with 0 where both are the same."""
     return sum(np.not_equal(sources // size, targets // size).astype(int) for size in topology.sizes)

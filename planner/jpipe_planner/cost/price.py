@@ -1,4 +1,4 @@
-"""The cost of a plan in closed form, in seconds: small functions that all searches share, so that they agree.
+"""Closed forms for the seconds of a plan: small functions that all searches share. They take numbers and NumPy arrays.
 
 All take numbers and NumPy arrays.
 """
@@ -16,13 +16,16 @@ Number = Any  # float or array
 
 
 def all_reduce_seconds(size: Number, replicas: Number, link: jpipe.Link) -> Number:
-    """A ring over `replicas` workers that sums `size` bytes: 2 (r - 1) / r of them leave and reach each worker, in 2 (r - 1) steps."""
+    """Return the seconds of a ring over `replicas` workers that sums `size` bytes.
+
+    2 (r - 1) / r of them leave and reach each worker, in 2 (r - 1) steps.
+    """
     steps = 2 * (replicas - 1)
     return steps / replicas * size / link.bandwidth + steps * link.latency
 
 
 def cut_seconds(size: Number, link: jpipe.Link) -> Number:
-    """Seconds in which the outputs of a microbatch cross a cut, or their gradients return: links are full duplex.
+    """Return the seconds in which the outputs of a microbatch cross a cut, or their gradients return: links are full duplex.
 
     The latency is not included: it does not slow the pipeline down as long as enough microbatches are in flight.
     """
@@ -30,10 +33,10 @@ def cut_seconds(size: Number, link: jpipe.Link) -> Number:
 
 
 def stage_seconds(compute: Number, update: Number, all_reduce: Number, replicas: Number, microbatches: Number) -> Number:
-    """Seconds per microbatch that a stage of a pipeline in steady state needs, divided among its replicas.
+    """Return the seconds per microbatch that a stage of a pipeline in steady state needs, divided among its replicas.
 
     Per update each replica computes M_s / r_s microbatches and updates once. The sum of the gradients overlaps with the forward and
-    backward after it, and the stage waits for the rest of it. With M_s = r_s that is the larger of compute and all-reduce, as in
+    backward after it, and the stage waits for what remains of it. With M_s = r_s that is the larger of compute and all-reduce, as in
     PipeDream (SOSP 2019), section 3.1.
 
     Args:
@@ -74,7 +77,7 @@ class Times(NamedTuple):
 
     @property
     def own(self) -> Any:
-        """Forward and backward of each stage."""
+        """Seconds of the forward and backward of each stage."""
         return self.forward + self.backward
 
     @property
@@ -95,7 +98,7 @@ class Times(NamedTuple):
 
 
 class Price(NamedTuple):
-    """Seconds of a batch in steady state; what limits it, as an index into `BOUNDS`, and at which stage or cut."""
+    """The seconds of a batch in steady state, and what limits them: an index into `BOUNDS`, and the stage or cut."""
 
     seconds: Any
     bound: Any
@@ -106,7 +109,7 @@ BOUNDS = ("stage {} computes", "cut {}", "sum of stage {}", "bubble")
 
 
 def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int) -> Price:
-    """1F1B without a flush: the slowest cycle determines the speed.
+    """Price 1F1B without a flush, where the slowest cycle determines the speed.
 
     In a cycle from stage s to stage s' and back there are n_s - n_s' + 1 microbatches at a time, and the next one enters when one
     returns to s. So a slow stage counts in full, and so does a slow link unless more microbatches are in flight. In addition a stage
@@ -130,7 +133,7 @@ def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int)
 
 
 def flush_price(times: Times, microbatches: Number) -> Price:
-    """1F1B with a flush, then the sums. See `steady_price`.
+    """Price 1F1B with a flush, then the sums. See `steady_price`.
 
     A stage computes m microbatches between the arrival of the first one and the return of the last one. In between it waits for later
     stages twice: for the first gradient, if its forwards until then take less time, and for the last gradient, if its remaining
@@ -140,7 +143,7 @@ def flush_price(times: Times, microbatches: Number) -> Price:
 
 
 def _flush_repeated(times: Times, microbatches: Number) -> Number:
-    """Seconds of 1F1B with a flush, without one microbatch through all stages and back."""
+    """Return the seconds of 1F1B with a flush, without one microbatch through all stages and back."""
     m, own = microbatches[..., 0], times.own
     depth = own.shape[-1]
     before = np.concatenate([np.zeros_like(own[..., :1]), np.cumsum(own[..., :-1] + 2 * times.cuts, -1)], -1)
@@ -161,7 +164,7 @@ def _flush_repeated(times: Times, microbatches: Number) -> Number:
 
 
 def gpipe_price(times: Times, microbatches: Number) -> Price:
-    """All forwards at the speed of the slowest stage or port, then all backwards, then the sums. See `steady_price`."""
+    """Price all forwards at the speed of the slowest stage or port, then all backwards, then the sums. See `steady_price`."""
     m = microbatches[..., 0]
 
     def repeated(times: Times) -> Number:
@@ -172,7 +175,7 @@ def gpipe_price(times: Times, microbatches: Number) -> Price:
 
 
 def naive_price(times: Times, microbatches: Number) -> Price:
-    """One microbatch after the other through all stages and back, then the sums. See `steady_price`."""
+    """Price one microbatch after the other through all stages and back, then the sums. See `steady_price`."""
     m = microbatches[..., 0]
     return _flushed(times, m, lambda times: (m - 1) * times.through)
 
@@ -187,9 +190,9 @@ _FEWEST_WALKED = 16  # microbatches, whatever the depth
 
 
 def walked_price(times: Times, microbatches: Number, orders: Callable[[int], Orders]) -> Price:
-    """A batch in any order, computation by computation, then the sums. See `steady_price`.
+    """Price a batch in any order, computation by computation, then the sums. See `steady_price`.
 
-    Of many microbatches it walks through only enough to know how much longer each further one takes.
+    Of many microbatches it walks through only as many as show how much longer each further one takes.
 
     Args:
         times: of the stages and cuts.
@@ -215,7 +218,7 @@ def _walked_seconds(times: Times, microbatches: int, orders: Callable[[int], Ord
 
 
 def _walk(times: Times, orders: Orders) -> float:
-    """From the first start of a batch to its last end; each direction of a cut carries one message at a time."""
+    """Return the seconds from the first start of a batch to its last end; each direction of a cut carries one message at a time."""
     forward, backward, messages, latencies = (part.tolist() for part in (times.forward, times.backward, times.messages, times.latencies))
     last, clocks, places = len(orders) - 1, [0.0] * len(orders), [0] * len(orders)
     arrived: dict[tuple[int, bool, int], float] = {}  # by stage, whether it is an output gradient, and microbatch
@@ -242,7 +245,7 @@ def _walk(times: Times, orders: Orders) -> float:
 
 
 def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
-    """The price in the appendix of PipeDream-2BW (ICML 2021): in each stage the larger of compute with transfers, and the all-reduce.
+    """Price a batch as in the appendix of PipeDream-2BW (ICML 2021): by the larger of compute with transfers, and the all-reduce.
 
     Updates cost nothing.
 
@@ -260,7 +263,7 @@ def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
 
 
 def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Price:
-    """A batch with a flush: a sum overlaps with draining the earlier stages, and with the next filling.
+    """Price a batch with a flush, whose sums overlap with draining the earlier stages, and with the next filling.
 
     Pipelines that start together and share ports finish one message apart. Sums that share ports are done one after the other, that of
     the last stage first.
@@ -286,7 +289,7 @@ def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Pr
 
 
 def _price(seconds: Number, terms: tuple[Number, ...], slots: Number, cut: int, summed: Number) -> Price:
-    """The price, limited by the slowest stage if its work takes at least nine tenths of the time, otherwise by the largest other term."""
+    """Return the price, limited by the slowest stage if its work takes nine tenths of the time, otherwise by the largest other term."""
     computes = np.where(terms[0] >= 0.9 * seconds, np.inf, 0.0)
     bound = np.argmax(np.stack(np.broadcast_arrays(computes, *terms[1:])), 0)
     where = np.choose(bound, (slots.argmax(-1), cut, summed.argmax(-1), 0))
@@ -294,7 +297,11 @@ def _price(seconds: Number, terms: tuple[Number, ...], slots: Number, cut: int, 
 
 
 def _cycles(slots: Number, cuts: Number, extra: int) -> tuple[Number, Number]:
-    """For all s <= s': seconds of the cycle from stage s to s' and back to the next forward at s, and how many microbatches are in it."""
+    """Return the cycles from stage s to s' and back to the next forward at s, for all s <= s'.
+
+    Returns:
+        The seconds of each cycle; the number of microbatches in it.
+    """
     first, last = _pairs(slots.shape[-1])
     ends = np.cumsum(slots, -1)
     links = np.concatenate([[0.0], np.cumsum(cuts)])

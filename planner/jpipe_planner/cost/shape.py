@@ -43,13 +43,13 @@ class Shape:
         return len(self.replicas)
 
     def microbatches_per_update(self, s: int) -> int:
-        """Microbatches per update of stage s."""
+        """Return the microbatches per update of stage s."""
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
 
 
 @cache
 def is_planned(schedule: str) -> bool:
-    """Whether planners search all cuts for this schedule: it has one stage on each rank, and whole backwards."""
+    """Return whether planners search all cuts for this schedule: it has one stage on each rank, and whole backwards."""
     rules, shape = jpipe.schedules.SCHEDULES[schedule], Shape(schedule, 4, (1, 1))
     if "order" in rules.options or (rules.layout != "straight" and rules.flushes):
         return False
@@ -57,7 +57,7 @@ def is_planned(schedule: str) -> bool:
 
 
 def planned_schedules() -> tuple[str, ...]:
-    """The schedules for which planners search all cuts; for the others see `jpipe_planner.ranking.variants`."""
+    """Return the schedules for which planners search all cuts; for the others see `variant_schedules`."""
     return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
 
 
@@ -77,12 +77,12 @@ class Pipelines(NamedTuple):
     extra: int
 
     def shape(self, microbatches: int) -> Shape:
-        """All pipelines, with `microbatches` microbatches each."""
+        """Return the shape of all pipelines, with `microbatches` microbatches each."""
         return Shape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.extra)
 
 
 class Flights(NamedTuple):
-    """What a schedule says about pipelines, for some numbers of microbatches and, in the arrays, for each stage.
+    """What a schedule says about pipelines, by number of microbatches and, in the arrays, by stage.
 
     Attributes:
         microbatches: the legal numbers of microbatches of one pipeline.
@@ -99,7 +99,7 @@ class Flights(NamedTuple):
 
 @cache
 def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
-    """What the schedule of pipelines says about them.
+    """Return what the schedule of pipelines says about them.
 
     Args:
         pipelines: the pipelines.
@@ -119,7 +119,7 @@ def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
 
 
 def _hidden(shape: Shape, s: int, in_flight: int) -> int:
-    """How many forwards a replica can do after the first batch before one reads the update, after all forwards that it may do earlier."""
+    """Return how many forwards a replica can do after the first batch, beyond those that it may do earlier, before one reads the update."""
     rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
     if rules.flushes or replicas == 1:  # no sum overlaps, or there is none
         return 1
@@ -131,7 +131,11 @@ def _hidden(shape: Shape, s: int, in_flight: int) -> int:
 
 @lru_cache(maxsize=64)
 def batch_orders(pipelines: Pipelines, microbatches: int) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """For each stage of one of the pipelines its computations of a batch: (op, microbatch), counted from 0 without gaps."""
+    """Return what each stage of one of the pipelines computes in a batch.
+
+    Returns:
+        For each stage (op, microbatch) pairs; microbatches are counted from 0 without gaps.
+    """
     shape, rules = pipelines.shape(microbatches), jpipe.schedules.SCHEDULES[pipelines.schedule]
     orders = [rules.computations(shape, s, 0, 0, 1) for s in range(pipelines.depth)]
     return tuple(tuple((entry.op, entry.microbatch // pipelines.width) for entry in order) for order in orders)

@@ -1,4 +1,4 @@
-"""A plan priced by `jpipe.simulate`: instruction by instruction, with transfers and sums on the links of a topology."""
+"""Prices from `jpipe.simulate`: a plan instruction by instruction, with transfers and sums on the links of a topology."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,11 +41,11 @@ def simulate_plan(
     Args:
         plan: the plan.
         costs: the costs of its stages, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
-        topology: the links; if workers share cores, time is stretched while more workers compute than there are cores.
+        topology: the links; if ranks share cores, time is stretched while more ranks compute than there are cores.
         global_norm: whether updates wait for the norm of all stages' gradients.
 
     Returns:
-        None if the simulation would take more than some seconds.
+        The result; None if the simulation would take more than some seconds.
     """
     if forwards(plan) > MOST_FORWARDS:
         return None
@@ -68,18 +68,18 @@ def simulate_plan(
 
 
 def forwards(plan: jpipe.Plan) -> int:
-    """The number of forwards in a simulation, which determines how long it takes."""
+    """Return the number of forwards in a simulation, which determines how long it takes."""
     return plan.depth * plan.microbatches * (sum(window(plan)) + 1)
 
 
 def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
-    """The link between any two ranks of a plan, according to their placement."""
+    """Return a function that gives the link between any two ranks of a plan, according to their placement."""
     place = places(plan)
     return lambda source, target: topology.link(place[source], place[target])
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
-    """Seconds per batch in the window: the mean over the ranks, because ranks that share links begin batches irregularly."""
+    """Return the mean seconds per batch of the ranks in the window, because ranks that share links begin batches irregularly."""
     first, batches = window(plan)
     found = []
     for workers, row in zip(plan.rank_workers, timeline, strict=True):
@@ -90,7 +90,11 @@ def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
 
 
 def window(plan: jpipe.Plan) -> tuple[int, int]:
-    """The first batch of the simulated window, at which the pipeline is in steady state, and its number of batches."""
+    """Return the simulated window, which begins in steady state.
+
+    Returns:
+        The first batch; the number of batches.
+    """
     most = max(plan.replicas)
     late = 1 if most > 1 else 0  # sums that overlap take longer to reach the steady state
     if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
@@ -99,14 +103,17 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
 
 
 def places(plan: jpipe.Plan) -> tuple[int, ...]:
-    """The number of each rank's device, as `jpipe.Pipeline` places them on as many devices as there are ranks."""
+    """Return the number of each rank's device, as `jpipe.Pipeline` places them on as many devices as there are ranks."""
     if plan.placement is not None:
         return tuple(number for rank in plan.placement for number in rank)
     return tuple(int(number) for number in np.argsort(plan.placing_order))
 
 
 def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:
-    """Seconds if workers that compute at the same time share the cores evenly: all slow down by the same factor; the order is kept."""
+    """Return the seconds if ranks that compute at the same time share the cores evenly.
+
+    All of them slow down by the same factor, and the order is kept.
+    """
     if cores is None or len(timeline) <= cores:
         return seconds
     spans = [(span.start, span.end) for row in timeline for span in row]

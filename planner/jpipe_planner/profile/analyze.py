@@ -1,4 +1,4 @@
-"""The analytic profile: the costs of a model on any device, from XLA's analysis and the device's figures."""
+"""Analytic profiles: the costs of a model on any device, from XLA's analysis and the device's figures."""
 
 import math
 import os
@@ -94,7 +94,7 @@ def analyze(
 
 
 def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
-    """The bytes that each program must read or write."""
+    """Return the bytes that each program must read or write."""
     backward = cost.weights + cost.residuals + cost.message + cost.gradient + 2 * cost.accumulators
     return {
         "forward": cost.weights + cost.inputs + cost.labels + cost.outputs + cost.residuals - cost.kept_outputs,
@@ -108,7 +108,7 @@ def _seconds(flops: float, moved: int, rate: float, device: Device) -> float:
 
 
 def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: str | None) -> float:
-    """FLOP/s for the dtype `compute`; None: for that of the layer's inputs, or of its outputs if all inputs are integers."""
+    """Return the FLOP/s for the dtype `compute`; None: for that of the layer's inputs, or of its outputs if all inputs are integers."""
     floats = (
         [jnp.dtype(compute)]
         if compute
@@ -131,7 +131,7 @@ def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: s
 
 
 def _temporaries(sizes: Sequence[int], lowered: Mapping[Any, jax.stages.Lowered]) -> list[int]:
-    """Scratch bytes of forward or backward, whichever needs more, at each size."""
+    """Return the scratch bytes of forward or backward, whichever needs more, at each size."""
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
     keys = [(rows, name) for rows in ends for name in ("forward", "backward")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles

@@ -1,4 +1,4 @@
-"""Stages compiled, run and timed on this machine's device."""
+"""Stages that are compiled, run and timed on a device of this machine."""
 
 import statistics
 import time
@@ -51,16 +51,16 @@ class Programs:
             future.result()
 
     def stages(self, groups: Sequence[tuple[str, ...]], rows: int) -> dict[tuple[str, ...], jpipe.stages.StandaloneStage]:
-        """The stages of these layers, and the empty stage."""
+        """Return the stages of these layers, and the empty stage."""
         return {ids: self.model.stage(ids, rows) for ids in groups} | {_EMPTY: _empty_stage()}
 
     def get(self, ids: tuple[str, ...], rows: int) -> dict[str, tuple[jax.stages.Compiled, float]]:
-        """The programs of one stage by name, with their FLOPs."""
+        """Return the programs of one stage by name, with their FLOPs."""
         begun = {name: self._begun[self._key(ids, name, rows)] for name in PROGRAMS}
         return {name: (future.result(), flops) for name, (future, flops) in begun.items()}
 
     def _key(self, ids: tuple[str, ...], name: str, rows: int) -> tuple[Any, ...]:
-        """An update does not depend on the size, nor does the empty stage."""
+        """Return the key of a program; an update does not depend on the size, nor does the empty stage."""
         return ids, name, None if name == "update" or ids == _EMPTY else rows
 
 
@@ -94,12 +94,12 @@ class Bench:
         self._taken = {key: [] for key in self._taken}
 
     def time(self, repetitions: int) -> None:
-        """Run each program `turns` more times, in turn."""
+        """Run each program `repetitions` more times, one after the other."""
         for _ in range(repetitions):
             self._turn()
 
     def medians(self) -> tuple[dict[tuple[str, ...], ByProgram], float]:
-        """Median times of each stage's programs minus that of the empty stage, and the latter."""
+        """Return the median times of each stage's programs minus that of the empty stage, and the latter."""
         dispatch = statistics.median(self._taken[_EMPTY, "forward"] + self._taken[_EMPTY, "backward"])
         medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._taken.items()}
         return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
@@ -111,7 +111,7 @@ class Bench:
 
 
 class _Run:
-    """One stage with arrays: given inputs and labels if there are any, otherwise noise; no time depends on the values."""
+    """One stage with arrays: the inputs and labels of the batch where it has some, otherwise noise; no time depends on the values."""
 
     def __init__(
         self, stage: jpipe.stages.StandaloneStage, batch: tuple[Tree, Tree], calls: Mapping[str, jax.stages.Compiled], device: jax.Device
@@ -132,7 +132,7 @@ class _Run:
         jax.block_until_ready((params, self._arguments, self._message, self._sums, self._optimizer))
 
     def seconds(self, name: str) -> float:
-        """Run one of the programs; a backward belongs to the last forward."""
+        """Run one of the programs and return its seconds; a backward belongs to the last forward."""
         call = self._calls[name]
         begin = time.perf_counter()
         match name:
@@ -156,7 +156,7 @@ class _Run:
 
 
 def _filled(specs: Tree, device: jax.Device) -> Tree:
-    """Arrays of these shapes and dtypes: small noise, or zeros for integers; arrays are not changed."""
+    """Fill shapes and dtypes with small noise, or zeros for integers; arrays are not changed."""
 
     def fill(spec: Any) -> jax.Array:
         if not hasattr(spec, "dtype") or hasattr(spec, "__array__"):
@@ -170,7 +170,7 @@ def _filled(specs: Tree, device: jax.Device) -> Tree:
 
 
 def _empty_stage() -> jpipe.stages.StandaloneStage:
-    """An empty stage in the middle of a pipeline."""
+    """Return an empty stage in the middle of a pipeline."""
     stack = jpipe.LayerStack(dict.fromkeys(("before", "here", "after"), jnp.negative))
     specs = stack.specs(jax.ShapeDtypeStruct((1,), np.float32))
     optimizer = jpipe.model.LayerwiseOptimizer(optax.identity(), {})

@@ -1,4 +1,4 @@
-"""The number of floating-point operations of a program, including its loops."""
+"""Counts of the floating-point operations of a program, its loops included."""
 
 import math
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import jax
 
 
 def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float:
-    """FLOPs of a program: those of XLA's cost analysis, and those of loop iterations that it omits.
+    """Return the FLOPs of a program: those of XLA's cost analysis, and those of loop iterations that it omits.
 
     XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the further iterations are added; for a
     `while`, whose number of iterations is unknown, nothing is added.
@@ -27,7 +27,7 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
 
 
 def count_products(jaxpr: Any) -> dict[str, float]:
-    """FLOPs of the matrix products and convolutions in a traced program, by the dtype of what is multiplied.
+    """Return the FLOPs of the matrix products and convolutions in a traced program, by the dtype of the factors.
 
     All iterations of a `scan` count, one of a `while`, and all branches of a `cond`. Attention in one call of cuDNN counts in full.
 
@@ -41,7 +41,11 @@ def count_products(jaxpr: Any) -> dict[str, float]:
 
 
 def _products(jaxpr: Any, used: list[bool] | None = None, turns: int = 1) -> Iterator[tuple[float, str, int]]:
-    """(FLOPs, dtype, number of turns) of each product in a jaxpr that runs `turns` times, without unused results, as in XLA."""
+    """Yield the products in a jaxpr that runs `iterations` times, without unused results, as in XLA.
+
+    Yields:
+        FLOPs, dtype, number of iterations of each product.
+    """
     used = [True] * len(jaxpr.outvars) if used is None else used
     needed = {var for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and not hasattr(var, "val")}  # no constants
     for equation in reversed(jaxpr.eqns):
@@ -66,7 +70,7 @@ _CUDNN_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_
 
 
 def _product_flops(equation: Any) -> float:
-    """FLOPs of a matrix product or a convolution; 0 for everything else."""
+    """Return the FLOPs of a matrix product or a convolution; 0 for everything else."""
     params = equation.params
     if equation.primitive.name == "dot_general":
         left, ((contracted, _), _) = equation.invars[0].aval.shape, params["dimension_numbers"]

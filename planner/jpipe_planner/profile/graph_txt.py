@@ -41,7 +41,7 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
     """Read a profile from PipeDream's profiler.
 
     The nodes become layers in topological order; if several could come next, the one with the smallest number does. A cut after a layer
-    carries every tensor that was made before it and is used after it, once. An `Input` node is not a layer, because its time is that of
+    carries every tensor that is computed before it and used after it, once. An `Input` node is not a layer, because its time is that of
     waiting for the data loader; its tensors are the inputs of the model. A forward keeps its own output for its backward. Temporaries
     are unknown.
 
@@ -82,7 +82,7 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
 
 
 def _read(text: str, where: str) -> dict[str, _Node]:
-    """The nodes by name, in the order of their numbers, with their edges."""
+    """Read the nodes by name, in the order of their numbers, with their edges."""
     nodes: dict[str, _Node] = {}
     edges: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -121,7 +121,7 @@ def _node(line: str, number: int, place: str) -> tuple[str, _Node]:
 
 
 def _number(text: str, key: str, place: str) -> float:
-    """A number, or the sum of several in brackets."""
+    """Read a number, or the sum of several in brackets."""
     several = key == "activation_size" and text.startswith("[") and text.endswith("]")
     try:
         values = [float(part) for part in text[1:-1].split(";")] if several else [float(text)]
@@ -136,7 +136,7 @@ def _number(text: str, key: str, place: str) -> float:
 
 
 def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
-    """A topological order: the inputs, then always the node with the smallest number among those that could come next."""
+    """Return a topological order: the inputs, then always the node with the smallest number among those that could come next."""
     missing = {name: len(node.before) for name, node in nodes.items()}
     ready = [(not node.is_input, node.number, name) for name, node in nodes.items() if not node.before]
     heapq.heapify(ready)
@@ -157,7 +157,7 @@ def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
 
 
 def _cycle(before: dict[str, set[str]]) -> Iterator[str]:
-    """The nodes of a cycle, along its edges, with the first one again at the end; each of the given nodes follows another of them."""
+    """Yield the nodes of a cycle, along its edges, with the first one again at the end; each node of `before` follows another of them."""
     name, seen = min(before), []
     while name not in seen:
         seen.append(name)

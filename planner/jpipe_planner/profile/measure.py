@@ -1,6 +1,6 @@
-"""The measured profile: every distinct layer compiled as a pipeline compiles it, and timed on the device at hand.
+"""Measured profiles: every distinct layer compiled as a pipeline compiles it, and timed on a device of this process.
 
-Weights and most inputs are made up, so host callbacks that no result needs are left out.
+Weights and most inputs are noise, so host callbacks that no result needs are left out.
 """
 
 import os
@@ -51,7 +51,7 @@ def measure(
     progress: Progress | None = None,
     precision: jpipe.Precision | None = None,
 ) -> Profile:
-    """Profile a model on a device that is here; each distinct layer has to fit, with its gradients, optimizer state and residuals.
+    """Profile a model on a device of this process; each distinct layer has to fit, with its gradients, optimizer state and residuals.
 
     Each distinct layer is compiled as a stage of its own. The stages of all sizes run in turns, so that a slow moment of the machine
     slows all of them; the arrays of all sizes are held at the same time. A time is a median, less that of a stage without work, which is
@@ -99,7 +99,7 @@ def measure(
 
 
 def _all_costs(model: Model, benches: Mapping[int, Bench], alone: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
-    """The costs of each distinct layer at each size, from the benches of groups and of single layers by size."""
+    """Return the costs of each distinct layer at each size, from the benches of groups and of single layers by size."""
     costs: dict[tuple[str, int], Costs] = {}
     for rows, bench in benches.items():
         costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], alone[rows]).items()}
@@ -108,7 +108,13 @@ def _all_costs(model: Model, benches: Mapping[int, Bench], alone: Mapping[int, B
 
 
 def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone: Bench) -> dict[str, Costs]:
-    """The costs of each distinct layer at one size, from the times of groups; `alone` knows the FLOPs and temporaries of each layer."""
+    """Return the costs of each distinct layer at one size.
+
+    Args:
+        model: the model.
+        times: seconds of each group's programs.
+        alone: knows the FLOPs and temporaries of each layer.
+    """
     flops = alone.flops
     shares = [share for ids, taken in times.items() for share in split(taken, {i: flops[model.like[i],] for i in ids}).items()]
     costs = {}
@@ -120,7 +126,7 @@ def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone
 
 
 def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float) -> None:
-    """Time all sizes in turns, for a machine may be slow for seconds on end."""
+    """Time all sizes in turns, because a machine may be slow for several seconds."""
     end = time.perf_counter() + seconds
     for n in range(repetitions):
         if n >= FEWEST and time.perf_counter() > end:
@@ -130,7 +136,7 @@ def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float) -> Non
 
 
 def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:
-    """What is to be timed together: neighbours of which each is short, enough of them to be long; the other layers alone.
+    """Choose which layers to time together: neighbours that are short, enough of them to be long; the other layers alone.
 
     Args:
         ids: the model's layers.
@@ -138,7 +144,7 @@ def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[t
         roughly: seconds of each distinct layer alone.
 
     Returns:
-        Groups of layer ids; each distinct layer, or one that equals it, is in one of them at least. Equal groups are there once.
+        Groups of layer ids, without duplicates; each distinct layer, or one that equals it, is in at least one of them.
     """
 
     def seconds(layer_id: str) -> float:
@@ -160,7 +166,7 @@ def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[t
 
 
 def split(taken: ByProgram, flops: Mapping[str, ByProgram]) -> dict[str, ByProgram]:
-    """The time of a group for each of its layers, in proportion to FLOPs; evenly where a program has none."""
+    """Split the time of a group among its layers, in proportion to FLOPs; evenly where a program has none."""
     found: dict[str, dict[str, float]] = {layer_id: {} for layer_id in flops}
     for name, seconds in taken.items():
         total = sum(own[name] for own in flops.values())

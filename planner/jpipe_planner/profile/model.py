@@ -47,8 +47,10 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be profiled. Layers are equal if their traces, shapes and optimizer states are equal. The first layer, which has no
-    input gradient, and the last one, which includes the loss, are never equal to others.
+    """A model to be profiled, whose equal layers are profiled once.
+
+    Layers are equal if their traces, shapes and optimizer states are equal. The first layer, which has no input gradient, and the last
+    one, which includes the loss, are never equal to others.
 
     Attributes:
         stack: its layers.
@@ -79,7 +81,7 @@ class Model:
 
     @cached_property
     def like(self) -> dict[str, str]:
-        """For each layer the first layer that is equal to it, possibly itself."""
+        """The first layer that is equal to each layer, possibly itself."""
         key, layerwise = jax.eval_shape(lambda: jax.random.key(0)), self._layerwise
         first: dict[tuple[Any, ...], str] = {}
         found = {}
@@ -111,7 +113,7 @@ class Model:
         return found
 
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
-        """Consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet."""
+        """Return consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet."""
         if recompute not in jpipe.plan.RECOMPUTE:
             raise InputError(
                 f"policies: unknown recomputation policy '{recompute}'; {jpipe.errors.nearest(recompute, jpipe.plan.RECOMPUTE)}"
@@ -121,7 +123,7 @@ class Model:
         return jpipe.stages.StandaloneStage(self.stack, stage, specs, labels, self.loss, self._layerwise, self.precision)
 
     def gradient_bytes(self, layer_id: str) -> int:
-        """The bytes of a layer's accumulated gradients."""
+        """Return the bytes of a layer's accumulated gradients."""
         entries = self.stack.ties.split({layer_id: self._first_specs[layer_id].params}, [layer_id])
         trained = dict(self._layerwise.trained.part(entries))
         return sum(leaf.size * self._gradient_dtype(leaf).itemsize for leaf in jax.tree.leaves(trained))
@@ -176,20 +178,20 @@ class Model:
 
 
 class Meter:
-    """Counts parts of work for a `Progress`."""
+    """A counter of finished parts of work for a `Progress`."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
 
     def step(self) -> None:
-        """One more part is finished."""
+        """Count one more finished part."""
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)
 
 
 def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> Held:
-    """The bytes of each distinct layer as a stage, and of each pair of neighbours as a stage, at all sizes.
+    """Count the bytes of each distinct layer as a stage, and of each pair of neighbours as a stage, at all sizes.
 
     Args:
         model: the model.
@@ -222,13 +224,13 @@ def scratch_of_pairs(model: Model, device: jax.Device) -> Scratch:
 
 
 def scratch_bytes(program: jax.stages.Compiled) -> int:
-    """The scratch memory of a program; 0 if the backend does not report it."""
+    """Return the scratch memory of a program; 0 if the backend does not report it."""
     analysis = program.memory_analysis()
     return 0 if analysis is None else analysis.temp_size_in_bytes
 
 
 def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held, scratch: Scratch, **fields: Any) -> Profile:
-    """The profile.
+    """Return the profile of a model.
 
     Args:
         model: the model.
@@ -287,13 +289,13 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
 
 
 def _tensor_profile(model: Model, layer_id: str, policies: Sequence[str]) -> TensorProfile:
-    """What tensor parallelism shards of a layer."""
+    """Return what tensor parallelism shards of a layer."""
     rows = model.sizes[0]
     return tensor_profile(lambda policy: model.stage([layer_id], rows, policy), layer_id, rows, policies, jax.local_devices()[0])
 
 
 def _share_for_weights(model: Model, layer_id: str) -> float:
-    """The share of a layer's backward that makes the gradients of its weights, by floating-point operations."""
+    """Return the share of a layer's backward that computes the gradients of its weights, by floating-point operations."""
     stage, device = model.stage([layer_id], model.sizes[0]), jax.local_devices()[0]
     traced = [stage.trace(half, device) for half in ("backward_input", "backward_weight")]
     for_inputs, for_weights = (count_flops(half, half.lower()) for half in traced)
@@ -301,7 +303,7 @@ def _share_for_weights(model: Model, layer_id: str) -> float:
 
 
 def parts_of_bytes(model: Model) -> int:
-    """The number of parts of `count_bytes`, for a `Meter`."""
+    """Return the number of parts of `count_bytes`, for a `Meter`."""
     return len(model.distinct) + len(model.pairs)
 
 

@@ -1,4 +1,4 @@
-"""The costs of a model, layer by layer, for several microbatch sizes; as JSON. `source` says where the numbers come from."""
+"""The costs of a model, layer by layer, for several microbatch sizes, as data and JSON; `source` says where the numbers come from."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ class _Data(pydantic.BaseModel):
 
 
 class AtSize(_Data):
-    """One layer at one microbatch size.
+    """The costs of one layer at one microbatch size.
 
     Attributes:
         forward: seconds of a forward.
@@ -56,7 +56,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TensorProfile(_Data):
-    """What tensor parallelism shards of a layer: the shares of a layer that each device of a mesh has a part of, not all.
+    """The shares of a layer that tensor parallelism shards, so that each device of a mesh has a part of them.
 
     Attributes:
         weights: share of the bytes of its parameters.
@@ -78,7 +78,7 @@ class TensorProfile(_Data):
 
 
 class LayerProfile(_Data):
-    """One layer.
+    """The costs of one layer.
 
     Attributes:
         id: its name in the model.
@@ -105,12 +105,12 @@ class LayerProfile(_Data):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _accumulators_like_weights(cls, data: Any) -> Any:
-        """As many bytes as weights where it is not said, as in profiles of older versions."""
+        """Default to as many bytes as weights, as in profiles of older versions."""
         return {"accumulators": data["weights"]} | data if isinstance(data, dict) and "weights" in data else data
 
 
 class SharedProfile(_Data):
-    """A parameter that several layers share, in bytes. The numbers of each of these layers include it, too.
+    """The bytes of a parameter that several layers share; the numbers of each of these layers include it, too.
 
     Attributes:
         layers: the ids of these layers.
@@ -128,7 +128,7 @@ class SharedProfile(_Data):
 
 
 class Profile(_Data):
-    """A model's costs.
+    """The costs of a model.
 
     Attributes:
         format: "jpipe-profile/1".
@@ -210,7 +210,7 @@ class Profile(_Data):
         return tuple(layer.id for layer in self.layers)
 
     def costs(self, rows: int) -> dict[str, jpipe.programs.LayerCost]:
-        """The costs of each layer at a microbatch size of the profile."""
+        """Return the costs of each layer at a microbatch size of the profile."""
         n = self.sizes.index(rows)
         return {
             layer.id: jpipe.programs.LayerCost(
@@ -240,7 +240,7 @@ class Profile(_Data):
         return tuple(jpipe.programs.SharedCost(**dict(parameter)) for parameter in self.shared)
 
     def stage_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.programs.StageCost, ...]:
-        """The costs of each stage of a plan, for `jpipe.simulate`; `dispatch` is added to each computation."""
+        """Return the costs of each stage of a plan, for `jpipe.simulate`; `dispatch` is added to each computation."""
         n = self.sizes.index(rows)
         costs = jpipe.programs.sum_layer_costs(
             plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n], shared=self.shared_costs
@@ -249,7 +249,7 @@ class Profile(_Data):
         return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
 
     def check_layers(self, ids: tuple[str, ...], shared: Sequence[tuple[str, ...]] = ()) -> None:
-        """Refuse the profile if its layers are not those with the ids `ids`, or do not share the same parameters.
+        """Check that the profile has the layers `ids`, and that these share the same parameters.
 
         Args:
             ids: of the model's layers.
@@ -270,12 +270,12 @@ class Profile(_Data):
             raise InputError(f"profile: expected layers that share a parameter: {expected}; found {found}; profile this model")
 
     def to_json(self) -> str:
-        """The profile as JSON text, for `from_json`."""
+        """Return the profile as JSON text, for `from_json`."""
         return json.dumps(self.model_dump(mode="json")) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "profile") -> "Profile":
-        """Read a profile.
+        """Read a profile from JSON.
 
         Args:
             text: the result of `to_json`.

@@ -14,7 +14,7 @@ MOST_TENSOR = 8  # devices over which a layer is sharded unless more are asked f
 
 
 class Degrees(NamedTuple):
-    """A mesh of devices in place of each device.
+    """The mesh of devices on which each replica of a stage runs.
 
     Attributes:
         data: over how many devices the rows of a microbatch are sharded.
@@ -28,12 +28,12 @@ class Degrees(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many devices a mesh has."""
+        """The number of devices of the mesh."""
         return self.data * self.model
 
     @property
     def mesh(self) -> dict[str, int]:
-        """As in `jpipe.Stage`; neighbouring devices share layers."""
+        """The mesh as `jpipe.Stage` has it; neighbouring devices share layers."""
         return {axis: size for axis, size in (("data", self.data), ("model", self.model)) if size > 1}
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Degrees(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Degrees":
-        """From text such as `model=4`, `data=2,model=4,fsdp` or `none`.
+        """Read text such as `model=4`, `data=2,model=4,fsdp` or `none`.
 
         Raises:
             InputError: it is something else.
@@ -65,9 +65,10 @@ NO_MESH = Degrees()
 
 
 def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...]:
-    """The meshes to try: layers over up to eight devices, and with FSDP up to all devices of a server; powers of two. The first is no mesh.
+    """Return the meshes to try: layers over up to eight devices, and with FSDP up to all devices of a server; powers of two.
 
-    It is the only one if the profile does not know how its layers can be sharded, or the innermost level joins a single device.
+    The first is no mesh. It is the only one if the profile does not know how its layers can be sharded, or the innermost level joins a
+    single device.
     """
     powers = [2**k for k in range(topology.most_in_mesh.bit_length())]
     found = [NO_MESH]
@@ -80,7 +81,7 @@ def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...
 
 
 def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
-    """Why layers of a profile cannot be on meshes; "" if they can."""
+    """Return why layers of a profile cannot be on meshes; "" if they can."""
     if degrees.size == 1:
         return ""
     if any(layer.tensor is None for layer in profile.layers):
@@ -101,13 +102,13 @@ def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
 
 
 class Meshes:
-    """A profile and a topology as plans on meshes see them: each mesh as one device."""
+    """A profile and a topology for plans on meshes, where each mesh counts as one device."""
 
     def __init__(self, profile: Profile, topology: Topology) -> None:
         self._known = {NO_MESH: (profile, topology)}
 
     def of(self, degrees: Degrees) -> tuple[Profile, Topology]:
-        """What the layers cost on such meshes, and what joins these; without meshes, the profile and topology themselves."""
+        """Return the profile and the topology for meshes of these degrees."""
         if degrees not in self._known:
             profile, topology = self._known[NO_MESH]
             self._known[degrees] = shard_profile(profile, degrees, topology), topology.groups(degrees.size)
@@ -115,16 +116,16 @@ class Meshes:
 
 
 def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
-    """The profile as one device of a mesh sees it, without the microbatch sizes whose rows cannot be sharded.
+    """Return the profile of one device of a mesh, without the microbatch sizes whose rows cannot be sharded.
 
-    Seconds are those of its share of the work, and of the sums and gathers inside the mesh, which wait for nothing and nothing waits for:
-    the partial sums of each layer in a forward, and as many bytes in a backward, where the gradients of a microbatch are summed over
-    `data`, too; with FSDP the gathers of weights for both, and a scattered sum of the gradients.
+    Seconds are those of its share of the work, and of the sums and gathers inside the mesh, which overlap with nothing: the partial sums
+    of each layer in a forward, and as many bytes in a backward, where the gradients of a microbatch are summed over `data`, too; with FSDP
+    the gathers of weights for both, and a scattered sum of the gradients.
 
     Args:
-        profile: of the layers on one device; `mesh_refusal` has no objection.
+        profile: of the layers on one device; it has no `mesh_refusal`.
         degrees: of the mesh.
-        topology: the devices; the first of them make up the mesh.
+        topology: the devices; the first of them form the mesh.
     """
     kept = [n for n, rows in enumerate(profile.sizes) if rows % degrees.data == 0]
     links = topology.mesh_link(degrees.model), topology.mesh_link(degrees.size)
@@ -149,7 +150,7 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
 
 
 def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]) -> tuple[float, float]:
-    """Seconds inside a mesh in a forward and a backward of a layer.
+    """Return the seconds of the sums and gathers inside a mesh in a forward and a backward of a layer.
 
     Args:
         layer: on one device.
@@ -167,18 +168,18 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: 
 
 
 def mesh_seconds(profile: Profile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]) -> float:
-    """Seconds inside a mesh of a microbatch through all layers and back; see `collective_seconds`."""
+    """Return the seconds of the sums and gathers inside a mesh for a microbatch through all layers and back; see `collective_seconds`."""
     return sum(sum(collective_seconds(layer, rows, degrees, links)) for layer in profile.layers)
 
 
 def _ring(times: int, size: float, count: int, devices: int, link: jpipe.Link) -> float:
-    """Seconds of `count` rings of `size` bytes in all; 2 times around for a sum, 1 for a gather or a scattered sum."""
+    """Return the seconds of `count` rings of `size` bytes in all; 2 times around for a sum, 1 for a gather or a scattered sum."""
     steps = times * (devices - 1)
     return steps / devices * size / link.bandwidth + steps * count * link.latency if size else 0.0
 
 
 def _left(share: float, devices: int) -> float:
-    """What a device has of something of which this share is sharded."""
+    """Return the share that one device holds of arrays of which this share is sharded."""
     return 1 - share + share / devices
 
 
@@ -189,7 +190,7 @@ def _over_data(degrees: Degrees) -> int:
 def _layer(
     layer: LayerProfile, sizes: Sequence[int], kept: Sequence[int], degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]
 ) -> LayerProfile:
-    """A layer as one device of a mesh sees it."""
+    """Return the costs of a layer on one device of a mesh."""
     tensor, held = layer.tensor or TensorProfile(), _over_data(degrees)
     left = _left(tensor.weights, degrees.model)
     at = []
@@ -203,7 +204,7 @@ def _layer(
 
 
 def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, backward: float, whole: int) -> AtSize:
-    """The costs at one size, with the seconds inside the mesh and the bytes of whole weights."""
+    """Return the costs at one size, with the seconds inside the mesh and the bytes of whole weights."""
     work = _left(tensor.compute, degrees.model) / degrees.data
     usual = tensor.residuals.get("none", 0.0)
 

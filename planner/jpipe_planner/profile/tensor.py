@@ -1,6 +1,6 @@
-"""What tensor parallelism shards of a layer, from the logical axes of its parameters: how their sharded dims spread over its forward.
+"""Shares of a layer that tensor parallelism shards, from the logical axes of its parameters and how these spread over its forward.
 
-As XLA does, but for one axis of a mesh, and only far enough to know shares: a matrix product over a sharded dim makes a partial sum, which
+As in XLA, but for one axis of a mesh, and only precisely enough for shares: a matrix product over a sharded dim gives a partial sum, which
 is summed over the devices at once; whatever is computed from sharded arrays element by element is sharded, too.
 """
 
@@ -22,7 +22,7 @@ Dims = tuple[bool, ...]
 
 @dataclass
 class Walk:
-    """What a walk through a forward has found.
+    """The result of a walk through a forward.
 
     Attributes:
         divides: the greatest common divisor of all sharded dims; 0: none is sharded.
@@ -40,7 +40,15 @@ class Walk:
     _known: dict[Any, Dims] = field(default_factory=dict)
 
     def run(self, jaxpr: Any, given: Sequence[Dims]) -> list[Dims]:
-        """Walk through a jaxpr whose arguments are sharded like this; how its results are."""
+        """Walk through a jaxpr whose arguments are sharded like this.
+
+        Args:
+            jaxpr: the program.
+            arguments: how each argument is sharded.
+
+        Returns:
+            How each result is sharded.
+        """
         known = dict(zip(jaxpr.invars, given, strict=True))
 
         def dims(var: Any) -> Dims:
@@ -55,7 +63,7 @@ class Walk:
         return [dims(var) for var in jaxpr.outvars]
 
     def _step(self, equation: Any, given: list[Dims]) -> list[Dims]:
-        """How the results of one equation are sharded."""
+        """Return how the results of one equation are sharded."""
         name, params = equation.primitive.name, equation.params
         if name == "split":
             return given[:1] * len(equation.outvars)
@@ -71,7 +79,10 @@ class Walk:
         return [_like_inputs(equation, out, given) for out in equation.outvars]
 
     def _scan(self, equation: Any, given: list[Dims]) -> list[Dims]:
-        """A scan: what it goes over has one dim more outside than inside. Its body is walked through once, and counted for each turn."""
+        """Walk through the body of a scan once, and count it for each iteration.
+
+        What the scan iterates over has one dim more outside of the body than inside.
+        """
         length, jaxpr = equation.params["length"], equation.params["jaxpr"]
         body = getattr(jaxpr, "jaxpr", jaxpr)  # JAX 0.12 has an open jaxpr here
 
@@ -91,13 +102,13 @@ class Walk:
         return [(False, *dims) if sliced else dims for dims, sliced in zip(found, out, strict=True)]
 
     def sum(self, out: Any) -> None:
-        """An array is summed over the devices."""
+        """Count an array that is summed over the devices."""
         self.reduced += math.prod(out.aval.shape) * out.aval.dtype.itemsize
         self.reductions += 1
 
 
 def _like_inputs(equation: Any, out: Any, given: Sequence[Dims]) -> Dims:
-    """Element by element: as the inputs of the same shape are."""
+    """Shard a result of element-by-element work as the inputs of the same shape are."""
     shape = tuple(getattr(out.aval, "shape", ()))
     same = [dims for var, dims in zip(equation.invars, given, strict=True) if tuple(getattr(var.aval, "shape", ())) == shape]
     return tuple(map(any, zip(*same, strict=True))) if same else (False,) * len(shape)
@@ -121,7 +132,7 @@ def _product(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
 
 
 def _reshaped(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    """Dims that are joined or split: the outermost of them is sharded."""
+    """Shard the outermost of the dims that are joined or split."""
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     found, i, j = [False] * len(new), 0, 0
     while i < len(old) and j < len(new):
@@ -149,7 +160,7 @@ def _reduced(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
 
 
 def _gathered(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    """Rows of a table: where it is sharded by rows, each device has some of them, and they are summed."""
+    """Shard rows of a table; where the table is sharded by rows, each device has some of them, and they are summed."""
     numbers, out = equation.params["dimension_numbers"], equation.outvars[0]
     found = [False] * len(out.aval.shape)
     kept = [n for n in range(len(given[0])) if n not in numbers.collapsed_slice_dims]
@@ -172,7 +183,7 @@ def _broadcast(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
 
 
 def _same_rank(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    """A part of an array, or arrays side by side."""
+    """Shard a part of an array, or arrays side by side."""
     rank = len(equation.outvars[0].aval.shape)
     return tuple(any(dims[n] for dims in given if len(dims) == rank) for n in range(rank))
 
@@ -206,12 +217,12 @@ class Array:
 
     @classmethod
     def of(cls, spec: Any, dims: Dims) -> "Array":
-        """From shape and dtype."""
+        """Return the array of a shape and dtype."""
         return cls(math.prod(spec.shape) * spec.dtype.itemsize, tuple(spec.shape), dims)
 
 
 def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
-    """The parameters of a layer as `Array`s: which of their dims the logical axes and `jpipe.plan.RULES` shard over the axis "model"."""
+    """Return the parameters of a layer as `Array`s, with the dims that their axes and `jpipe.plan.RULES` shard over the axis "model"."""
 
     def array(path: Any, leaf: Any) -> Array:
         axes = spec.axes.get("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), ())
@@ -225,13 +236,13 @@ def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
 def tensor_profile(
     stage: Callable[[str], jpipe.stages.StandaloneStage], layer_id: str, rows: int, policies: Sequence[str], device: jax.Device
 ) -> TensorProfile:
-    """What tensor parallelism shards of a layer.
+    """Return what tensor parallelism shards of a layer.
 
     Args:
-        stage: the layer as a stage, for a recomputation policy.
+        stage: returns the layer as a stage, for a recomputation policy.
         layer_id: of the layer.
         rows: of the microbatch for which the stages are.
-        policies: those for which residuals are looked at, "none" among them.
+        policies: the recomputation policies of the residuals, "none" among them.
         device: to trace for.
     """
     plain = stage("none")
@@ -254,7 +265,11 @@ def tensor_profile(
 
 
 def _walked(stage: jpipe.stages.StandaloneStage, layer_id: str, params: Any, device: jax.Device) -> tuple[Walk, Any, Any]:
-    """(the walk through the forward of a stage of one layer, its outputs, its residuals) as trees of `Array`s."""
+    """Walk through the forward of a stage of one layer.
+
+    Returns:
+        The walk; the outputs and the residuals as trees of `Array`s.
+    """
     traced = stage.trace("forward", device)
     given = [array.dims for array in jax.tree.leaves(stage.stack.ties.split({layer_id: params}, [layer_id]))]
     jaxpr, walk = traced.jaxpr.jaxpr, Walk()
@@ -268,7 +283,7 @@ def _walked(stage: jpipe.stages.StandaloneStage, layer_id: str, params: Any, dev
 
 
 def _share(tree: Any) -> float:
-    """Which share of the bytes of a tree of `Array`s is sharded."""
+    """Return the share of the bytes of a tree of `Array`s that is sharded."""
     arrays = jax.tree.leaves(tree)
     total = sum(array.size for array in arrays)
     return sum(array.size for array in arrays if any(array.dims)) / total if total else 0.0

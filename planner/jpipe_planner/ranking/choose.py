@@ -1,4 +1,4 @@
-"""From many candidates to a ranking: those that could be the fastest are simulated (`race`), the others are ranked by their bound."""
+"""Rank candidates: those that could be the fastest are simulated (`race`), the others are ranked by their bounds."""
 
 import dataclasses
 import math
@@ -53,12 +53,12 @@ class Ranked:
 
     @property
     def memory(self) -> tuple[int, ...]:
-        """Peak memory of a device of each rank, in bytes."""
+        """The peak memory of a device of each pipeline rank, in bytes."""
         return self.candidate.memory if self.simulated is None else self._most_of_replicas(self.simulated.peak_bytes)
 
     @property
     def held(self) -> tuple[int, ...] | None:
-        """The part of the peak memory that a device of each rank holds between its computations; None if it was not simulated."""
+        """The part of the peak memory that a device of each pipeline rank holds between its computations; None if it was not simulated."""
         return None if self.simulated is None else self._most_of_replicas(self.simulated.held_bytes)
 
     def _most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -94,11 +94,11 @@ class Choice:
 
     @cached_property
     def meshes(self) -> Meshes:
-        """Profile and topology as its plans see them."""
+        """The profile and topology for plans on meshes."""
         return Meshes(self.profile, self.topology)
 
     def plan(self, ranked: Ranked) -> jpipe.Plan:
-        """The plan of a ranked candidate, with its prediction."""
+        """Return the plan of a ranked candidate, with its prediction."""
         bubble = ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
         predicted = jpipe.plan.Predicted(batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory)
         return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
@@ -152,7 +152,7 @@ def choose(
 
 
 def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
-    """The best candidate of each kind, by closed form and bound."""
+    """Return the best candidate of each kind, by closed form and bound."""
     best: dict[tuple[object, ...], Ranked] = {}
     for one in sorted(rest, key=lambda one: (-one.samples_per_second, one.candidate.rank)):
         best.setdefault(one.candidate.kind, one)
@@ -160,7 +160,7 @@ def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
 
 
 def in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """Fastest first; candidates that are equally fast, within `_EQUAL`, are ranked by their other properties."""
+    """Sort plans, fastest first; those that are equally fast, within `_EQUAL`, are sorted by their other properties."""
     left = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
     found: list[Ranked] = []
     while left:
@@ -180,7 +180,7 @@ def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidate:
-    """The candidate marked as one that does not fit, with the memory of the simulation."""
+    """Return the candidate marked as one that does not fit, with the memory of the simulation."""
     worst = max(range(len(memory)), key=lambda s: memory[s])
     return dataclasses.replace(candidate, memory=tuple(memory), over=(worst, round(memory[worst] - limit)))
 
@@ -191,13 +191,13 @@ def _simulated(profile: Profile, topology: Topology, candidate: Candidate, globa
 
 
 def _explained(profile: Profile, topology: Topology, one: Ranked, global_norm: bool) -> Ranked:
-    """The same with the reason why the simulation differs from the closed form, if it does."""
+    """Add the reason why the simulation differs from the closed form, if it does."""
     differs = one.simulated is not None and abs(one.seconds / one.candidate.seconds - 1) > _DIFFERENT
     return dataclasses.replace(one, why=_why(profile, topology, one.candidate, global_norm)) if differs and not one.why else one
 
 
 def _why(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> str:
-    """What must be left out for closed form and simulation to agree: links, only the sums over them, or the imbalance of stages."""
+    """Return what must be left out for closed form and simulation to agree: links, only the sums over them, or the imbalance of stages."""
     unlinked = _without_links(topology)
     if _agree(profile, unlinked, candidate, global_norm):
         layers = tuple([layer.model_copy(update={"accumulators": 0}) for layer in profile.layers])
@@ -207,13 +207,13 @@ def _why(profile: Profile, topology: Topology, candidate: Candidate, global_norm
 
 
 def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> bool:
-    """Whether closed form and simulation agree, with other costs of layers or links."""
+    """Return whether closed form and simulation agree, with other costs of layers or links."""
     found = _simulated(profile, topology, candidate, global_norm)
     return found is not None and abs(found.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
 
 
 def _evened(profile: Profile, candidate: Candidate) -> Profile:
-    """The profile with equal work for each device of the candidate: the work of a stage is proportional to its replicas."""
+    """Return the profile with equal work for each device of the candidate: the work of a stage is proportional to its replicas."""
     ends, n, layers = (*candidate.starts[1:], len(profile.layers)), profile.sizes.index(candidate.rows), list(profile.layers)
     for start, end, replicas in zip(candidate.starts, ends, candidate.replicas, strict=True):
         share = replicas / candidate.workers / (end - start)

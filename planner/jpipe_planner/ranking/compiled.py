@@ -34,12 +34,12 @@ class Compiled:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """The relative error of the estimate for each rank; above 0 if it was too high."""
+        """The relative error of the estimate for each pipeline rank; above 0 if it was too high."""
         return tuple(estimate / true - 1 for estimate, true in zip(self.estimated, self.ranked.memory, strict=True))
 
     @property
     def fits(self) -> bool:
-        """Whether all ranks fit."""
+        """Whether all pipeline ranks fit."""
         return self.lacking is None or self.lacking <= 0
 
 
@@ -52,8 +52,8 @@ def compile_stages(
 ) -> Compiled:
     """Compile the stages of a plan for a device of this machine, run nothing, and simulate the plan again with the exact memory.
 
-    Of a plan of many stages those of the fullest rank come first, and the others only if these fit. Of a plan on meshes, whose stages take
-    longer to compile and are mostly equal, the others are not compiled: what XLA would say of them is estimated.
+    Of a plan of many stages those of the fullest pipeline rank are compiled first, and the others only if these fit. The stages of a plan
+    on meshes take longer to compile and are mostly equal, so the others are not compiled: their memory is estimated.
 
     Args:
         choice: the ranking from which the plan comes.
@@ -61,7 +61,7 @@ def compile_stages(
         pipe: a pipeline of that plan.
         batch: specs of a whole batch, (inputs, labels).
         device: the device to compile for; scratch memory is that of its kind, even if the topology has another kind.
-        programs: what was compiled for other plans of the model; what is new is added.
+        programs: programs compiled for other plans of the model; new ones are added.
     """
     programs = {} if programs is None else programs
     plan = choice.plan(ranked)
@@ -77,7 +77,7 @@ def compile_stages(
 def _with_compiled(
     choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device, stages: Collection[int], programs: Programs
 ) -> Compiled:
-    """As `compiled`, with only these stages compiled."""
+    """Do the work of `compile_stages` with only these stages compiled."""
     plan, limit = choice.plan(ranked), choice.topology.device.memory
     profile, topology = choice.meshes.of(ranked.candidate.degrees)
     costs, estimates = [], profile.stage_costs(plan, ranked.candidate.rows)
@@ -93,7 +93,7 @@ def _with_compiled(
 
 
 def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
-    """Peak bytes of a device of each stage, in a pipeline whose stages are about equally fast."""
+    """Return the peak bytes of a device of each stage, in a pipeline whose stages are about equally fast."""
     rules, shared, found = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.shared_stages(costs), []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)

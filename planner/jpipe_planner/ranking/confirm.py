@@ -40,7 +40,7 @@ class Attempt:
 
     @property
     def rank(self) -> int:
-        """The rank that lacks most memory."""
+        """The pipeline rank that lacks most memory."""
         memory = self.compiled.ranked.memory
         return max(range(len(memory)), key=memory.__getitem__)
 
@@ -129,7 +129,7 @@ class _Confirm:
             self._try(hopeful[0])
 
     def leanest(self) -> None:
-        """Compile plans with full recomputation, of each kind the one that needs least memory: the fastest few, and the smallest of all."""
+        """Compile plans with full recomputation: of each kind the one that needs least memory, the fastest few, and the smallest of all."""
         lean: dict[tuple[object, ...], Candidate] = {}
         for candidate in self._all:
             if candidate.chunks > 1:
@@ -172,7 +172,7 @@ class _Confirm:
         self.result.added.append(ranked.candidate)
 
     def _try(self, ranked: Ranked) -> None:
-        """Compile a plan; if it does not fit, the same with more recomputation and smaller plans of its kind are left to try."""
+        """Compile a plan; if it does not fit, queue the same with more recomputation and smaller plans of its kind."""
         candidate = ranked.candidate
         compiled = self._compile(self._choice, ranked)
         self._tried.add(_identity(candidate))
@@ -190,10 +190,10 @@ class _Confirm:
             self._left.append(raised.candidate)
 
     def _raised(self, ranked: Ranked, compiled: Compiled) -> Ranked | None:
-        """The plan with more recomputation at the stages of the ranks that lack memory; None if they recompute all that they can.
+        """Return the plan with more recomputation at the stages that lack memory; None if they recompute all that they can.
 
-        The errors of the estimates are taken to be the same with more recomputation, and of ranks whose stages are not compiled that of
-        the compiled ones.
+        The errors of the estimates are assumed to be the same with more recomputation, and at pipeline ranks whose stages are not compiled
+        those of the compiled ones.
         """
         candidate, true = ranked.candidate, compiled.ranked.memory
         order = Layers(self._choice.meshes.of(candidate.degrees)[0]).policies
@@ -213,7 +213,7 @@ class _Confirm:
 
 
 def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ...]) -> Ranked | None:
-    """The plan with other recomputation, simulated with the estimates; None if it has no closed form and is too long to simulate."""
+    """Return the plan with other recomputation, simulated with the estimates; None if it has no closed form and is too long to simulate."""
     profile, topology = choice.meshes.of(candidate.degrees)
     candidate = dataclasses.replace(candidate, policies=policies, over=None)
     plan = candidate.plan(profile.ids)
@@ -231,23 +231,23 @@ def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ..
 
 
 def _held(profile: Profile, candidate: Candidate) -> tuple[int, ...]:
-    """Bytes of each stage without temporaries, which are the part that is estimated."""
+    """Return the bytes of each stage without temporaries, which are the part that is estimated."""
     plan = candidate.plan(profile.ids)
     costs = profile.stage_costs(plan, candidate.rows)
     return closed_form_bytes(plan, [dataclasses.replace(cost, temporary=0) for cost in costs])
 
 
 def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
-    """Whether a plan may fit where another one of its kind does not: by its estimate, or with fewer rows, whose temporaries are smaller."""
+    """Return whether a plan may fit where another one of its kind does not: by its estimate, or with fewer rows and smaller temporaries."""
     return max(other.memory) < max(candidate.memory) or other.rows < candidate.rows
 
 
 def _identity(candidate: Candidate) -> Candidate:
-    """The candidate without what was found of it."""
+    """Return the candidate without the results of simulating it."""
     return dataclasses.replace(candidate, seconds=0.0, bubble=0.0, memory=(), sent=0.0, bound="", over=None)
 
 
 def _hoped(candidate: Candidate, lacking: float) -> Candidate:
-    """The candidate as one that fits, if it lacks no more than that."""
+    """Return the candidate as one that fits, if it lacks no more than that."""
     near = candidate.over is not None and candidate.over[1] <= lacking
     return dataclasses.replace(candidate, over=None) if near else candidate

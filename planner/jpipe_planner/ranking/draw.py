@@ -1,4 +1,4 @@
-"""The candidates as a picture: predicted throughput against memory, and the balance of the chosen plan's stages."""
+"""Pictures of candidates: predicted throughput against memory, and the balance of the chosen plan's stages."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -91,7 +91,7 @@ def _draw_candidates(
 
 
 def look(number: int) -> tuple[str, "str | tuple[int, Literal[0, 1, 2], int]"]:
-    """The colour and the marker of a schedule by its number in the registry: no two have the same ones, up to 256."""
+    """Return the colour and the marker of a schedule by its number in the registry: no two have the same ones, up to 256."""
     again = number // len(_COLOURS)
     return _COLOURS[number % len(_COLOURS)], _MARKERS[(number + again) % len(_MARKERS)]
 

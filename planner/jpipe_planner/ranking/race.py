@@ -1,4 +1,4 @@
-"""Decides which candidates to simulate: the one with the best bound first, until the fastest simulated one beats all other bounds."""
+"""Decide which candidates to simulate: the one with the best bound first, until the fastest simulated one beats all other bounds."""
 
 import heapq
 import math
@@ -90,7 +90,7 @@ class Race:
         self.open = sum(entry.a_row * (1 + SLACK) < self._fastest for entry in rest)
 
     def _is_news(self, entry: _Entry, kinds: int) -> bool:
-        """Whether a candidate that cannot be the fastest is of a kind to show, and could be the fastest known one of its kind."""
+        """Return whether a candidate that cannot be the fastest is of a kind to show, and could be the fastest known one of its kind."""
         best = self._of_kind.get(self._candidates[entry.place].kind)
         if len(self._of_kind) >= kinds or self._spent > _FOR_SHOW * MOST_IN_ALL:
             return False

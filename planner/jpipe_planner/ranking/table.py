@@ -1,4 +1,4 @@
-"""The ranking as text: one row per candidate, and why others were rejected."""
+"""Write the ranking as text: one row per candidate, and why others were rejected."""
 
 from collections.abc import Sequence
 
@@ -46,7 +46,7 @@ HEAD = (
 
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
-    """Rows for the first `most` plans that fit; see `head` for the columns."""
+    """Return rows for the first `most` plans that fit; see `head` for the columns."""
     found = [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
     if not has_meshes(choice):
         return found
@@ -54,25 +54,24 @@ def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
 
 
 def head(choice: Choice) -> tuple[str, ...]:
-    """The columns of `rows`."""
+    """Return the columns of `rows`."""
     return (*HEAD[:3], "mesh", *HEAD[3:]) if has_meshes(choice) else HEAD
 
 
 def has_meshes(choice: Choice) -> bool:
-    """Whether a plan is on meshes."""
+    """Return whether a plan is on meshes."""
     return any(candidate.degrees.size > 1 for candidate in (*choice.rejected, *(ranked.candidate for ranked in choice.ranked)))
 
 
 def how_known(choice: Choice, most: int) -> str:
-    """The meaning of the signs in the first rows for plans without a simulation, as the end of a sentence."""
+    """Return the meaning of the signs in the first rows for plans without a simulation, as the end of a sentence."""
     left = [ranked for ranked in choice.ranked[:most] if ranked.simulated is None]
     bounded = "; ≤: not simulated, because it cannot be faster" if any(ranked.least for ranked in left) else ""
     return bounded + ("; –: too long to simulate, closed form only" if any(not ranked.least for ranked in left) else "")
 
 
 def shape(candidate: Candidate) -> str:
-    """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with different numbers of replicas, `4 ranks of 2` for as
-    many with two stages each."""
+    """Return the stages: `4 × 2` for two pipelines of four, `2·1·1` for other numbers of replicas, `4 ranks of 2` for two on each rank."""
     if candidate.chunks > 1:
         return f"{candidate.num_pipeline_ranks} ranks of {candidate.chunks}" + (
             f" × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else ""
@@ -83,12 +82,12 @@ def shape(candidate: Candidate) -> str:
 
 
 def recomputation(policies: Sequence[str]) -> str:
-    """`none`, or `none, full` if the stages differ."""
+    """Return the recomputation: `none`, or `none, full` if the stages differ."""
     return ", ".join(dict.fromkeys(policies))
 
 
 def schedule(candidate: Candidate) -> str:
-    """The schedule with its options in the plan."""
+    """Return the schedule with its options in the plan."""
     if candidate.depth == 1 and candidate.workers > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return "data parallel"
     options = ["early"] if candidate.split_backward == "early" else []
@@ -99,13 +98,13 @@ def schedule(candidate: Candidate) -> str:
 
 
 def name(candidate: Candidate) -> str:
-    """Schedule and stages, for a sentence."""
+    """Return schedule and stages, for a sentence."""
     mesh = f" on meshes ({candidate.degrees})" if candidate.degrees.size > 1 else ""
     return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.workers == 1 else 's'}{mesh}"
 
 
 def links(topology: Topology) -> str:
-    """The links of equal devices, and how many of them can compute at a time, for a sentence."""
+    """Return the links of equal devices, and how many of them can compute at a time, for a sentence."""
     level = topology.levels[0]
     if topology.num_devices == 1:
         return "one device, no links"
@@ -114,7 +113,7 @@ def links(topology: Topology) -> str:
 
 
 def size(count: int | float) -> str:
-    """`1.2 GB`."""
+    """Return bytes as text such as `1.2 GB`."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             shown = count / factor
@@ -123,17 +122,17 @@ def size(count: int | float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """`62,020` or `3.152`, for samples per second."""
+    """Return samples per second as text such as `62,020` or `3.152`."""
     return f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
 
 
 def rows_of(count: int) -> str:
-    """`1 row`, `2 rows`."""
+    """Return a number of rows as text such as `1 row` or `2 rows`."""
     return f"{count} row" if count == 1 else f"{count} rows"
 
 
 def why_rejected(choice: Choice, most: int) -> list[str]:
-    """A line for each kind of plan that does not fit by its estimate, the one that lacks least memory first."""
+    """Return a line for each kind of plan that does not fit by its estimate, the one that lacks least memory first."""
     limit = choice.topology.device.memory or 0.0
     lines = []
     for candidate in choice.rejected[:most]:
@@ -145,7 +144,7 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
 
 
 def attempt(one: Attempt) -> str:
-    """A plan whose compiled stages do not fit: how much they lack, and what is tried in its place."""
+    """Describe a plan whose compiled stages do not fit: how much they lack, and what is tried instead."""
     candidate, rank = one.ranked.candidate, one.rank
     what = "rank" if candidate.chunks > 1 else "stage"
     lacks = f"{what} {rank} lacks {size(one.compiled.lacking or 0)} when compiled"
@@ -161,7 +160,7 @@ def attempt(one: Attempt) -> str:
 
 
 def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:
-    """Rows that hold the first plan that fits against the best of other kinds: see `WHY_HEAD` for the columns."""
+    """Return rows that compare the first plan that fits with the best of other kinds; see `WHY_HEAD` for the columns."""
     best, limit = choice.ranked[0], choice.topology.device.memory
     return [_why_row(best, other, limit) for other in choice.ranked[:most]]
 
@@ -183,7 +182,7 @@ def _why_row(best: Ranked, other: Ranked, limit: float | None) -> tuple[str, ...
 
 
 def _what_is_worse(best: Ranked, other: Ranked) -> str:
-    """What a plan lacks in comparison with the chosen one, in words."""
+    """Return what a plan lacks in comparison with the chosen one, in words."""
     own, chosen = other.candidate, best.candidate
     slower = best.samples_per_second / other.samples_per_second - 1
     if slower > _EQUAL:
@@ -206,7 +205,7 @@ def _bubble(ranked: Ranked) -> float:
 
 
 def what_would_fit(choice: Choice) -> list[str]:
-    """For a model that fits nowhere: how much is lacking, at which stage, and what to change; recomputation was always tried."""
+    """Explain, for a model that fits nowhere, how much is lacking at which stage and what to change; recomputation was always tried."""
     limit, best = choice.topology.device.memory or 0.0, choice.rejected[0]
     stage, lacking = best.over or (0, 0)
     least, devices = min(choice.profile.sizes), choice.topology.num_devices
@@ -226,7 +225,7 @@ def what_would_fit(choice: Choice) -> list[str]:
 
 
 def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
-    """Bytes of each stage that do not depend on the microbatch size: weight versions, gradients and optimizer."""
+    """Return the bytes of each stage that do not depend on the microbatch size: weight versions, gradients and optimizer."""
     plan = candidate.plan(profile.ids)
     layers, versions_alive = {layer.id: layer for layer in profile.layers}, jpipe.schedules.SCHEDULES[plan.schedule].versions_alive
     found = []

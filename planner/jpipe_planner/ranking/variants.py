@@ -1,9 +1,9 @@
-"""Plans with several stages on a rank, or with backwards in two halves, made from the best plans that have neither.
+"""Plans with several stages on a rank, or with split backwards, derived from the best plans that have neither.
 
 The search over all cuts is for one stage on each rank, with whole backwards. What interleaving and split backwards gain depends little on
-the cut, so the best cuts of `pipedream_flush` are taken, for a few microbatch sizes, widths and recomputations, and cut on into equal
-chunks; and of the schedules that can send gradients early, their own best plans, where links cost time. Each such plan is simulated, for
-these have no closed form.
+the cut, so the best cuts of `pipedream_flush`, for a few microbatch sizes, widths and recomputations, are cut further into equal chunks.
+The best plans of the schedules that can send gradients early are tried with split backwards, where links cost time. All these plans are
+simulated, because they have no closed form.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _SLOW = 0.01  # time of a message, relative to a forward, from which on a link c
 
 @dataclass(frozen=True)
 class Variants:
-    """What was made of plans.
+    """The plans that were derived from others.
 
     Attributes:
         simulated: the plans with their simulations.
@@ -45,7 +45,7 @@ class Variants:
 
 
 def variant_schedules() -> tuple[str, ...]:
-    """The schedules of which `find_variants` makes plans; those without a flush with several chunks only."""
+    """Return the schedules of which `find_variants` makes plans; those without a flush with several chunks only."""
     return tuple(name for name, rules in jpipe.schedules.SCHEDULES.items() if not is_planned(name) or rules.layout == "looped")
 
 
@@ -61,7 +61,7 @@ def find_variants(
     global_norm: bool = False,
     degrees: Degrees = NO_MESH,
 ) -> Variants:
-    """Plans of these schedules with their simulations.
+    """Return plans of these schedules with their simulations.
 
     Args:
         profile: the model's costs.
@@ -88,13 +88,13 @@ def find_variants(
 
 
 def _usable(candidates: Sequence[Candidate], topology: Topology, all_devices: bool) -> list[Candidate]:
-    """Those of several stages that may be varied, best first."""
+    """Return the candidates of several stages that may be varied, best first."""
     several = [c for c in candidates if c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
     return sorted((c for c in several if not all_devices or c.devices == topology.num_devices), key=lambda candidate: candidate.rank)
 
 
 def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
-    """The best plans that differ in more than their cut; those that fit come first."""
+    """Return the best plans that differ in more than their cut; those that fit come first."""
     best: dict[tuple[object, ...], Candidate] = {}
     for candidate in straight:
         best.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
@@ -102,7 +102,7 @@ def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _early_bases(planned: Sequence[Candidate]) -> list[Candidate]:
-    """The best plans of each schedule that can send gradients early, which differ in more than their cut."""
+    """Return the best plans of each schedule that can send gradients early, which differ in more than their cut."""
     best: dict[str, dict[tuple[object, ...], Candidate]] = {}
     for candidate in planned:
         if "split_backward" in jpipe.schedules.SCHEDULES[candidate.schedule].options and candidate.update_every == "batch":
@@ -112,7 +112,7 @@ def _early_bases(planned: Sequence[Candidate]) -> list[Candidate]:
 
 
 class _Variants:
-    """Makes plans, and simulates them while they are few enough.
+    """The search for variants, which simulates them while they are few enough.
 
     Attributes:
         found: plans with their simulations.
@@ -126,7 +126,7 @@ class _Variants:
         self._spent = 0
 
     def add(self, candidates: Iterator[Candidate]) -> None:
-        """Simulate plans that `affords` has let pass."""
+        """Simulate plans for which `affords` returned True."""
         for candidate in candidates:
             plan = candidate.plan(self.profile.ids)
             costs = self.profile.stage_costs(plan, candidate.rows)
@@ -135,7 +135,7 @@ class _Variants:
                 self.found[_priced(candidate, plan, costs, known, self.topology)] = known
 
     def affords(self, plan: jpipe.Plan) -> bool:
-        """Whether a plan is among those to simulate; where there are too many, smaller ones still are."""
+        """Return whether a plan is among those to simulate; where there are too many, smaller ones still are."""
         if self._spent + forwards(plan) > MOST_IN_ALL:
             self.left_out += 1
             return False
@@ -143,11 +143,11 @@ class _Variants:
         return True
 
     def _refuses(self, plan: jpipe.Plan) -> bool:
-        """Whether the schedule of a plan cannot do what the model or its optimizer needs."""
+        """Return whether the schedule of a plan cannot do what the model or its optimizer needs."""
         return bool((self.global_norm or self.profile.shared) and jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan))
 
     def early(self, base: Candidate) -> Iterator[Candidate]:
-        """A plan with its backwards in two halves, without more microbatches in flight and with as many as it has, if a link costs time."""
+        """Yield a plan with split backwards, with and without additional microbatches in flight, if a link costs time."""
         plan = base.plan(self.profile.ids)
         if self._refuses(plan):
             return
@@ -160,7 +160,7 @@ class _Variants:
                 yield candidate
 
     def of_ranks(self, base: Candidate) -> Iterator[Candidate]:
-        """Legal plans of the schedules on the ranks of a plan."""
+        """Yield legal plans of the schedules on the ranks of a plan."""
         for name in self.schedules:
             rules = jpipe.schedules.SCHEDULES[name]
             if "order" in rules.options:
@@ -173,7 +173,7 @@ class _Variants:
                         yield candidate
 
     def _ordered(self, base: Candidate, schedule: str) -> Iterator[Candidate]:
-        """Plans with an order made for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
+        """Yield plans with an order for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
         for like, chunks in (("zb_h1", 1), ("zb_v", 2)):
             for candidate in _chunked(self.profile, base, like, chunks):
                 plan = candidate.plan(self.profile.ids)
@@ -186,14 +186,14 @@ class _Variants:
 
 
 def _message_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
-    """How long the slowest message between the first replicas of neighbouring stages on other ranks takes."""
+    """Return the seconds of the slowest message between the first replicas of neighbouring stages on different ranks."""
     link, first = network(plan, topology), [plan.rank_of[workers[0]] for workers in plan.stage_workers]
     crossed = [(link(first[s], first[s + 1]), costs[s].outputs) for s in range(plan.depth - 1) if first[s] != first[s + 1]]
     return max((one.latency + size / one.bandwidth for one, size in crossed), default=0.0)
 
 
 def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> Iterator[Candidate]:
-    """The plan of so many chunks for each rank, if it is legal: one, or none."""
+    """Yield the plan with this number of chunks on each rank, if it is legal."""
     stages = base.depth * chunks
     if stages > len(profile.ids):
         return
@@ -218,7 +218,7 @@ def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> I
 def _priced(
     candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], known: Simulated, topology: Topology
 ) -> Candidate:
-    """The candidate with its simulation's numbers."""
+    """Return the candidate with its simulation's numbers."""
     limit, peaks = topology.device.memory, list(zip(plan.rank_positions, known.peak_bytes, strict=True))
     memory = tuple(max(peak for (place, _), peak in peaks if place == p) for p in range(len(plan.pipeline_ranks)))
     worst = max(range(len(memory)), key=memory.__getitem__)

@@ -1,4 +1,4 @@
-"""A candidate plan with its price; small enough to keep thousands of them."""
+"""Candidates: plans with their prices, small enough to keep thousands of them."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -63,12 +63,12 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """How many devices it uses."""
+        """The number of devices that it uses."""
         return self.workers * self.degrees.size
 
     @property
     def workers(self) -> int:
-        """How many devices it uses, each mesh counted as one."""
+        """The number of devices that it uses, each mesh counted as one."""
         return sum(self.replicas) // self.chunks
 
     @property
@@ -88,12 +88,12 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What plans that differ only in sizes have in common: schedule, early gradients, updates, replicas, meshes, what is together, …"""
+        """The properties that plans of one kind have in common; they differ only in sizes."""
         return self.schedule, self.split_backward, self.update_every, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property
     def has_whole_backwards(self) -> bool:
-        """Whether the schedule is one of those that are searched over all cuts, and its backwards are not cut in two."""
+        """Whether all cuts are searched for the schedule, and its backwards are not split."""
         return is_planned(self.schedule) and self.split_backward == "joint"
 
     @property
@@ -116,7 +116,7 @@ class Candidate:
         return (lacks, float(f"{-self.samples_per_second:.9g}"), *ties, self.schedule, self.keep_together, self.starts, self.replicas)
 
     def sharing(self, cores: float | None) -> "Candidate":
-        """The same plan with shared cores: a batch takes at least the time of all computations divided by the cores.
+        """Return the same plan with shared cores: a batch takes at least the time of all computations divided by the cores.
 
         Args:
             cores: how many devices compute at a time without slowing each other down; None: all.
@@ -127,7 +127,7 @@ class Candidate:
         return replace(self, seconds=computing / cores, bubble=1 - cores / self.workers, bound="the cores")
 
     def plan(self, ids: tuple[str, ...]) -> jpipe.Plan:
-        """The candidate as a `jpipe.Plan`.
+        """Return the candidate as a `jpipe.Plan`.
 
         Args:
             ids: the layers of the profile, in order.
@@ -152,6 +152,6 @@ class Candidate:
 
     @property
     def _ranks(self) -> jpipe.schedules.Ranks:
-        """The ranks of its chunks: as the schedule needs them, and in a V for orders of its own."""
+        """The stages of each pipeline rank as the schedule needs them, in a V for orders of its own."""
         layout = jpipe.schedules.SCHEDULES[self.schedule].layout
         return jpipe.schedules.arranged("v" if layout == "any" else layout, self.depth, self.chunks)

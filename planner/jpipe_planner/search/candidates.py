@@ -65,12 +65,12 @@ def find_candidates(
 
 
 def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:
-    """A candidate for meshes, found for their profile and topology."""
+    """Return a candidate for meshes from one for their profile and topology."""
     return dataclasses.replace(candidate, degrees=degrees, sent=candidate.sent * degrees.size)
 
 
 def sharing_refusal(schedule: str) -> str:
-    """Why the stages of a schedule cannot share parameters, in plans like those of `find_candidates`; "" if they can."""
+    """Return why the stages of a schedule cannot share parameters, in plans like those of `find_candidates`; "" if they can."""
     return jpipe.schedules.SCHEDULES[schedule].norm_refusal(jpipe.Plan.even("ab", 2, schedule, 2)) if is_planned(schedule) else ""
 
 
@@ -101,7 +101,7 @@ def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, ho
 
 
 def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> float:
-    """Seconds per batch of a plan in closed form, for any costs of its layers and links.
+    """Return the seconds per batch of a plan in closed form, for any costs of its layers and links.
 
     Args:
         profile: the costs.
@@ -127,7 +127,7 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
 
 
 def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate:
-    """A partition as a candidate.
+    """Return a partition as a candidate.
 
     Args:
         problem: the problem that it solves.

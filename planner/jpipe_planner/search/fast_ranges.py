@@ -1,4 +1,4 @@
-"""Finds which suffixes of the layers can be placed from which device on, if no stage and no cut may take longer than a bound.
+"""A search for the suffixes of layers that can be placed from a device on, if no stage and no cut may take longer than a bound.
 
 The search goes from the last layer and the last device to the first. The layers from i on can be placed from device a on if some stage
 [i, j) on the devices a .. a + r - 1 is fast enough and the layers from j on can be placed from device a + r on. A longer stage is never
@@ -17,7 +17,7 @@ _AT_A_TIME = 32  # numbers of replicas
 
 
 class FastRanges:
-    """The search under a bound, for all bounds.
+    """The search for the stages of a problem that are fast enough, for all bounds.
 
     Attributes:
         levels: the levels that the range of a stage can cross, -1 for one device, each with the possible numbers of replicas.
@@ -34,7 +34,7 @@ class FastRanges:
         self._known: dict[tuple[float, bool], list[Any]] = {}
 
     def here(self, a: int) -> list[tuple[int, slice]]:
-        """The levels that a range from device a on can cross, as indices into `levels`, and the replicas that cross no higher one."""
+        """Return the levels (indices into `levels`) that a range from device a on can cross, with the replicas that cross no higher one."""
         found, inner = [(0, slice(0, 1))], a + 1
         for place, (_, some) in enumerate(self.levels[1:], start=1):
             end = (a // self._sizes[place] + 1) * self._sizes[place]
@@ -45,7 +45,7 @@ class FastRanges:
         return found
 
     def farthest(self, bound: float, recompute: bool) -> list[Any]:
-        """For each of `levels` and its replicas, and each first layer, one past the last layer that a fast enough stage can have.
+        """Return one past the last layer of a fast enough stage, for each of `levels`, its replicas, and each first layer.
 
         Args:
             bound: seconds per microbatch.
@@ -58,7 +58,7 @@ class FastRanges:
         return self._known[bound, recompute]
 
     def about(self, bound: float, recompute: bool) -> list[Any]:
-        """The ends that `farthest` finds, or slightly farther ones, because of rounding."""
+        """Return the ends of `farthest`, or slightly farther ones, because of rounding."""
         return [self.ranges.ends(bound, some, level, recompute) for level, some in self.levels]
 
     def _exactly(self, bound: float, recompute: bool, about: Any, level: tuple[int, Any]) -> Any:
@@ -73,7 +73,7 @@ class FastRanges:
         return ends.reshape(about.shape).astype(self._small)
 
     def windows(self, ends: list[Any], cuts: list[Any]) -> tuple[Any, Any]:
-        """For each device the first and the last layer that can begin a stage there, if each stage crossed as few levels as possible.
+        """Return the first and the last layer that can begin a stage at each device, if each stage crosses as few levels as possible.
 
         This is an upper bound of what the topology allows, and cheap: if ranges are ignored, the layers that can be placed from a device
         on have no gaps, so one number describes them. With one level it is exact.
@@ -99,13 +99,13 @@ class FastRanges:
         return first, last
 
     def at_least(self, recompute: bool) -> float:
-        """A lower bound on the seconds per microbatch: the slowest layer, and all layers divided among all devices."""
+        """Return a lower bound on the seconds per microbatch: the slowest layer, and all layers divided among all devices."""
         start = np.arange(self.ranges.count)
         each = [self.ranges.seconds(start, start + 1, some[:, None], level, recompute) for level, some in self.levels]
         return max(float(np.concatenate(each).min(0).max()), float(self.ranges.compute(recompute)[-1] / self.devices))
 
     def alone(self, recompute: bool) -> Placed:
-        """The fastest stage of all layers."""
+        """Return the fastest stage of all layers."""
         options = []
         for place, some in self.here(0):
             level, replicas = self.levels[place]
@@ -113,18 +113,18 @@ class FastRanges:
         return Placed(0, self.ranges.count, 0, min(options)[1])
 
     def cuts(self, bound: float) -> list[Any]:
-        """For each of `levels`, which cuts are fast enough; the first and the last one are not cuts."""
+        """Return which cuts are fast enough, for each of `levels`; the first and the last one are not cuts."""
         sizes = self.ranges.outputs
         links = self._problem.links
         return [np.ones(len(sizes), bool) if k < 0 else cut_seconds(sizes, links[k]) <= bound for k, _ in self.levels]
 
     def between(self, a: int) -> int:
-        """The index in `levels` of the level between the devices a - 1 and a."""
+        """Return the index in `levels` of the level between the devices a - 1 and a."""
         return self._problem.topology.level(a - 1, a) + 1
 
 
 class FastPlacement:
-    """The placements under one bound.
+    """The placements of all layers under one bound.
 
     Attributes:
         feasible: whether all layers can be placed from device 0 on.
@@ -154,7 +154,7 @@ class FastPlacement:
         self.feasible = bool(self._placed[0, 0])
 
     def _place(self, a: int, place: int, some: slice, window: slice) -> None:
-        """Which of the layers in `window` can be the first of a stage from device a on, with the numbers `some` of replicas of a level.
+        """Mark the layers in `window` that can be the first of a stage from device a on, with the numbers `some` of replicas of a level.
 
         It tries a few numbers of replicas at a time, each time between the first and the last undecided layer; usually few remain.
         """
@@ -169,14 +169,14 @@ class FastPlacement:
             placed[window] |= (ends <= self._farthest[place][few, window]).any(0) & self._cuts[place][window]
 
     def _continued(self, a: int, place: int) -> Any:
-        """Where a stage whose range crosses a level can end so that the layers after it can be placed from device a on."""
+        """Return where a stage whose range crosses a level can end so that the layers after it can be placed from device a on."""
         if a == 0:
             return np.zeros_like(self._placed[a])
         allowed = self._placed[a] & self._cuts[place]
         return allowed & self._cuts[self._fast.between(a)] if a < self._fast.devices else allowed
 
     def some(self) -> tuple[Placed, ...]:
-        """Some stages that are fast enough: each time the fastest one that can be continued."""
+        """Return stages that are fast enough, choosing the fastest that can be continued at each step."""
         ranges, stages, i, a = self._fast.ranges, list[Placed](), 0, 0
         while i < ranges.count:
             options = []
@@ -196,7 +196,7 @@ class FastPlacement:
         return tuple(stages)
 
     def first(self) -> tuple[Placed, ...]:
-        """Of all stages that are fast enough, the fewest on the fewest devices, then from the front the earliest cuts, fewest replicas."""
+        """Return the fast enough stages that win ties: fewest stages, fewest devices, from the front earliest cuts, fewest replicas."""
         fast, ranges = self._fast, self._fast.ranges
         base = fast.devices + 1
         least, tables = self._least(base)
@@ -216,7 +216,7 @@ class FastPlacement:
         return tuple(stages)
 
     def _least(self, base: int) -> tuple[Any, list[Any]]:
-        """For each device and layer the fewest stages times `base` plus the devices used, and their minima over ranges of 2^k ends."""
+        """Return the fewest stages times `base` plus the devices used, by device and layer, and their minima over ranges of 2^k ends."""
         fast, count = self._fast, self._fast.ranges.count
         power = np.array([0, *(length.bit_length() - 1 for length in range(1, count + 1))])
         never = np.iinfo(np.int32).max - base

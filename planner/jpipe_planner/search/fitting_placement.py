@@ -1,11 +1,11 @@
 """The PipeDream search with limited memory, for problems whose solution without a limit does not fit.
 
-The memory of a stage depends on the later stages, which determine how many of its microbatches are in flight, and on the stage before it,
+The memory of a stage depends on the later stages, which determine how many of its microbatches are in flight, and on the previous stage,
 which determines how many inputs can wait. The search goes from the last layer and device to the first. It describes each way to place
 the layers from i on from device a on by a label: how many microbatches the first stage has in flight over all its replicas (`sent` of
-`waiting_inputs`), how many the stage before it may have in flight so that the waiting inputs fit, and the number of stages and devices.
+`waiting_inputs`), how many the previous stage may have in flight so that the waiting inputs fit, and the number of stages and devices.
 
-By the relaxed rules (`Runs.room`) fewer microbatches in flight at a stage never reduce the number allowed at the stage before it. So a
+By the relaxed rules (`Ranges.room`) fewer microbatches in flight at a stage never reduce the number allowed at the previous stage. So a
 label that is worse than another one in all its numbers can be dropped, and few remain. By the true rules this does not hold for a stage
 that keeps less than its input from a forward to its backward, so each number in flight needs its own label.
 """
@@ -40,15 +40,15 @@ class _Labels(NamedTuple):
 
 
 class FittingPlacement:
-    """Stages that are fast enough and fit.
+    """A search for stages that are fast enough and fit.
 
     Args:
-        fast: the `Reach` of a problem.
+        fast: the fast enough stages of a problem.
         fitting: the stages of the same problem that fit.
         bound: seconds per microbatch.
         relaxed: whether the rules are relaxed; then some stages that do not fit count as fitting.
-        at_most: the numbers of stages and devices of a known solution, to find the first one in the order of `Reached.first`; None: any
-            solution will do.
+        at_most: the numbers of stages and devices of a known solution, to find the first one in the order of `FastPlacement.first`; None:
+            any solution will do.
 
     Attributes:
         feasible: whether there are such stages.
@@ -72,7 +72,7 @@ class FittingPlacement:
         self.feasible = bool((self._labels.sent[0, 0] >= 0).any())
 
     def _ranges(self, a: int) -> Any:
-        """The indices in `Spans.ranges` of the ranges from device a on."""
+        """Return the indices in `FittingRanges.ranges` of the ranges from device a on."""
         found = []
         for place, some in self._fast.here(a):
             first = int(np.searchsorted(self._fitting.places, place))
@@ -80,7 +80,7 @@ class FittingPlacement:
         return np.concatenate(found)
 
     def _fewest_before(self) -> Any:
-        """For each device and layer the fewest stages before them, with as few microbatches in flight as possible."""
+        """Return the fewest stages before each device and layer, with as few microbatches in flight as possible."""
         cuts = self._fast.cuts(self._bound)
         between = [cuts[self._fast.between(a)] for a in range(1, self._devices)]
         allowed = np.stack([cuts[0], *between, cuts[0]])
@@ -95,7 +95,7 @@ class FittingPlacement:
         return before
 
     def _stages(self, a: int) -> tuple[Any, _Labels]:
-        """The first layers and the labels of all stages from device a on, each followed by all placements of the later layers."""
+        """Return the first layers and the labels of all stages from device a on, each followed by all placements of the later layers."""
         which, starts = self._ranges(a), np.nonzero(self._before[a, :-1] < _NEVER)[0]
         ends = self._labels.sent[a + self._fitting.replicas[which], :, 0] >= 0
         row, i, j = np.nonzero(self._good[which[:, None], starts] & ends[:, None, :])
@@ -112,7 +112,7 @@ class FittingPlacement:
         return i[room >= 0], _Labels(sent, most, size[row, k]).take(room >= 0)
 
     def _keep(self, a: int, i: Any, found: _Labels) -> None:
-        """Store the labels found for device a, without those that others dominate."""
+        """Store the new labels of device a, without those that others dominate."""
         order = np.lexsort((-found.most, found.sent, found.size, i))
         i, found = i[order], found.take(order)
         same = (i, found.size) if self._relaxed else (i, found.size, found.sent)
@@ -131,7 +131,7 @@ class FittingPlacement:
             column[a, i, rank] = values
 
     def _needed(self, i: Any, found: _Labels) -> Any:
-        """Which labels are not dominated by an earlier one of the same layer, which has a smaller size."""
+        """Return which labels are not dominated by an earlier one of the same layer, which has a smaller size."""
         needed = np.ones(len(i), bool)
         for start, stop in pairwise([*np.unique(i, return_index=True)[1].tolist(), len(i)]):
             sent, most = found.sent[start:stop], found.most[start:stop]
@@ -140,10 +140,10 @@ class FittingPlacement:
         return needed
 
     def stages(self) -> tuple[Placed, ...] | None:
-        """Stages that are fast enough and fit by the true rules; with `at_most`, the first ones in the order of `Reached.first`.
+        """Return stages that are fast enough and fit by the true rules; with `at_most`, those that win ties as in `FastPlacement.first`.
 
         Returns:
-            None if the search by relaxed rules finds none; there may still be some.
+            The stages; None if the search by relaxed rules has no solution, although there may still be some.
         """
         found = self._labels.take(0, 0)
         size = int(found.size[found.sent >= 0].min())
@@ -160,14 +160,17 @@ class FittingPlacement:
         return tuple(stages)
 
     def _next(self, i: int, a: int, size: int, before: Any, fits: Any) -> tuple[int, int, Any, Any] | None:
-        """The earliest cut with the fewest replicas that can be continued, and `before` and `fits` for the next stage.
+        """Return the earliest cut with the fewest replicas that can be continued.
 
         Args:
             i: the first layer.
             a: the first device.
             size: the size of the placement after this stage.
-            before: for each number in flight at this stage the number at the stage before.
+            before: for each number in flight at this stage the number at the previous stage.
             fits: whether the earlier stages fit with it.
+
+        Returns:
+            The range of the stage, its end, and `before` and `fits` for the next stage; None if there is none.
         """
         behind, which = np.arange(len(fits)), self._ranges(a)
         for j, row in np.argwhere(self._good[which, i].T).tolist():

@@ -1,4 +1,4 @@
-"""Finds which runs of layers can be a stage with limited memory: with how many microbatches in flight they fit, and under which bound."""
+"""Runs of layers that can be a stage with limited memory: with how many microbatches in flight they fit, and under which bound."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ class FittingRanges:
     """The stages of a problem that fit, for all bounds.
 
     Attributes:
-        ranges: the levels, as indices into `Reach.levels`, and numbers of replicas that a stage can have.
+        ranges: the levels, as indices into `FastRanges.levels`, and numbers of replicas that a stage can have.
     """
 
     def __init__(self, problem: Problem, fast: FastRanges) -> None:
@@ -31,7 +31,7 @@ class FittingRanges:
         self._most = [self._most_in_flight(policies) for _, policies in self._kinds]
 
     def _most_in_flight(self, policies: list[str]) -> Any:
-        """For each number of replicas, first layer and end: how many microbatches in flight fit with one of the policies; 0: none."""
+        """Return how many microbatches in flight fit with one of the policies, by number of replicas, first layer and end; 0: none."""
         count, replicas = self._ranges.count, self._ranges.replicas
         first, end = np.triu_indices(count + 1, 1)
         most = np.zeros((len(replicas), count + 1, count + 1), np.int16 if self._fast.devices < 2**13 else np.int32)
@@ -51,7 +51,7 @@ class FittingRanges:
         return np.any([self._ranges.room(i, j, r, ahead, policy, self._memory) >= 0 for policy in policies], 0)
 
     def under(self, bound: float) -> Any:
-        """For each of `ranges`, first layer and end: whether the stage is fast enough and fits with as few in flight as possible."""
+        """Return whether the stage is fast enough and fits with as few in flight as possible, by `ranges`, first layer and end."""
         ranges, fast = self._ranges, self._fast
         left = ranges.compute(self._recompute)[-1] - ranges.compute(self._recompute)
         devices = left / (max(bound, left[0] / (2 * fast.devices)) or 1.0) * (1 - 1e-9)  # that the remaining layers need at least
@@ -68,7 +68,7 @@ class FittingRanges:
         return np.concatenate(self._fast.farthest(bound, recompute)).astype(np.int64)
 
     def room(self, bound: float, which: Any, i: Any, j: Any, ahead: Any, relaxed: bool) -> Any:
-        """How many inputs can wait at a stage with its best policy that is fast enough; negative: it does not fit.
+        """Return how many inputs can wait at a stage with its best policy that is fast enough; negative: it does not fit.
 
         Args:
             bound: seconds per microbatch.

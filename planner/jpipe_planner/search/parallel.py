@@ -76,7 +76,7 @@ def search_parallel(
 
 
 def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate) -> float:
-    """Seconds per batch of a plan from `search_parallel` in closed form, without the effect of shared cores.
+    """Return the seconds per batch of a plan from `search_parallel` in closed form, without the effect of shared cores.
 
     Args:
         profile: the costs, possibly others than in the search.
@@ -92,7 +92,7 @@ def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate
 
 
 def _price(pipelines: Pipelines, flown: Flights, times: Times) -> Price:
-    """The price of a batch, for each number of microbatches of a pipeline."""
+    """Return the price of a batch, for each number of microbatches of a pipeline."""
     m, rules = np.array(flown.microbatches)[:, None], jpipe.schedules.SCHEDULES[pipelines.schedule]
     if not rules.flushes:
         return steady_price(times, m, flown.hidden, pipelines.extra)
@@ -103,7 +103,7 @@ def _price(pipelines: Pipelines, flown: Flights, times: Times) -> Price:
 
 @dataclass(frozen=True)
 class _Fit:
-    """For each legal m, by stage: what the schedule says, the chosen recomputation, the bytes."""
+    """What the schedule says, the chosen recomputation, and the bytes, by stage for each legal m."""
 
     flown: Flights
     policy: Any  # its index in Layers.policies
@@ -111,7 +111,7 @@ class _Fit:
 
 
 def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
-    """Everything that does not depend on the schedule, without recomputation."""
+    """Return the times that do not depend on the schedule, without recomputation."""
     one_way, both_ways = crossing.ports(stages.outputs[:-1])
     all_reduce = [all_reduce_seconds(size, width, ring) for size, ring in zip(stages.accumulators.tolist(), crossing.rings, strict=True)]
     return Times(
@@ -128,7 +128,7 @@ def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
 
 
 def _extras(schedule: jpipe.schedules.Schedule) -> tuple[int, ...]:
-    """How many additional microbatches in flight to try."""
+    """Return the numbers of additional microbatches in flight to try."""
     return (0,) if schedule.flushes or "extra_in_flight" not in schedule.options else EXTRA
 
 
@@ -141,30 +141,30 @@ class _Sweep:
         self.cut = cache(self._cut)
 
     def full(self) -> Iterator[tuple[int, int]]:
-        """(w, d) with all devices."""
+        """Yield each (w, d) with all devices."""
         count = self.topology.num_devices
         return ((count // depth, depth) for depth in range(1, min(len(self.profile.ids), count) + 1) if count % depth == 0)
 
     def single(self) -> Iterator[tuple[int, int]]:
-        """(1, d) for all depths."""
+        """Yield (1, d) for all depths."""
         return ((1, depth) for depth in range(1, min(len(self.profile.ids), self.topology.num_devices) + 1))
 
     def smaller(self) -> Iterator[tuple[int, int]]:
-        """For each depth that leaves devices idle, deepest first, the largest number of pipelines."""
+        """Yield the largest number of pipelines for each depth that leaves devices idle, deepest first."""
         count = self.topology.num_devices
         for depth in range(min(len(self.profile.ids), count), 0, -1):
             widths = {self._width(rows, count // depth) for rows in self.profile.sizes} - {0, count / depth}
             yield from ((width, depth) for width in sorted(widths))
 
     def _width(self, rows: int, most: int) -> int:
-        """The largest number of pipelines for which the batch has enough microbatches; 0: not enough for one."""
+        """Return the largest number of pipelines for which the batch has enough microbatches; 0: not enough for one."""
         whole, rest = divmod(self.batch, rows)
         if not self.exact or not whole:
             return min(most, whole)
         return 0 if rest else max(width for width in range(1, most + 1) if whole % width == 0)
 
     def candidates(self, width: int, depth: int) -> Iterator[Candidate]:
-        """All plans of w pipelines of d stages."""
+        """Yield all plans of w pipelines of d stages."""
         together = _ORIENTATIONS if min(width, depth, len(self.topology.levels)) > 1 else _ORIENTATIONS[:1]
         crossings = [(keep, Crossings.find(self.topology, width, depth, keep)) for keep in together]
         for n, rows in enumerate(self.profile.sizes):
@@ -183,7 +183,7 @@ class _Sweep:
                         yield from self._priced(stages, rows, pipelines, keep, fit, chosen)
 
     def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
-        """The numbers of microbatches of a pipeline to try: powers of two, the depth times these, and the largest."""
+        """Return the numbers of microbatches of a pipeline to try: powers of two, the depth times these, and the largest."""
         most, rest = divmod(self.batch, rows)
         if self.exact:
             return (most,) if most and not rest else ()
@@ -191,13 +191,13 @@ class _Sweep:
         return tuple(sorted(found | {most} - {0}))
 
     def _cut(self, depth: int, n: int) -> tuple[Stages, ...]:
-        """The cuts that balance compute best, without and with recomputation; often they are the same."""
+        """Return the cuts that balance compute best, without and with recomputation; often they are the same."""
         forward, backward = self.layers.forward[n], self.layers.backward[n]
         cuts = {balance((forward * times + backward).tolist(), depth) for times in (1, 2)}
         return tuple(self.layers.cut(starts, n) for starts in sorted(cuts))
 
     def _fit(self, stages: Stages, pipelines: Pipelines, numbers: tuple[int, ...]) -> _Fit | None:
-        """For each stage the first policy that fits, or the one that needs least; None: no number of microbatches is legal."""
+        """Return for each stage the first policy that fits, or the one that needs least; None: no number of microbatches is legal."""
         flown, width = flights(pipelines, numbers), pipelines.width
         if not flown.microbatches:
             return None
@@ -224,7 +224,7 @@ class _Sweep:
         return _Fit(flown, policy, np.take_along_axis(memory, policy[None], 0)[0])
 
     def _seconds(self, pipelines: Pipelines, flown: Flights, times: Times) -> Price:
-        """The price of a batch."""
+        """Return the price of a batch."""
         if self.price == "closed form":
             return _price(pipelines, flown, times)
         m, depth, rules = np.array(flown.microbatches)[:, None], pipelines.depth, jpipe.schedules.SCHEDULES[pipelines.schedule]

@@ -74,20 +74,20 @@ class Problem:
         )
 
     def link(self, first: int, last: int) -> jpipe.Link:
-        """The slowest link of all levels that the range of devices first .. last crosses."""
+        """Return the slowest link of all levels that the range of devices first .. last crosses."""
         level = self.topology.level(first, last)
         return self.links[level] if level >= 0 else jpipe.Link()
 
     def microbatches_per_update(self, replicas: Number) -> Number:
-        """M_s of a stage."""
+        """Return M_s of a stage."""
         return replicas if self.microbatches == "replicas" else self.microbatches
 
     def versions(self, in_flight: Number, replicas: Number) -> Number:
-        """Weight versions alive at a stage; for arrays too."""
+        """Return the weight versions alive at a stage; for arrays too."""
         return jpipe.schedules.pipedream_versions(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
 
     def shape(self, replicas: tuple[int, ...]) -> Shape:
-        """The part of a solution that the schedule reads, for these numbers of replicas."""
+        """Return the part of a solution that the schedule reads, for these numbers of replicas."""
         every: Literal["batch", "replicas"] = "replicas" if self.microbatches == "replicas" else "batch"
         m = math.lcm(*replicas) if self.microbatches == "replicas" else self.microbatches
         return Shape(SCHEDULE.name, m, replicas, self.extra_in_flight, update_every=every)
@@ -131,11 +131,11 @@ class Partition:
 
     @property
     def devices(self) -> int:
-        """How many devices it uses."""
+        """The number of devices that it uses."""
         return self.stages[-1].first + self.stages[-1].replicas
 
     def plan(self, ids: Sequence[str], problem: Problem) -> jpipe.Plan:
-        """The partition as a `jpipe.Plan`.
+        """Return the partition as a `jpipe.Plan`.
 
         Args:
             ids: the layer ids, in order.
@@ -173,7 +173,7 @@ def evaluate_partition(problem: Problem, stages: Sequence[Placed]) -> Partition:
 
 
 def placed_seconds(problem: Problem, stage: Placed) -> float:
-    """Seconds per microbatch of one stage.
+    """Return the seconds per microbatch of one stage.
 
     Args:
         problem: the costs and the devices.
@@ -189,7 +189,7 @@ def placed_seconds(problem: Problem, stage: Placed) -> float:
 
 
 def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
-    """Peak bytes of a device of each stage.
+    """Return the peak bytes of a device of each stage.
 
     Args:
         problem: the costs.

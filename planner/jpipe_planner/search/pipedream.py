@@ -22,7 +22,7 @@ _SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0, math.inf)  # bounds to try first 
 
 
 def search_pipedream(problem: Problem) -> Partition:
-    """The stages and devices that train fastest and fit.
+    """Return the stages and devices that train fastest and fit.
 
     Ties go to fewer stages, then fewer devices, then, from the front, earlier cuts and fewer replicas.
 
@@ -51,7 +51,7 @@ def search_pipedream(problem: Problem) -> Partition:
 
 
 def _fastest(problem: Problem, fast: FastRanges) -> Partition:
-    """The solution without a memory limit, with recomputation if it then fits and is not slower."""
+    """Return the solution without a memory limit, with recomputation if it then fits and is not slower."""
     recompute = "none" not in problem.policies
 
     def within(bound: float) -> Partition | None:
@@ -65,7 +65,7 @@ def _fastest(problem: Problem, fast: FastRanges) -> Partition:
 
 
 def _smallest(problem: Problem, fast: FastRanges, fastest: Partition) -> Partition:
-    """A partition that needs about the least memory, at any speed."""
+    """Return a partition that needs about the least memory, at any speed."""
     assert problem.memory is not None
 
     def within(memory: float) -> Partition | None:
@@ -87,11 +87,11 @@ class _Fitting:
         self._fitting = FittingRanges(problem, fast)
 
     def some(self, bound: float) -> Partition | None:
-        """Stages that are fast enough and fit, or None."""
+        """Return stages that are fast enough and fit, or None."""
         return self._found(bound, None)
 
     def first(self, best: Partition) -> Partition:
-        """Among equally fast stages, those that win ties."""
+        """Return the stages that win ties among equally fast ones."""
         found = self._found(best.seconds * (1 + TIE), (len(best.stages), best.devices))
         assert found is not None
         return found
@@ -111,7 +111,7 @@ class _Fitting:
 def _squeeze(
     low: float, best: Partition, within: Callable[[float], Partition | None], size: Callable[[Partition], float], share: float
 ) -> Partition:
-    """The solution of least size, up to a relative difference.
+    """Return the solution of least size, up to a relative difference.
 
     Args:
         low: lower bound on the size.

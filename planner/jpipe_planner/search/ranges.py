@@ -1,4 +1,4 @@
-"""The costs of any run of layers as one stage, from prefix sums, for arrays of runs."""
+"""Costs of any run of layers as one stage, from prefix sums, for arrays of runs."""
 
 from typing import Any
 
@@ -41,11 +41,11 @@ class Ranges:
         }
 
     def compute(self, recompute: bool) -> Any:
-        """Seconds of forward and backward of the layers before each one; `recompute`: with recomputation."""
+        """Return the seconds of forward and backward of the layers before each one."""
         return self._compute + self._forward if recompute else self._compute
 
     def seconds(self, i: Number, j: Number, replicas: Number, level: int, recompute: bool) -> Number:
-        """Seconds per microbatch of the stage [i, j), on devices that cross the levels up to `level` (-1: one device)."""
+        """Return the seconds per microbatch of the stage [i, j), on devices that cross the levels up to `level` (-1: one device)."""
         problem = self._problem
         compute = self._compute[j] - self._compute[i] + 2 * problem.dispatch
         if recompute:
@@ -56,7 +56,7 @@ class Ranges:
         return stage_seconds(compute, update, summed, replicas, every)
 
     def ends(self, bound: float, replicas: Any, level: int, recompute: bool) -> Any:
-        """For each of `replicas` and each first layer, one past the last layer of a stage of at most `bound` seconds, or slightly more.
+        """Return one past the last layer of a stage of at most `bound` seconds, or slightly more, by `replicas` and first layer.
 
         A stage takes the larger of two sums over its layers: computing, and summing gradients after all microbatches except one. Each sum
         is looked up among those of all layers. The bound is slightly wider, because another order of summation rounds differently.
@@ -79,7 +79,7 @@ class Ranges:
     def room(
         self, i: Number, j: Number, replicas: Number, in_flight: Number, policy: str, memory: float, *, relaxed: bool = False
     ) -> Number:
-        """How many inputs can wait at a device of the stage [i, j), within `memory`; negative: it does not fit.
+        """Return how many inputs can wait at a device of the stage [i, j), within `memory`; negative: it does not fit.
 
         Args:
             i: its first layer.

@@ -1,4 +1,4 @@
-"""The costs of the stages of a cut, for all recomputation policies together."""
+"""Costs of the stages of a cut, for all recomputation policies together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class Layers:
         return {name: np.array([getattr(layer, name) for layer in self._profile.layers]) for name in names}
 
     def _summed(self, first: Any) -> dict[str, Any]:
-        """The parts that do not depend on the microbatch size, by stage, with each shared parameter once in a stage."""
+        """Sum the parts that do not depend on the microbatch size by stage, with each shared parameter once in a stage."""
         found = {name: np.add.reduceat(values, first) for name, values in self._once.items()}
         found["exchanged"] = found["sent"] = np.zeros_like(first)
         for parameter in self._profile.shared:
@@ -94,7 +94,7 @@ class Layers:
         return found
 
     def cut(self, starts: Sequence[int], n: int) -> Stages:
-        """The stages of a cut for the n-th microbatch size of the profile.
+        """Return the stages of a cut for the n-th microbatch size of the profile.
 
         Args:
             starts: the first layer of each stage.
