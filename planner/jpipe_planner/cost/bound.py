@@ -26,9 +26,9 @@ def busy_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], co
     """
     before = busiest = 0.0
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
-        updates, own = plan.updates_per_batch(s), cost.forward + cost.backward
-        busiest = max(busiest, before + plan.microbatches / replicas * own + (0.0 if before else updates * cost.update))
-        before += own if jpipe.schedules.SCHEDULES[plan.schedule].flushes else 0.0
+        updates, compute = plan.updates_per_batch(s), cost.forward + cost.backward
+        busiest = max(busiest, before + plan.microbatches / replicas * compute + (0.0 if before else updates * cost.update))
+        before += compute if jpipe.schedules.SCHEDULES[plan.schedule].flushes else 0.0
     return max(busiest, computing_seconds(plan, costs) / (cores or len(plan.workers)))
 
 
@@ -109,7 +109,7 @@ class _Stage:
         rules, count = jpipe.schedules.SCHEDULES[plan.schedule], batches * plan.microbatches
         self.forward, self.backward, self.update, self.replicas = cost.forward, cost.backward, cost.update, plan.replicas[s]
         self.workers, every = plan.stage_workers[s], plan.microbatches_per_update(s)
-        self.own = every // self.replicas  # microbatches per update at each replica
+        self.microbatches_per_update = every // self.replicas  # microbatches per update at each replica
         # All replicas have the same order and versions, each for its own microbatches.
         order = rules.computations(plan, s, 0, 0, batches)
         self.order = [(op == "F", entry.microbatch // self.replicas) for entry in order for op in entry.op]
@@ -162,13 +162,13 @@ class _Pipeline:
 
     def _step(self, worker: _Worker, stage: _Stage, s: int) -> bool:
         """Do the next computation of a worker if the times of all its inputs are known, and wake the worker that waits for it."""
-        is_forward, own = stage.order[worker.position]
-        k = own * stage.replicas + worker.replica
+        is_forward, microbatch = stage.order[worker.position]
+        k = microbatch * stage.replicas + worker.replica
         there = stage.arrived[k] if is_forward else stage.returned[k]
         if there is None:
             return False
         if stage.replicas > 1:
-            due = max(stage.versions[own] if is_forward else 0, worker.ended - 1)  # at most one update waits
+            due = max(stage.versions[microbatch] if is_forward else 0, worker.ended - 1)  # at most one update waits
             while worker.updated < due:
                 if stage.missing[worker.updated]:
                     return False
@@ -189,8 +189,8 @@ class _Pipeline:
             before = self.stages[s - 1]
             before.returned[k] = ends + stage.back[k % len(stage.back)]
             self.ready.append(before.workers[k % before.replicas])
-        if (own + 1) % stage.own == 0:
-            self._end_batch(worker, stage, own // stage.own)
+        if (microbatch + 1) % stage.microbatches_per_update == 0:
+            self._end_batch(worker, stage, microbatch // stage.microbatches_per_update)
         return True
 
     def _end_batch(self, worker: _Worker, stage: _Stage, batch: int) -> None:

@@ -66,14 +66,14 @@ class Crossings:
             Outputs only; outputs and gradients. An array over the cuts each.
         """
         one_way, both_ways = np.zeros(len(sizes)), np.zeros(len(sizes))
-        for bandwidth, here, sources, targets in self._levels:
-            seconds = np.where(here, np.asarray(sizes)[:, None] / bandwidth, 0.0).ravel()
+        for bandwidth, crosses, sources, targets in self._levels:
+            seconds = np.where(crosses, np.asarray(sizes)[:, None] / bandwidth, 0.0).ravel()
             count = int(targets.max()) + 1
             out = np.bincount(sources.ravel(), seconds, count)
             into = np.bincount(targets.ravel(), seconds, count)
             both = out + into  # gradients leave where outputs arrive
-            one_way = np.maximum(one_way, np.where(here, np.maximum(out[sources], into[targets]), 0.0).max(axis=1))
-            both_ways = np.maximum(both_ways, np.where(here, np.maximum(both[sources], both[targets]), 0.0).max(axis=1))
+            one_way = np.maximum(one_way, np.where(crosses, np.maximum(out[sources], into[targets]), 0.0).max(axis=1))
+            both_ways = np.maximum(both_ways, np.where(crosses, np.maximum(both[sources], both[targets]), 0.0).max(axis=1))
         return one_way, both_ways
 
 

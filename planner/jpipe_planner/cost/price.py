@@ -46,8 +46,8 @@ def stage_seconds(compute: Number, update: Number, all_reduce: Number, replicas:
         replicas: r_s.
         microbatches: M_s, microbatches per update over all replicas.
     """
-    own = microbatches / replicas
-    return (own * compute + update + np.maximum(all_reduce - compute, 0.0)) / microbatches
+    microbatches_per_replica = microbatches / replicas
+    return (microbatches_per_replica * compute + update + np.maximum(all_reduce - compute, 0.0)) / microbatches
 
 
 class Times(NamedTuple):
@@ -76,7 +76,7 @@ class Times(NamedTuple):
     both_ways: Any
 
     @property
-    def own(self) -> Any:
+    def compute(self) -> Any:
         """Seconds of the forward and backward of each stage."""
         return self.forward + self.backward
 
@@ -86,9 +86,9 @@ class Times(NamedTuple):
         return self.messages + self.latencies
 
     @property
-    def through(self) -> Any:
+    def round_trip(self) -> Any:
         """Seconds of a microbatch through all stages and back."""
-        return self.own.sum(-1) + 2 * self.cuts.sum(-1)
+        return self.compute.sum(-1) + 2 * self.cuts.sum(-1)
 
     @property
     def unlinked(self) -> "Times":
@@ -122,7 +122,7 @@ def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int)
         extra: extra_in_flight.
     """
     m = microbatches[..., 0]
-    slots = times.own + times.update / microbatches
+    slots = times.compute + times.update / microbatches
     round_trips, under_way = _cycles(slots, times.cuts, extra)
     period = (round_trips / under_way).max(-1)
     summed = times.all_reduce + times.update + (microbatches - hidden) * period[..., None]
@@ -144,23 +144,23 @@ def flush_price(times: Times, microbatches: Number) -> Price:
 
 def _flush_repeated(times: Times, microbatches: Number) -> Number:
     """Return the seconds of 1F1B with a flush, without one microbatch through all stages and back."""
-    m, own = microbatches[..., 0], times.own
-    depth = own.shape[-1]
-    before = np.concatenate([np.zeros_like(own[..., :1]), np.cumsum(own[..., :-1] + 2 * times.cuts, -1)], -1)
-    behind = times.through[..., None] - before - own
+    m, compute = microbatches[..., 0], times.compute
+    depth = compute.shape[-1]
+    before = np.concatenate([np.zeros_like(compute[..., :1]), np.cumsum(compute[..., :-1] + 2 * times.cuts, -1)], -1)
+    behind = times.round_trip[..., None] - before - compute
     others = np.minimum(np.arange(depth)[::-1], microbatches - 1)  # in flight besides
     first = np.maximum(behind - others * times.forward, 0.0)
     last = np.maximum(behind - others * times.backward, 0.0)
     waits = np.where(microbatches > depth - np.arange(depth), first + last, np.maximum(first, last))
-    seconds = (before + microbatches * own + waits).max(-1)
-    round_trips, under_way = _cycles(own, times.cuts, 0)
-    slowest = own.max(-1, keepdims=True)
+    seconds = (before + microbatches * compute + waits).max(-1)
+    round_trips, under_way = _cycles(compute, times.cuts, 0)
+    slowest = compute.max(-1, keepdims=True)
     rounds = (microbatches - 1) // under_way
     left = microbatches - 1 - rounds * under_way
     repeats = (rounds > 0) & (round_trips > under_way * slowest)
     repeated = np.where(repeats, rounds * round_trips + left * slowest, 0.0).max(-1)
     repeated = np.maximum(repeated, (m - 1) * _most(times.both_ways))
-    return np.maximum(repeated, seconds - times.through)
+    return np.maximum(repeated, seconds - times.round_trip)
 
 
 def gpipe_price(times: Times, microbatches: Number) -> Price:
@@ -177,7 +177,7 @@ def gpipe_price(times: Times, microbatches: Number) -> Price:
 def naive_price(times: Times, microbatches: Number) -> Price:
     """Price one microbatch after the other through all stages and back, then the sums. See `steady_price`."""
     m = microbatches[..., 0]
-    return _flushed(times, m, lambda times: (m - 1) * times.through)
+    return _flushed(times, m, lambda times: (m - 1) * times.round_trip)
 
 
 CLOSED_FORMS = {"serial": naive_price, "fill and drain": gpipe_price, "1F1B": flush_price}
@@ -203,8 +203,10 @@ def walked_price(times: Times, microbatches: Number, orders: Callable[[int], Ord
 
     def repeated(times: Times) -> Number:
         backward = np.broadcast_to(times.backward, (len(m), times.forward.shape[-1]))
-        walked = [_walked_seconds(times._replace(backward=own), count, orders) for own, count in zip(backward, m.tolist(), strict=True)]
-        return np.maximum(np.array(walked) - times.through, (m - 1) * _most(times.both_ways))
+        walked = [
+            _walked_seconds(times._replace(backward=seconds), count, orders) for seconds, count in zip(backward, m.tolist(), strict=True)
+        ]
+        return np.maximum(np.array(walked) - times.round_trip, (m - 1) * _most(times.both_ways))
 
     return _flushed(times, m, repeated)
 
@@ -220,27 +222,29 @@ def _walked_seconds(times: Times, microbatches: int, orders: Callable[[int], Ord
 def _walk(times: Times, orders: Orders) -> float:
     """Return the seconds from the first start of a batch to its last end; each direction of a cut carries one message at a time."""
     forward, backward, messages, latencies = (part.tolist() for part in (times.forward, times.backward, times.messages, times.latencies))
-    last, clocks, places = len(orders) - 1, [0.0] * len(orders), [0] * len(orders)
+    last, clocks, positions = len(orders) - 1, [0.0] * len(orders), [0] * len(orders)
     arrived: dict[tuple[int, bool, int], float] = {}  # by stage, whether it is an output gradient, and microbatch
     free: dict[tuple[int, int], float] = {}  # when the link from a stage to another is
     ready = deque(range(len(orders)))
     while ready:
         s = ready.popleft()
-        while places[s] < len(orders[s]):
-            op, k = orders[s][places[s]]
+        while positions[s] < len(orders[s]):
+            op, k = orders[s][positions[s]]
             back = op == "B"
             needed = 0.0 if s == (last if back else 0) else arrived.get((s, back, k))
             if needed is None:
                 break
             clocks[s] = max(clocks[s], needed) + (0.0 if back else forward[s]) + (0.0 if op == "F" else backward[s])
-            places[s] += 1
+            positions[s] += 1
             to = s + 1 if op == "F" else s - 1
             if 0 <= to <= last:
                 cut = min(s, to)
                 free[s, to] = max(clocks[s], free.get((s, to), 0.0)) + messages[cut]
                 arrived[to, to < s, k] = free[s, to] + latencies[cut]
                 ready.append(to)
-    assert all(place == len(order) for place, order in zip(places, orders, strict=True)), "the orders of the schedule deadlock"
+    assert all(position == len(computations) for position, computations in zip(positions, orders, strict=True)), (
+        "the orders of the schedule deadlock"
+    )
     return max(clocks)
 
 
@@ -254,10 +258,10 @@ def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
         microbatches: m of each pipeline per update; its last axis has length 1.
         rounds: time of a batch in microbatches of the slowest stage: m without a flush, m + d - 1 with one, m d one after the other.
     """
-    moved = np.zeros(times.own.shape[-1])
+    moved = np.zeros(times.compute.shape[-1])
     moved[1:] += times.cuts
     moved[:-1] += times.cuts
-    slots = times.own + moved
+    slots = times.compute + moved
     terms = (rounds * slots.max(-1), (rounds / microbatches[..., 0]) * times.all_reduce.max(-1))
     return _price(np.maximum(*terms), (terms[0], np.zeros_like(terms[0]), terms[1]), slots, 0, times.all_reduce)
 
@@ -273,7 +277,7 @@ def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Pr
         m: microbatches of each pipeline.
         repeated: additional seconds of all microbatches compared with one, for any times.
     """
-    drained, filled = np.zeros_like(times.own), np.zeros_like(times.own)
+    drained, filled = np.zeros_like(times.compute), np.zeros_like(times.compute)
     drained[..., 1:] = np.cumsum(times.backward[..., :-1] + times.cuts, -1)
     filled[..., 1:] = np.cumsum(times.forward[..., :-1] + times.cuts, -1)
     ends = times.all_reduce - drained
@@ -281,11 +285,11 @@ def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Pr
         for after, s in zip(stages[:0:-1], stages[-2::-1], strict=True):
             ends[..., s] = np.maximum(-drained[..., s], ends[..., after]) + times.all_reduce[s]
     summed = ends + times.update - filled
-    passed = times.through + _most(times.one_way - times.messages) + repeated(times)
-    unlinked = times.unlinked.through + repeated(times.unlinked)
-    computes, seconds = m * times.own.max(-1), passed + summed.max(-1)
+    passed = times.round_trip + _most(times.one_way - times.messages) + repeated(times)
+    unlinked = times.unlinked.round_trip + repeated(times.unlinked)
+    computes, seconds = m * times.compute.max(-1), passed + summed.max(-1)
     terms = (computes, passed - unlinked, summed.max(-1), unlinked - computes)
-    return _price(seconds, terms, times.own, _slowest_cut(times), summed)
+    return _price(seconds, terms, times.compute, _slowest_cut(times), summed)
 
 
 def _price(seconds: Number, terms: tuple[Number, ...], slots: Number, cut: int, summed: Number) -> Price:

@@ -66,8 +66,8 @@ class Pipelines(NamedTuple):
 
     Attributes:
         schedule: a name of `jpipe.schedules.SCHEDULES`.
-        width: how many there are.
-        depth: how many stages each has.
+        width: the number of pipelines.
+        depth: the number of stages of each.
         extra: extra_in_flight.
     """
 

@@ -9,7 +9,7 @@ import jpipe
 from jpipe_planner.cost.bound import computing_seconds, has_bounds, port_seconds, unhindered_seconds
 from jpipe_planner.machine.topology import Topology
 
-MOST_FORWARDS = 100_000  # limit for a simulation: some seconds
+MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
 BATCHES = 4  # least number in a window, if the schedule does not flush
 MICROBATCHES = 24  # least number for each worker in a window: with shared links the pattern repeats only after several batches
 
@@ -74,19 +74,19 @@ def forwards(plan: jpipe.Plan) -> int:
 
 def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
     """Return a function that gives the link between any two ranks of a plan, according to their placement."""
-    place = places(plan)
+    place = device_numbers(plan)
     return lambda source, target: topology.link(place[source], place[target])
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
     """Return the mean seconds per batch of the ranks in the window, because ranks that share links begin batches irregularly."""
     first, batches = window(plan)
-    found = []
+    seconds = []
     for workers, row in zip(plan.rank_workers, timeline, strict=True):
-        own = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
+        forwards_per_batch = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
         starts = [span.start for span in row if span.op[0] == "F"]
-        found.append(starts[(first + batches) * own] - starts[first * own])
-    return sum(found) / len(found) / batches
+        seconds.append(starts[(first + batches) * forwards_per_batch] - starts[first * forwards_per_batch])
+    return sum(seconds) / len(seconds) / batches
 
 
 def window(plan: jpipe.Plan) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
     return jpipe.programs.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
 
 
-def places(plan: jpipe.Plan) -> tuple[int, ...]:
+def device_numbers(plan: jpipe.Plan) -> tuple[int, ...]:
     """Return the number of each rank's device, as `jpipe.Pipeline` places them on as many devices as there are ranks."""
     if plan.placement is not None:
         return tuple(number for rank in plan.placement for number in rank)

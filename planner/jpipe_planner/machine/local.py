@@ -23,7 +23,7 @@ def local_topology(count: int | None = None, *, dispatch: float = 0.0) -> Topolo
     """Measure the links between the devices of this run, those of other processes included; all processes call it.
 
     Args:
-        count: how many devices the topology has; by default all.
+        count: the number of devices of the topology; by default all.
         dispatch: seconds to start a computation, which are subtracted (`Profile.dispatch`).
 
     Returns:

@@ -42,11 +42,11 @@ def _in(unit: str) -> BeforeValidator:
     def convert(value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]+)\s*", value)
+        match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]+)\s*", value)
         for name, factor in units.items():
-            prefix = found[2].removesuffix(name) if found and found[2].endswith(name) else None
-            if found and prefix in _PREFIXES:
-                return _number(found[1], value, example) * factor * _PREFIXES[prefix]
+            prefix = match[2].removesuffix(name) if match and match[2].endswith(name) else None
+            if match and prefix in _PREFIXES:
+                return _number(match[1], value, example) * factor * _PREFIXES[prefix]
         raise ValueError(f"expected {unit}, such as {example}, found {value!r}")
 
     return BeforeValidator(convert)
@@ -55,10 +55,10 @@ def _in(unit: str) -> BeforeValidator:
 def _seconds(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(s|ms|us|µs|ns)\s*", value)
-    if not found:
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(s|ms|us|µs|ns)\s*", value)
+    if not match:
         raise ValueError(f"expected seconds, such as 5 us or 0.1 ms, found {value!r}")
-    return _number(found[1], value, "5 us") / _IN_A_SECOND[found[2]]
+    return _number(match[1], value, "5 us") / _IN_A_SECOND[match[2]]
 
 
 def _number(text: str, value: str, example: str) -> float:
@@ -141,12 +141,12 @@ class Topology(_Data):
         format: "jpipe-topology/1".
         name: a name to show.
         levels: as in figure 7 of PipeDream (SOSP 2019); at least one.
-        device: what each of them is.
-        cores: how many devices can compute at the same time without slowing each other down, if they share the cores of a CPU; a larger
-            number of devices shares them evenly. None: all.
+        device: the figures of each device.
+        cores: the number of devices that can compute at the same time without slowing each other down, if they share the cores of a CPU;
+            a larger number of devices shares them evenly. None: all.
 
     Raises:
-        InputError: a part is wrong; the message says what was expected.
+        InputError: a field is invalid; the message says what was expected.
     """
 
     format: Literal["jpipe-topology/1"] = "jpipe-topology/1"
@@ -205,10 +205,10 @@ class Topology(_Data):
         Bandwidths are the shares that each device of a mesh has of them.
 
         Args:
-            size: how many devices a mesh has; it fills whole components of each level, or divides them evenly.
+            size: the number of devices of a mesh; it fills whole components of each level, or divides them evenly.
 
         Raises:
-            InputError: meshes of so many devices do not fill the machine evenly.
+            InputError: meshes of `size` devices do not fill the machine evenly.
         """
         joined = self._joined(size)
         if joined is None:
@@ -229,14 +229,14 @@ class Topology(_Data):
 
     def _joined(self, size: int) -> tuple[int, ...] | None:
         """Return how many components of each level a mesh of `size` devices joins; None if it does not fill or divide them evenly."""
-        found = []
+        joined = []
         for level in self.levels:
             count = math.gcd(level.count, size)
             if count < min(level.count, size):
                 return None
-            found.append(count)
+            joined.append(count)
             size //= count
-        return tuple(found) if size == 1 else None
+        return tuple(joined) if size == 1 else None
 
     @classmethod
     def flat(cls, count: int, bandwidth: float, latency: float = 0.0, memory: float | None = None) -> "Topology":

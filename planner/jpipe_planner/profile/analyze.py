@@ -74,12 +74,12 @@ def analyze(
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
     """
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
-    here = jax.local_devices()[0]
+    local_device = jax.local_devices()[0]
     meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
     costs = {}
     for layer_id in model.distinct:
         stages = {rows: model.stage([layer_id], rows) for rows in model.sizes}
-        traced = {(rows, name): stage.trace(name, here) for rows, stage in stages.items() for name in PROGRAMS}
+        traced = {(rows, name): stage.trace(name, local_device) for rows, stage in stages.items() for name in PROGRAMS}
         lowered = {key: program.lower() for key, program in traced.items()}
         temporaries = _temporaries(model.sizes, lowered)
         for rows, temporary in zip(model.sizes, temporaries, strict=True):
@@ -89,8 +89,8 @@ def analyze(
             forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
             costs[layer_id, rows] = Costs(forward, backward, update, temporary, flops["forward"])
         meter.step()
-    held = count_bytes(model, policies, meter)
-    return profile_of(model, costs, held, scratch_of_pairs(model, here), source="analytic", device=device.name)
+    stage_costs = count_bytes(model, policies, meter)
+    return profile_of(model, costs, stage_costs, scratch_of_pairs(model, local_device), source="analytic", device=device.name)
 
 
 def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
@@ -135,6 +135,6 @@ def _temporaries(sizes: Sequence[int], lowered: Mapping[Any, jax.stages.Lowered]
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
     keys = [(rows, name) for rows in ends for name in ("forward", "backward")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        found = dict(zip(keys, pool.map(lambda key: scratch_bytes(lowered[key].compile()), keys), strict=True))
-    at_ends = [max(found[rows, "forward"], found[rows, "backward"]) for rows in ends]
+        scratch = dict(zip(keys, pool.map(lambda key: scratch_bytes(lowered[key].compile()), keys), strict=True))
+    at_ends = [max(scratch[rows, "forward"], scratch[rows, "backward"]) for rows in ends]
     return [math.ceil(np.interp(rows, ends, at_ends)) for rows in sizes]

@@ -34,20 +34,20 @@ class Programs:
 
     def __init__(self, model: Model, device: jax.Device, pool: Executor) -> None:
         self.model, self.device, self._pool = model, device, pool
-        self._begun: dict[Any, tuple[Future[jax.stages.Compiled], float]] = {}
+        self._compiling: dict[Any, tuple[Future[jax.stages.Compiled], float]] = {}
 
     def begin(self, groups: Sequence[tuple[str, ...]], rows: int) -> None:
         """Start compiling the stages of these layers, and the empty stage, unless they are compiled already."""
         for ids, stage in self.stages(groups, rows).items():
             for name in PROGRAMS:
-                if self._key(ids, name, rows) not in self._begun:
+                if self._key(ids, name, rows) not in self._compiling:
                     traced = stage.trace(name, self.device)
                     lowered = traced.lower()
-                    self._begun[self._key(ids, name, rows)] = self._pool.submit(lowered.compile), count_flops(traced, lowered)
+                    self._compiling[self._key(ids, name, rows)] = self._pool.submit(lowered.compile), count_flops(traced, lowered)
 
     def finish(self) -> None:
         """Wait until everything that was started is compiled."""
-        for future, _ in self._begun.values():
+        for future, _ in self._compiling.values():
             future.result()
 
     def stages(self, groups: Sequence[tuple[str, ...]], rows: int) -> dict[tuple[str, ...], jpipe.stages.StandaloneStage]:
@@ -56,8 +56,8 @@ class Programs:
 
     def get(self, ids: tuple[str, ...], rows: int) -> dict[str, tuple[jax.stages.Compiled, float]]:
         """Return the programs of one stage by name, with their FLOPs."""
-        begun = {name: self._begun[self._key(ids, name, rows)] for name in PROGRAMS}
-        return {name: (future.result(), flops) for name, (future, flops) in begun.items()}
+        compiling = {name: self._compiling[self._key(ids, name, rows)] for name in PROGRAMS}
+        return {name: (future.result(), flops) for name, (future, flops) in compiling.items()}
 
     def _key(self, ids: tuple[str, ...], name: str, rows: int) -> tuple[Any, ...]:
         """Return the key of a program; an update does not depend on the size, nor does the empty stage."""
@@ -83,31 +83,31 @@ class Bench:
         self.temporary: dict[tuple[str, ...], int] = {}
         self.flops: dict[tuple[str, ...], ByProgram] = {}
         for ids, stage in programs.stages(groups, rows).items():
-            found = programs.get(ids, rows)
-            calls = {name: program for name, (program, _) in found.items()}
+            compiled = programs.get(ids, rows)
+            calls = {name: program for name, (program, _) in compiled.items()}
             self._runs[ids] = _Run(stage, batch, calls, programs.device)
             self.temporary[ids] = max(map(scratch_bytes, calls.values()))
-            self.flops[ids] = {name: flops for name, (_, flops) in found.items()}
+            self.flops[ids] = {name: flops for name, (_, flops) in compiled.items()}
 
-        self._taken: dict[Any, list[float]] = {(ids, name): [] for ids in self._runs for name in PROGRAMS}
-        self._turn()  # warms up
-        self._taken = {key: [] for key in self._taken}
+        self._seconds: dict[Any, list[float]] = {(ids, name): [] for ids in self._runs for name in PROGRAMS}
+        self._run_all()  # warms up
+        self._seconds = {key: [] for key in self._seconds}
 
     def time(self, repetitions: int) -> None:
         """Run each program `repetitions` more times, one after the other."""
         for _ in range(repetitions):
-            self._turn()
+            self._run_all()
 
     def medians(self) -> tuple[dict[tuple[str, ...], ByProgram], float]:
         """Return the median times of each stage's programs minus that of the empty stage, and the latter."""
-        dispatch = statistics.median(self._taken[_EMPTY, "forward"] + self._taken[_EMPTY, "backward"])
-        medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._taken.items()}
+        dispatch = statistics.median(self._seconds[_EMPTY, "forward"] + self._seconds[_EMPTY, "backward"])
+        medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._seconds.items()}
         return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
 
-    def _turn(self) -> None:
+    def _run_all(self) -> None:
         for name in PROGRAMS:
             for ids, run in self._runs.items():
-                self._taken[ids, name].append(run.seconds(name))
+                self._seconds[ids, name].append(run.seconds(name))
 
 
 class _Run:
@@ -128,7 +128,7 @@ class _Run:
         self._message, self._sums = (_filled(spec, device) for spec in specs["backward"][3:5])
         self._scale = _filled(specs["backward"][6], device)
         self._optimizer, _, self._norm = (_filled(spec, device) for spec in specs["update"][1:])
-        self._left: Any = None  # what the last forward keeps for its backward
+        self._kept: Any = None  # what the last forward keeps for its backward
         jax.block_until_ready((params, self._arguments, self._message, self._sums, self._optimizer))
 
     def seconds(self, name: str) -> float:
@@ -140,9 +140,9 @@ class _Run:
                 (y, changed, saved), done = call(self._params, *self._arguments, self._draw)
                 jax.block_until_ready((y, changed, saved, done))
                 end = time.perf_counter()
-                self._left = self._stage.keep(self._arguments, (y, changed)), saved
+                self._kept = self._stage.keep(self._arguments, (y, changed)), saved
             case "backward":
-                result, done = call(self._params, *self._left, self._message, self._sums, self._draw, self._scale)
+                result, done = call(self._params, *self._kept, self._message, self._sums, self._draw, self._scale)
                 jax.block_until_ready((result, done))
                 end = time.perf_counter()
                 self._sums = result[1]

@@ -112,12 +112,12 @@ def _read(text: str, where: str) -> dict[str, _Node]:
 def _node(line: str, number: int, place: str) -> tuple[str, _Node]:
     parts = line.strip().split(" -- ")
     name, values = parts[0], dict(re.findall(r"(?<!\w)(\w+)=(\[[^],]*\]|[^,]*)", parts[-1]))
-    found = re.fullmatch(r"[A-Za-z_]*(\d{1,18})", name)
-    if len(parts) < 3 or found is None or tuple(values) != _FIELDS:
+    match = re.fullmatch(r"[A-Za-z_]*(\d{1,18})", name)
+    if len(parts) < 3 or match is None or tuple(values) != _FIELDS:
         raise InputError(f"{place}: expected {_EXAMPLE}, or an edge that begins with a tab, found {_short(line)}")
     forward, backward, outputs, weights = (_number(values[key], key, place) for key in _FIELDS)
     is_input = " -- ".join(parts[1:-1]).startswith("Input")
-    return name, _Node(number, int(found[1]), is_input, forward / 1e3, backward / 1e3, round(outputs), round(weights))
+    return name, _Node(number, int(match[1]), is_input, forward / 1e3, backward / 1e3, round(outputs), round(weights))
 
 
 def _number(text: str, key: str, place: str) -> float:

@@ -54,8 +54,8 @@ def measure(
     """Profile a model on a device of this process; each distinct layer has to fit, with its gradients, optimizer state and residuals.
 
     Each distinct layer is compiled as a stage of its own. The stages of all sizes run in turns, so that a slow moment of the machine
-    slows all of them; the arrays of all sizes are held at the same time. A time is a median, less that of a stage without work, which is
-    the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, whose time is split by FLOPs.
+    slows all of them; the arrays of all sizes are in memory at the same time. A time is a median, less that of a stage without work,
+    which is the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, whose time is split by FLOPs.
 
     Args:
         stack: the model.
@@ -63,12 +63,12 @@ def measure(
         loss: `(outputs, labels) -> (sum, weight)`.
         optimizer: any that a `jpipe.Pipeline` takes.
         sizes: the microbatch sizes, in rows.
-        policies: the recomputation policies whose residuals are wanted.
+        policies: the recomputation policies for which residuals are counted.
         device: by default the first of this process.
         repetitions: of each program, at most; at least 3.
-        seconds: after which no further repetition begins, all sizes together; compiling comes on top of it.
+        seconds: after which no further repetition begins, for all sizes together, without the time for compiling.
         ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
-        progress: called with the parts of the work that are done, and their number.
+        progress: called with the number of finished parts of the work, and their total number.
         precision: as in `jpipe.Pipeline`.
 
     Raises:
@@ -82,8 +82,8 @@ def measure(
         programs = Programs(model, device, pool)
         for rows in model.sizes:
             programs.begin(alone, rows)
-        held = count_bytes(model, policies, meter)  # while XLA compiles
-        programs.finish()  # what is timed is all that runs
+        stage_costs = count_bytes(model, policies, meter)  # while XLA compiles
+        programs.finish()  # nothing else runs while stages are timed
         single, groups = {rows: Bench(programs, alone, rows) for rows in model.sizes}, {}
         for rows, bench in single.items():
             bench.time(FEWEST)
@@ -95,7 +95,9 @@ def measure(
     _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    return profile_of(model, costs, held, scratch_of_pairs(model, device), source="measured", device=device.device_kind, dispatch=dispatch)
+    return profile_of(
+        model, costs, stage_costs, scratch_of_pairs(model, device), source="measured", device=device.device_kind, dispatch=dispatch
+    )
 
 
 def _all_costs(model: Model, benches: Mapping[int, Bench], alone: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
@@ -116,11 +118,13 @@ def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone
         alone: knows the FLOPs and temporaries of each layer.
     """
     flops = alone.flops
-    shares = [share for ids, taken in times.items() for share in split(taken, {i: flops[model.like[i],] for i in ids}).items()]
+    shares = [
+        share for ids, group_seconds in times.items() for share in split(group_seconds, {i: flops[model.like[i],] for i in ids}).items()
+    ]
     costs = {}
     for layer_id in model.distinct:
-        own = [seconds for other, seconds in shares if model.like[other] == layer_id]
-        forward, backward, update = (statistics.fmean(seconds[name] for seconds in own) for name in PROGRAMS)
+        times_of_layer = [seconds for other, seconds in shares if model.like[other] == layer_id]
+        forward, backward, update = (statistics.fmean(seconds[name] for seconds in times_of_layer) for name in PROGRAMS)
         costs[layer_id] = Costs(forward, backward, update, alone.temporary[layer_id,], flops[layer_id,]["forward"])
     return costs
 
@@ -165,11 +169,11 @@ def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[t
     return [group for kind, group in kinds.items() if len(kind) > 1 or kind[0] not in together]
 
 
-def split(taken: ByProgram, flops: Mapping[str, ByProgram]) -> dict[str, ByProgram]:
+def split(group_seconds: ByProgram, flops: Mapping[str, ByProgram]) -> dict[str, ByProgram]:
     """Split the time of a group among its layers, in proportion to FLOPs; evenly where a program has none."""
-    found: dict[str, dict[str, float]] = {layer_id: {} for layer_id in flops}
-    for name, seconds in taken.items():
-        total = sum(own[name] for own in flops.values())
-        for layer_id, own in flops.items():
-            found[layer_id][name] = seconds * (own[name] / total if total else 1 / len(flops))
-    return dict(found)
+    split_seconds: dict[str, dict[str, float]] = {layer_id: {} for layer_id in flops}
+    for name, seconds in group_seconds.items():
+        total = sum(layer_flops[name] for layer_flops in flops.values())
+        for layer_id, layer_flops in flops.items():
+            split_seconds[layer_id][name] = seconds * (layer_flops[name] / total if total else 1 / len(flops))
+    return dict(split_seconds)

@@ -29,8 +29,8 @@ Batch = Callable[[int], tuple[Tree, Tree]]
 Progress = Callable[[int, int], None]
 """Called with the number of finished parts of the work, and their total number."""
 
-Held = dict[tuple[str, ...], dict[tuple[int, str], jpipe.programs.StageCost]]
-"""Stage costs of distinct layers, and of distinct pairs of neighbours, by rows and recomputation policy."""
+StageCosts = dict[tuple[str, ...], dict[tuple[int, str], jpipe.programs.StageCost]]
+"""The costs of distinct layers, and of distinct pairs of neighbours, as stages, by rows and recomputation policy."""
 
 POLICIES = ("none", "full", "dots_with_no_batch_dims_saveable")
 
@@ -84,7 +84,7 @@ class Model:
         """The first layer that is equal to each layer, possibly itself."""
         key, layerwise = jax.eval_shape(lambda: jax.random.key(0)), self._layerwise
         first: dict[tuple[Any, ...], str] = {}
-        found = {}
+        equal = {}
         for layer_id in self.stack.ids:
             spec, layer = self._first_specs[layer_id], self.stack.layers[layer_id]
             traced = jax.make_jaxpr(lambda p, s, x, k, apply=layer.apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, key)
@@ -96,8 +96,8 @@ class Model:
             leaves = repr(jax.tree.leaves(states))  # only leaves: it is keyed by layer id
             gradients = (*layerwise.trained.flags(entries), *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
             shares = tuple(self.stack.ties.places.get(layer_id, {}))
-            found[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, gradients, shares, text), layer_id)
-        return found
+            equal[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, gradients, shares, text), layer_id)
+        return equal
 
     @cached_property
     def distinct(self) -> tuple[str, ...]:
@@ -107,10 +107,10 @@ class Model:
     @cached_property
     def pairs(self) -> dict[tuple[str, str], tuple[str, str]]:
         """One pair of neighbours of each kind, by the layers to which they are equal."""
-        found: dict[tuple[str, str], tuple[str, str]] = {}
+        pairs: dict[tuple[str, str], tuple[str, str]] = {}
         for pair in itertools.pairwise(self.stack.ids):
-            found.setdefault((self.like[pair[0]], self.like[pair[1]]), pair)
-        return found
+            pairs.setdefault((self.like[pair[0]], self.like[pair[1]]), pair)
+        return pairs
 
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
         """Return consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet."""
@@ -162,12 +162,12 @@ class Model:
         specs = {self.sizes[0]: self._first_specs}
         for rows in self.sizes[1:]:
             x = self.batches[rows][0]
-            found: dict[str, jpipe.model.LayerSpec] = {}
+            layer_specs: dict[str, jpipe.model.LayerSpec] = {}
             for layer_id, like in self.like.items():
-                known = like in found and found[like].x == x
-                found[layer_id] = found[like] if known else self.stack.specs(x, [layer_id])[layer_id]
-                x = found[layer_id].output
-            specs[rows] = found
+                known = like in layer_specs and layer_specs[like].x == x
+                layer_specs[layer_id] = layer_specs[like] if known else self.stack.specs(x, [layer_id])[layer_id]
+                x = layer_specs[layer_id].output
+            specs[rows] = layer_specs
         return specs
 
     @cached_property
@@ -190,7 +190,7 @@ class Meter:
             self._progress(self._done, self._total)
 
 
-def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> Held:
+def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCosts:
     """Count the bytes of each distinct layer as a stage, and of each pair of neighbours as a stage, at all sizes.
 
     Args:
@@ -199,11 +199,11 @@ def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> Held:
         meter: counts `parts_of_bytes` parts.
     """
     policies = tuple(dict.fromkeys(("none", *policies)))
-    held: Held = {}
+    costs: StageCosts = {}
     for name, ids in [*(((layer_id,), (layer_id,)) for layer_id in model.distinct), *model.pairs.items()]:
-        held[name] = {(rows, policy): model.stage(ids, rows, policy).cost for rows in model.sizes for policy in policies}
+        costs[name] = {(rows, policy): model.stage(ids, rows, policy).cost for rows in model.sizes for policy in policies}
         meter.step()
-    return held
+    return costs
 
 
 Scratch = dict[tuple[str, str], dict[int, int]]
@@ -219,8 +219,8 @@ def scratch_of_pairs(model: Model, device: jax.Device) -> Scratch:
     names = [*model.pairs.values()]
     lowered = {(ids, rows): model.stage(ids, rows).trace("backward", device).lower() for ids in names for rows in ends}
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        found = dict(zip(lowered, pool.map(lambda call: scratch_bytes(call.compile()), lowered.values()), strict=True))
-    return {ids: {rows: math.ceil(np.interp(rows, ends, [found[ids, end] for end in ends])) for rows in model.sizes} for ids in names}
+        scratch = dict(zip(lowered, pool.map(lambda call: scratch_bytes(call.compile()), lowered.values()), strict=True))
+    return {ids: {rows: math.ceil(np.interp(rows, ends, [scratch[ids, end] for end in ends])) for rows in model.sizes} for ids in names}
 
 
 def scratch_bytes(program: jax.stages.Compiled) -> int:
@@ -229,13 +229,13 @@ def scratch_bytes(program: jax.stages.Compiled) -> int:
     return 0 if analysis is None else analysis.temp_size_in_bytes
 
 
-def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held, scratch: Scratch, **fields: Any) -> Profile:
+def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], stage_costs: StageCosts, scratch: Scratch, **fields: Any) -> Profile:
     """Return the profile of a model.
 
     Args:
         model: the model.
         costs: the costs of each distinct layer at each size.
-        held: the result of `count_bytes`.
+        stage_costs: the result of `count_bytes`.
         scratch: the result of `scratch_of_pairs`.
         fields: the other fields of `Profile`.
     """
@@ -243,8 +243,8 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
     def shared(like: str, after: str | None, rows: int, policy: str) -> int:
         if after is None:
             return 0
-        alone = held[like,][rows, policy].residuals + held[after,][rows, policy].residuals
-        return max(alone - held[like, after][rows, policy].residuals, 0)
+        alone = stage_costs[like,][rows, policy].residuals + stage_costs[after,][rows, policy].residuals
+        return max(alone - stage_costs[like, after][rows, policy].residuals, 0)
 
     def more(like: str, after: str | None, rows: int) -> int:
         if after is None:
@@ -254,7 +254,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
         return min(max(together, 0), model.gradient_bytes(like))
 
     for_weights = {like: _share_for_weights(model, like) for like in model.distinct}
-    policies = {like: [policy for rows, policy in held[like,] if rows == model.sizes[0]] for like in model.distinct}
+    policies = {like: [policy for rows, policy in stage_costs[like,] if rows == model.sizes[0]] for like in model.distinct}
     stashes = {
         like: {(rows, policy): model.stage([like], rows, policy).stash_bytes for rows in model.sizes for policy in policies[like]}
         for like in model.distinct
@@ -263,16 +263,16 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
     layers = []
     for layer_id, behind in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
         like, after = model.like[layer_id], model.like.get(behind)
-        own = held[like,]
+        layer_costs = stage_costs[like,]
         at = tuple(
             AtSize(
                 forward=costs[like, rows].forward,
                 backward=costs[like, rows].backward,
                 backward_weight=costs[like, rows].backward * for_weights[like],
                 stash={policy: bytes_ for (count, policy), bytes_ in stashes[like].items() if count == rows},
-                outputs=own[rows, "none"].outputs if behind else 0,
-                residuals={policy: cost.residuals for (count, policy), cost in own.items() if count == rows},
-                shared={policy: shared(like, after, rows, policy) for count, policy in own if count == rows},
+                outputs=layer_costs[rows, "none"].outputs if behind else 0,
+                residuals={policy: cost.residuals for (count, policy), cost in layer_costs.items() if count == rows},
+                shared={policy: shared(like, after, rows, policy) for count, policy in layer_costs if count == rows},
                 temporary=costs[like, rows].temporary,
                 temporary_more=more(like, after, rows),
                 flops=costs[like, rows].flops,
@@ -280,7 +280,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held,
             for rows in model.sizes
         )
         update = statistics.fmean(costs[like, rows].update for rows in model.sizes)
-        cost = own[model.sizes[0], "none"]
+        cost = layer_costs[model.sizes[0], "none"]
         sizes = {name: getattr(cost, name) for name in ("weights", "frozen", "optimizer", "state")}
         sizes["accumulators"] = model.gradient_bytes(layer_id)
         layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[like], **sizes))

@@ -63,8 +63,8 @@ class TensorProfile(_Data):
         compute: share of its work.
         outputs: share of the bytes of its outputs.
         residuals: share of the bytes of its residuals, by recomputation policy.
-        reduced: bytes per row that are summed over the devices in a forward; as many in a backward.
-        reductions: in how many sums.
+        reduced: bytes per row that are summed over the devices in a forward; the same number in a backward.
+        reductions: the number of these sums.
         divides: the number of devices divides this number, as the sizes of all sharded dims do (heads are one); 0: nothing is sharded.
     """
 
@@ -84,7 +84,7 @@ class LayerProfile(_Data):
         id: its name in the model.
         weights: bytes of its parameters.
         frozen: bytes of those that the optimizer never changes, a part of `weights`.
-        accumulators: bytes of its accumulated gradients; by default as many as `weights`.
+        accumulators: bytes of its accumulated gradients; by default the bytes of `weights`.
         optimizer: bytes of its optimizer state.
         state: bytes of its layer state.
         update: seconds of an update.
@@ -117,7 +117,7 @@ class SharedProfile(_Data):
         weights: the parameter.
         accumulators: its accumulated gradients.
         optimizer: its optimizer state.
-        frozen: as many bytes as `weights` if the optimizer never changes it, else 0.
+        frozen: the bytes of `weights` if the optimizer never changes it, otherwise 0.
     """
 
     layers: Annotated[tuple[str, ...], Field(min_length=2)]
@@ -142,7 +142,7 @@ class Profile(_Data):
         shared: the parameters that several of these layers share.
 
     Raises:
-        InputError: a part is wrong: all times are zero, a number is invalid, sizes do not fit, or unknown layers share a parameter.
+        InputError: a field is invalid: all times are zero, a number is invalid, sizes do not fit, or unknown layers share a parameter.
     """
 
     format: Literal["jpipe-profile/1"] = "jpipe-profile/1"

@@ -17,8 +17,8 @@ class Degrees(NamedTuple):
     """The mesh of devices on which each replica of a stage runs.
 
     Attributes:
-        data: over how many devices the rows of a microbatch are sharded.
-        model: over how many devices each layer is sharded (tensor parallelism).
+        data: the number of devices over which the rows of a microbatch are sharded.
+        model: the number of devices over which each layer is sharded (tensor parallelism).
         fsdp: as in `jpipe.Stage`: the weights are sharded over `data`, too.
     """
 
@@ -45,23 +45,23 @@ class Degrees(NamedTuple):
         """Read text such as `model=4`, `data=2,model=4,fsdp` or `none`.
 
         Raises:
-            InputError: it is something else.
+            InputError: the text has another form.
         """
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for part in text.split(",") if text != "none" else ():
             match = re.fullmatch(r"(data|model)=([1-9][0-9]{0,5})|(fsdp)", part.strip())
             name = match and (match[1] or match[3])
-            if match is None or name in found:
+            if match is None or name in fields:
                 raise InputError(f"--mesh: expected none, or sizes of axes such as model=8 or data=2,model=4,fsdp, found '{text}'")
-            found[str(name)] = int(match[2]) if match[2] else True
-        degrees = cls(**found)
+            fields[str(name)] = int(match[2]) if match[2] else True
+        degrees = cls(**fields)
         if degrees.fsdp and degrees.data == 1:
             raise InputError(f"--mesh: fsdp shards weights over the axis data: expected data=2 or more, found '{text}'")
         return degrees
 
 
 NO_MESH = Degrees()
-"""Each device by itself."""
+"""The degrees of a stage on a single device."""
 
 
 def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...]:
@@ -71,13 +71,13 @@ def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...
     single device.
     """
     powers = [2**k for k in range(topology.most_in_mesh.bit_length())]
-    found = [NO_MESH]
+    possible = [NO_MESH]
     for model in (size for size in powers if size <= MOST_TENSOR):
         for data in powers:
             degrees = Degrees(data, model, fsdp=data > 1)
             if degrees.size > 1 and topology.most_in_mesh % degrees.size == 0 and not mesh_refusal(profile, degrees):
-                found.append(degrees)
-    return tuple(found)
+                possible.append(degrees)
+    return tuple(possible)
 
 
 def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
@@ -133,8 +133,8 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
     tensors = {layer.id: layer.tensor or TensorProfile() for layer in profile.layers}
     shared = []
     for one in profile.shared:
-        left = _left(tensors[one.layers[0]].weights, degrees.model) / _over_data(degrees)
-        sizes = {name: int(getattr(one, name) * left) for name in ("weights", "frozen", "accumulators", "optimizer")}
+        share = _share_of_device(tensors[one.layers[0]].weights, degrees.model) / _over_data(degrees)
+        sizes = {name: int(getattr(one, name) * share) for name in ("weights", "frozen", "accumulators", "optimizer")}
         shared.append(SharedProfile(layers=one.layers, **sizes))
     fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep what was computed of the old ones
     return Profile(
@@ -160,8 +160,8 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: 
     """
     tensor, (inner, outer) = layer.tensor or TensorProfile(), links
     partial = _ring(2, tensor.reduced * rows / degrees.data, tensor.reductions, degrees.model, inner)
-    left = _left(tensor.weights, degrees.model)
-    gather, scatter = (_ring(1, size * left, 1, degrees.data, outer) for size in (layer.weights, layer.accumulators))
+    share = _share_of_device(tensor.weights, degrees.model)
+    gather, scatter = (_ring(1, size * share, 1, degrees.data, outer) for size in (layer.weights, layer.accumulators))
     if degrees.fsdp:
         return partial + gather, partial + gather + scatter
     return partial, partial + 2 * scatter
@@ -178,7 +178,7 @@ def _ring(times: int, size: float, count: int, devices: int, link: jpipe.Link) -
     return steps / devices * size / link.bandwidth + steps * count * link.latency if size else 0.0
 
 
-def _left(share: float, devices: int) -> float:
+def _share_of_device(share: float, devices: int) -> float:
     """Return the share that one device holds of arrays of which this share is sharded."""
     return 1 - share + share / devices
 
@@ -191,26 +191,26 @@ def _layer(
     layer: LayerProfile, sizes: Sequence[int], kept: Sequence[int], degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]
 ) -> LayerProfile:
     """Return the costs of a layer on one device of a mesh."""
-    tensor, held = layer.tensor or TensorProfile(), _over_data(degrees)
-    left = _left(tensor.weights, degrees.model)
+    tensor, weight_shards = layer.tensor or TensorProfile(), _over_data(degrees)
+    share = _share_of_device(tensor.weights, degrees.model)
     at = []
     for n in kept:
         forward, backward = collective_seconds(layer, sizes[n], degrees, links)
         # With FSDP the weights of a layer are whole while it runs, and so are its gradients at the end of its backward.
-        whole = (layer.weights + layer.accumulators) * left * (1 - 1 / held)
+        whole = (layer.weights + layer.accumulators) * share * (1 - 1 / weight_shards)
         at.append(_at(layer.at[n], tensor, degrees, forward, backward, math.ceil(whole)))
-    bytes_ = {name: math.ceil(getattr(layer, name) * left / held) for name in ("weights", "frozen", "accumulators", "optimizer")}
-    return layer.model_copy(update={**bytes_, "update": layer.update * left / held, "at": tuple(at)})
+    bytes_ = {name: math.ceil(getattr(layer, name) * share / weight_shards) for name in ("weights", "frozen", "accumulators", "optimizer")}
+    return layer.model_copy(update={**bytes_, "update": layer.update * share / weight_shards, "at": tuple(at)})
 
 
 def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, backward: float, whole: int) -> AtSize:
     """Return the costs at one size, with the seconds inside the mesh and the bytes of whole weights."""
-    work = _left(tensor.compute, degrees.model) / degrees.data
+    work = _share_of_device(tensor.compute, degrees.model) / degrees.data
     usual = tensor.residuals.get("none", 0.0)
 
     def rows_of(sizes: dict[str, int]) -> dict[str, int]:
         shares = ((policy, size, tensor.residuals.get(policy, usual)) for policy, size in sizes.items())
-        return {policy: math.ceil(size * _left(share, degrees.model) / degrees.data) for policy, size, share in shares}
+        return {policy: math.ceil(size * _share_of_device(share, degrees.model) / degrees.data) for policy, size, share in shares}
 
     for_weights = at.backward / 2 if at.backward_weight is None else at.backward_weight
     return at.model_copy(
@@ -218,7 +218,7 @@ def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, bac
             "forward": at.forward * work + forward,
             "backward": at.backward * work + backward,
             "backward_weight": for_weights * work,
-            "outputs": math.ceil(at.outputs * _left(tensor.outputs, degrees.model) / degrees.data),
+            "outputs": math.ceil(at.outputs * _share_of_device(tensor.outputs, degrees.model) / degrees.data),
             "residuals": rows_of(at.residuals),
             "shared": {policy: size // degrees.data for policy, size in at.shared.items()},
             "stash": rows_of(at.stash),

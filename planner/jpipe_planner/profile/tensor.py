@@ -17,7 +17,7 @@ from jpipe_planner.profile.profile import TensorProfile
 
 AXIS = "model"
 Dims = tuple[bool, ...]
-"""For each dim of an array whether it is sharded."""
+"""Whether each dim of an array is sharded."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class Walk:
     """The result of a walk through a forward.
 
     Attributes:
-        divides: the greatest common divisor of all sharded dims; 0: none is sharded.
+        divides: the greatest common divisor of the sizes of all sharded dims; 0: none is sharded.
         reduced: bytes of the arrays that are summed over the devices.
-        reductions: how many these are.
+        reductions: the number of these arrays.
         flops: of matrix products whose work is divided among the devices.
         all_flops: of all matrix products.
     """
@@ -39,7 +39,7 @@ class Walk:
     all_flops: float = 0.0
     _known: dict[Any, Dims] = field(default_factory=dict)
 
-    def run(self, jaxpr: Any, given: Sequence[Dims]) -> list[Dims]:
+    def run(self, jaxpr: Any, arguments: Sequence[Dims]) -> list[Dims]:
         """Walk through a jaxpr whose arguments are sharded like this.
 
         Args:
@@ -49,36 +49,36 @@ class Walk:
         Returns:
             How each result is sharded.
         """
-        known = dict(zip(jaxpr.invars, given, strict=True))
+        known = dict(zip(jaxpr.invars, arguments, strict=True))
 
         def dims(var: Any) -> Dims:
             return (False,) * len(var.aval.shape) if hasattr(var, "val") else known.get(var, (False,) * len(var.aval.shape))
 
         for equation in jaxpr.eqns:
-            found = self._step(equation, [dims(var) for var in equation.invars])
-            for var, sharded in zip(equation.outvars, found, strict=True):
+            results = self._step(equation, [dims(var) for var in equation.invars])
+            for var, sharded in zip(equation.outvars, results, strict=True):
                 known[var] = sharded
                 for size in itertools.compress(var.aval.shape, sharded):
                     self.divides = math.gcd(self.divides, size)
         return [dims(var) for var in jaxpr.outvars]
 
-    def _step(self, equation: Any, given: list[Dims]) -> list[Dims]:
+    def _step(self, equation: Any, inputs: list[Dims]) -> list[Dims]:
         """Return how the results of one equation are sharded."""
         name, params = equation.primitive.name, equation.params
         if name == "split":
-            return given[:1] * len(equation.outvars)
+            return inputs[:1] * len(equation.outvars)
         if name in _RULES:
-            return [_RULES[name](self, equation, given)]
+            return [_RULES[name](self, equation, inputs)]
         body = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
         if name == "scan":
-            return self._scan(equation, given)
+            return self._scan(equation, inputs)
         if body is not None and name != "while":
             body = getattr(body, "jaxpr", body)
-            if len(body.invars) == len(given):
-                return self.run(body, given)
-        return [_like_inputs(equation, out, given) for out in equation.outvars]
+            if len(body.invars) == len(inputs):
+                return self.run(body, inputs)
+        return [_like_inputs(equation, out, inputs) for out in equation.outvars]
 
-    def _scan(self, equation: Any, given: list[Dims]) -> list[Dims]:
+    def _scan(self, equation: Any, inputs: list[Dims]) -> list[Dims]:
         """Walk through the body of a scan once, and count it for each iteration.
 
         What the scan iterates over has one dim more outside of the body than inside.
@@ -94,12 +94,12 @@ class Walk:
             for pairs in ((equation.invars, body.invars), (equation.outvars, body.outvars))
         )
         before = self.reduced, self.reductions, self.flops, self.all_flops
-        found = self.run(body, [dims[1:] if sliced else dims for dims, sliced in zip(given, into, strict=True)])
+        results = self.run(body, [dims[1:] if sliced else dims for dims, sliced in zip(inputs, into, strict=True)])
         after = self.reduced, self.reductions, self.flops, self.all_flops
         self.reduced, self.reductions, self.flops, self.all_flops = (
             first + length * (last - first) for first, last in zip(before, after, strict=True)
         )
-        return [(False, *dims) if sliced else dims for dims, sliced in zip(found, out, strict=True)]
+        return [(False, *dims) if sliced else dims for dims, sliced in zip(results, out, strict=True)]
 
     def sum(self, out: Any) -> None:
         """Count an array that is summed over the devices."""
@@ -107,20 +107,20 @@ class Walk:
         self.reductions += 1
 
 
-def _like_inputs(equation: Any, out: Any, given: Sequence[Dims]) -> Dims:
+def _like_inputs(equation: Any, out: Any, inputs: Sequence[Dims]) -> Dims:
     """Shard a result of element-by-element work as the inputs of the same shape are."""
     shape = tuple(getattr(out.aval, "shape", ()))
-    same = [dims for var, dims in zip(equation.invars, given, strict=True) if tuple(getattr(var.aval, "shape", ())) == shape]
+    same = [dims for var, dims in zip(equation.invars, inputs, strict=True) if tuple(getattr(var.aval, "shape", ())) == shape]
     return tuple(map(any, zip(*same, strict=True))) if same else (False,) * len(shape)
 
 
-def _product(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
+def _product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
-    own, other = given
-    out = [own[i] or other[j] for i, j in zip(left_batch, right_batch, strict=True)]
-    out += [sharded for i, sharded in enumerate(own) if i not in (*left, *left_batch)]
-    out += [sharded for j, sharded in enumerate(other) if j not in (*right, *right_batch)]
-    contracted = any(own[i] for i in left) or any(other[j] for j in right)
+    left_dims, right_dims = inputs
+    out = [left_dims[i] or right_dims[j] for i, j in zip(left_batch, right_batch, strict=True)]
+    out += [sharded for i, sharded in enumerate(left_dims) if i not in (*left, *left_batch)]
+    out += [sharded for j, sharded in enumerate(right_dims) if j not in (*right, *right_batch)]
+    contracted = any(left_dims[i] for i in left) or any(right_dims[j] for j in right)
     shape, sizes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     flops = 2.0 * math.prod(sizes) * math.prod(shape[i] for i in left)
     walk.all_flops += flops
@@ -131,10 +131,10 @@ def _product(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
     return tuple(out)
 
 
-def _reshaped(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
+def _reshaped(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     """Shard the outermost of the dims that are joined or split."""
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    found, i, j = [False] * len(new), 0, 0
+    result, i, j = [False] * len(new), 0, 0
     while i < len(old) and j < len(new):
         first, place, left, right = i, j, old[i], new[j]
         while left != right:
@@ -144,52 +144,52 @@ def _reshaped(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
             else:
                 j += 1
                 right *= new[j]
-        sharded = [n for n in range(first, i + 1) if given[0][n]]
+        sharded = [n for n in range(first, i + 1) if inputs[0][n]]
         wide = [n for n in range(place, j + 1) if new[n] > 1]
         if sharded and wide:
-            found[wide[0]] = True
+            result[wide[0]] = True
         i, j = i + 1, j + 1
-    return tuple(found)
+    return tuple(result)
 
 
-def _reduced(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
+def _reduced(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     axes = equation.params["axes"]
-    if any(given[0][axis] for axis in axes):
+    if any(inputs[0][axis] for axis in axes):
         walk.sum(equation.outvars[0])
-    return tuple(sharded for n, sharded in enumerate(given[0]) if n not in axes)
+    return tuple(sharded for n, sharded in enumerate(inputs[0]) if n not in axes)
 
 
-def _gathered(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
+def _gathered(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     """Shard rows of a table; where the table is sharded by rows, each device has some of them, and they are summed."""
     numbers, out = equation.params["dimension_numbers"], equation.outvars[0]
-    found = [False] * len(out.aval.shape)
-    kept = [n for n in range(len(given[0])) if n not in numbers.collapsed_slice_dims]
+    result = [False] * len(out.aval.shape)
+    kept = [n for n in range(len(inputs[0])) if n not in numbers.collapsed_slice_dims]
     for place, n in zip(numbers.offset_dims, kept, strict=False):
-        found[place] = given[0][n] and equation.params["slice_sizes"][n] == equation.invars[0].aval.shape[n]
-    if any(given[0][n] for n in numbers.start_index_map):
+        result[place] = inputs[0][n] and equation.params["slice_sizes"][n] == equation.invars[0].aval.shape[n]
+    if any(inputs[0][n] for n in numbers.start_index_map):
         walk.sum(out)
-    return tuple(found)
+    return tuple(result)
 
 
-def _transposed(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    return tuple(given[0][n] for n in equation.params["permutation"])
+def _transposed(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
+    return tuple(inputs[0][n] for n in equation.params["permutation"])
 
 
-def _broadcast(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    found = [False] * len(equation.outvars[0].aval.shape)
+def _broadcast(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
+    result = [False] * len(equation.outvars[0].aval.shape)
     for n, place in enumerate(equation.params["broadcast_dimensions"]):
-        found[place] = given[0][n]
-    return tuple(found)
+        result[place] = inputs[0][n]
+    return tuple(result)
 
 
-def _same_rank(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
+def _same_rank(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     """Shard a part of an array, or arrays side by side."""
     rank = len(equation.outvars[0].aval.shape)
-    return tuple(any(dims[n] for dims in given if len(dims) == rank) for n in range(rank))
+    return tuple(any(dims[n] for dims in inputs if len(dims) == rank) for n in range(rank))
 
 
-def _squeezed(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    return tuple(sharded for n, sharded in enumerate(given[0]) if n not in equation.params["dimensions"])
+def _squeezed(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
+    return tuple(sharded for n, sharded in enumerate(inputs[0]) if n not in equation.params["dimensions"])
 
 
 _RULES: Mapping[str, Callable[[Walk, Any, list[Dims]], Dims]] = {
@@ -271,15 +271,15 @@ def _walked(stage: jpipe.stages.StandaloneStage, layer_id: str, params: Any, dev
         The walk; the outputs and the residuals as trees of `Array`s.
     """
     traced = stage.trace("forward", device)
-    given = [array.dims for array in jax.tree.leaves(stage.stack.ties.split({layer_id: params}, [layer_id]))]
+    arguments = [array.dims for array in jax.tree.leaves(stage.stack.ties.split({layer_id: params}, [layer_id]))]
     jaxpr, walk = traced.jaxpr.jaxpr, Walk()
     for array in jax.tree.leaves(params):
         walk.divides = math.gcd(walk.divides, *itertools.compress(array.shape, array.dims))
-    found = walk.run(jaxpr, [*given, *((False,) * len(var.aval.shape) for var in jaxpr.invars[len(given) :])])
+    results = walk.run(jaxpr, [*arguments, *((False,) * len(var.aval.shape) for var in jaxpr.invars[len(arguments) :])])
     specs, treedef = jax.tree.flatten(traced.out_info)
-    (y, new_state, saved), _ = jax.tree.unflatten(treedef, list(map(Array.of, specs, found)))
-    arguments = jax.tree.map(lambda info: Array.of(info, ()), traced.args_info[0][1:4])
-    return walk, y, (saved, stage.keep(arguments, (y, new_state)))
+    (y, new_state, saved), _ = jax.tree.unflatten(treedef, list(map(Array.of, specs, results)))
+    inputs = jax.tree.map(lambda info: Array.of(info, ()), traced.args_info[0][1:4])
+    return walk, y, (saved, stage.keep(inputs, (y, new_state)))
 
 
 def _share(tree: Any) -> float:

@@ -26,7 +26,7 @@ class Ranked:
 
     Attributes:
         candidate: the candidate, priced in closed form.
-        simulated: its simulation; None if that would take too long, or if by its bound it is not the fastest.
+        simulated: its simulation; None if it would take too long, or if the bound shows that the plan is not the fastest.
         why: why the simulation differs from the closed form by more than a tenth: "link", "sum", "imbalance" or "bubble"; otherwise "".
         least: lower bound on the seconds of a batch, if it was not simulated because of this bound; otherwise 0.
     """
@@ -62,11 +62,11 @@ class Ranked:
         return None if self.simulated is None else self._most_of_replicas(self.simulated.held_bytes)
 
     def _most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        found, first = [], 0
+        largest, first = [], 0
         for count in self.candidate.replicas[: self.candidate.num_pipeline_ranks]:
-            found.append(max(sizes[first : first + count]))
+            largest.append(max(sizes[first : first + count]))
             first += count
-        return tuple(found)
+        return tuple(largest)
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def choose(
     """
     tried = {} if tried is None else tried
     meshes = Meshes(profile, topology)
-    everything = sorted(candidates, key=lambda candidate: candidate.rank)
-    fitting = [candidate for candidate in everything if candidate.over is None]
+    by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
+    fitting = [candidate for candidate in by_rank if candidate.over is None]
     limit = math.inf if topology.device.memory is None else topology.device.memory
     known = {candidate: Outcome(one.seconds, max(one.memory) <= limit) for candidate, one in tried.items()}
 
@@ -143,33 +143,33 @@ def choose(
         best.setdefault(one.candidate.kind, one)
     ranked = [_explained(*meshes.of(one.candidate.degrees), one, global_norm) for one in best.values()]
     tried.update((one.candidate, one) for one in ranked)
-    rest = _best_rest([Ranked(candidate, least=least) for candidate, least in race.left if candidate.kind not in best])
+    others = _best_by_bound([Ranked(candidate, least=least) for candidate, least in race.remaining if candidate.kind not in best])
     too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
-    kinds = {one.candidate.kind for one in (*ranked, *rest)}
-    lacking = [candidate for candidate in everything if candidate.over is not None]
+    kinds = {one.candidate.kind for one in (*ranked, *others)}
+    lacking = [candidate for candidate in by_rank if candidate.over is not None]
     rejected = [candidate for candidate in _best_of_each_kind([*too_large, *lacking]) if candidate.kind not in kinds]
-    return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything), global_norm, race.open)
+    return Choice(profile, topology, (*ranked, *others), tuple(rejected), len(by_rank), global_norm, race.open)
 
 
-def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
+def _best_by_bound(ranked: Sequence[Ranked]) -> list[Ranked]:
     """Return the best candidate of each kind, by closed form and bound."""
     best: dict[tuple[object, ...], Ranked] = {}
-    for one in sorted(rest, key=lambda one: (-one.samples_per_second, one.candidate.rank)):
+    for one in sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank)):
         best.setdefault(one.candidate.kind, one)
     return list(best.values())
 
 
 def in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
     """Sort plans, fastest first; those that are equally fast, within `_EQUAL`, are sorted by their other properties."""
-    left = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
-    found: list[Ranked] = []
-    while left:
-        speed = left[0].samples_per_second
-        equal = [one for one in left if one.samples_per_second >= speed * (1 - _EQUAL)]
-        left = left[len(equal) :]
+    remaining = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
+    ordered: list[Ranked] = []
+    while remaining:
+        speed = remaining[0].samples_per_second
+        equal = [one for one in remaining if one.samples_per_second >= speed * (1 - _EQUAL)]
+        remaining = remaining[len(equal) :]
         merits = {id(one): dataclasses.replace(one.candidate, seconds=one.candidate.batch / speed).rank for one in equal}
-        found += sorted(equal, key=lambda one: merits[id(one)])
-    return found
+        ordered += sorted(equal, key=lambda one: merits[id(one)])
+    return ordered
 
 
 def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -208,8 +208,8 @@ def _why(profile: Profile, topology: Topology, candidate: Candidate, global_norm
 
 def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> bool:
     """Return whether closed form and simulation agree, with other costs of layers or links."""
-    found = _simulated(profile, topology, candidate, global_norm)
-    return found is not None and abs(found.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
+    simulation = _simulated(profile, topology, candidate, global_norm)
+    return simulation is not None and abs(simulation.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
 
 
 def _evened(profile: Profile, candidate: Candidate) -> Profile:
@@ -218,8 +218,8 @@ def _evened(profile: Profile, candidate: Candidate) -> Profile:
     for start, end, replicas in zip(candidate.starts, ends, candidate.replicas, strict=True):
         share = replicas / candidate.workers / (end - start)
         for number in range(start, end):
-            own = {name: share * sum(getattr(layer.at[n], name) for layer in profile.layers) for name in ("forward", "backward")}
-            at = (*layers[number].at[:n], layers[number].at[n].model_copy(update=own), *layers[number].at[n + 1 :])
+            work = {name: share * sum(getattr(layer.at[n], name) for layer in profile.layers) for name in ("forward", "backward")}
+            at = (*layers[number].at[:n], layers[number].at[n].model_copy(update=work), *layers[number].at[n + 1 :])
             layers[number] = layers[number].model_copy(update={"at": at})
     return profile.model_copy(update={"layers": tuple(layers)})
 

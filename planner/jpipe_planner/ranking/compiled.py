@@ -12,7 +12,7 @@ from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.ranking.choose import Choice, Ranked
 
-_AT_ONCE = 8  # stages that are compiled without a look at the fullest first
+_AT_ONCE = 8  # stages that are compiled at once, without the fullest pipeline rank first
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 
@@ -22,9 +22,9 @@ class Compiled:
 
     Attributes:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
-        estimated: bytes of each rank, from the profile: in closed form, or simulated where there is none.
-        lacking: the most bytes that a rank lacks, 0 or less if the plan fits; None if memory is not limited.
-        ranks: those whose stages are compiled; of the others the estimate is what is known.
+        estimated: bytes of each pipeline rank, from the profile: in closed form, or simulated where there is none.
+        lacking: the most bytes that a pipeline rank lacks, 0 or less if the plan fits; None if memory is not limited.
+        ranks: the pipeline ranks whose stages are compiled; the memory of the others is estimated.
     """
 
     ranked: Ranked
@@ -44,7 +44,7 @@ class Compiled:
 
 
 Programs = dict[Any, Any]
-"""What is compiled already, as `jpipe.Pipeline.costs` keeps it."""
+"""Compiled programs, as `jpipe.Pipeline.costs` keeps them."""
 
 
 def compile_stages(
@@ -88,18 +88,18 @@ def _with_compiled(
     exact = dataclasses.replace(ranked, simulated=simulate_plan(plan, costs, topology, choice.global_norm))
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
-    ranks = tuple(p for p, own in enumerate(plan.pipeline_ranks) if set(own) <= set(stages))
-    return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, ranks)
+    compiled_ranks = tuple(p for p, rank_stages in enumerate(plan.pipeline_ranks) if set(rank_stages) <= set(stages))
+    return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, compiled_ranks)
 
 
 def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
     """Return the peak bytes of a device of each stage, in a pipeline whose stages are about equally fast."""
-    rules, shared, found = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.shared_stages(costs), []
+    rules, shared, sizes = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.shared_stages(costs), []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)
         sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0
         fused = rules.fuses(plan, s)  # residuals are scratch memory of the one program
-        found.append(
+        sizes.append(
             stage_bytes(
                 weights=cost.trained,
                 optimizer=cost.optimizer,
@@ -117,4 +117,4 @@ def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost
                 exchanged=sum(len(stages) * size for stages, size in zip(shared, cost.shared, strict=True) if s in stages),
             )
         )
-    return tuple(int(size) for size in found)
+    return tuple(int(size) for size in sizes)

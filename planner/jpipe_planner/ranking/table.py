@@ -47,10 +47,10 @@ HEAD = (
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
     """Return rows for the first `most` plans that fit; see `head` for the columns."""
-    found = [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
+    lines = [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
     if not has_meshes(choice):
-        return found
-    return [(*row[:3], str(ranked.candidate.degrees), *row[3:]) for row, ranked in zip(found, choice.ranked, strict=False)]
+        return lines
+    return [(*row[:3], str(ranked.candidate.degrees), *row[3:]) for row, ranked in zip(lines, choice.ranked, strict=False)]
 
 
 def head(choice: Choice) -> tuple[str, ...]:
@@ -183,18 +183,18 @@ def _why_row(best: Ranked, other: Ranked, limit: float | None) -> tuple[str, ...
 
 def _what_is_worse(best: Ranked, other: Ranked) -> str:
     """Return what a plan lacks in comparison with the chosen one, in words."""
-    own, chosen = other.candidate, best.candidate
+    candidate, chosen = other.candidate, best.candidate
     slower = best.samples_per_second / other.samples_per_second - 1
     if slower > _EQUAL:
         more = _bubble(other) - _bubble(best)
         return f"{slower:.1%} slower" + (f", {100 * more:.0f} points more bubble" if more > 0.01 else "")
-    rules, best_rules = (jpipe.schedules.SCHEDULES[one.schedule] for one in (own, chosen))
+    rules, best_rules = (jpipe.schedules.SCHEDULES[one.schedule] for one in (candidate, chosen))
     reasons = (
-        (own.degrees.size > chosen.degrees.size, "larger meshes"),
-        (own.num_pipeline_ranks > chosen.num_pipeline_ranks, "more ranks"),
-        (own.num_pipeline_ranks == chosen.num_pipeline_ranks and own.chunks > chosen.chunks, "more stages on a rank"),
+        (candidate.degrees.size > chosen.degrees.size, "larger meshes"),
+        (candidate.num_pipeline_ranks > chosen.num_pipeline_ranks, "more ranks"),
+        (candidate.num_pipeline_ranks == chosen.num_pipeline_ranks and candidate.chunks > chosen.chunks, "more stages on a rank"),
         (best_rules.flushes and not rules.flushes, "older weights"),
-        (chosen.has_whole_backwards and not own.has_whole_backwards, "more programs"),
+        (chosen.has_whole_backwards and not candidate.has_whole_backwards, "more programs"),
         (max(other.memory) > max(best.memory), "more memory"),
     )
     return "as fast, " + next((what for holds, what in reasons if holds), "no better")
@@ -228,18 +228,18 @@ def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
     """Return the bytes of each stage that do not depend on the microbatch size: weight versions, gradients and optimizer."""
     plan = candidate.plan(profile.ids)
     layers, versions_alive = {layer.id: layer for layer in profile.layers}, jpipe.schedules.SCHEDULES[plan.schedule].versions_alive
-    found = []
+    sizes = []
     for s, stage in enumerate(plan.stages):
-        own = [layers[layer_id] for layer_id in stage.layers]
-        found.append(
-            versions_alive(plan, s) * sum(layer.weights - layer.frozen for layer in own)
-            + sum(layer.frozen + layer.accumulators + layer.optimizer for layer in own)
+        stage_layers = [layers[layer_id] for layer_id in stage.layers]
+        sizes.append(
+            versions_alive(plan, s) * sum(layer.weights - layer.frozen for layer in stage_layers)
+            + sum(layer.frozen + layer.accumulators + layer.optimizer for layer in stage_layers)
         )
-    return found
+    return sizes
 
 
 def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
-    candidate, found = ranked.candidate, ranked.simulated
+    candidate, simulated = ranked.candidate, ranked.simulated
     memory = max(ranked.memory)
     difference = f" ({ranked.why})" if ranked.why else ""
     return (
@@ -250,7 +250,7 @@ def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
         str(candidate.microbatches),
         recomputation(candidate.policies),
         rate(candidate.samples_per_second),
-        rate(ranked.samples_per_second) + difference if found else f"≤ {rate(ranked.most)}" if ranked.least else "–",
+        rate(ranked.samples_per_second) + difference if simulated else f"≤ {rate(ranked.most)}" if ranked.least else "–",
         f"{_bubble(ranked):.0%}",
         size(memory) + (f" ({memory / limit:.0%})" if limit else ""),
         size(candidate.sent),

@@ -37,7 +37,7 @@ class Variants:
 
     Attributes:
         simulated: the plans with their simulations.
-        left_out: how many were not simulated, because all together would take too long.
+        left_out: the number of plans that were not simulated, because all together would take too long.
     """
 
     simulated: dict[Candidate, Simulated]
@@ -69,10 +69,10 @@ def find_variants(
         batch: the largest number of rows per update.
         exact: whether the batch must have exactly that many rows.
         schedules: those to try, of `variant_schedules`; None: all of them.
-        planned: candidates with whole backwards, the best of which are tried with early gradients, too.
+        planned: candidates with whole backwards; the best are also tried with early gradients.
         all_devices: whether plans must use all devices.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
-        degrees: of the meshes that all plans have; those of `planned` with others are left aside.
+        degrees: the degrees of the meshes of all plans; candidates of `planned` with other degrees are ignored.
     """
     profile, topology = Meshes(profile, topology).of(degrees)
     planned = [dataclasses.replace(candidate, degrees=NO_MESH) for candidate in planned if candidate.degrees == degrees]
@@ -83,8 +83,10 @@ def find_variants(
         run.add(run.early(candidate))
     for base in _bases(_usable(straight, topology, all_devices)):
         run.add(run.of_ranks(base))
-    found = run.found if degrees.size == 1 else {on_meshes(candidate, degrees): known for candidate, known in run.found.items()}
-    return Variants(found, run.left_out)
+    simulated = (
+        run.simulations if degrees.size == 1 else {on_meshes(candidate, degrees): known for candidate, known in run.simulations.items()}
+    )
+    return Variants(simulated, run.left_out)
 
 
 def _usable(candidates: Sequence[Candidate], topology: Topology, all_devices: bool) -> list[Candidate]:
@@ -106,22 +108,22 @@ def _early_bases(planned: Sequence[Candidate]) -> list[Candidate]:
     best: dict[str, dict[tuple[object, ...], Candidate]] = {}
     for candidate in planned:
         if "split_backward" in jpipe.schedules.SCHEDULES[candidate.schedule].options and candidate.update_every == "batch":
-            own = best.setdefault(candidate.schedule, {})
-            own.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
-    return [candidate for own in best.values() for candidate in list(own.values())[:EARLY]]
+            plans = best.setdefault(candidate.schedule, {})
+            plans.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
+    return [candidate for plans in best.values() for candidate in list(plans.values())[:EARLY]]
 
 
 class _Variants:
     """The search for variants, which simulates them while they are few enough.
 
     Attributes:
-        found: plans with their simulations.
+        simulations: plans with their simulations.
         left_out: how many were not simulated.
     """
 
     def __init__(self, profile: Profile, topology: Topology, schedules: Sequence[str], global_norm: bool) -> None:
         self.profile, self.topology, self.schedules, self.global_norm = profile, topology, schedules, global_norm
-        self.found: dict[Candidate, Simulated] = {}
+        self.simulations: dict[Candidate, Simulated] = {}
         self.left_out = 0
         self._spent = 0
 
@@ -132,7 +134,7 @@ class _Variants:
             costs = self.profile.stage_costs(plan, candidate.rows)
             known = simulate_plan(plan, costs, self.topology, self.global_norm)
             if known is not None:
-                self.found[_priced(candidate, plan, costs, known, self.topology)] = known
+                self.simulations[_priced(candidate, plan, costs, known, self.topology)] = known
 
     def affords(self, plan: jpipe.Plan) -> bool:
         """Return whether a plan is among those to simulate; where there are too many, smaller ones still are."""
@@ -198,8 +200,8 @@ def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> I
     if stages > len(profile.ids):
         return
     costs = profile.costs(base.rows).values()
-    again = 0 if base.policies[0] == "none" else 1
-    starts = base.starts if chunks == 1 else balance([(1 + again) * cost.forward + cost.backward for cost in costs], stages)
+    recomputes = 0 if base.policies[0] == "none" else 1
+    starts = base.starts if chunks == 1 else balance([(1 + recomputes) * cost.forward + cost.backward for cost in costs], stages)
     candidate = dataclasses.replace(
         base,
         schedule=schedule,

@@ -22,15 +22,15 @@ class Candidate:
         extra_in_flight: as in `jpipe.Plan`.
         keep_together: as in `jpipe.Plan`.
         seconds: seconds per batch, in steady state.
-        bubble: share of the time of its devices in which they do not compute.
+        bubble: share of the devices' time in which they do not compute.
         memory: peak bytes of a device of each pipeline rank.
         sent: bytes per row that all devices together send.
         bound: what limits the speed, as text.
         over: the pipeline rank that lacks most memory and how many bytes; None: it fits.
         update_every: as in `jpipe.Plan`.
-        chunks: how many stages each rank runs.
+        chunks: the number of stages that each rank runs.
         order: as in `jpipe.Plan`.
-        order_limit: as in `jpipe.Plan`, the limit for which the order was made.
+        order_limit: as in `jpipe.Plan`, the limit of the order.
         split_backward: as in `jpipe.Plan`.
         degrees: the mesh of each replica.
     """

@@ -33,18 +33,18 @@ class FastRanges:
         self._small = np.int16 if ranges.count < 2**15 - 2 else np.int32
         self._known: dict[tuple[float, bool], list[Any]] = {}
 
-    def here(self, a: int) -> list[tuple[int, slice]]:
+    def levels_from(self, a: int) -> list[tuple[int, slice]]:
         """Return the levels (indices into `levels`) that a range from device a on can cross, with the replicas that cross no higher one."""
-        found, inner = [(0, slice(0, 1))], a + 1
+        levels, inner = [(0, slice(0, 1))], a + 1
         for place, (_, some) in enumerate(self.levels[1:], start=1):
             end = (a // self._sizes[place] + 1) * self._sizes[place]
             first, last = np.searchsorted(some, (inner - a + 1, end - a + 1))
             if first < last:
-                found.append((place, slice(first, last)))
+                levels.append((place, slice(first, last)))
             inner = end
-        return found
+        return levels
 
-    def farthest(self, bound: float, recompute: bool) -> list[Any]:
+    def farthest_ends(self, bound: float, recompute: bool) -> list[Any]:
         """Return one past the last layer of a fast enough stage, for each of `levels`, its replicas, and each first layer.
 
         Args:
@@ -53,11 +53,11 @@ class FastRanges:
         """
         if (bound, recompute) not in self._known:
             self._known[bound, recompute] = [
-                self._exactly(bound, recompute, *level) for level in zip(self.about(bound, recompute), self.levels, strict=True)
+                self._exactly(bound, recompute, *level) for level in zip(self.rounded_ends(bound, recompute), self.levels, strict=True)
             ]
         return self._known[bound, recompute]
 
-    def about(self, bound: float, recompute: bool) -> list[Any]:
+    def rounded_ends(self, bound: float, recompute: bool) -> list[Any]:
         """Return the ends of `farthest`, or slightly farther ones, because of rounding."""
         return [self.ranges.ends(bound, some, level, recompute) for level, some in self.levels]
 
@@ -98,16 +98,16 @@ class FastRanges:
             last[a] = farthest[which, before[last[a - some]]].max()
         return first, last
 
-    def at_least(self, recompute: bool) -> float:
+    def lower_bound(self, recompute: bool) -> float:
         """Return a lower bound on the seconds per microbatch: the slowest layer, and all layers divided among all devices."""
         start = np.arange(self.ranges.count)
         each = [self.ranges.seconds(start, start + 1, some[:, None], level, recompute) for level, some in self.levels]
         return max(float(np.concatenate(each).min(0).max()), float(self.ranges.compute(recompute)[-1] / self.devices))
 
-    def alone(self, recompute: bool) -> Placed:
+    def single_stage(self, recompute: bool) -> Placed:
         """Return the fastest stage of all layers."""
         options = []
-        for place, some in self.here(0):
+        for place, some in self.levels_from(0):
             level, replicas = self.levels[place]
             options += [(float(self.ranges.seconds(0, self.ranges.count, r, level, recompute)), r) for r in replicas[some].tolist()]
         return Placed(0, self.ranges.count, 0, min(options)[1])
@@ -118,7 +118,7 @@ class FastRanges:
         links = self._problem.links
         return [np.ones(len(sizes), bool) if k < 0 else cut_seconds(sizes, links[k]) <= bound for k, _ in self.levels]
 
-    def between(self, a: int) -> int:
+    def level_between(self, a: int) -> int:
         """Return the index in `levels` of the level between the devices a - 1 and a."""
         return self._problem.topology.level(a - 1, a) + 1
 
@@ -133,11 +133,11 @@ class FastPlacement:
     def __init__(self, fast: FastRanges, bound: float, recompute: bool) -> None:
         self._fast, self._bound, self._recompute = fast, bound, recompute
         self._cuts = fast.cuts(bound)
-        first, last = fast.windows(fast.about(bound, recompute), self._cuts)
+        first, last = fast.windows(fast.rounded_ends(bound, recompute), self._cuts)
         self.feasible = not first[0]
         if not self.feasible:
             return
-        self._farthest = farthest = fast.farthest(bound, recompute)
+        self._farthest = farthest = fast.farthest_ends(bound, recompute)
         count, devices = fast.ranges.count, fast.devices
         self._placed = np.zeros((devices + 1, count + 1), bool)
         self._placed[1:, count] = True  # nothing is left: the other devices are idle
@@ -146,7 +146,7 @@ class FastPlacement:
         order = np.arange(count + 1, dtype=farthest[0].dtype)
         for a in range(devices, -1, -1):
             window = slice(int(first[a]), min(int(last[a]) + 1, count))
-            for place, some in fast.here(a) if a < devices else ():
+            for place, some in fast.levels_from(a) if a < devices else ():
                 self._place(a, place, some, window)
             for place in range(len(fast.levels)):
                 ends = np.where(self._continued(a, place), order, never)
@@ -173,14 +173,14 @@ class FastPlacement:
         if a == 0:
             return np.zeros_like(self._placed[a])
         allowed = self._placed[a] & self._cuts[place]
-        return allowed & self._cuts[self._fast.between(a)] if a < self._fast.devices else allowed
+        return allowed & self._cuts[self._fast.level_between(a)] if a < self._fast.devices else allowed
 
     def some(self) -> tuple[Placed, ...]:
         """Return stages that are fast enough, choosing the fastest that can be continued at each step."""
         ranges, stages, i, a = self._fast.ranges, list[Placed](), 0, 0
         while i < ranges.count:
             options = []
-            for place, some in self._fast.here(a):
+            for place, some in self._fast.levels_from(a):
                 level, all_replicas = self._fast.levels[place]
                 replicas = all_replicas[some]
                 ends = self._next[place][a + replicas, i]
@@ -203,13 +203,13 @@ class FastPlacement:
         stages, i, a = list[Placed](), 0, 0
         while i < ranges.count:
             options = []
-            for place, some in fast.here(a):
+            for place, some in fast.levels_from(a):
                 replicas = fast.levels[place][1][some]
                 if self._cuts[place][i]:
                     behind = tables[place][a + replicas, 0, i + 1 :] == least[a, i] - base
                     near = np.arange(i + 1, ranges.count + 1) <= self._farthest[place][some, i][:, None]
-                    found = np.argwhere((behind & near).T)
-                    options += [(i + 1 + int(j), int(replicas[n])) for j, n in found[:1]]
+                    ends = np.argwhere((behind & near).T)
+                    options += [(i + 1 + int(j), int(replicas[n])) for j, n in ends[:1]]
             j, r = min(options)
             stages.append(Placed(i, j, a, r))
             i, a = j, a + r
@@ -224,16 +224,16 @@ class FastPlacement:
         least[1:, count] = np.arange(1, fast.devices + 1)
         tables = [np.full((fast.devices + 1, power[-1] + 1, count + 1), never, np.int32) for _ in fast.levels]
         for a in range(fast.devices, -1, -1):
-            for place, some in fast.here(a) if a < fast.devices else ():
+            for place, some in fast.levels_from(a) if a < fast.devices else ():
                 starts = np.nonzero(self._placed[a, :count] & self._cuts[place][:count])[0]
                 if not len(starts):
                     continue
                 ends = self._farthest[place][some][:, starts].astype(np.int64)
                 k = power[ends - starts]
                 rows = (a + fast.levels[place][1][some])[:, None]
-                found = np.minimum(tables[place][rows, k, starts + 1], tables[place][rows, k, ends + 1 - 2**k])
-                found = np.where(ends > starts, found, never).min(0) + base
-                least[a, starts] = np.minimum(least[a, starts], found)
+                fewest = np.minimum(tables[place][rows, k, starts + 1], tables[place][rows, k, ends + 1 - 2**k])
+                fewest = np.where(ends > starts, fewest, never).min(0) + base
+                least[a, starts] = np.minimum(least[a, starts], fewest)
             for place, table in enumerate(tables):
                 row = table[a]
                 row[0] = np.where(self._continued(a, place), least[a], never)

@@ -73,23 +73,23 @@ class FittingPlacement:
 
     def _ranges(self, a: int) -> Any:
         """Return the indices in `FittingRanges.ranges` of the ranges from device a on."""
-        found = []
-        for place, some in self._fast.here(a):
+        ranges = []
+        for place, some in self._fast.levels_from(a):
             first = int(np.searchsorted(self._fitting.places, place))
-            found.append(np.arange(first + some.start, first + some.stop))
-        return np.concatenate(found)
+            ranges.append(np.arange(first + some.start, first + some.stop))
+        return np.concatenate(ranges)
 
     def _fewest_before(self) -> Any:
         """Return the fewest stages before each device and layer, with as few microbatches in flight as possible."""
         cuts = self._fast.cuts(self._bound)
-        between = [cuts[self._fast.between(a)] for a in range(1, self._devices)]
+        between = [cuts[self._fast.level_between(a)] for a in range(1, self._devices)]
         allowed = np.stack([cuts[0], *between, cuts[0]])
         before = np.full(allowed.shape, _NEVER)
         before[0, 0] = 0
         for a in range(self._devices):
-            which, here = self._ranges(a), np.nonzero(before[a] < _NEVER)[0]
-            if len(here):
-                depths = np.where(self._good[which[:, None], here], before[a, here, None] + 1, _NEVER).min(1)
+            which, reached = self._ranges(a), np.nonzero(before[a] < _NEVER)[0]
+            if len(reached):
+                depths = np.where(self._good[which[:, None], reached], before[a, reached, None] + 1, _NEVER).min(1)
                 rows = a + self._fitting.replicas[which]
                 before[rows] = np.where(allowed[rows], np.minimum(before[rows], depths), _NEVER)
         return before
@@ -111,30 +111,30 @@ class FittingPlacement:
         most = np.where(most < sent + 2 * a - 1, most, self._no_limit)  # the stage before has at most a replicas, so it cannot send more
         return i[room >= 0], _Labels(sent, most, size[row, k]).take(room >= 0)
 
-    def _keep(self, a: int, i: Any, found: _Labels) -> None:
+    def _keep(self, a: int, i: Any, labels: _Labels) -> None:
         """Store the new labels of device a, without those that others dominate."""
-        order = np.lexsort((-found.most, found.sent, found.size, i))
-        i, found = i[order], found.take(order)
-        same = (i, found.size) if self._relaxed else (i, found.size, found.sent)
+        order = np.lexsort((-labels.most, labels.sent, labels.size, i))
+        i, labels = i[order], labels.take(order)
+        same = (i, labels.size) if self._relaxed else (i, labels.size, labels.sent)
         number = np.cumsum(np.any([np.diff(column, prepend=-1) != 0 for column in same], 0))
-        most = found.most + number * 2 * self._no_limit  # so that only the largest of each number count
+        most = labels.most + number * 2 * self._no_limit  # so that only the largest of each number count
         needed = np.diff(np.maximum.accumulate(most), prepend=-1) > 0
-        i, found = i[needed], found.take(needed)
+        i, labels = i[needed], labels.take(needed)
         if self._counted and self._relaxed:
-            needed = self._needed(i, found)
-            i, found = i[needed], found.take(needed)
+            needed = self._needed(i, labels)
+            i, labels = i[needed], labels.take(needed)
         rank = np.arange(len(i)) - np.searchsorted(i, i)
         more = int(rank.max(initial=0)) + 1 - self._labels.sent.shape[-1]
         if more > 0:
             self._labels = _Labels(*(np.pad(column, ((0, 0), (0, 0), (0, more)), constant_values=-1) for column in self._labels))
-        for column, values in zip(self._labels, found, strict=True):
+        for column, values in zip(self._labels, labels, strict=True):
             column[a, i, rank] = values
 
-    def _needed(self, i: Any, found: _Labels) -> Any:
+    def _needed(self, i: Any, labels: _Labels) -> Any:
         """Return which labels are not dominated by an earlier one of the same layer, which has a smaller size."""
         needed = np.ones(len(i), bool)
         for start, stop in pairwise([*np.unique(i, return_index=True)[1].tolist(), len(i)]):
-            sent, most = found.sent[start:stop], found.most[start:stop]
+            sent, most = labels.sent[start:stop], labels.most[start:stop]
             as_good = (sent <= sent[:, None]) & (most >= most[:, None])
             needed[start:stop] = ~np.tril(as_good, -1).any(1)
         return needed
@@ -145,8 +145,8 @@ class FittingPlacement:
         Returns:
             The stages; None if the search by relaxed rules has no solution, although there may still be some.
         """
-        found = self._labels.take(0, 0)
-        size = int(found.size[found.sent >= 0].min())
+        labels = self._labels.take(0, 0)
+        size = int(labels.size[labels.sent >= 0].min())
         before, fits = np.zeros(2 * self._devices, int), np.ones(2 * self._devices, bool)
         stages, i, a = list[Placed](), 0, 0
         while i < self._count:

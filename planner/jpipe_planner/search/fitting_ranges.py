@@ -65,7 +65,7 @@ class FittingRanges:
         return good & cuts[:, :, None] & cuts[:, None, :]
 
     def _farthest(self, bound: float, recompute: bool) -> Any:
-        return np.concatenate(self._fast.farthest(bound, recompute)).astype(np.int64)
+        return np.concatenate(self._fast.farthest_ends(bound, recompute)).astype(np.int64)
 
     def room(self, bound: float, which: Any, i: Any, j: Any, ahead: Any, relaxed: bool) -> Any:
         """Return how many inputs can wait at a stage with its best policy that is fast enough; negative: it does not fit.

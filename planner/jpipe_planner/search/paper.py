@@ -70,12 +70,12 @@ def _best(alone: list[Any], cuts: Any, starts: int) -> list[Any]:
     """Return A for each number of components, from the first `starts` layers on."""
     best = [alone[0]]
     for m in range(1, len(alone)):
-        found = alone[m][:starts].copy()
+        least = alone[m][:starts].copy()
         for last in range(1, m):
             before, behind = np.maximum(best[m - last], cuts), alone[last]
             for s in range(1, len(cuts) - 1):
-                found[:s, s + 1 :] = np.minimum(found[:s, s + 1 :], np.maximum(before[:s, s, None], behind[s, s + 1 :]))
-        best.append(found)
+                least[:s, s + 1 :] = np.minimum(least[:s, s + 1 :], np.maximum(before[:s, s, None], behind[s, s + 1 :]))
+        best.append(least)
     return best
 
 

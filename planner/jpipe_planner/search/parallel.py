@@ -58,21 +58,21 @@ def search_parallel(
         exact: whether the batch must have exactly that many rows.
         schedules: the schedules to try, of `planned_schedules`; None: all of them.
         price: "closed form", which approximates `jpipe.simulate`, or "paper", as in the appendix of 2BW.
-        replicas: whether stages may have some.
+        replicas: whether stages may have replicas.
 
     Returns:
         All candidates, best first; those that do not fit are last, sorted by how much they lack. Empty if no plan has such a batch.
     """
     run = _Sweep(profile, topology, batch, exact, planned_schedules() if schedules is None else tuple(schedules), price)
     shapes = run.full() if replicas else run.single()
-    found = [candidate for width, depth in shapes for candidate in run.candidates(width, depth)]
-    if replicas and all(candidate.over for candidate in found):
+    candidates = [candidate for width, depth in shapes for candidate in run.candidates(width, depth)]
+    if replicas and all(candidate.over for candidate in candidates):
         for width, depth in run.smaller():
             fewer = list(run.candidates(width, depth))
-            found += fewer
+            candidates += fewer
             if fewer and all(candidate.over for candidate in fewer):
                 break  # less depth needs even more memory
-    return sorted(found, key=lambda candidate: candidate.rank)
+    return sorted(candidates, key=lambda candidate: candidate.rank)
 
 
 def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate) -> float:
@@ -158,10 +158,10 @@ class _Sweep:
 
     def _width(self, rows: int, most: int) -> int:
         """Return the largest number of pipelines for which the batch has enough microbatches; 0: not enough for one."""
-        whole, rest = divmod(self.batch, rows)
+        whole, remainder = divmod(self.batch, rows)
         if not self.exact or not whole:
             return min(most, whole)
-        return 0 if rest else max(width for width in range(1, most + 1) if whole % width == 0)
+        return 0 if remainder else max(width for width in range(1, most + 1) if whole % width == 0)
 
     def candidates(self, width: int, depth: int) -> Iterator[Candidate]:
         """Yield all plans of w pipelines of d stages."""
@@ -184,11 +184,11 @@ class _Sweep:
 
     def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
         """Return the numbers of microbatches of a pipeline to try: powers of two, the depth times these, and the largest."""
-        most, rest = divmod(self.batch, rows)
+        most, remainder = divmod(self.batch, rows)
         if self.exact:
-            return (most,) if most and not rest else ()
-        found = {least << k for least in (1, depth) for k in range(most.bit_length()) if least << k <= most}
-        return tuple(sorted(found | {most} - {0}))
+            return (most,) if most and not remainder else ()
+        numbers = {least << k for least in (1, depth) for k in range(most.bit_length()) if least << k <= most}
+        return tuple(sorted(numbers | {most} - {0}))
 
     def _cut(self, depth: int, n: int) -> tuple[Stages, ...]:
         """Return the cuts that balance compute best, without and with recomputation; often they are the same."""
@@ -234,7 +234,7 @@ class _Sweep:
     def _priced(self, stages: Stages, rows: int, pipelines: Pipelines, keep: Any, fit: _Fit, times: Times) -> Iterator[Candidate]:
         price, (schedule, width, depth, extra) = self._seconds(pipelines, fit.flown, times), pipelines
         numbers = np.array(fit.flown.microbatches)
-        busy = width * (numbers * times.own.sum(1) + stages.update.sum())
+        busy = width * (numbers * times.compute.sum(1) + stages.update.sum())
         sums = (2 * (width - 1) * stages.accumulators.sum() + width * stages.sent.sum()) / (width * rows * numbers)
         over = fit.memory - self.limit
         rows_of = zip(

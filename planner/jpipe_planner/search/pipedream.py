@@ -40,13 +40,13 @@ def search_pipedream(problem: Problem) -> Partition:
     fitting = _Fitting(problem, fast)
     low = fastest.seconds
     for slower in _SLOWER:
-        found = fitting.some(fastest.seconds * slower)
-        if found:
+        fitting_partition = fitting.some(fastest.seconds * slower)
+        if fitting_partition:
             break
         low = fastest.seconds * slower
     else:
         return _smallest(problem, fast, fastest)
-    best = _squeeze(low, found, fitting.some, lambda partition: partition.seconds, TIE)
+    best = _squeeze(low, fitting_partition, fitting.some, lambda partition: partition.seconds, TIE)
     return fitting.first(best)
 
 
@@ -58,8 +58,8 @@ def _fastest(problem: Problem, fast: FastRanges) -> Partition:
         placement = FastPlacement(fast, bound, recompute)
         return _recompute(problem, placement.some(), bound) if placement.feasible else None
 
-    alone = _recompute(problem, [fast.alone(recompute)], math.inf)
-    best = _squeeze(fast.at_least(recompute), alone, within, lambda partition: partition.seconds, TIE)
+    alone = _recompute(problem, [fast.single_stage(recompute)], math.inf)
+    best = _squeeze(fast.lower_bound(recompute), alone, within, lambda partition: partition.seconds, TIE)
     bound = best.seconds * (1 + TIE)
     return _recompute(problem, FastPlacement(fast, bound, recompute).first(), bound)
 
@@ -71,11 +71,11 @@ def _smallest(problem: Problem, fast: FastRanges, fastest: Partition) -> Partiti
     def within(memory: float) -> Partition | None:
         return _Fitting(replace(problem, memory=memory), fast).some(math.inf)
 
-    low, found = problem.memory, None
-    while not found and 2 * low < max(fastest.memory):
-        found = within(2 * low)
-        low = low if found else 2 * low
-    least = _squeeze(low, found or fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
+    low, smaller = problem.memory, None
+    while not smaller and 2 * low < max(fastest.memory):
+        smaller = within(2 * low)
+        low = low if smaller else 2 * low
+    least = _squeeze(low, smaller or fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
     return evaluate_partition(problem, least.stages)
 
 
@@ -126,9 +126,9 @@ def _squeeze(
         # Low bounds come first: often one has a solution, and if not this shows soon. Near the end, every other one is just below the best.
         just_below = not just_below and high - low <= 0.01 * high
         bound = high * (1 - share) if just_below else min((low + high) / 2, low * (1 + above))
-        found = within(bound)
-        if found:
-            best, above = found, math.inf
+        solution = within(bound)
+        if solution:
+            best, above = solution, math.inf
         else:
             low, above = bound, 8 * above
     return best

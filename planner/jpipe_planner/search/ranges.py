@@ -67,11 +67,11 @@ class Ranges:
         delay, with_a_byte = (np.broadcast_to(seconds, replicas.shape) for seconds in summing)
         compute, ends = self.compute(recompute), np.empty((len(replicas), self.count + 1), np.int64)
         for row, (m, r) in enumerate(zip(every.tolist(), replicas.tolist(), strict=True)):
-            own, fixed = m / r, problem.dispatch * (1 + 2 * m / r)
-            computing = own * compute + self._update
+            microbatches_per_replica, fixed = m / r, problem.dispatch * (1 + 2 * m / r)
+            computing = microbatches_per_replica * compute + self._update
             waiting = computing - compute + (with_a_byte[row] - delay[row]) * self._summed
-            for total, besides in ((computing, fixed), (waiting, fixed - 2 * problem.dispatch + delay[row])):
-                most = (bound * m - besides) + 1e-9 * (total[-1] + abs(besides))
+            for total, constant in ((computing, fixed), (waiting, fixed - 2 * problem.dispatch + delay[row])):
+                most = (bound * m - constant) + 1e-9 * (total[-1] + abs(constant))
                 end = np.searchsorted(total, total + most, side="right") - 1
                 ends[row] = end if total is computing else np.minimum(ends[row], end)
         return np.maximum(ends, layers)
@@ -98,7 +98,7 @@ class Ranges:
             + (self._more[np.maximum(j - 1, i)] - self._more[i])
             + (0 if policy == "none" else np.maximum(unchanged - residuals, 0))
         )
-        held = stage_bytes(
+        stage_size = stage_bytes(
             self._weights[j] - self._weights[i],
             self._optimizer[j] - self._optimizer[i],
             self._state[j] - self._state[i],
@@ -113,9 +113,9 @@ class Ranges:
             accumulators=self._summed[j] - self._summed[i],
             replicas=replicas,
         )
-        left = np.floor(np.minimum(memory - held, _ENOUGH)).astype(np.int64)
+        free = np.floor(np.minimum(memory - stage_size, _ENOUGH)).astype(np.int64)
         each = np.minimum(inputs, residuals) if relaxed else inputs
-        return np.where(left < 0, -1, np.where(each > 0, left // np.maximum(each, 1), _ENOUGH))
+        return np.where(free < 0, -1, np.where(each > 0, free // np.maximum(each, 1), _ENOUGH))
 
     def _kept(self, i: Number, j: Number, policy: str) -> Number:
         residuals, shared = self._residuals[policy]

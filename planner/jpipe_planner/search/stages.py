@@ -82,16 +82,16 @@ class Layers:
 
     def _summed(self, first: Any) -> dict[str, Any]:
         """Sum the parts that do not depend on the microbatch size by stage, with each shared parameter once in a stage."""
-        found = {name: np.add.reduceat(values, first) for name, values in self._once.items()}
-        found["exchanged"] = found["sent"] = np.zeros_like(first)
+        sums = {name: np.add.reduceat(values, first) for name, values in self._once.items()}
+        sums["exchanged"] = sums["sent"] = np.zeros_like(first)
         for parameter in self._profile.shared:
             uses = np.add.reduceat([int(layer_id in parameter.layers) for layer_id in self._profile.ids], first)
             for name in ("weights", "frozen", "accumulators", "optimizer"):
-                found[name] = found[name] - np.maximum(uses - 1, 0) * getattr(parameter, name)
+                sums[name] = sums[name] - np.maximum(uses - 1, 0) * getattr(parameter, name)
             holders = np.count_nonzero(uses)
             sizes = np.where((uses > 0) & (holders > 1), parameter.accumulators, 0)  # 0 of a frozen one
-            found["exchanged"], found["sent"] = found["exchanged"] + holders * sizes, found["sent"] + (holders - 1) * sizes
-        return found
+            sums["exchanged"], sums["sent"] = sums["exchanged"] + holders * sizes, sums["sent"] + (holders - 1) * sizes
+        return sums
 
     def cut(self, starts: Sequence[int], n: int) -> Stages:
         """Return the stages of a cut for the n-th microbatch size of the profile.
