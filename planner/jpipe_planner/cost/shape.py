@@ -81,7 +81,7 @@ class Pipelines(NamedTuple):
         return Shape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.extra)
 
 
-class Flights(NamedTuple):
+class ScheduleFacts(NamedTuple):
     """What a schedule says about pipelines, by number of microbatches and, in the arrays, by stage.
 
     Attributes:
@@ -98,7 +98,7 @@ class Flights(NamedTuple):
 
 
 @cache
-def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
+def schedule_facts(pipelines: Pipelines, microbatches: tuple[int, ...]) -> ScheduleFacts:
     """Return what the schedule of pipelines says about them.
 
     Args:
@@ -115,7 +115,7 @@ def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
             in_flight.append([rules.in_flight(shape, s) for s in stages])
             versions.append([rules.versions_alive(shape, s) for s in stages])
             hidden.append([_hidden(shape, s, ahead) for s, ahead in enumerate(in_flight[-1])])
-    return Flights(tuple(legal), np.array(in_flight), np.array(versions), np.array(hidden))
+    return ScheduleFacts(tuple(legal), np.array(in_flight), np.array(versions), np.array(hidden))
 
 
 def _hidden(shape: Shape, s: int, in_flight: int) -> int:

@@ -65,17 +65,16 @@ def has_meshes(choice: Choice) -> bool:
 
 def how_known(choice: Choice, most: int) -> str:
     """Return the meaning of the signs in the first rows for plans without a simulation, as the end of a sentence."""
-    left = [ranked for ranked in choice.ranked[:most] if ranked.simulated is None]
-    bounded = "; ≤: not simulated, because it cannot be faster" if any(ranked.least for ranked in left) else ""
-    return bounded + ("; –: too long to simulate, closed form only" if any(not ranked.least for ranked in left) else "")
+    unsimulated = [ranked for ranked in choice.ranked[:most] if ranked.simulated is None]
+    bounded = "; ≤: not simulated, because it cannot be faster" if any(ranked.least for ranked in unsimulated) else ""
+    return bounded + ("; –: too long to simulate, closed form only" if any(not ranked.least for ranked in unsimulated) else "")
 
 
 def shape(candidate: Candidate) -> str:
     """Return the stages: `4 × 2` for two pipelines of four, `2·1·1` for other numbers of replicas, `4 ranks of 2` for two on each rank."""
     if candidate.chunks > 1:
-        return f"{candidate.num_pipeline_ranks} ranks of {candidate.chunks}" + (
-            f" × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else ""
-        )
+        replicas = f" × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else ""
+        return f"{candidate.num_pipeline_ranks} ranks of {candidate.chunks}{replicas}"
     if len(set(candidate.replicas)) > 1:
         return "·".join(map(str, candidate.replicas))
     return f"{candidate.depth} × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else str(candidate.depth)

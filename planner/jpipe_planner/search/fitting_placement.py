@@ -26,8 +26,8 @@ class _Labels(NamedTuple):
     """Arrays of labels; -1 for no label.
 
     Attributes:
-        sent: microbatches in flight at the first stage, over all its replicas; 0: no stage is left.
-        most: the largest number that may be in flight at the stage before.
+        sent: microbatches in flight at the first stage, over all its replicas; 0: no stage remains.
+        most: the largest number that may be in flight at the previous stage.
         size: stages · (devices + 1) + devices; 0 if it is not needed.
     """
 
@@ -60,10 +60,10 @@ class FittingPlacement:
         self._no_limit = 4 * fast.devices  # more than can be in flight, which is less than twice the devices
         self._counted, self._one = at_most is not None, fast.devices + 1 if at_most else 0  # and the size of a stage
         self._at_most = at_most[0] * self._one + at_most[1] if at_most else _NEVER
-        self._good = fitting.under(bound)
+        self._allowed = fitting.under(bound)
         self._before = self._fewest_before()
         self._labels = _Labels(*(np.full((self._devices + 1, self._count + 1, 1), -1) for _ in range(3)))
-        nothing = (0, self._no_limit, np.arange(1, self._devices + 1) * self._counted)  # is left: the other devices are idle
+        nothing = (0, self._no_limit, np.arange(1, self._devices + 1) * self._counted)  # no layer remains: the other devices are idle
         for column, value in zip(self._labels, nothing, strict=True):
             column[1:, -1, 0] = value
         if (self._before[:, -1] < _NEVER).any():
@@ -74,9 +74,9 @@ class FittingPlacement:
     def _ranges(self, a: int) -> Any:
         """Return the indices in `FittingRanges.ranges` of the ranges from device a on."""
         ranges = []
-        for place, some in self._fast.levels_from(a):
-            first = int(np.searchsorted(self._fitting.places, place))
-            ranges.append(np.arange(first + some.start, first + some.stop))
+        for index, chosen in self._fast.levels_from(a):
+            first = int(np.searchsorted(self._fitting.level_indices, index))
+            ranges.append(np.arange(first + chosen.start, first + chosen.stop))
         return np.concatenate(ranges)
 
     def _fewest_before(self) -> Any:
@@ -89,7 +89,7 @@ class FittingPlacement:
         for a in range(self._devices):
             which, reached = self._ranges(a), np.nonzero(before[a] < _NEVER)[0]
             if len(reached):
-                depths = np.where(self._good[which[:, None], reached], before[a, reached, None] + 1, _NEVER).min(1)
+                depths = np.where(self._allowed[which[:, None], reached], before[a, reached, None] + 1, _NEVER).min(1)
                 rows = a + self._fitting.replicas[which]
                 before[rows] = np.where(allowed[rows], np.minimum(before[rows], depths), _NEVER)
         return before
@@ -98,7 +98,7 @@ class FittingPlacement:
         """Return the first layers and the labels of all stages from device a on, each followed by all placements of the later layers."""
         which, starts = self._ranges(a), np.nonzero(self._before[a, :-1] < _NEVER)[0]
         ends = self._labels.sent[a + self._fitting.replicas[which], :, 0] >= 0
-        row, i, j = np.nonzero(self._good[which[:, None], starts] & ends[:, None, :])
+        row, i, j = np.nonzero(self._allowed[which[:, None], starts] & ends[:, None, :])
         which, i = which[row], starts[i]
         r = self._fitting.replicas[which][:, None]
         behind = self._labels.take(a + r[:, 0], j)
@@ -108,7 +108,7 @@ class FittingPlacement:
         which, i, j, r, ahead = which[row], i[row], j[row], r[row, 0], ahead[row, k]
         room = self._fitting.room(self._bound, which, i, j, ahead, self._relaxed)
         sent, most = ahead * r, (room + ahead) * r
-        most = np.where(most < sent + 2 * a - 1, most, self._no_limit)  # the stage before has at most a replicas, so it cannot send more
+        most = np.where(most < sent + 2 * a - 1, most, self._no_limit)  # the previous stage has at most a replicas, so it cannot send more
         return i[room >= 0], _Labels(sent, most, size[row, k]).take(room >= 0)
 
     def _keep(self, a: int, i: Any, labels: _Labels) -> None:
@@ -173,7 +173,7 @@ class FittingPlacement:
             The range of the stage, its end, and `before` and `fits` for the next stage; None if there is none.
         """
         behind, which = np.arange(len(fits)), self._ranges(a)
-        for j, row in np.argwhere(self._good[which, i].T).tolist():
+        for j, row in np.argwhere(self._allowed[which, i].T).tolist():
             r = int(self._fitting.replicas[which[row]])
             labels = self._labels.take(a + r, j)
             labels = labels.take((labels.sent >= 0) & (labels.size == size))

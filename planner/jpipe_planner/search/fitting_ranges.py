@@ -19,8 +19,8 @@ class FittingRanges:
         assert problem.memory is not None
         self._memory = problem.memory
         self._fast, self._ranges = fast, fast.ranges
-        self.ranges = [(place, r) for place, (_, some) in enumerate(fast.levels) for r in some.tolist()]
-        self.places, self.replicas = (np.array(column) for column in zip(*self.ranges, strict=True))
+        self.ranges = [(index, r) for index, (_, replicas) in enumerate(fast.levels) for r in replicas.tolist()]
+        self.level_indices, self.replicas = (np.array(column) for column in zip(*self.ranges, strict=True))
         self._recompute = "none" not in problem.policies
         self._kinds = [
             (recompute, policies)
@@ -38,12 +38,12 @@ class FittingRanges:
         for row, r in enumerate(replicas.tolist()):
             low = self._fits(first, end, r, np.ones(len(first), int), policies).astype(most.dtype)
             high = low * (-(-2 * self._fast.devices // r) + 1)
-            open_ = np.nonzero(low < high)[0]
-            while len(open_):
-                middle = (low[open_] + high[open_] + 1) // 2
-                fits = self._fits(first[open_], end[open_], r, middle.astype(np.int64), policies)
-                low[open_[fits]], high[open_[~fits]] = middle[fits], middle[~fits] - 1
-                open_ = open_[low[open_] < high[open_]]
+            undecided = np.nonzero(low < high)[0]
+            while len(undecided):
+                middle = (low[undecided] + high[undecided] + 1) // 2
+                fits = self._fits(first[undecided], end[undecided], r, middle.astype(np.int64), policies)
+                low[undecided[fits]], high[undecided[~fits]] = middle[fits], middle[~fits] - 1
+                undecided = undecided[low[undecided] < high[undecided]]
             most[row, first, end] = low
         return most
 
@@ -53,15 +53,17 @@ class FittingRanges:
     def under(self, bound: float) -> Any:
         """Return whether the stage is fast enough and fits with as few in flight as possible, by `ranges`, first layer and end."""
         ranges, fast = self._ranges, self._fast
-        left = ranges.compute(self._recompute)[-1] - ranges.compute(self._recompute)
-        devices = left / (max(bound, left[0] / (2 * fast.devices)) or 1.0) * (1 - 1e-9)  # that the remaining layers need at least
+        compute_after = ranges.compute(self._recompute)[-1] - ranges.compute(self._recompute)
+        devices = (
+            compute_after / (max(bound, compute_after[0] / (2 * fast.devices)) or 1.0) * (1 - 1e-9)
+        )  # that the remaining layers need at least
         fewest = np.append(np.maximum(np.ceil(devices[:-1]), 1), 0)
         ahead = (1 + np.ceil(fewest / self.replicas[:, None])).astype(np.int64)
         good = np.zeros((len(self.ranges), ranges.count + 1, ranges.count + 1), bool)
         for (recompute, _), most in zip(self._kinds, self._most, strict=True):
             near = np.arange(ranges.count + 1) <= self._farthest(bound, recompute)[:, :, None]
             good |= near & (most[self._row] >= ahead[:, None, :])
-        cuts = np.stack(fast.cuts(bound))[self.places]
+        cuts = np.stack(fast.cuts(bound))[self.level_indices]
         return good & cuts[:, :, None] & cuts[:, None, :]
 
     def _farthest(self, bound: float, recompute: bool) -> Any:
@@ -82,6 +84,6 @@ class FittingRanges:
         for recompute, policies in self._kinds:
             near = j <= self._farthest(bound, recompute)[which, i]
             for policy in policies:
-                found = self._ranges.room(i, j, self.replicas[which], ahead, policy, self._memory, relaxed=relaxed)
-                room = np.where(near, np.maximum(room, found), room)
+                waiting = self._ranges.room(i, j, self.replicas[which], ahead, policy, self._memory, relaxed=relaxed)
+                room = np.where(near, np.maximum(room, waiting), room)
         return room

@@ -23,7 +23,7 @@ from jpipe_planner.cost.price import (
     steady_price,
     walked_price,
 )
-from jpipe_planner.cost.shape import Flights, Pipelines, batch_orders, flights, planned_schedules
+from jpipe_planner.cost.shape import Pipelines, ScheduleFacts, batch_orders, planned_schedules, schedule_facts
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.balance import balance
@@ -88,14 +88,14 @@ def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate
     backward = stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)]
     times = _times(stages, width, Crossings.find(topology, width, depth, candidate.keep_together))._replace(backward=backward)
     pipelines = Pipelines(candidate.schedule, width, depth, candidate.extra_in_flight)
-    return float(_price(pipelines, flights(pipelines, (candidate.microbatches // width,)), times).seconds[0])
+    return float(_price(pipelines, schedule_facts(pipelines, (candidate.microbatches // width,)), times).seconds[0])
 
 
-def _price(pipelines: Pipelines, flown: Flights, times: Times) -> Price:
+def _price(pipelines: Pipelines, facts: ScheduleFacts, times: Times) -> Price:
     """Return the price of a batch, for each number of microbatches of a pipeline."""
-    m, rules = np.array(flown.microbatches)[:, None], jpipe.schedules.SCHEDULES[pipelines.schedule]
+    m, rules = np.array(facts.microbatches)[:, None], jpipe.schedules.SCHEDULES[pipelines.schedule]
     if not rules.flushes:
-        return steady_price(times, m, flown.hidden, pipelines.extra)
+        return steady_price(times, m, facts.hidden, pipelines.extra)
     if rules.closed_form is None:
         return walked_price(times, m, lambda count: batch_orders(pipelines, count))
     return CLOSED_FORMS[rules.closed_form](times, m)
@@ -105,7 +105,7 @@ def _price(pipelines: Pipelines, flown: Flights, times: Times) -> Price:
 class _Fit:
     """What the schedule says, the chosen recomputation, and the bytes, by stage for each legal m."""
 
-    flown: Flights
+    facts: ScheduleFacts
     policy: Any  # its index in Layers.policies
     memory: Any
 
@@ -198,10 +198,10 @@ class _Sweep:
 
     def _fit(self, stages: Stages, pipelines: Pipelines, numbers: tuple[int, ...]) -> _Fit | None:
         """Return for each stage the first policy that fits, or the one that needs least; None: no number of microbatches is legal."""
-        flown, width = flights(pipelines, numbers), pipelines.width
-        if not flown.microbatches:
+        facts, width = schedule_facts(pipelines, numbers), pipelines.width
+        if not facts.microbatches:
             return None
-        in_flight = flown.in_flight
+        in_flight = facts.in_flight
         sent = np.concatenate([np.zeros_like(in_flight[:, :1]), in_flight[:, :-1] * width], axis=1)
         memory = stage_bytes(
             stages.weights - stages.frozen,
@@ -212,7 +212,7 @@ class _Sweep:
             stages.outputs,
             stages.temporary[:, None],
             stages.labels,
-            versions=flown.versions,
+            versions=facts.versions,
             in_flight=in_flight,
             waiting=waiting_inputs(in_flight, width, sent),
             accumulators=stages.accumulators,
@@ -221,24 +221,24 @@ class _Sweep:
         )
         fits = memory <= self.limit
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
-        return _Fit(flown, policy, np.take_along_axis(memory, policy[None], 0)[0])
+        return _Fit(facts, policy, np.take_along_axis(memory, policy[None], 0)[0])
 
-    def _seconds(self, pipelines: Pipelines, flown: Flights, times: Times) -> Price:
+    def _seconds(self, pipelines: Pipelines, facts: ScheduleFacts, times: Times) -> Price:
         """Return the price of a batch."""
         if self.price == "closed form":
-            return _price(pipelines, flown, times)
-        m, depth, rules = np.array(flown.microbatches)[:, None], pipelines.depth, jpipe.schedules.SCHEDULES[pipelines.schedule]
+            return _price(pipelines, facts, times)
+        m, depth, rules = np.array(facts.microbatches)[:, None], pipelines.depth, jpipe.schedules.SCHEDULES[pipelines.schedule]
         rounds = m * depth if rules.closed_form == "serial" else m + depth - 1 if rules.flushes else m
         return paper_price(times, m, rounds[:, 0])
 
     def _priced(self, stages: Stages, rows: int, pipelines: Pipelines, keep: Any, fit: _Fit, times: Times) -> Iterator[Candidate]:
-        price, (schedule, width, depth, extra) = self._seconds(pipelines, fit.flown, times), pipelines
-        numbers = np.array(fit.flown.microbatches)
+        price, (schedule, width, depth, extra) = self._seconds(pipelines, fit.facts, times), pipelines
+        numbers = np.array(fit.facts.microbatches)
         busy = width * (numbers * times.compute.sum(1) + stages.update.sum())
         sums = (2 * (width - 1) * stages.accumulators.sum() + width * stages.sent.sum()) / (width * rows * numbers)
         over = fit.memory - self.limit
         rows_of = zip(
-            fit.flown.microbatches,
+            fit.facts.microbatches,
             price.seconds.tolist(),
             (1 - busy / (width * depth * price.seconds)).tolist(),
             fit.policy.tolist(),

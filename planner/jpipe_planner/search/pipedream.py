@@ -40,13 +40,13 @@ def search_pipedream(problem: Problem) -> Partition:
     fitting = _Fitting(problem, fast)
     low = fastest.seconds
     for slower in _SLOWER:
-        fitting_partition = fitting.some(fastest.seconds * slower)
+        fitting_partition = fitting.any_stages(fastest.seconds * slower)
         if fitting_partition:
             break
         low = fastest.seconds * slower
     else:
         return _smallest(problem, fast, fastest)
-    best = _squeeze(low, fitting_partition, fitting.some, lambda partition: partition.seconds, TIE)
+    best = _squeeze(low, fitting_partition, fitting.any_stages, lambda partition: partition.seconds, TIE)
     return fitting.first(best)
 
 
@@ -56,7 +56,7 @@ def _fastest(problem: Problem, fast: FastRanges) -> Partition:
 
     def within(bound: float) -> Partition | None:
         placement = FastPlacement(fast, bound, recompute)
-        return _recompute(problem, placement.some(), bound) if placement.feasible else None
+        return _recompute(problem, placement.any_stages(), bound) if placement.feasible else None
 
     alone = _recompute(problem, [fast.single_stage(recompute)], math.inf)
     best = _squeeze(fast.lower_bound(recompute), alone, within, lambda partition: partition.seconds, TIE)
@@ -69,7 +69,7 @@ def _smallest(problem: Problem, fast: FastRanges, fastest: Partition) -> Partiti
     assert problem.memory is not None
 
     def within(memory: float) -> Partition | None:
-        return _Fitting(replace(problem, memory=memory), fast).some(math.inf)
+        return _Fitting(replace(problem, memory=memory), fast).any_stages(math.inf)
 
     low, smaller = problem.memory, None
     while not smaller and 2 * low < max(fastest.memory):
@@ -86,25 +86,25 @@ class _Fitting:
         self._problem, self._fast = problem, fast
         self._fitting = FittingRanges(problem, fast)
 
-    def some(self, bound: float) -> Partition | None:
+    def any_stages(self, bound: float) -> Partition | None:
         """Return stages that are fast enough and fit, or None."""
-        return self._found(bound, None)
+        return self._search(bound, None)
 
     def first(self, best: Partition) -> Partition:
         """Return the stages that win ties among equally fast ones."""
-        found = self._found(best.seconds * (1 + TIE), (len(best.stages), best.devices))
-        assert found is not None
-        return found
+        partition = self._search(best.seconds * (1 + TIE), (len(best.stages), best.devices))
+        assert partition is not None
+        return partition
 
-    def _found(self, bound: float, at_most: tuple[int, int] | None) -> Partition | None:
+    def _search(self, bound: float, at_most: tuple[int, int] | None) -> Partition | None:
         for relaxed in (True, False):
             fit = FittingPlacement(self._fast, self._fitting, bound, relaxed, at_most)
             if not fit.feasible:
                 return None
             stages = fit.stages()
-            found = _recompute(self._problem, stages, bound) if stages else None
-            if found and found.over is None:
-                return found
+            partition = _recompute(self._problem, stages, bound) if stages else None
+            if partition and partition.over is None:
+                return partition
         raise AssertionError("expected stages that fit")
 
 
