@@ -75,7 +75,7 @@ class _Loader(yaml.SafeLoader):
 
 _OCTAL = re.compile(r"[-+]?0o?[0-9_]+$")
 _DEEPEST = 50  # levels; far more would exhaust Python's stack in those who use the data
-_MOST_VALUES = 20_000  # keys count; PyYAML takes two seconds for these, and no config has so many
+_MOST_VALUES = 20_000  # keys count; PyYAML takes two seconds for these, and no config has that many
 
 
 def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:

@@ -22,7 +22,7 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
     """
     analysis: Any = lowered.cost_analysis()  # some backends have none, some a list of one
     analysis = analysis[0] if isinstance(analysis, list) else analysis or {}
-    # Only what XLA has not counted: the first turn of every loop it has.
+    # Only what XLA has not counted: it has counted the first iteration of every loop.
     return float(analysis.get("flops", 0.0)) + sum((iterations - 1) * flops for flops, _, iterations in _products(traced.jaxpr.jaxpr))
 
 

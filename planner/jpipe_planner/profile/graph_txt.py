@@ -60,7 +60,7 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
     nodes = _read(text, where)
     order = _in_a_line(nodes, where)
     waits_for = {name: len(node.behind) for name, node in nodes.items()}
-    crossing = 0  # bytes of what is made before and used after
+    crossing = 0  # bytes of the tensors that are computed before a cut and used after it
     layers = []
     for name in order:
         node = nodes[name]

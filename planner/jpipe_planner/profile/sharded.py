@@ -10,7 +10,7 @@ from jpipe import InputError
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile, SharedProfile, TensorProfile
 
-MOST_TENSOR = 8  # devices over which a layer is sharded unless more are asked for
+MOST_TENSOR = 8  # devices over which a layer is sharded by default, at most
 
 
 class Degrees(NamedTuple):
@@ -136,7 +136,7 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
         share = _share_of_device(tensors[one.layers[0]].weights, degrees.model) / _over_data(degrees)
         sizes = {name: int(getattr(one, name) * share) for name in ("weights", "frozen", "accumulators", "optimizer")}
         shared.append(SharedProfile(layers=one.layers, **sizes))
-    fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep what was computed of the old ones
+    fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep properties computed from the old fields
     return Profile(
         **fields
         | {

@@ -15,9 +15,9 @@ from jpipe_planner.ranking.race import Outcome, Race
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import closed_form
 
-SIMULATED = 10  # kinds at least
+SIMULATED = 10  # the least number of kinds
 _EQUAL = 0.005  # relative difference up to which plans count as equally fast
-_DIFFERENT = 0.1  # relative difference of closed form and simulation that is explained
+_DIFFERENT = 0.1  # relative difference of closed form and simulation above which it is explained
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from jpipe_planner.search.parallel import search_parallel
 BASES = 4  # plans of one stage on each rank that are varied
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
 MOST_CHUNKS = 3
-MOST_MICROBATCHES = 1024  # of plans that are varied
-MOST_IN_ALL = 60_000  # forwards of all simulations: some seconds
+MOST_MICROBATCHES = 1024  # most of a plan that is varied
+MOST_IN_ALL = 60_000  # most forwards of all simulations, which then take some seconds
 BASE = "pipedream_flush"
-_SLOW = 0.01  # time of a message, relative to a forward, from which on a link costs something
+_SLOW = 0.01  # time of a message, relative to a forward, above which a link slows a plan down
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jpipe_planner.cost.memory import stage_bytes
 from jpipe_planner.cost.price import Number, all_reduce_seconds, stage_seconds
 from jpipe_planner.search.partition import Problem
 
-_ENOUGH = 2**50  # bytes or waiting inputs: as good as no limit
+_ENOUGH = 2**50  # bytes or waiting inputs: in effect no limit
 
 
 class Ranges:
