@@ -96,7 +96,7 @@ def unhindered_seconds(
         costs: the costs of its stages.
         link: the links between its workers.
         first: the first batch to measure.
-        batches: how many batches to measure.
+        batches: the number of batches to measure.
     """
     entries = _Pipeline(plan, costs, link, first + batches + 1).entries()
     return (entries[first + batches] - entries[first]) / batches

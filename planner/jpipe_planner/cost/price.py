@@ -54,14 +54,14 @@ class Times(NamedTuple):
     """Seconds of w parallel equal pipelines; the last axis is that of the stages, or of the cuts between them.
 
     Attributes:
-        forward: of one microbatch.
-        backward: of one microbatch, including recomputation.
-        update: of one update.
-        all_reduce: of the sum of the gradients over the w replicas.
+        forward: seconds of the forward of one microbatch.
+        backward: seconds of its backward, including recomputation.
+        update: seconds of one update.
+        all_reduce: seconds of the sum of the gradients over the w replicas.
         sharing: groups of stages whose sums go through the same ports.
-        messages: to send the outputs of a microbatch over the slowest of the w links; gradients take as long.
-        latencies: from the end of sending to the arrival.
-        one_way: of the busiest port of a cut in one direction, for one microbatch of each pipeline.
+        messages: seconds to send the outputs of a microbatch over the slowest of the w links; gradients take as long.
+        latencies: seconds from the end of sending to the arrival.
+        one_way: seconds of the busiest port of a cut in one direction, for one microbatch of each pipeline.
         both_ways: the same, including the gradients that go through this port.
     """
 
@@ -116,9 +116,9 @@ def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int)
     waits for the part of the sum of its gradients that does not overlap.
 
     Args:
-        times: of the stages and cuts.
+        times: the times of the stages and cuts.
         microbatches: m of each pipeline per update; its last axis has length 1.
-        hidden: with how many pairs of forward and backward a sum overlaps, by stage.
+        hidden: the number of pairs of forward and backward that a sum overlaps with, by stage.
         extra: extra_in_flight.
     """
     m = microbatches[..., 0]
@@ -195,7 +195,7 @@ def walked_price(times: Times, microbatches: Number, orders: Callable[[int], Ord
     Of many microbatches it walks through only as many as show how much longer each further one takes.
 
     Args:
-        times: of the stages and cuts.
+        times: the times of the stages and cuts.
         microbatches: m of each pipeline; its last axis has length 1.
         orders: returns the orders of all stages for a number of microbatches.
     """
@@ -254,7 +254,7 @@ def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
     Updates cost nothing.
 
     Args:
-        times: of the stages and cuts.
+        times: the times of the stages and cuts.
         microbatches: m of each pipeline per update; its last axis has length 1.
         rounds: time of a batch in microbatches of the slowest stage: m without a flush, m + d - 1 with one, m d one after the other.
     """
@@ -273,7 +273,7 @@ def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Pr
     the last stage first.
 
     Args:
-        times: of the stages and cuts.
+        times: the times of the stages and cuts.
         m: microbatches of each pipeline.
         repeated: additional seconds of all microbatches compared with one, for any times.
     """

@@ -17,7 +17,7 @@ class Shape:
     Attributes:
         schedule: a name of `jpipe.schedules.SCHEDULES`.
         microbatches: as in `jpipe.Plan`, like those below.
-        replicas: of each stage.
+        replicas: the number of replicas of each stage.
     """
 
     schedule: str

@@ -140,7 +140,7 @@ class Topology(_Data):
     Attributes:
         format: "jpipe-topology/1".
         name: a name to show.
-        levels: as in figure 7 of PipeDream (SOSP 2019); at least one.
+        levels: the levels, as in figure 7 of PipeDream (SOSP 2019); at least one.
         device: the figures of each device.
         cores: the number of devices that can compute at the same time without slowing each other down, if they share the cores of a CPU;
             a larger number of devices shares them evenly. None: all.

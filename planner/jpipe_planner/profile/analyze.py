@@ -66,7 +66,7 @@ def analyze(
         sizes: the microbatch sizes, in rows.
         device: the device, with FLOP/s for the dtypes in which the layers compute, or for another dtype of the same number of bits.
         policies: the recomputation policies for which residuals are counted.
-        ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
+        ema_decay: as in `jpipe.Pipeline`; it counts as optimizer state.
         progress: called with the number of finished parts of the work, and their total number.
         precision: as in `jpipe.Pipeline`.
 

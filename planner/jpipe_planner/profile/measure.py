@@ -64,10 +64,10 @@ def measure(
         optimizer: any that a `jpipe.Pipeline` takes.
         sizes: the microbatch sizes, in rows.
         policies: the recomputation policies for which residuals are counted.
-        device: by default the first of this process.
-        repetitions: of each program, at most; at least 3.
-        seconds: after which no further repetition begins, for all sizes together, without the time for compiling.
-        ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
+        device: the device; by default the first of this process.
+        repetitions: the most repetitions of each program; at least 3.
+        seconds: the time after which no further repetition begins, for all sizes together, without that for compiling.
+        ema_decay: as in `jpipe.Pipeline`; it counts as optimizer state.
         progress: called with the number of finished parts of the work, and their total number.
         precision: as in `jpipe.Pipeline`.
 
@@ -115,7 +115,7 @@ def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone
     Args:
         model: the model.
         times: seconds of each group's programs.
-        alone: knows the FLOPs and temporaries of each layer.
+        alone: the bench with the FLOPs and temporaries of each layer.
     """
     flops = alone.flops
     shares = [
@@ -144,7 +144,7 @@ def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[t
 
     Args:
         ids: the model's layers.
-        like: for each layer the first that equals it.
+        like: the first layer that equals each layer.
         roughly: seconds of each distinct layer alone.
 
     Returns:

@@ -59,7 +59,7 @@ class Model:
         optimizer: any that a `jpipe.Pipeline` takes.
         sizes: the microbatch sizes, in rows.
         precision: as in `jpipe.Pipeline`.
-        ema_decay: as of a `jpipe.Pipeline`.
+        ema_decay: as in `jpipe.Pipeline`.
 
     Raises:
         InputError: there are no sizes, or not all are integers above 0. Later calls raise it for parts that do not fit together.

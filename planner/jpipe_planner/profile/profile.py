@@ -252,8 +252,8 @@ class Profile(_Data):
         """Check that the profile has the layers `ids`, and that these share the same parameters.
 
         Args:
-            ids: of the model's layers.
-            shared: for each parameter that layers share the ids of these layers.
+            ids: the ids of the model's layers.
+            shared: the ids of the layers that share a parameter, for each such parameter.
 
         Raises:
             InputError: the message names the first layer that differs.

@@ -123,8 +123,8 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
     the gathers of weights for both, and a scattered sum of the gradients.
 
     Args:
-        profile: of the layers on one device; it has no `mesh_refusal`.
-        degrees: of the mesh.
+        profile: the profile of the layers on one device; it has no `mesh_refusal`.
+        degrees: the degrees of the mesh.
         topology: the devices; the first of them form the mesh.
     """
     kept = [n for n, rows in enumerate(profile.sizes) if rows % degrees.data == 0]
@@ -153,10 +153,10 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: 
     """Return the seconds of the sums and gathers inside a mesh in a forward and a backward of a layer.
 
     Args:
-        layer: on one device.
-        rows: of a microbatch.
-        degrees: of the mesh.
-        links: between the devices that share layers, and between all of the mesh.
+        layer: the layer on one device.
+        rows: the rows of a microbatch.
+        degrees: the degrees of the mesh.
+        links: the link between the devices that share layers, and the one between all devices of the mesh.
     """
     tensor, (inner, outer) = layer.tensor or TensorProfile(), links
     partial = _ring(2, tensor.reduced * rows / degrees.data, tensor.reductions, degrees.model, inner)

@@ -28,8 +28,8 @@ class Walk:
         divides: the greatest common divisor of the sizes of all sharded dims; 0: none is sharded.
         reduced: bytes of the arrays that are summed over the devices.
         reductions: the number of these arrays.
-        flops: of matrix products whose work is divided among the devices.
-        all_flops: of all matrix products.
+        flops: FLOPs of matrix products whose work is divided among the devices.
+        all_flops: FLOPs of all matrix products.
     """
 
     divides: int = 0
@@ -240,10 +240,10 @@ def tensor_profile(
 
     Args:
         stage: returns the layer as a stage, for a recomputation policy.
-        layer_id: of the layer.
-        rows: of the microbatch for which the stages are.
+        layer_id: the id of the layer.
+        rows: the rows of a microbatch of the stages.
         policies: the recomputation policies of the residuals, "none" among them.
-        device: to trace for.
+        device: the device to trace for.
     """
     plain = stage("none")
     params = sharded_params(layer_id, plain.specs[layer_id])

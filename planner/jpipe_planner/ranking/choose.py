@@ -81,7 +81,7 @@ class Choice:
         rejected: the best plan of each kind that does not fit, the one that lacks least memory first.
         considered: the number of candidates.
         global_norm: whether gradients are clipped by their norm over all stages.
-        open: how many candidates could be faster than the first one, because simulating them all would take too long.
+        open: the number of candidates that could be faster than the first one, because simulating them all would take too long.
     """
 
     profile: Profile
@@ -122,7 +122,7 @@ def choose(
         profile: the profile of the model.
         topology: the topology.
         candidates: candidates of any schedules, priced in the same way.
-        most: how many kinds to simulate at least, so that a table can show them.
+        most: the least number of kinds to simulate, so that a table can show them.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
         tried: results of earlier simulations; new ones are added.
     """

@@ -47,7 +47,7 @@ class Race:
         finished: candidates that were simulated and fit.
         too_large: candidates that were simulated and do not fit.
         remaining: candidates that were not simulated, with lower bounds on their seconds per batch.
-        open: how many of the remaining ones could be faster than the fastest simulated one, because the limit was reached.
+        open: the number of remaining candidates that could be faster than the fastest simulated one, because the limit was reached.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Race:
             candidates: candidates, sorted by rank.
             simulate: simulates one candidate.
             known: outcomes of earlier simulations.
-            kinds: of how many kinds to simulate one candidate, for comparison.
+            kinds: the number of kinds of which one candidate is simulated, for comparison.
         """
         self.finished: list[Candidate] = []
         self.too_large: list[Candidate] = []

@@ -68,7 +68,7 @@ def find_variants(
         topology: the topology.
         batch: the largest number of rows per update.
         exact: whether the batch must have exactly that many rows.
-        schedules: those to try, of `variant_schedules`; None: all of them.
+        schedules: the schedules to try, of `variant_schedules`; None: all of them.
         planned: candidates with whole backwards; the best are also tried with early gradients.
         all_devices: whether plans must use all devices.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
@@ -118,7 +118,7 @@ class _Variants:
 
     Attributes:
         simulations: plans with their simulations.
-        left_out: how many were not simulated.
+        left_out: the number of plans that were not simulated.
     """
 
     def __init__(self, profile: Profile, topology: Topology, schedules: Sequence[str], global_norm: bool) -> None:

@@ -119,7 +119,7 @@ class Candidate:
         """Return the same plan with shared cores: a batch takes at least the time of all computations divided by the cores.
 
         Args:
-            cores: how many devices compute at a time without slowing each other down; None: all.
+            cores: the number of devices that compute at a time without slowing each other down; None: all.
         """
         computing = (1 - self.bubble) * self.workers * self.seconds
         if cores is None or computing / cores <= self.seconds * (1 + 1e-9):  # or the difference is a rounding error

@@ -116,7 +116,7 @@ def _squeeze(
     Args:
         low: lower bound on the size.
         best: a solution to begin with.
-        within: finds a solution whose size is within a bound, or None.
+        within: returns a solution whose size is within a bound, or None.
         size: the size of a solution, to be minimized.
         share: relative difference that does not matter.
     """

@@ -86,7 +86,7 @@ class Ranges:
             j: one past its last layer.
             replicas: r_s.
             in_flight: n_s.
-            policy: its recomputation.
+            policy: its recomputation policy.
             memory: bytes.
             relaxed: whether a waiting input counts at most as many bytes as its residuals.
         """
