@@ -147,10 +147,10 @@ def _flush_repeated(times: Times, microbatches: Number) -> Number:
     m, compute = microbatches[..., 0], times.compute
     depth = compute.shape[-1]
     before = np.concatenate([np.zeros_like(compute[..., :1]), np.cumsum(compute[..., :-1] + 2 * times.cuts, -1)], -1)
-    behind = times.round_trip[..., None] - before - compute
+    after = times.round_trip[..., None] - before - compute
     others = np.minimum(np.arange(depth)[::-1], microbatches - 1)  # the other microbatches in flight
-    first = np.maximum(behind - others * times.forward, 0.0)
-    last = np.maximum(behind - others * times.backward, 0.0)
+    first = np.maximum(after - others * times.forward, 0.0)
+    last = np.maximum(after - others * times.backward, 0.0)
     waits = np.where(microbatches > depth - np.arange(depth), first + last, np.maximum(first, last))
     seconds = (before + microbatches * compute + waits).max(-1)
     round_trips, under_way = _cycles(compute, times.cuts, 0)

@@ -74,8 +74,8 @@ def forwards(plan: jpipe.Plan) -> int:
 
 def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
     """Return a function that gives the link between any two ranks of a plan, according to their placement."""
-    place = device_numbers(plan)
-    return lambda source, target: topology.link(place[source], place[target])
+    devices = device_numbers(plan)
+    return lambda source, target: topology.link(devices[source], devices[target])
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:

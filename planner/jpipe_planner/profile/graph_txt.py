@@ -86,19 +86,19 @@ def _read(text: str, where: str) -> dict[str, _Node]:
     nodes: dict[str, _Node] = {}
     edges: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        place = f"{where}, line {number}"
+        location = f"{where}, line {number}"
         if not line.strip():
             continue
         if len(line) > _LONGEST:
-            raise InputError(f"{place}: expected at most {_LONGEST:,} characters, found {len(line):,}; is this a profile of PipeDream?")
+            raise InputError(f"{location}: expected at most {_LONGEST:,} characters, found {len(line):,}; is this a profile of PipeDream?")
         if line.startswith("\t"):
             if (edge := re.fullmatch(r"\t(\w+) -- (\w+)\s*", line)) is None:
-                raise InputError(f"{place}: expected an edge, '<tab>nodeA -- nodeB', found {_short(line)}")
+                raise InputError(f"{location}: expected an edge, '<tab>nodeA -- nodeB', found {_short(line)}")
             edges.append((number, edge[1], edge[2]))
         else:
-            name, node = _node(line, number, place)
+            name, node = _node(line, number, location)
             if name in nodes:
-                raise InputError(f"{place}: node '{name}' is already defined in line {nodes[name].line}; give each node its own name")
+                raise InputError(f"{location}: node '{name}' is already defined in line {nodes[name].line}; give each node its own name")
             nodes[name] = node
     for number, source, target in edges:
         for name in (source, target):
@@ -109,18 +109,18 @@ def _read(text: str, where: str) -> dict[str, _Node]:
     return dict(sorted(nodes.items(), key=lambda item: (item[1].number, item[0])))
 
 
-def _node(line: str, number: int, place: str) -> tuple[str, _Node]:
+def _node(line: str, number: int, location: str) -> tuple[str, _Node]:
     parts = line.strip().split(" -- ")
     name, values = parts[0], dict(re.findall(r"(?<!\w)(\w+)=(\[[^],]*\]|[^,]*)", parts[-1]))
     match = re.fullmatch(r"[A-Za-z_]*(\d{1,18})", name)
     if len(parts) < 3 or match is None or tuple(values) != _FIELDS:
-        raise InputError(f"{place}: expected {_EXAMPLE}, or an edge that begins with a tab, found {_short(line)}")
-    forward, backward, outputs, weights = (_number(values[key], key, place) for key in _FIELDS)
+        raise InputError(f"{location}: expected {_EXAMPLE}, or an edge that begins with a tab, found {_short(line)}")
+    forward, backward, outputs, weights = (_number(values[key], key, location) for key in _FIELDS)
     is_input = " -- ".join(parts[1:-1]).startswith("Input")
     return name, _Node(number, int(match[1]), is_input, forward / 1e3, backward / 1e3, round(outputs), round(weights))
 
 
-def _number(text: str, key: str, place: str) -> float:
+def _number(text: str, key: str, location: str) -> float:
     """Read a number, or the sum of several in brackets."""
     several = key == "activation_size" and text.startswith("[") and text.endswith("]")
     try:
@@ -128,10 +128,10 @@ def _number(text: str, key: str, place: str) -> float:
     except ValueError:
         values = [math.nan]
     if not (all(value >= 0 for value in values) and sum(values) < math.inf):
-        raise InputError(f"{place}: {key}: expected a number, 0 or above, found {_short(text)}")
+        raise InputError(f"{location}: {key}: expected a number, 0 or above, found {_short(text)}")
     unit = "ms" if key.endswith("_time") else "bytes"
     if sum(values) > _MOST[unit]:
-        raise InputError(f"{place}: {key}: expected at most {_MOST[unit]:.0e} {unit}, found {_short(text)}; is the unit another one?")
+        raise InputError(f"{location}: {key}: expected at most {_MOST[unit]:.0e} {unit}, found {_short(text)}; is the unit another one?")
     return sum(values)
 
 

@@ -77,21 +77,21 @@ def measure(
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
     device = device or jax.local_devices()[0]
     meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
-    alone = [(layer_id,) for layer_id in model.distinct]
+    single_layers = [(layer_id,) for layer_id in model.distinct]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = Programs(model, device, pool)
         for rows in model.sizes:
-            programs.begin(alone, rows)
+            programs.begin(single_layers, rows)
         stage_costs = count_bytes(model, policies, meter)  # while XLA compiles
         programs.finish()  # nothing else runs while stages are timed
-        single, groups = {rows: Bench(programs, alone, rows) for rows in model.sizes}, {}
+        single, groups = {rows: Bench(programs, single_layers, rows) for rows in model.sizes}, {}
         for rows, bench in single.items():
             bench.time(FEWEST)
             meter.step()
-            groups[rows] = short_groups(model.stack.ids, model.like, bench.medians()[0])
+            groups[rows] = short_groups(model.stack.ids, model.first_equal, bench.medians()[0])
             programs.begin(groups[rows], rows)
         programs.finish()
-    benches = {rows: single[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
+    benches = {rows: single[rows] if groups[rows] == single_layers else Bench(programs, groups[rows], rows) for rows in model.sizes}
     _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
@@ -100,32 +100,34 @@ def measure(
     )
 
 
-def _all_costs(model: Model, benches: Mapping[int, Bench], alone: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
+def _all_costs(model: Model, benches: Mapping[int, Bench], single: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
     """Return the costs of each distinct layer at each size, from the benches of groups and of single layers by size."""
     costs: dict[tuple[str, int], Costs] = {}
     for rows, bench in benches.items():
-        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], alone[rows]).items()}
+        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], single[rows]).items()}
         meter.step()
     return costs
 
 
-def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone: Bench) -> dict[str, Costs]:
+def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], single: Bench) -> dict[str, Costs]:
     """Return the costs of each distinct layer at one size.
 
     Args:
         model: the model.
         times: seconds of each group's programs.
-        alone: the bench with the FLOPs and temporaries of each layer.
+        single: the bench with the FLOPs and temporaries of each layer.
     """
-    flops = alone.flops
+    flops = single.flops
     shares = [
-        share for ids, group_seconds in times.items() for share in split(group_seconds, {i: flops[model.like[i],] for i in ids}).items()
+        share
+        for ids, group_seconds in times.items()
+        for share in split(group_seconds, {i: flops[model.first_equal[i],] for i in ids}).items()
     ]
     costs = {}
     for layer_id in model.distinct:
-        times_of_layer = [seconds for other, seconds in shares if model.like[other] == layer_id]
+        times_of_layer = [seconds for other, seconds in shares if model.first_equal[other] == layer_id]
         forward, backward, update = (statistics.fmean(seconds[name] for seconds in times_of_layer) for name in PROGRAMS)
-        costs[layer_id] = Costs(forward, backward, update, alone.temporary[layer_id,], flops[layer_id,]["forward"])
+        costs[layer_id] = Costs(forward, backward, update, single.temporary[layer_id,], flops[layer_id,]["forward"])
     return costs
 
 
@@ -139,20 +141,20 @@ def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float) -> Non
             bench.time(1)
 
 
-def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:
+def short_groups(ids: Sequence[str], first_equal: Mapping[str, str], times: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:
     """Choose which layers to time together: neighbours that are short, enough of them to be long; the other layers alone.
 
     Args:
         ids: the model's layers.
-        like: the first layer that equals each layer.
-        roughly: seconds of each distinct layer alone.
+        first_equal: the first layer that equals each layer.
+        times: seconds of each distinct layer alone.
 
     Returns:
         Groups of layer ids, without duplicates; each distinct layer, or one that equals it, is in at least one of them.
     """
 
     def seconds(layer_id: str) -> float:
-        alone = roughly[like[layer_id],]
+        alone = times[first_equal[layer_id],]
         return alone["forward"] + alone["backward"]
 
     groups: list[list[str]] = []
@@ -164,7 +166,7 @@ def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[t
             groups.append([layer_id])
     kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
     for group in groups:
-        kinds.setdefault(tuple(like[layer_id] for layer_id in group), tuple(group))
+        kinds.setdefault(tuple(first_equal[layer_id] for layer_id in group), tuple(group))
     together = {layer_id for kind in kinds if len(kind) > 1 for layer_id in kind}
     return [group for kind, group in kinds.items() if len(kind) > 1 or kind[0] not in together]
 

@@ -80,7 +80,7 @@ class Model:
         object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
 
     @cached_property
-    def like(self) -> dict[str, str]:
+    def first_equal(self) -> dict[str, str]:
         """The first layer that is equal to each layer, possibly itself."""
         key, layerwise = jax.eval_shape(lambda: jax.random.key(0)), self._layerwise
         first: dict[tuple[Any, ...], str] = {}
@@ -102,14 +102,14 @@ class Model:
     @cached_property
     def distinct(self) -> tuple[str, ...]:
         """The layers that are not equal to an earlier one."""
-        return tuple(dict.fromkeys(self.like.values()))
+        return tuple(dict.fromkeys(self.first_equal.values()))
 
     @cached_property
     def pairs(self) -> dict[tuple[str, str], tuple[str, str]]:
         """One pair of neighbours of each kind, by the layers to which they are equal."""
         pairs: dict[tuple[str, str], tuple[str, str]] = {}
         for pair in itertools.pairwise(self.stack.ids):
-            pairs.setdefault((self.like[pair[0]], self.like[pair[1]]), pair)
+            pairs.setdefault((self.first_equal[pair[0]], self.first_equal[pair[1]]), pair)
         return pairs
 
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
@@ -163,9 +163,9 @@ class Model:
         for rows in self.sizes[1:]:
             x = self.batches[rows][0]
             layer_specs: dict[str, jpipe.model.LayerSpec] = {}
-            for layer_id, like in self.like.items():
-                known = like in layer_specs and layer_specs[like].x == x
-                layer_specs[layer_id] = layer_specs[like] if known else self.stack.specs(x, [layer_id])[layer_id]
+            for layer_id, first in self.first_equal.items():
+                known = first in layer_specs and layer_specs[first].x == x
+                layer_specs[layer_id] = layer_specs[first] if known else self.stack.specs(x, [layer_id])[layer_id]
                 x = layer_specs[layer_id].output
             specs[rows] = layer_specs
         return specs
@@ -240,50 +240,50 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], stage_costs
         fields: the other fields of `Profile`.
     """
 
-    def shared(like: str, after: str | None, rows: int, policy: str) -> int:
-        if after is None:
+    def shared(equal: str, next_equal: str | None, rows: int, policy: str) -> int:
+        if next_equal is None:
             return 0
-        alone = stage_costs[like,][rows, policy].residuals + stage_costs[after,][rows, policy].residuals
-        return max(alone - stage_costs[like, after][rows, policy].residuals, 0)
+        alone = stage_costs[equal,][rows, policy].residuals + stage_costs[next_equal,][rows, policy].residuals
+        return max(alone - stage_costs[equal, next_equal][rows, policy].residuals, 0)
 
-    def more(like: str, after: str | None, rows: int) -> int:
-        if after is None:
+    def more(equal: str, next_equal: str | None, rows: int) -> int:
+        if next_equal is None:
             return 0
-        together = scratch[model.pairs[like, after]][rows] - max(costs[like, rows].temporary, costs[after, rows].temporary)
+        together = scratch[model.pairs[equal, next_equal]][rows] - max(costs[equal, rows].temporary, costs[next_equal, rows].temporary)
         # What a third layer adds are its gradients; between two layers there is also room for what passes between them, once.
-        return min(max(together, 0), model.gradient_bytes(like))
+        return min(max(together, 0), model.gradient_bytes(equal))
 
-    for_weights = {like: _share_for_weights(model, like) for like in model.distinct}
-    policies = {like: [policy for rows, policy in stage_costs[like,] if rows == model.sizes[0]] for like in model.distinct}
+    for_weights = {equal: _share_for_weights(model, equal) for equal in model.distinct}
+    policies = {equal: [policy for rows, policy in stage_costs[equal,] if rows == model.sizes[0]] for equal in model.distinct}
     stashes = {
-        like: {(rows, policy): model.stage([like], rows, policy).stash_bytes for rows in model.sizes for policy in policies[like]}
-        for like in model.distinct
+        equal: {(rows, policy): model.stage([equal], rows, policy).stash_bytes for rows in model.sizes for policy in policies[equal]}
+        for equal in model.distinct
     }
-    tensor = {like: _tensor_profile(model, like, policies[like]) for like in model.distinct}
+    tensor = {equal: _tensor_profile(model, equal, policies[equal]) for equal in model.distinct}
     layers = []
-    for layer_id, behind in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
-        like, after = model.like[layer_id], model.like.get(behind)
-        layer_costs = stage_costs[like,]
+    for layer_id, next_id in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
+        equal, next_equal = model.first_equal[layer_id], model.first_equal.get(next_id)
+        layer_costs = stage_costs[equal,]
         at = tuple(
             AtSize(
-                forward=costs[like, rows].forward,
-                backward=costs[like, rows].backward,
-                backward_weight=costs[like, rows].backward * for_weights[like],
-                stash={policy: bytes_ for (count, policy), bytes_ in stashes[like].items() if count == rows},
-                outputs=layer_costs[rows, "none"].outputs if behind else 0,
+                forward=costs[equal, rows].forward,
+                backward=costs[equal, rows].backward,
+                backward_weight=costs[equal, rows].backward * for_weights[equal],
+                stash={policy: bytes_ for (count, policy), bytes_ in stashes[equal].items() if count == rows},
+                outputs=layer_costs[rows, "none"].outputs if next_id else 0,
                 residuals={policy: cost.residuals for (count, policy), cost in layer_costs.items() if count == rows},
-                shared={policy: shared(like, after, rows, policy) for count, policy in layer_costs if count == rows},
-                temporary=costs[like, rows].temporary,
-                temporary_more=more(like, after, rows),
-                flops=costs[like, rows].flops,
+                shared={policy: shared(equal, next_equal, rows, policy) for count, policy in layer_costs if count == rows},
+                temporary=costs[equal, rows].temporary,
+                temporary_more=more(equal, next_equal, rows),
+                flops=costs[equal, rows].flops,
             )
             for rows in model.sizes
         )
-        update = statistics.fmean(costs[like, rows].update for rows in model.sizes)
+        update = statistics.fmean(costs[equal, rows].update for rows in model.sizes)
         cost = layer_costs[model.sizes[0], "none"]
         sizes = {name: getattr(cost, name) for name in ("weights", "frozen", "optimizer", "state")}
         sizes["accumulators"] = model.gradient_bytes(layer_id)
-        layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[like], **sizes))
+        layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[equal], **sizes))
     inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
 

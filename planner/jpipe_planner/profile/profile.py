@@ -186,8 +186,8 @@ class Profile(_Data):
             self._check_shared(parameter)
         for n, rows in enumerate(self.sizes):
             if not sum(layer.at[n].forward + layer.at[n].backward for layer in self.layers):
-                again = "profile again, with more repetitions or larger microbatches"
-                raise ValueError(f"all times at microbatches of size {rows} are zero; {again}")
+                repeated = "profile again, with more repetitions or larger microbatches"
+                raise ValueError(f"all times at microbatches of size {rows} are zero; {repeated}")
         return self
 
     def _check_shared(self, parameter: SharedProfile) -> None:

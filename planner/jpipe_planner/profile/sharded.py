@@ -127,22 +127,22 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
         degrees: the degrees of the mesh.
         topology: the devices; the first of them form the mesh.
     """
-    kept = [n for n, rows in enumerate(profile.sizes) if rows % degrees.data == 0]
+    size_indices = [n for n, rows in enumerate(profile.sizes) if rows % degrees.data == 0]
     links = topology.mesh_link(degrees.model), topology.mesh_link(degrees.size)
-    layers = [_layer(layer, profile.sizes, kept, degrees, links) for layer in profile.layers]
+    layers = [_layer(layer, profile.sizes, size_indices, degrees, links) for layer in profile.layers]
     tensors = {layer.id: layer.tensor or TensorProfile() for layer in profile.layers}
     shared = []
-    for one in profile.shared:
-        share = _share_of_device(tensors[one.layers[0]].weights, degrees.model) / _over_data(degrees)
-        sizes = {name: int(getattr(one, name) * share) for name in ("weights", "frozen", "accumulators", "optimizer")}
-        shared.append(SharedProfile(layers=one.layers, **sizes))
+    for parameter in profile.shared:
+        share = _share_of_device(tensors[parameter.layers[0]].weights, degrees.model) / _over_data(degrees)
+        sizes = {name: int(getattr(parameter, name) * share) for name in ("weights", "frozen", "accumulators", "optimizer")}
+        shared.append(SharedProfile(layers=parameter.layers, **sizes))
     fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep properties computed from the old fields
     return Profile(
         **fields
         | {
-            "sizes": tuple(profile.sizes[n] for n in kept),
-            "inputs": tuple(-(-profile.inputs[n] // degrees.data) for n in kept),
-            "labels": tuple(-(-profile.labels[n] // degrees.data) for n in kept),
+            "sizes": tuple(profile.sizes[n] for n in size_indices),
+            "inputs": tuple(-(-profile.inputs[n] // degrees.data) for n in size_indices),
+            "labels": tuple(-(-profile.labels[n] // degrees.data) for n in size_indices),
             "layers": tuple(layers),
             "shared": tuple(shared),
         }
@@ -188,13 +188,13 @@ def _over_data(degrees: Degrees) -> int:
 
 
 def _layer(
-    layer: LayerProfile, sizes: Sequence[int], kept: Sequence[int], degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]
+    layer: LayerProfile, sizes: Sequence[int], size_indices: Sequence[int], degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]
 ) -> LayerProfile:
     """Return the costs of a layer on one device of a mesh."""
     tensor, weight_shards = layer.tensor or TensorProfile(), _over_data(degrees)
     share = _share_of_device(tensor.weights, degrees.model)
     at = []
-    for n in kept:
+    for n in size_indices:
         forward, backward = collective_seconds(layer, sizes[n], degrees, links)
         # With FSDP the weights of a layer are whole while it runs, and so are its gradients at the end of its backward.
         whole = (layer.weights + layer.accumulators) * share * (1 - 1 / weight_shards)

@@ -136,7 +136,7 @@ def _reshaped(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     result, i, j = [False] * len(new), 0, 0
     while i < len(old) and j < len(new):
-        first, place, left, right = i, j, old[i], new[j]
+        first_old, first_new, left, right = i, j, old[i], new[j]
         while left != right:
             if left < right:
                 i += 1
@@ -144,8 +144,8 @@ def _reshaped(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
             else:
                 j += 1
                 right *= new[j]
-        sharded = [n for n in range(first, i + 1) if inputs[0][n]]
-        wide = [n for n in range(place, j + 1) if new[n] > 1]
+        sharded = [n for n in range(first_old, i + 1) if inputs[0][n]]
+        wide = [n for n in range(first_new, j + 1) if new[n] > 1]
         if sharded and wide:
             result[wide[0]] = True
         i, j = i + 1, j + 1
@@ -163,9 +163,9 @@ def _gathered(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     """Shard rows of a table; where the table is sharded by rows, each device has some of them, and they are summed."""
     numbers, out = equation.params["dimension_numbers"], equation.outvars[0]
     result = [False] * len(out.aval.shape)
-    kept = [n for n in range(len(inputs[0])) if n not in numbers.collapsed_slice_dims]
-    for place, n in zip(numbers.offset_dims, kept, strict=False):
-        result[place] = inputs[0][n] and equation.params["slice_sizes"][n] == equation.invars[0].aval.shape[n]
+    kept_dims = [n for n in range(len(inputs[0])) if n not in numbers.collapsed_slice_dims]
+    for dim, n in zip(numbers.offset_dims, kept_dims, strict=False):
+        result[dim] = inputs[0][n] and equation.params["slice_sizes"][n] == equation.invars[0].aval.shape[n]
     if any(inputs[0][n] for n in numbers.start_index_map):
         walk.sum(out)
     return tuple(result)
@@ -177,8 +177,8 @@ def _transposed(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
 
 def _broadcast(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     result = [False] * len(equation.outvars[0].aval.shape)
-    for n, place in enumerate(equation.params["broadcast_dimensions"]):
-        result[place] = inputs[0][n]
+    for n, dim in enumerate(equation.params["broadcast_dimensions"]):
+        result[dim] = inputs[0][n]
     return tuple(result)
 
 
@@ -247,8 +247,8 @@ def tensor_profile(
     """
     plain = stage("none")
     params = sharded_params(layer_id, plain.specs[layer_id])
-    walk, y, kept = _walked(plain, layer_id, params, device)
-    residuals = {"none": _share(kept)}
+    walk, y, saved = _walked(plain, layer_id, params, device)
+    residuals = {"none": _share(saved)}
     for policy in policies:
         if policy != "none":
             residuals[policy] = _share(_walked(stage(policy), layer_id, params, device)[2])

@@ -220,16 +220,16 @@ def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ..
     candidate = dataclasses.replace(candidate, policies=policies, over=None)
     plan = candidate.plan(profile.ids)
     costs = profile.stage_costs(plan, candidate.rows)
-    known, has_closed_form = (
+    simulation, has_closed_form = (
         simulate_plan(plan, costs, topology, choice.global_norm),
         candidate.has_whole_backwards and candidate.chunks == 1,
     )
-    if known is None and not has_closed_form:
+    if simulation is None and not has_closed_form:
         return None
-    seconds = closed_form(profile, topology, candidate) if has_closed_form or known is None else known.batch_seconds
+    seconds = closed_form(profile, topology, candidate) if has_closed_form or simulation is None else simulation.batch_seconds
     bubble = max(1 - computing_seconds(plan, costs) / (candidate.workers * seconds), 0.0)
-    memory = closed_form_bytes(plan, costs) if known is None else Ranked(candidate, known).memory
-    return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), known)
+    memory = closed_form_bytes(plan, costs) if simulation is None else Ranked(candidate, simulation).memory
+    return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), simulation)
 
 
 def _bytes_without_temporaries(profile: Profile, candidate: Candidate) -> tuple[int, ...]:

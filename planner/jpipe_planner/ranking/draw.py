@@ -105,7 +105,7 @@ def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -
     recomputed = [cost.forward if stage.recompute != "none" else 0.0 for cost, stage in zip(costs, plan.stages, strict=True)]
     parts = {
         "forward": (_FORWARD, [cost.forward for cost in costs]),
-        "backward": (_BACKWARD, [cost.backward - made for cost, made in zip(costs, recomputed, strict=True)]),
+        "backward": (_BACKWARD, [cost.backward - repeated for cost, repeated in zip(costs, recomputed, strict=True)]),
         "forward again (recomputation)": (_AGAIN, recomputed),
     }
     left = [0.0] * len(names)

@@ -36,7 +36,7 @@ class _Entry(NamedTuple):
     """A candidate in the queue, ordered by the lower bound on its seconds per row, then by rank."""
 
     seconds_per_row: float
-    place: int  # among the candidates, sorted by rank
+    number: int  # among the candidates, sorted by rank
     bounds: int  # how many of the bounds are known
 
 
@@ -77,7 +77,7 @@ class Race:
         self._best_of_kind: dict[tuple[object, ...], float] = {}
         self._planned = lru_cache(maxsize=256)(self._plan)
         # The best candidate by closed form is simulated first, as a reference for the others.
-        self._queue = [_Entry(0.0, place, 0 if place else len(_BOUNDS)) for place in range(len(candidates))]
+        self._queue = [_Entry(0.0, number, 0 if number else len(_BOUNDS)) for number in range(len(candidates))]
         passed: list[_Entry] = []
         while self._queue and self._count < MOST_SIMULATED and self._spent < MOST_IN_ALL:
             entry = heapq.heappop(self._queue)
@@ -85,24 +85,24 @@ class Race:
                 self._advance(entry)
             else:
                 passed.append(entry)
-        remaining = sorted([*self._queue, *passed], key=lambda entry: entry.place)
-        self.remaining = [(candidates[entry.place], entry.seconds_per_row * candidates[entry.place].batch) for entry in remaining]
+        remaining = sorted([*self._queue, *passed], key=lambda entry: entry.number)
+        self.remaining = [(candidates[entry.number], entry.seconds_per_row * candidates[entry.number].batch) for entry in remaining]
         self.open = sum(entry.seconds_per_row * (1 + SLACK) < self._fastest for entry in remaining)
 
     def _is_improvement(self, entry: _Entry, kinds: int) -> bool:
         """Return whether a candidate that cannot be the fastest is of a kind to show, and could be the fastest known one of its kind."""
-        best = self._best_of_kind.get(self._candidates[entry.place].kind)
+        best = self._best_of_kind.get(self._candidates[entry.number].kind)
         if len(self._best_of_kind) >= kinds or self._spent > _FOR_SHOW * MOST_IN_ALL:
             return False
         return best is None or entry.seconds_per_row * (1 + _OF_A_KIND) < best
 
     def _advance(self, entry: _Entry) -> None:
         """Compute the next bound of a candidate, or simulate it if all its bounds are known."""
-        candidate = self._candidates[entry.place]
+        candidate = self._candidates[entry.number]
         outcome = self._known.get(candidate)
         if outcome is None and entry.bounds < len(_BOUNDS) and has_bounds(self._planned(candidate)[0]):
             seconds = self._bound(candidate, entry.bounds) / candidate.batch
-            heapq.heappush(self._queue, _Entry(max(seconds, entry.seconds_per_row), entry.place, entry.bounds + 1))
+            heapq.heappush(self._queue, _Entry(max(seconds, entry.seconds_per_row), entry.number, entry.bounds + 1))
             return
         if any(other.kind == candidate.kind and max(other.memory) <= max(candidate.memory) for other in self.too_large):
             return  # it would not fit either

@@ -84,7 +84,9 @@ def find_variants(
     for base in _bases(_usable(straight, topology, all_devices)):
         run.add(run.of_ranks(base))
     simulated = (
-        run.simulations if degrees.size == 1 else {on_meshes(candidate, degrees): known for candidate, known in run.simulations.items()}
+        run.simulations
+        if degrees.size == 1
+        else {on_meshes(candidate, degrees): simulation for candidate, simulation in run.simulations.items()}
     )
     return Variants(simulated, run.left_out)
 
@@ -132,9 +134,9 @@ class _Variants:
         for candidate in candidates:
             plan = candidate.plan(self.profile.ids)
             costs = self.profile.stage_costs(plan, candidate.rows)
-            known = simulate_plan(plan, costs, self.topology, self.global_norm)
-            if known is not None:
-                self.simulations[_priced(candidate, plan, costs, known, self.topology)] = known
+            simulation = simulate_plan(plan, costs, self.topology, self.global_norm)
+            if simulation is not None:
+                self.simulations[_priced(candidate, plan, costs, simulation, self.topology)] = simulation
 
     def affords(self, plan: jpipe.Plan) -> bool:
         """Return whether a plan is among those to simulate; where there are too many, smaller ones still are."""
@@ -176,8 +178,8 @@ class _Variants:
 
     def _ordered(self, base: Candidate, schedule: str) -> Iterator[Candidate]:
         """Yield plans with an order for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
-        for like, chunks in (("zb_h1", 1), ("zb_v", 2)):
-            for candidate in _chunked(self.profile, base, like, chunks):
+        for layout, chunks in (("zb_h1", 1), ("zb_v", 2)):
+            for candidate in _chunked(self.profile, base, layout, chunks):
                 plan = candidate.plan(self.profile.ids)
                 costs = self.profile.stage_costs(plan, candidate.rows)
                 latency = _message_seconds(plan, costs, self.topology)
@@ -218,19 +220,19 @@ def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> I
 
 
 def _priced(
-    candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], known: Simulated, topology: Topology
+    candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], simulation: Simulated, topology: Topology
 ) -> Candidate:
     """Return the candidate with its simulation's numbers."""
-    limit, peaks = topology.device.memory, list(zip(plan.rank_positions, known.peak_bytes, strict=True))
-    memory = tuple(max(peak for (place, _), peak in peaks if place == p) for p in range(len(plan.pipeline_ranks)))
+    limit, peaks = topology.device.memory, list(zip(plan.rank_positions, simulation.peak_bytes, strict=True))
+    memory = tuple(max(peak for (pipeline_rank, _), peak in peaks if pipeline_rank == p) for p in range(len(plan.pipeline_ranks)))
     worst = max(range(len(memory)), key=memory.__getitem__)
     busy = [sum(costs[s].forward + costs[s].backward for s in stages) for stages in plan.pipeline_ranks]
     return dataclasses.replace(
         candidate,
-        seconds=known.batch_seconds,
-        bubble=known.bubble,
+        seconds=simulation.batch_seconds,
+        bubble=simulation.bubble,
         memory=memory,
-        sent=sum(known.sent_bytes) / candidate.batch,
+        sent=sum(simulation.sent_bytes) / candidate.batch,
         bound=f"rank {max(range(len(busy)), key=busy.__getitem__)} computes",
         over=(worst, round(memory[worst] - limit)) if limit is not None and memory[worst] > limit else None,
     )

@@ -60,9 +60,9 @@ def find_candidates(
             searched += _pipedream(*views.of(degrees), batch, exact, pipedream)
         candidates += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
     # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
-    alone = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}
-    kept = [candidate for candidate in candidates if candidate.depth > 1 or candidate.schedule in alone]
-    return kept if replicas else [candidate for candidate in kept if max(candidate.replicas) == 1]
+    one_stage_schedules = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}
+    useful = [candidate for candidate in candidates if candidate.depth > 1 or candidate.schedule in one_stage_schedules]
+    return useful if replicas else [candidate for candidate in useful if max(candidate.replicas) == 1]
 
 
 def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:

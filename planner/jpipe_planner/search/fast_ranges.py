@@ -206,9 +206,9 @@ class FastPlacement:
             for index, chosen in fast.levels_from(a):
                 replicas = fast.levels[index][1][chosen]
                 if self._cuts[index][i]:
-                    behind = tables[index][a + replicas, 0, i + 1 :] == least[a, i] - base
-                    near = np.arange(i + 1, ranges.count + 1) <= self._farthest[index][chosen, i][:, None]
-                    ends = np.argwhere((behind & near).T)
+                    continued = tables[index][a + replicas, 0, i + 1 :] == least[a, i] - base
+                    reachable = np.arange(i + 1, ranges.count + 1) <= self._farthest[index][chosen, i][:, None]
+                    ends = np.argwhere((continued & reachable).T)
                     options += [(i + 1 + int(j), int(replicas[n])) for j, n in ends[:1]]
             j, r = min(options)
             stages.append(Placed(i, j, a, r))

@@ -87,26 +87,26 @@ class FittingPlacement:
         before = np.full(allowed.shape, _NEVER)
         before[0, 0] = 0
         for a in range(self._devices):
-            which, reached = self._ranges(a), np.nonzero(before[a] < _NEVER)[0]
+            ranges, reached = self._ranges(a), np.nonzero(before[a] < _NEVER)[0]
             if len(reached):
-                depths = np.where(self._allowed[which[:, None], reached], before[a, reached, None] + 1, _NEVER).min(1)
-                rows = a + self._fitting.replicas[which]
+                depths = np.where(self._allowed[ranges[:, None], reached], before[a, reached, None] + 1, _NEVER).min(1)
+                rows = a + self._fitting.replicas[ranges]
                 before[rows] = np.where(allowed[rows], np.minimum(before[rows], depths), _NEVER)
         return before
 
     def _stages(self, a: int) -> tuple[Any, _Labels]:
         """Return the first layers and the labels of all stages from device a on, each followed by all placements of the later layers."""
-        which, starts = self._ranges(a), np.nonzero(self._before[a, :-1] < _NEVER)[0]
-        ends = self._labels.sent[a + self._fitting.replicas[which], :, 0] >= 0
-        row, i, j = np.nonzero(self._allowed[which[:, None], starts] & ends[:, None, :])
-        which, i = which[row], starts[i]
-        r = self._fitting.replicas[which][:, None]
-        behind = self._labels.take(a + r[:, 0], j)
-        ahead, size = 1 + -(-behind.sent // r), behind.size + self._one
-        possible = (behind.sent >= 0) & (ahead * r <= behind.most) & (size + self._one * self._before[a, i][:, None] <= self._at_most)
+        ranges, starts = self._ranges(a), np.nonzero(self._before[a, :-1] < _NEVER)[0]
+        ends = self._labels.sent[a + self._fitting.replicas[ranges], :, 0] >= 0
+        row, i, j = np.nonzero(self._allowed[ranges[:, None], starts] & ends[:, None, :])
+        ranges, i = ranges[row], starts[i]
+        r = self._fitting.replicas[ranges][:, None]
+        later = self._labels.take(a + r[:, 0], j)
+        ahead, size = 1 + -(-later.sent // r), later.size + self._one
+        possible = (later.sent >= 0) & (ahead * r <= later.most) & (size + self._one * self._before[a, i][:, None] <= self._at_most)
         row, k = np.nonzero(possible)
-        which, i, j, r, ahead = which[row], i[row], j[row], r[row, 0], ahead[row, k]
-        room = self._fitting.room(self._bound, which, i, j, ahead, self._relaxed)
+        ranges, i, j, r, ahead = ranges[row], i[row], j[row], r[row, 0], ahead[row, k]
+        room = self._fitting.room(self._bound, ranges, i, j, ahead, self._relaxed)
         sent, most = ahead * r, (room + ahead) * r
         most = np.where(most < sent + 2 * a - 1, most, self._no_limit)  # the previous stage has at most a replicas, so it cannot send more
         return i[room >= 0], _Labels(sent, most, size[row, k]).take(room >= 0)
@@ -172,17 +172,17 @@ class FittingPlacement:
         Returns:
             The range of the stage, its end, and `before` and `fits` for the next stage; None if there is none.
         """
-        behind, which = np.arange(len(fits)), self._ranges(a)
-        for j, row in np.argwhere(self._allowed[which, i].T).tolist():
-            r = int(self._fitting.replicas[which[row]])
+        later, ranges = np.arange(len(fits)), self._ranges(a)
+        for j, row in np.argwhere(self._allowed[ranges, i].T).tolist():
+            r = int(self._fitting.replicas[ranges[row]])
             labels = self._labels.take(a + r, j)
             labels = labels.take((labels.sent >= 0) & (labels.size == size))
             if len(labels.sent):
-                ahead = 1 + -(-behind // r)
+                ahead = 1 + -(-later // r)
                 sent = np.minimum(ahead * r, len(fits) - 1)
                 wait = np.maximum(-(-before[sent] // r) - ahead, 0)
                 relaxed = self._relaxed and self._counted  # otherwise the first one that fits could be skipped
-                good = fits[sent] & (self._fitting.room(self._bound, which[row], i, j, ahead, relaxed) >= wait)
-                if (good[labels.sent] & (sent[labels.sent] <= labels.most)).any():
-                    return j, r, sent, good
+                allowed = fits[sent] & (self._fitting.room(self._bound, ranges[row], i, j, ahead, relaxed) >= wait)
+                if (allowed[labels.sent] & (sent[labels.sent] <= labels.most)).any():
+                    return j, r, sent, allowed
         return None

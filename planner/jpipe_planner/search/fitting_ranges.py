@@ -59,22 +59,22 @@ class FittingRanges:
         )  # that the remaining layers need at least
         fewest = np.append(np.maximum(np.ceil(devices[:-1]), 1), 0)
         ahead = (1 + np.ceil(fewest / self.replicas[:, None])).astype(np.int64)
-        good = np.zeros((len(self.ranges), ranges.count + 1, ranges.count + 1), bool)
+        allowed = np.zeros((len(self.ranges), ranges.count + 1, ranges.count + 1), bool)
         for (recompute, _), most in zip(self._kinds, self._most, strict=True):
-            near = np.arange(ranges.count + 1) <= self._farthest(bound, recompute)[:, :, None]
-            good |= near & (most[self._row] >= ahead[:, None, :])
+            fast_enough = np.arange(ranges.count + 1) <= self._farthest(bound, recompute)[:, :, None]
+            allowed |= fast_enough & (most[self._row] >= ahead[:, None, :])
         cuts = np.stack(fast.cuts(bound))[self.level_indices]
-        return good & cuts[:, :, None] & cuts[:, None, :]
+        return allowed & cuts[:, :, None] & cuts[:, None, :]
 
     def _farthest(self, bound: float, recompute: bool) -> Any:
         return np.concatenate(self._fast.farthest_ends(bound, recompute)).astype(np.int64)
 
-    def room(self, bound: float, which: Any, i: Any, j: Any, ahead: Any, relaxed: bool) -> Any:
+    def room(self, bound: float, indices: Any, i: Any, j: Any, ahead: Any, relaxed: bool) -> Any:
         """Return how many inputs can wait at a stage with its best policy that is fast enough; negative: it does not fit.
 
         Args:
             bound: seconds per microbatch.
-            which: its index in `ranges`.
+            indices: its index in `ranges`.
             i: its first layer.
             j: one past its last layer.
             ahead: its microbatches in flight.
@@ -82,8 +82,8 @@ class FittingRanges:
         """
         room = np.full(np.shape(ahead), -1)
         for recompute, policies in self._kinds:
-            near = j <= self._farthest(bound, recompute)[which, i]
+            fast_enough = j <= self._farthest(bound, recompute)[indices, i]
             for policy in policies:
-                waiting = self._ranges.room(i, j, self.replicas[which], ahead, policy, self._memory, relaxed=relaxed)
-                room = np.where(near, np.maximum(room, waiting), room)
+                waiting = self._ranges.room(i, j, self.replicas[indices], ahead, policy, self._memory, relaxed=relaxed)
+                room = np.where(fast_enough, np.maximum(room, waiting), room)
         return room

@@ -72,9 +72,9 @@ def _best(alone: list[Any], cuts: Any, starts: int) -> list[Any]:
     for m in range(1, len(alone)):
         least = alone[m][:starts].copy()
         for last in range(1, m):
-            before, behind = np.maximum(best[m - last], cuts), alone[last]
+            before, after = np.maximum(best[m - last], cuts), alone[last]
             for s in range(1, len(cuts) - 1):
-                least[:s, s + 1 :] = np.minimum(least[:s, s + 1 :], np.maximum(before[:s, s, None], behind[s, s + 1 :]))
+                least[:s, s + 1 :] = np.minimum(least[:s, s + 1 :], np.maximum(before[:s, s, None], after[s, s + 1 :]))
         best.append(least)
     return best
 

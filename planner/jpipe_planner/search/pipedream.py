@@ -58,8 +58,8 @@ def _fastest(problem: Problem, fast: FastRanges) -> Partition:
         placement = FastPlacement(fast, bound, recompute)
         return _recompute(problem, placement.any_stages(), bound) if placement.feasible else None
 
-    alone = _recompute(problem, [fast.single_stage(recompute)], math.inf)
-    best = _squeeze(fast.lower_bound(recompute), alone, within, lambda partition: partition.seconds, TIE)
+    single_stage = _recompute(problem, [fast.single_stage(recompute)], math.inf)
+    best = _squeeze(fast.lower_bound(recompute), single_stage, within, lambda partition: partition.seconds, TIE)
     bound = best.seconds * (1 + TIE)
     return _recompute(problem, FastPlacement(fast, bound, recompute).first(), bound)
 
