@@ -53,7 +53,7 @@ def port_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], li
                     loads[port] += plan.microbatches / pairs * size / crossed.bandwidth
     for s in range(plan.depth):
         ring = _ring(plan, s, link)
-        seconds = plan.updates_per_batch(s) * _sending(costs[s].accumulators, ring) if ring else 0.0
+        seconds = plan.updates_per_batch(s) * _sending_seconds(costs[s].accumulators, ring) if ring else 0.0
         for port in {port for crossed in ring for port in crossed.ports}:
             loads[port] += seconds
     for source, target, size in _exchange(plan, costs):
@@ -81,7 +81,7 @@ def _ring(plan: jpipe.Plan, s: int, link: jpipe.programs.Network) -> list[jpipe.
     return [link(worker, workers[n - 1]) for n, worker in enumerate(workers)] if len(workers) > 1 else []
 
 
-def _sending(size: int, ring: Sequence[jpipe.Link]) -> float:
+def _sending_seconds(size: int, ring: Sequence[jpipe.Link]) -> float:
     """Return the seconds to send a sum around a ring."""
     return 2 * (len(ring) - 1) / len(ring) * size / min(link.bandwidth for link in ring)
 
@@ -94,7 +94,7 @@ def unhindered_seconds(
     Args:
         plan: the plan, without vertical sync.
         costs: the costs of its stages.
-        link: the links between its workers.
+        link: the links between its ranks.
         first: the first batch to measure.
         batches: the number of batches to measure.
     """
@@ -119,9 +119,11 @@ class _Stage:
         self.summed = [0.0] * (count // every)
         self.missing = [self.replicas] * (count // every)
         ring = _ring(plan, s, link)
-        self.summing = _sending(cost.accumulators, ring) + 2 * (len(ring) - 1) * max(one.latency for one in ring) if ring else 0.0
-        self.on = self._delays(plan, s, s + 1, cost.outputs, link)
-        self.back = self._delays(plan, s, s - 1, cost.gradient, link)
+        self.sum_seconds = (
+            _sending_seconds(cost.accumulators, ring) + 2 * (len(ring) - 1) * max(one.latency for one in ring) if ring else 0.0
+        )
+        self.forward_delays = self._delays(plan, s, s + 1, cost.outputs, link)
+        self.backward_delays = self._delays(plan, s, s - 1, cost.gradient, link)
 
     @staticmethod
     def _delays(plan: jpipe.Plan, source: int, target: int, size: int, link: jpipe.programs.Network) -> list[float]:
@@ -137,7 +139,7 @@ class _Worker:
 
     def __init__(self, stage: int, replica: int) -> None:
         self.stage, self.replica = stage, replica
-        self.position = self.ended = self.updated = 0  # in the order; batches whose backwards are done; updates made
+        self.position = self.finished_batches = self.updates = 0  # in the order of the stage
         self.clock = 0.0
 
 
@@ -149,7 +151,7 @@ class _Pipeline:
         self.stages = [_Stage(plan, s, cost, link, batches) for s, cost in enumerate(costs)]
         self.workers = [_Worker(s, replica) for s, replica in plan.workers]
         self.ready = deque(range(len(self.workers)))
-        self.entered: list[float] = []
+        self.batch_starts: list[float] = []
 
     def entries(self) -> list[float]:
         """Return when worker 0 begins each batch."""
@@ -158,36 +160,36 @@ class _Pipeline:
             stage, s = self.stages[worker.stage], worker.stage
             while worker.position < len(stage.order) and self._step(worker, stage, s):
                 worker.position += 1
-        return self.entered
+        return self.batch_starts
 
     def _step(self, worker: _Worker, stage: _Stage, s: int) -> bool:
         """Do the next computation of a worker if the times of all its inputs are known, and wake the worker that waits for it."""
         is_forward, microbatch = stage.order[worker.position]
         k = microbatch * stage.replicas + worker.replica
-        there = stage.arrived[k] if is_forward else stage.returned[k]
-        if there is None:
+        available = stage.arrived[k] if is_forward else stage.returned[k]
+        if available is None:
             return False
         if stage.replicas > 1:
-            due = max(stage.versions[microbatch] if is_forward else 0, worker.ended - 1)  # at most one update waits
-            while worker.updated < due:
-                if stage.missing[worker.updated]:
+            needed_updates = max(stage.versions[microbatch] if is_forward else 0, worker.finished_batches - 1)  # at most one update waits
+            while worker.updates < needed_updates:
+                if stage.missing[worker.updates]:
                     return False
-                worker.clock = max(worker.clock, stage.summed[worker.updated]) + stage.update
-                worker.updated += 1
-        begins = max(worker.clock, there)
+                worker.clock = max(worker.clock, stage.summed[worker.updates]) + stage.update
+                worker.updates += 1
+        begins = max(worker.clock, available)
         if is_forward:
             if s == 0 and worker.replica == 0 and k % self.microbatches == 0:
-                self.entered.append(begins)
+                self.batch_starts.append(begins)
             worker.clock = ends = begins + stage.forward
-            if stage.on:
+            if stage.forward_delays:
                 after = self.stages[s + 1]
-                after.arrived[k] = ends + stage.on[k % len(stage.on)]
+                after.arrived[k] = ends + stage.forward_delays[k % len(stage.forward_delays)]
                 self.ready.append(after.workers[k % after.replicas])
             return True
         worker.clock = ends = begins + stage.backward
-        if stage.back:
+        if stage.backward_delays:
             before = self.stages[s - 1]
-            before.returned[k] = ends + stage.back[k % len(stage.back)]
+            before.returned[k] = ends + stage.backward_delays[k % len(stage.backward_delays)]
             self.ready.append(before.workers[k % before.replicas])
         if (microbatch + 1) % stage.microbatches_per_update == 0:
             self._end_batch(worker, stage, microbatch // stage.microbatches_per_update)
@@ -195,12 +197,12 @@ class _Pipeline:
 
     def _end_batch(self, worker: _Worker, stage: _Stage, batch: int) -> None:
         """Update a worker that has the gradients of an update; the last of several replicas sums them first."""
-        worker.ended += 1
+        worker.finished_batches += 1
         if stage.replicas == 1:
             worker.clock += stage.update
             return
         stage.summed[batch] = max(stage.summed[batch], worker.clock)
         stage.missing[batch] -= 1
         if not stage.missing[batch]:
-            stage.summed[batch] += stage.summing
+            stage.summed[batch] += stage.sum_seconds
             self.ready.extend(stage.workers)

@@ -37,10 +37,10 @@ class Crossings:
         latencies = np.array([level.latency for level in topology.levels])
         cuts = _level(topology, grid[:-1], grid[1:])
         rings = _level(topology, grid, np.roll(grid, 1, axis=1))
-        left: dict[tuple[int, ...], list[int]] = {}
+        by_ports: dict[tuple[int, ...], list[int]] = {}
         for s, level in enumerate(rings.max(axis=1).tolist()):
             inside = topology.sizes[level - 1] if level > 0 else 1
-            left.setdefault((level, *np.unique(grid[s] // inside).tolist()), []).append(s)
+            by_ports.setdefault((level, *np.unique(grid[s] // inside).tolist()), []).append(s)
         levels = []
         for k in np.unique(cuts):
             inside = topology.sizes[k - 1] if k > 0 else 1
@@ -52,7 +52,7 @@ class Crossings:
                 jpipe.Link(bandwidth, latency)
                 for bandwidth, latency in zip(bandwidths[rings].min(axis=1).tolist(), latencies[rings].max(axis=1).tolist(), strict=True)
             ),
-            sharing=tuple(tuple(stages) for stages in left.values() if len(stages) > 1),
+            sharing=tuple(tuple(stages) for stages in by_ports.values() if len(stages) > 1),
             _levels=tuple(levels),
         )
 

@@ -59,7 +59,7 @@ class Times(NamedTuple):
         update: seconds of one update.
         all_reduce: seconds of the sum of the gradients over the w replicas.
         sharing: groups of stages whose sums go through the same ports.
-        messages: seconds to send the outputs of a microbatch over the slowest of the w links; gradients take as long.
+        messages: seconds to send the outputs of a microbatch over the slowest of the w links; gradients take the same time.
         latencies: seconds from the end of sending to the arrival.
         one_way: seconds of the busiest port of a cut in one direction, for one microbatch of each pipeline.
         both_ways: the same, including the gradients that go through this port.
@@ -184,7 +184,7 @@ CLOSED_FORMS = {"serial": naive_price, "fill and drain": gpipe_price, "1F1B": fl
 """The price of a batch with a flush, by `jpipe.schedules.Schedule.closed_form`; `walked_price` is for all other schedules."""
 
 Orders = tuple[tuple[tuple[str, int], ...], ...]
-"""For each stage what it computes for a batch: (F, B or FB, microbatch)."""
+"""The computations of each stage for a batch: (F, B or FB, microbatch)."""
 
 _FEWEST_WALKED = 16  # microbatches, whatever the depth
 
@@ -212,11 +212,11 @@ def walked_price(times: Times, microbatches: Number, orders: Callable[[int], Ord
 
 
 def _walked_seconds(times: Times, microbatches: int, orders: Callable[[int], Orders]) -> float:
-    few = len(times.forward) * -(-_FEWEST_WALKED // len(times.forward))
-    if microbatches <= 4 * few:
+    sample = len(times.forward) * -(-_FEWEST_WALKED // len(times.forward))
+    if microbatches <= 4 * sample:
         return _walk(times, orders(microbatches))
-    short, long = (_walk(times, orders(count)) for count in (2 * few, 4 * few))
-    return long + (microbatches - 4 * few) * (long - short) / (2 * few)
+    short, long = (_walk(times, orders(count)) for count in (2 * sample, 4 * sample))
+    return long + (microbatches - 4 * sample) * (long - short) / (2 * sample)
 
 
 def _walk(times: Times, orders: Orders) -> float:
@@ -224,7 +224,7 @@ def _walk(times: Times, orders: Orders) -> float:
     forward, backward, messages, latencies = (part.tolist() for part in (times.forward, times.backward, times.messages, times.latencies))
     last, clocks, positions = len(orders) - 1, [0.0] * len(orders), [0] * len(orders)
     arrived: dict[tuple[int, bool, int], float] = {}  # by stage, whether it is an output gradient, and microbatch
-    free: dict[tuple[int, int], float] = {}  # when the link from a stage to another is
+    free: dict[tuple[int, int], float] = {}  # when each link between two stages is free
     ready = deque(range(len(orders)))
     while ready:
         s = ready.popleft()
