@@ -12,7 +12,10 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
-from jpipe_train.plan.planning import Parts, Request, confirm, profile_of, search
+from jpipe_train.plan.confirm import confirm
+from jpipe_train.plan.inputs import Request
+from jpipe_train.plan.profiling import Parts, profile_of
+from jpipe_train.plan.search import search
 
 
 def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.Plan:

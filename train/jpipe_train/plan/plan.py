@@ -23,21 +23,10 @@ from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
-from jpipe_train.plan.planning import (
-    ALL,
-    LOCAL,
-    Found,
-    Parts,
-    Request,
-    confirm,
-    nothing_fits,
-    prepare,
-    profile_of,
-    read_profile,
-    read_topology,
-    scratch_words,
-    search,
-)
+from jpipe_train.plan.confirm import confirm, nothing_fits, scratch_words
+from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare, read_profile, read_topology
+from jpipe_train.plan.profiling import Parts, profile_of
+from jpipe_train.plan.search import SearchResult, search
 
 SHOWN = 10  # rows of the table
 EXPLAINED = 20  # of those that do not fit
@@ -177,7 +166,7 @@ def _profile_and_topology(
     return profile, known
 
 
-def _report(reporter: Reporter, found: Found, confirmed: Compiled | None, batch: int) -> None:
+def _report(reporter: Reporter, found: SearchResult, confirmed: Compiled | None, batch: int) -> None:
     choice = found.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     limit = topology.device.memory
@@ -254,7 +243,7 @@ def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
     return f"peak memory {table.size(peak)}{parts}, estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
 
 
-def _say_why(reporter: Reporter, found: Found) -> None:
+def _say_why(reporter: Reporter, found: SearchResult) -> None:
     """Hold the chosen plan against the best of other kinds."""
     reporter.say("why it was chosen, against the best plans of other kinds:")
     reporter.table(table.WHY_HEAD, table.why_chosen(found.choice, SHOWN), table.WORDS)
@@ -263,7 +252,7 @@ def _say_why(reporter: Reporter, found: Found) -> None:
         reporter.say(f"{many}: simulating them all would take too long; fewer --schedules or a smaller --batch leave less to simulate")
 
 
-def _write(reporter: Reporter, files: Files, found: Found) -> None:
+def _write(reporter: Reporter, files: Files, found: SearchResult) -> None:
     choice, chosen = found.choice, found.choice.ranked[0]
     written: list[tuple[str, str, str | bytes]] = []
     if files.png is not None:
