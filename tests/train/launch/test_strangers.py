@@ -352,7 +352,7 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     monkeypatch.setattr(rendezvous, "host", lambda *given: calls.append(given) or Meeting([], "2 connections were dropped (2 slow)"))
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **given: calls.append(given["coordinator_bind_address"]))
     monkeypatch.setattr(jax_internals, "keep_gloo_at", lambda host: calls.append(f"gloo at {host}"))
-    monkeypatch.setattr(distributed._at_the_end, "callback", lambda *_: None)
+    monkeypatch.setattr(distributed._until_stop, "callback", lambda *_: None)
     for name in "jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability":
         monkeypatch.setitem(jax.config.values, name, jax.config.values[name])
     monkeypatch.setattr(jax.config, "update", lambda *_: None)

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 import jpipe
 from jpipe import files
 from jpipe.files import expanded, write_atomically
-from jpipe_train.assemble.build import build, devices_of, named_as_in_the_config
+from jpipe_train.assemble.build import build, devices_of, errors_name_config_keys
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.config import config_file
 from jpipe_train.config.config import MOST_PLAN_BYTES, Config
@@ -64,7 +64,7 @@ def main(
     shown, stride = batches or max(3, warm_up + 1), 2 * warm_up  # batches before each takes as long as the next
     check_effort(plan, max(shown, stride + 3))
     shared = jpipe.programs.shared_stages(costs or ())
-    with named_as_in_the_config(source if costs is None else None):  # an order may deadlock
+    with errors_name_config_keys(source if costs is None else None):  # an order may deadlock
         program = jpipe.lower(plan, shown, shared=shared)
     prediction = jpipe.simulate(program, costs)
     long = jpipe.simulate(jpipe.lower(plan, stride + 3, shared=shared), costs)
