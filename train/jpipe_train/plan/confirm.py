@@ -5,12 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.ranking import confirm as confirming
+import jpipe_planner
+from jpipe_planner import Attempt, Choice, Compiled, Ranked, Topology, compile_stages
 from jpipe_planner.ranking import table
-from jpipe_planner.ranking.choose import Choice, Ranked
-from jpipe_planner.ranking.compiled import Compiled, compiled
-from jpipe_planner.ranking.confirm import Attempt
 
 from jpipe import InputError
 from jpipe_train.console.terminal import count
@@ -38,9 +35,9 @@ def confirm(found: SearchResult, parts: Parts, report: Callable[[Attempt], None]
 
     def compile(choice: Choice, ranked: Ranked) -> Compiled:
         pipe = parts.pipeline(choice.plan(ranked))
-        return compiled(choice, ranked, pipe, parts.rows(ranked.candidate.batch), device, programs)
+        return compile_stages(choice, ranked, pipe, parts.rows(ranked.candidate.batch), device, programs)
 
-    result = confirming.confirm(found.choice, found.candidates, found.known, compile, report)
+    result = jpipe_planner.confirm(found.choice, found.candidates, found.known, compile, report)
     if not result.attempts and not result.fitting:
         raise nothing_fits(found.choice)
     if not result.fitting:

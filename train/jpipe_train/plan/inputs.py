@@ -4,12 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jpipe_planner.machine.local import usable_cores
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.graph_txt import read_graph_txt
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.profile.sharded import Degrees
-from jpipe_planner.search.candidates import Updates
+from jpipe_planner import Degrees, Profile, Topology, Updates, read_graph_txt, usable_cores
 
 import jpipe
 from jpipe import InputError, files
@@ -33,9 +28,9 @@ class Request:
         schedules: those to try; "all": all of them; none: those that flush, with which training is as without a pipeline, and pipedream
             if `pipedream` is given.
         devices: how many of "local"; None: all, on CPUs as many as there are cores.
-        pipedream: how PipeDream's stages are found, see `jpipe_planner.search.candidates.find_candidates`; None: "batch".
+        pipedream: how PipeDream's stages are found, see `jpipe_planner.find_candidates`; None: "batch".
         all_devices: whether none may stay idle, as where each is a process of its own.
-        meshes: those of a stage to try, as `jpipe_planner.profile.sharded.Degrees.read` takes them; none: those inside a server that the
+        meshes: those of a stage to try, as `jpipe_planner.Degrees.read` takes them; none: those inside a server that the
             profile allows, with a file as the topology, and "local" without meshes.
         replicas: whether stages may have some; not those whose layers carry a state of each row from batch to batch.
     """

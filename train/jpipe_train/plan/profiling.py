@@ -8,10 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.analyze import analyze
-from jpipe_planner.profile.measure import measure
-from jpipe_planner.profile.profile import Profile
+from jpipe_planner import Profile, Topology, analyze, measure
 
 import jpipe
 from jpipe_train.assemble import model

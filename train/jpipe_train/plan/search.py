@@ -3,17 +3,28 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jpipe_planner.cost.shape import is_planned, planned_schedules
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.profile.sharded import Degrees, Meshes, mesh_seconds, possible_degrees, why_not
+from jpipe_planner import (
+    Attempt,
+    Candidate,
+    Choice,
+    Degrees,
+    Meshes,
+    Profile,
+    Ranked,
+    Topology,
+    choose,
+    find_candidates,
+    find_variants,
+    is_planned,
+    mesh_refusal,
+    mesh_seconds,
+    on_meshes,
+    planned_schedules,
+    possible_degrees,
+    search_parallel,
+    sharing_refusal,
+)
 from jpipe_planner.ranking import table
-from jpipe_planner.ranking.choose import Choice, Ranked, choose
-from jpipe_planner.ranking.confirm import Attempt
-from jpipe_planner.ranking.variants import find_variants
-from jpipe_planner.search.candidate import Candidate
-from jpipe_planner.search.candidates import cannot_share, find_candidates, on_meshes
-from jpipe_planner.search.parallel import sweep
 
 import jpipe
 from jpipe import InputError
@@ -59,7 +70,7 @@ def _possible(profile: Profile, request: Request, global_norm: bool, reporter: R
     """
     allowed = request.allowed
     used = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
-    refusals = {name: why for name in allowed if used and (why := cannot_share(name))}
+    refusals = {name: why for name in allowed if used and (why := sharing_refusal(name))}
     schedules = tuple(name for name in allowed if name not in refusals)
     if schedules:
         for name, why in refusals.items():
@@ -125,8 +136,10 @@ def _faster_with_delay(
 ) -> Candidate | None:
     """The fastest equal pipelines of the schedules that do not flush, by closed form; None if they are not faster than `best`."""
     used, degrees = global_norm or bool(profile.shared), best.candidate.degrees
-    names = [name for name in planned_schedules() if not jpipe.schedules.SCHEDULES[name].flushes and not (used and cannot_share(name))]
-    found = sweep(*Meshes(profile, topology).of(degrees), batch, exact=not request.up_to, schedules=names, replicas=request.replicas)
+    names = [name for name in planned_schedules() if not jpipe.schedules.SCHEDULES[name].flushes and not (used and sharing_refusal(name))]
+    found = search_parallel(
+        *Meshes(profile, topology).of(degrees), batch, exact=not request.up_to, schedules=names, replicas=request.replicas
+    )
     used_devices = [c for c in found if c.workers * degrees.size == topology.num_devices or not request.all_devices]
     fitting = [c for c in used_devices if c.over is None and c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
     fastest = max(fitting, key=lambda candidate: candidate.samples_per_second, default=None)
@@ -166,7 +179,7 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
     if request.degrees is None:
         return possible_degrees(profile, topology)
     for degrees in request.degrees:
-        if reason := why_not(profile, degrees):
+        if reason := mesh_refusal(profile, degrees):
             raise InputError(f"--mesh: {reason}")
         topology.groups(degrees.size)  # refuses what does not fill the machine
         if degrees.size > topology.most_in_mesh:
