@@ -73,7 +73,7 @@ class MetricsLog:
         self._validation: dict[int, Validation] = {}
         self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps whose rows are not written yet
         self._skipped = 0  # skipped steps in a row
-        self.last_logged_step = -1  # the last step that was processed, and whose row was written if due
+        self.last_step = -1  # the last step that was processed, and whose row was written if due
 
     @property
     def seconds(self) -> float:
@@ -115,7 +115,7 @@ class MetricsLog:
         if logged and self._folder is not None:
             row |= self._progress(step)
             self._log(self._folder, row)  # first, so that everything printed is also in the file
-        self.last_logged_step = step
+        self.last_step = step
         measured = self._measure.measured
         bubble = None if measured is None else measured.bubble
         self._reporter.step(step, row.get("loss", math.nan), self.validated(step) or {}, bubble, self._mfu)
@@ -156,12 +156,8 @@ class MetricsLog:
             RunStopped: rows are missing.
             FolderChanged: somebody has changed them.
         """
-        if self.last_logged_step < end - 1:
-            missing = (
-                f"step {self.last_logged_step + 1}"
-                if self.last_logged_step == end - 2
-                else f"steps {self.last_logged_step + 1} to {end - 1}"
-            )
+        if self.last_step < end - 1:
+            missing = f"step {self.last_step + 1}" if self.last_step == end - 2 else f"steps {self.last_step + 1} to {end - 1}"
             raise self._together.shared(RunStopped(f"the run came to its end without a loss of {missing}; this is a fault of jpipe"))
         if self._folder is None:
             return

@@ -220,9 +220,7 @@ def run(
                 checkpoints.close()
                 measure.close()
                 if folder is not None and (is_complete or preemption.signal is None):  # after a signal time is short
-                    write_report(
-                        config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_logged_step + 1), temporary
-                    )
+                    write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_step + 1), temporary)
     summary = dataclasses.replace(summary, temporary=temporary)
     summary = summary if folder is None else compare_with_prediction(summary, pipe.plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter)

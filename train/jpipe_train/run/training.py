@@ -82,7 +82,7 @@ class Training:
                 checkpoints.arm(step)
             state, metrics = self.pipe.step(state, self.batches[step], observe=checkpoints.observing(self.measure.observer(step)))
             log.finished(finished)  # of the step before: reading a loss waits for it, while the devices have this step's work
-            checkpoints.proceed(log.last_logged_step, facts_of)
+            checkpoints.proceed(log.last_step, facts_of)
             finished = metrics
         interrupt.check()
         self.measure.finish()
@@ -91,7 +91,7 @@ class Training:
         log.validation(steps - 1, after)
         log.finished(finished)
         log.finished(drained)
-        checkpoints.proceed(log.last_logged_step, facts_of)
+        checkpoints.proceed(log.last_step, facts_of)
         checkpoints.finish()
         log.close()
         self._check_complete(steps)
