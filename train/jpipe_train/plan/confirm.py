@@ -16,20 +16,23 @@ from jpipe_train.plan.search import SearchResult
 
 
 def nothing_fits(choice: Choice) -> InputError:
-    """What is said where no plan fits."""
+    """Return the error if no plan fits."""
     return InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
 
 
-def confirm(found: SearchResult, parts: Parts, report: Callable[[Attempt], None]) -> tuple[SearchResult, Compiled]:
-    """Compile the fastest plans until one fits, and those that may be as fast; put the best first, with what XLA says of it.
+def confirm(searched: SearchResult, parts: Parts, report: Callable[[Attempt], None]) -> tuple[SearchResult, Compiled]:
+    """Compile the fastest plans until one fits, and those that may be as fast, and put the best first.
 
     Args:
-        found: what was found by estimates.
+        searched: the result of the search, by estimates.
         parts: the model.
-        report: gets each plan that does not fit.
+        report: called with each plan that does not fit.
+
+    Returns:
+        The result with compiled plans first, and the compiled stages of the best one.
 
     Raises:
-        InputError: there is none; says what was tried.
+        InputError: no plan fits; the message lists what was tried.
     """
     device, programs = jax.devices()[0], dict[Any, Any]()
 
@@ -37,29 +40,29 @@ def confirm(found: SearchResult, parts: Parts, report: Callable[[Attempt], None]
         pipe = parts.pipeline(choice.plan(ranked))
         return compile_stages(choice, ranked, pipe, parts.rows(ranked.candidate.batch), device, programs)
 
-    result = jpipe_planner.confirm(found.choice, found.candidates, found.known, compile, report)
+    result = jpipe_planner.confirm(searched.choice, searched.candidates, searched.known, compile, report)
     if not result.attempts and not result.fitting:
-        raise nothing_fits(found.choice)
+        raise nothing_fits(searched.choice)
     if not result.fitting:
-        raise _nothing_fitted(result.attempts, scratch_words(parts, found.choice.topology))
-    ranked = (*(one.ranked for one in result.fitting), *result.others)
-    kinds = {one.candidate.kind for one in ranked}
-    rejected = tuple(candidate for candidate in found.choice.rejected if candidate.kind not in kinds)
-    considered = found.choice.considered + len(result.added)
-    choice = dataclasses.replace(found.choice, ranked=ranked, rejected=rejected, considered=considered)
-    after = dataclasses.replace(
-        found,
+        raise _nothing_fitted(result.attempts, scratch_words(parts, searched.choice.topology))
+    ranked = (*(compiled.ranked for compiled in result.fitting), *result.others)
+    kinds = {plan.candidate.kind for plan in ranked}
+    rejected = tuple(candidate for candidate in searched.choice.rejected if candidate.kind not in kinds)
+    considered = searched.choice.considered + len(result.added)
+    choice = dataclasses.replace(searched.choice, ranked=ranked, rejected=rejected, considered=considered)
+    confirmed = dataclasses.replace(
+        searched,
         choice=choice,
-        candidates=(*found.candidates, *result.added),
+        candidates=(*searched.candidates, *result.added),
         known=result.known,
         compiled=len(result.fitting),
         attempts=tuple(result.attempts),
     )
-    return after, result.fitting[0]
+    return confirmed, result.fitting[0]
 
 
 def _nothing_fitted(attempts: Sequence[Attempt], scratch: str) -> InputError:
-    """What is said where the compiled stages of no plan fit: what was tried, and what to change."""
+    """Return the error if the compiled stages of no plan fit: what was tried, and what to change."""
     tried = [f"plan: {table.attempt(one)}" for one in attempts]
     change = "use more devices, a smaller batch or devices with more memory"
     return InputError(
@@ -70,7 +73,7 @@ def _nothing_fitted(attempts: Sequence[Attempt], scratch: str) -> InputError:
 
 
 def scratch_words(parts: Parts, topology: Topology) -> str:
-    """What the scratch memory of stages compiled for this machine says about other machines; "" if that is the same."""
+    """Explain how the scratch memory on other machines differs from that compiled here, or return "" if it does not."""
     config = parts.config
     computes = config.precision.computes or config.model.compute_dtype
     if "16" not in computes or not topology.device.flops or jax.devices()[0].platform != "cpu":

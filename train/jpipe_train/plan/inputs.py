@@ -19,20 +19,20 @@ _MOST_PROFILE = 2**25  # bytes: thousands of layers at a dozen sizes
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned for.
+    """The request for a plan.
 
     Attributes:
-        topology: a YAML file, or "local": the devices of this machine, their links measured.
-        batch: rows between two updates; None: the config's batch size.
-        up_to: whether fewer rows than `batch` will do.
-        schedules: those to try; "all": all of them; none: those that flush, with which training is as without a pipeline, and pipedream
+        topology: a YAML file, or "local": the devices of this machine with their links measured.
+        batch: rows between two updates; None for the config's batch size.
+        up_to: whether plans may have fewer rows than `batch`.
+        schedules: the schedules to try; "all" for all; empty for those that flush, which train as without a pipeline, and pipedream
             if `pipedream` is given.
-        devices: how many of "local"; None: all, on CPUs as many as there are cores.
-        pipedream: how PipeDream's stages are found, see `jpipe_planner.find_candidates`; None: "batch".
-        all_devices: whether none may stay idle, as where each is a process of its own.
-        meshes: those of a stage to try, as `jpipe_planner.Degrees.read` takes them; none: those inside a server that the
-            profile allows, with a file as the topology, and "local" without meshes.
-        replicas: whether stages may have some; not those whose layers carry a state of each row from batch to batch.
+        devices: the number of devices of "local"; None for all, on CPUs as many as there are cores.
+        pipedream: how PipeDream's stages are searched, see `jpipe_planner.find_candidates`; None for "batch".
+        all_devices: whether no device may stay idle, as when each belongs to a process of its own.
+        meshes: the meshes of a stage to try, as `jpipe_planner.Degrees.read` takes them; empty for those inside a server that the
+            profile allows if the topology is a file, and none if it is "local".
+        replicas: whether stages may have replicas; they must not if layers carry state for each row from batch to batch.
     """
 
     topology: str = LOCAL
@@ -47,61 +47,64 @@ class Request:
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The schedules to try, by name."""
-        every = jpipe.schedules.SCHEDULES
+        """The names of the schedules to try."""
+        schedules = jpipe.schedules.SCHEDULES
         if self.schedules:
-            return tuple(every) if ALL in self.schedules else self.schedules
-        asked = {"pipedream"} if self.pipedream is not None else set()
-        return tuple(name for name, rules in every.items() if rules.flushes or name in asked)
+            return tuple(schedules) if ALL in self.schedules else self.schedules
+        requested = {"pipedream"} if self.pipedream is not None else set()
+        return tuple(name for name, rules in schedules.items() if rules.flushes or name in requested)
 
     @property
     def degrees(self) -> tuple[Degrees, ...] | None:
-        """The meshes that are asked for; None: those that a topology and a profile allow.
+        """The requested meshes, or None for those that a topology and a profile allow.
 
         Raises:
-            InputError: a text that names no mesh.
+            InputError: a text names no mesh.
         """
-        named = self.meshes if self.meshes or self.topology != LOCAL else ("none",)
-        return tuple(dict.fromkeys(map(Degrees.read, named))) or None
+        meshes = self.meshes if self.meshes or self.topology != LOCAL else ("none",)
+        return tuple(dict.fromkeys(map(Degrees.read, meshes))) or None
 
 
 def read_topology(file: str) -> Topology:
-    """The topology of a YAML file.
+    """Read the topology in a YAML file.
 
     Raises:
-        InputError: it cannot be read, or is none.
+        InputError: it cannot be read, or is no topology.
     """
     return Topology.from_yaml(read_text(file, "--topology", _MOST_TOPOLOGY), where=file)
 
 
 def read_profile(file: str, rows: int) -> Profile:
-    """A profile of jpipe's as JSON, or PipeDream's as `graph.txt` (named *.txt), whose microbatches have so many rows.
+    """Read a profile of jpipe's as JSON, or PipeDream's `graph.txt` (named *.txt) with microbatches of `rows` rows.
 
     Raises:
-        InputError: it cannot be read, or is none.
+        InputError: it cannot be read, or is no profile.
     """
     text = read_text(file, "--profile", _MOST_PROFILE)
     return read_graph_txt(text, rows, where=file) if Path(file).suffix == ".txt" else Profile.from_json(text, where=file)
 
 
 def read_text(file: str, option: str, most: int) -> str:
-    """The text of a file, of at most so many bytes, that an option names."""
+    """Read a file that an option names, of at most `most` bytes."""
     other = f"{option}: expected text in UTF-8 in '{file}', found other bytes"
     return files.read_text(expanded(file, option), most, f"{option}: cannot read '{file}'", "name a file that is there", other)
 
 
-def prepare(request: Request) -> int | None:
-    """Have JAX make as many CPU devices as a plan for this machine is to use; how many devices that are, None: a file says.
+def prepare_devices(request: Request) -> int | None:
+    """Configure the CPU devices that JAX needs for a plan: all devices of this machine, or the largest mesh of another.
 
-    For other machines it makes as many as the largest mesh has, whose stages are compiled for them.
+    Returns:
+        The number of devices of this machine to use, or None if the topology is a file.
     """
     if request.topology != LOCAL:
         degrees = request.degrees
-        force_cpu_devices(read_topology(request.topology).most_in_mesh if degrees is None else max(one.size for one in degrees))
+        force_cpu_devices(read_topology(request.topology).most_in_mesh if degrees is None else max(mesh.size for mesh in degrees))
         return None
     force_cpu_devices(request.devices or usable_cores())
     start_devices()
-    found = jax.device_count()
-    if request.devices is not None and request.devices > found:
-        raise InputError(f"--devices: expected at most the {found} devices there are, found {request.devices}; name a file as --topology")
-    return request.devices or found
+    available = jax.device_count()
+    if request.devices is not None and request.devices > available:
+        raise InputError(
+            f"--devices: expected at most the {available} devices there are, found {request.devices}; name a file as --topology"
+        )
+    return request.devices or available

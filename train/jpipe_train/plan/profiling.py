@@ -18,13 +18,13 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 
-MEASURED_SIZES, PAPER_SIZES = 4, 6  # of microbatches to profile: each has to be compiled, and to be run where it is measured
-SECONDS = 8.0  # to measure in, compilation apart
+MEASURED_SIZES, PAPER_SIZES = 4, 6  # numbers of microbatch sizes to profile; each takes a compilation, and a run if it is measured
+SECONDS = 8.0  # of measurement, without compilation
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a pipeline that a config names, without the plan."""
+    """The parts of a pipeline that a config describes, without the plan."""
 
     stack: jpipe.LayerStack
     loss: Any
@@ -35,7 +35,7 @@ class Parts:
 
     @classmethod
     def of(cls, config: Config, reporter: Reporter) -> "Parts":
-        """Read from a config; the data is looked at for its shapes."""
+        """Build the parts that a config describes; of the data only shapes are read."""
         stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk)
         loss = model.loss(config.loss)
         with reporter.phase("reading the data"):
@@ -45,16 +45,16 @@ class Parts:
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
 
     def rows(self, count: int) -> Any:
-        """What a batch of so many rows looks like."""
+        """Return the shapes and dtypes of a batch of `count` rows."""
         return jax.tree.map(lambda spec: jax.ShapeDtypeStruct((count, *spec.shape[1:]), spec.dtype), self.batch)
 
     def pipeline(self, plan: jpipe.Plan) -> jpipe.Pipeline:
-        """With a plan."""
+        """Return the pipeline with a plan."""
         return jpipe.Pipeline(self.stack, plan, self.loss, self.rule, precision=self.precision, **self.config.optimizer.of_pipeline)
 
 
 def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
-    """Microbatch sizes to profile: divisors of the batch, each about twice the one before.
+    """Return the microbatch sizes to profile: divisors of the batch, each about twice the previous one.
 
     The largest is about twice the share that each device has of the batch: with larger ones pipelines are mostly empty.
     """
@@ -68,15 +68,15 @@ def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
 
 
 def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int, reporter: Reporter, largest_mesh: int = 1) -> Profile:
-    """Measured on the device at hand, or analytic where the topology's device has FLOP/s to count with.
+    """Profile the layers on the present device, or analytically if the topology's device has FLOP/s to compute with.
 
     Args:
         parts: the model.
-        topology: None: the devices of this run.
+        topology: the machines; None for the devices of this run.
         batch: rows between two updates.
-        devices: how many there are.
+        devices: the number of devices.
         reporter: shows progress.
-        largest_mesh: how many devices the largest mesh has that is to be tried: in an analytic profile microbatches are larger by that.
+        largest_mesh: the number of devices of the largest mesh to try; microbatches of an analytic profile are that much larger.
     """
     model_parts = parts.stack, parts.rows, parts.loss, parts.rule
     if topology is None or not topology.device.flops:

@@ -42,15 +42,15 @@ _NEEDS_NORM = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scal
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         choice: the ranking.
-        candidates: all that were considered, as estimated.
-        known: what simulating or compiling said of some of them.
-        left_out: how many plans with chunks or split backwards were not simulated, because all together would take too long.
-        delayed: the best plan by its estimate of the schedules that do not flush, if these were not asked for and it is faster.
-        compiled: of how many plans at the beginning of the ranking the stages were compiled.
+        candidates: all candidates with their estimates.
+        known: the simulated or compiled results of some candidates.
+        left_out: the number of plans with chunks or split backwards that were not simulated, because all would take too long.
+        delayed: the best estimated plan of the schedules that do not flush, if these were not requested and it is faster.
+        compiled: the number of plans at the top of the ranking whose stages were compiled.
         attempts: the plans whose compiled stages do not fit.
     """
 
@@ -63,37 +63,37 @@ class SearchResult:
     attempts: tuple[Attempt, ...] = ()
 
 
-def _possible(profile: Profile, request: Request, global_norm: bool, reporter: Reporter) -> tuple[tuple[str, ...], str]:
-    """The schedules to try; if each of them can be used with one stage only, why.
+def _usable_schedules(profile: Profile, request: Request, global_norm: bool, reporter: Reporter) -> tuple[tuple[str, ...], str]:
+    """Return the schedules to try, and if each of them requires a single stage, the reason.
 
-    Says which schedules are left out because of options or shared parameters.
+    Prints which schedules are left out because of options or shared parameters.
     """
-    allowed = request.allowed
-    used = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
-    refusals = {name: why for name in allowed if used and (why := sharing_refusal(name))}
-    schedules = tuple(name for name in allowed if name not in refusals)
+    requested = request.allowed
+    needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
+    refusals = {name: why for name in requested if needs and (why := sharing_refusal(name))}
+    schedules = tuple(name for name in requested if name not in refusals)
     if schedules:
         for name, why in refusals.items():
-            reporter.say(f"left out, because of {used}: {name}: {why}")
+            reporter.say(f"left out, because of {needs}: {name}: {why}")
         return schedules, ""
-    return allowed, "; ".join(f"{name} with more than one stage cannot be used with {used}: {why}" for name, why in refusals.items())
+    return requested, "; ".join(f"{name} with more than one stage cannot be used with {needs}: {why}" for name, why in refusals.items())
 
 
 def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> SearchResult:
-    """Find and rank all plans that a run may have.
+    """Find and rank all plans that a request allows.
 
     Args:
-        profile: the model's costs.
-        topology: where it is to run.
+        profile: the costs of the model's layers.
+        topology: the machines to plan for.
         batch: rows between two updates.
-        request: what else is asked for.
-        global_norm: whether updates use the norm of the gradients of all stages, which not all schedules can.
+        request: further requirements.
+        global_norm: whether updates use the norm of the gradients of all stages, which not all schedules support.
         reporter: prints what was left out.
 
     Raises:
-        InputError: no plan has such a batch, or none of the schedules asked for can use the norm or have shared parameters.
+        InputError: no plan has such a batch, or none of the requested schedules supports the norm or shared parameters.
     """
-    schedules, why_one_stage = _possible(profile, request, global_norm, reporter)
+    schedules, why_one_stage = _usable_schedules(profile, request, global_norm, reporter)
     if topology.num_devices >= MANY_DEVICES and "pipedream" in schedules:
         reporter.say(
             f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_devices:,} devices; "
@@ -101,28 +101,30 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
         )
     exact = not request.up_to
     planned, meshes = tuple(filter(is_planned, schedules)), _meshes(profile, topology, request, reporter)
-    how = request.pipedream or "batch"
+    updates = request.pipedream or "batch"
     replicas = request.replicas
-    found = find_candidates(profile, topology, batch, exact=exact, schedules=planned, pipedream=how, meshes=meshes, replicas=replicas)
-    best = min(found, key=lambda candidate: candidate.rank).degrees if found else meshes[0]
+    considered = find_candidates(
+        profile, topology, batch, exact=exact, schedules=planned, pipedream=updates, meshes=meshes, replicas=replicas
+    )
+    best = min(considered, key=lambda candidate: candidate.rank).degrees if considered else meshes[0]
     options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm, "degrees": best}
-    variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, planned=found, **options)
-    found += list(variants.simulated)
+    variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, planned=considered, **options)
+    considered += list(variants.simulated)
     if not replicas:
-        found = [candidate for candidate in found if max(candidate.replicas) == 1]
+        considered = [candidate for candidate in considered if max(candidate.replicas) == 1]
         reporter.say("left out: replicas, because layers carry their state from batch to batch")
     if why_one_stage:
-        found = [c for c in found if c.depth == 1 and not (global_norm and _norm_refusal(c.plan(profile.ids)))]
-        if not found:
+        considered = [c for c in considered if c.depth == 1 and not (global_norm and _norm_refusal(c.plan(profile.ids)))]
+        if not considered:
             raise InputError(f"--schedules: {why_one_stage}")
         reporter.say(f"left out: {why_one_stage}")
-    used = [candidate for candidate in found if candidate.devices == topology.num_devices or not request.all_devices]
-    candidates = [candidate for candidate in used if candidate.microbatches <= MOST_MICROBATCHES]
+    on_all_devices = [candidate for candidate in considered if candidate.devices == topology.num_devices or not request.all_devices]
+    candidates = [candidate for candidate in on_all_devices if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:
-        raise _none_found(profile, topology, batch, request, found, used)
-    if len(candidates) < len(used):
-        many = count(len(used) - len(candidates), "candidate")
-        reporter.say(f"{many} left out, with more than {MOST_MICROBATCHES:,} microbatches")
+        raise _none_found(profile, topology, batch, request, considered, on_all_devices)
+    if len(candidates) < len(on_all_devices):
+        number = count(len(on_all_devices) - len(candidates), "candidate")
+        reporter.say(f"{number} left out, with more than {MOST_MICROBATCHES:,} microbatches")
     known = {candidate: Ranked(candidate, variants.simulated[candidate]) for candidate in candidates if candidate in variants.simulated}
     choice = choose(profile, topology, candidates, global_norm=global_norm, tried=known)
     delayed = None
@@ -134,14 +136,18 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
 def _faster_with_delay(
     profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, best: Ranked
 ) -> Candidate | None:
-    """The fastest equal pipelines of the schedules that do not flush, by closed form; None if they are not faster than `best`."""
-    used, degrees = global_norm or bool(profile.shared), best.candidate.degrees
-    names = [name for name in planned_schedules() if not jpipe.schedules.SCHEDULES[name].flushes and not (used and sharing_refusal(name))]
-    found = search_parallel(
+    """Return the fastest even pipeline of the schedules that do not flush, by closed form; None if `best` is as fast."""
+    is_restricted, degrees = global_norm or bool(profile.shared), best.candidate.degrees
+    names = [
+        name
+        for name in planned_schedules()
+        if not jpipe.schedules.SCHEDULES[name].flushes and not (is_restricted and sharing_refusal(name))
+    ]
+    considered = search_parallel(
         *Meshes(profile, topology).of(degrees), batch, exact=not request.up_to, schedules=names, replicas=request.replicas
     )
-    used_devices = [c for c in found if c.workers * degrees.size == topology.num_devices or not request.all_devices]
-    fitting = [c for c in used_devices if c.over is None and c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
+    on_all_devices = [c for c in considered if c.workers * degrees.size == topology.num_devices or not request.all_devices]
+    fitting = [c for c in on_all_devices if c.over is None and c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
     fastest = max(fitting, key=lambda candidate: candidate.samples_per_second, default=None)
     if fastest is None or fastest.samples_per_second <= (1 + _FASTER) * best.samples_per_second:
         return None
@@ -149,49 +155,51 @@ def _faster_with_delay(
 
 
 def _none_found(
-    profile: Profile, topology: Topology, batch: int, request: Request, found: list[Candidate], used: list[Candidate]
+    profile: Profile, topology: Topology, batch: int, request: Request, considered: list[Candidate], on_all_devices: list[Candidate]
 ) -> InputError:
-    """What is said where no plan is left: of those that were found, of those that use as many devices as they must."""
-    asked = f" with {' or '.join(request.schedules)}" if request.schedules else ""
-    devices, others = count(topology.num_devices, "device"), "schedules, " if asked else ""
-    if found and not used:
-        most = max(candidate.devices for candidate in found)
-        why, change = "", f" devices, or allow other {others}batches"
+    """Return the error if no plan is left of all candidates, or of those that use the required number of devices."""
+    requested = f" with {' or '.join(request.schedules)}" if request.schedules else ""
+    devices, other_options = count(topology.num_devices, "device"), "schedules, " if requested else ""
+    if considered and not on_all_devices:
+        most = max(candidate.devices for candidate in considered)
+        why, change = "", f" devices, or allow other {other_options}batches"
         if not request.replicas:
             layers = count(len(profile.layers), "layer")
             why = f": layers carry their state from batch to batch, so stages have no replicas, and {layers} make at most as many stages"
             change = " devices, or a model of more layers"
-        return InputError(f"plan: no plan{asked} has a batch of {batch} rows on all of {devices}, only on {most}{why}; use {most}{change}")
-    limit = f"at most {MOST_MICROBATCHES:,} " if used else ""
+        return InputError(
+            f"plan: no plan{requested} has a batch of {batch} rows on all of {devices}, only on {most}{why}; use {most}{change}"
+        )
+    limit = f"at most {MOST_MICROBATCHES:,} " if on_all_devices else ""
     sizes = ", ".join(map(str, profile.sizes))
     return InputError(
-        f"plan: no plan{asked} has a batch of {batch} rows in {limit}microbatches of {sizes} rows on {devices}; "
-        f"allow other {others}batches or numbers of devices"
+        f"plan: no plan{requested} has a batch of {batch} rows in {limit}microbatches of {sizes} rows on {devices}; "
+        f"allow other {other_options}batches or numbers of devices"
     )
 
 
 def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:
-    """The meshes to try. Says what those cost that are asked for and larger than a server.
+    """Return the meshes to try, and print the cost of requested ones that are larger than a server.
 
     Raises:
-        InputError: one that is asked for does not fit the devices or the layers.
+        InputError: a requested mesh does not fit the devices or the layers.
     """
     if request.degrees is None:
         return possible_degrees(profile, topology)
     for degrees in request.degrees:
         if reason := mesh_refusal(profile, degrees):
             raise InputError(f"--mesh: {reason}")
-        topology.groups(degrees.size)  # refuses what does not fill the machine
+        topology.groups(degrees.size)  # raises InputError unless they fill the machine
         if degrees.size > topology.most_in_mesh:
             rows = max(rows for rows in profile.sizes if rows % degrees.data == 0)
             inside, link = topology.mesh_link(topology.most_in_mesh), topology.mesh_link(degrees.model)
-            taken, near = (
+            seconds, seconds_inside = (
                 mesh_seconds(profile, rows, degrees, links) for links in ((link, topology.mesh_link(degrees.size)), (inside, inside))
             )
-            slower = f", {taken / near:.1f} times as long as over links like those inside one" if near else ""
+            slower = f", {seconds / seconds_inside:.1f} times as long as over links like those inside one" if seconds_inside else ""
             level = f"the {count(topology.most_in_mesh, 'device')} of {topology.levels[0].name or 'the innermost level'}"
             reporter.say(
-                f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take {1e3 * taken:,.1f} ms for a "
+                f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take {1e3 * seconds:,.1f} ms for a "
                 f"microbatch of {table.rows_of(rows)}{slower}"
             )
     return request.degrees
