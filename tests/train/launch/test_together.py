@@ -336,7 +336,7 @@ def test_ctrl_c_ends_the_tree():
 
 
 def code_of_jpipe(patch):
-    patch.setattr(together, "_code", lambda: "other")
+    patch.setattr(together, "_digest_of_jpipe", lambda: "other")
 
 
 def version_of_jaxlib(patch):
