@@ -216,7 +216,7 @@ def _evened(profile: Profile, candidate: Candidate) -> Profile:
     """Return the profile with equal work for each device of the candidate: the work of a stage is proportional to its replicas."""
     ends, n, layers = (*candidate.starts[1:], len(profile.layers)), profile.sizes.index(candidate.rows), list(profile.layers)
     for start, end, replicas in zip(candidate.starts, ends, candidate.replicas, strict=True):
-        share = replicas / candidate.workers / (end - start)
+        share = replicas / candidate.num_ranks / (end - start)
         for number in range(start, end):
             work = {name: share * sum(getattr(layer.at[n], name) for layer in profile.layers) for name in ("forward", "backward")}
             at = (*layers[number].at[:n], layers[number].at[n].model_copy(update=work), *layers[number].at[n + 1 :])

@@ -88,7 +88,7 @@ def _with_compiled(
     exact = dataclasses.replace(ranked, simulated=simulate_plan(plan, costs, topology, choice.global_norm))
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
-    compiled_ranks = tuple(p for p, rank_stages in enumerate(plan.pipeline_ranks) if set(rank_stages) <= set(stages))
+    compiled_ranks = tuple(p for p, pipeline_ranks in enumerate(plan.pipeline_ranks) if set(pipeline_ranks) <= set(stages))
     return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, compiled_ranks)
 
 

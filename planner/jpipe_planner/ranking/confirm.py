@@ -227,7 +227,7 @@ def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ..
     if simulation is None and not has_closed_form:
         return None
     seconds = closed_form(profile, topology, candidate) if has_closed_form or simulation is None else simulation.batch_seconds
-    bubble = max(1 - computing_seconds(plan, costs) / (candidate.workers * seconds), 0.0)
+    bubble = max(1 - computing_seconds(plan, costs) / (candidate.num_ranks * seconds), 0.0)
     memory = closed_form_bytes(plan, costs) if simulation is None else Ranked(candidate, simulation).memory
     return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), simulation)
 

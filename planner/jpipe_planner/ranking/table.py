@@ -87,7 +87,7 @@ def recomputation(policies: Sequence[str]) -> str:
 
 def schedule(candidate: Candidate) -> str:
     """Return the schedule with its options in the plan."""
-    if candidate.depth == 1 and candidate.workers > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
+    if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return "data parallel"
     options = ["early"] if candidate.split_backward == "early" else []
     options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
@@ -99,7 +99,7 @@ def schedule(candidate: Candidate) -> str:
 def name(candidate: Candidate) -> str:
     """Return schedule and stages, for a sentence."""
     mesh = f" on meshes ({candidate.degrees})" if candidate.degrees.size > 1 else ""
-    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.workers == 1 else 's'}{mesh}"
+    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.num_ranks == 1 else 's'}{mesh}"
 
 
 def links(topology: Topology) -> str:

@@ -64,11 +64,11 @@ class Candidate:
     @property
     def devices(self) -> int:
         """The number of devices that it uses."""
-        return self.workers * self.degrees.size
+        return self.num_ranks * self.degrees.size
 
     @property
-    def workers(self) -> int:
-        """The number of devices that it uses, each mesh counted as one."""
+    def num_ranks(self) -> int:
+        """The number of ranks: devices, or meshes, that it uses."""
         return sum(self.replicas) // self.chunks
 
     @property
@@ -121,10 +121,10 @@ class Candidate:
         Args:
             cores: the number of devices that compute at a time without slowing each other down; None: all.
         """
-        computing = (1 - self.bubble) * self.workers * self.seconds
+        computing = (1 - self.bubble) * self.num_ranks * self.seconds
         if cores is None or computing / cores <= self.seconds * (1 + 1e-9):  # or the difference is a rounding error
             return self
-        return replace(self, seconds=computing / cores, bubble=1 - cores / self.workers, bound="the cores")
+        return replace(self, seconds=computing / cores, bubble=1 - cores / self.num_ranks, bound="the cores")
 
     def plan(self, ids: tuple[str, ...]) -> jpipe.Plan:
         """Return the candidate as a `jpipe.Plan`.

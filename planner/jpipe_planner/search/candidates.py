@@ -123,7 +123,7 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
     for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
         updates = plan.microbatches / plan.microbatches_per_update(s)
         computing += plan.microbatches * (cost.forward + cost.backward) + updates * plan.replicas[s] * cost.update
-    bubble = 1 - computing / (candidate.workers * seconds)
+    bubble = 1 - computing / (candidate.num_ranks * seconds)
     return dataclasses.replace(candidate, seconds=seconds, bubble=bubble).sharing(topology.cores).seconds
 
 
