@@ -95,9 +95,8 @@ def measure(
     _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    return profile_of(
-        model, costs, stage_costs, scratch_of_pairs(model, device), source="measured", device=device.device_kind, dispatch=dispatch
-    )
+    scratch = scratch_of_pairs(model, device)
+    return profile_of(model, costs, stage_costs, scratch, source="measured", device=device.device_kind, dispatch=dispatch)
 
 
 def _all_costs(model: Model, benches: Mapping[int, Bench], single: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
