@@ -75,9 +75,8 @@ def measure(
         InputError: layers, batch, loss and optimizer do not fit together.
     """
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
-    device = device or jax.local_devices()[0]
+    device, single_layers = device or jax.local_devices()[0], [(layer_id,) for layer_id in model.distinct]
     meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
-    single_layers = [(layer_id,) for layer_id in model.distinct]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = Programs(model, device, pool)
         for rows in model.sizes:
