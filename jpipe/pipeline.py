@@ -57,9 +57,12 @@ from jpipe.stages._batch import (
 )
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
-from jpipe.stages._compile import CompiledPrograms, CompiledStage, compile_initializers, compile_stages, compile_start
-from jpipe.stages._functions import StageFunctions, check_metrics
+from jpipe.stages._compile import CompiledPrograms, compile_stages, compile_start
+from jpipe.stages._compiled_stage import CompiledStage
+from jpipe.stages._initializers import compile_initializers
 from jpipe.stages._shares import shares_of, with_shares
+from jpipe.stages.functions._evaluation import check_metrics
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 

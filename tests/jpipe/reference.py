@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._functions import norm_of
+from jpipe.stages.functions._update import norm_of
 
 NORM = jax.jit(norm_of)
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")  # all others flush
@@ -153,7 +153,7 @@ def in_halves(f, calls, params, arguments, sums, rest):
     """A forward and a backward in two halves at the last stage: (gradient message, new state, accumulators)."""
     message, changed, made = calls["forward_backward_input"](params, *arguments, *rest)
     state = f.changed.joined(changed, arguments[0])
-    return message, state, calls["backward_weight"](params, *f.stash_of(arguments, state, made), sums, *rest)
+    return message, state, calls["backward_weight"](params, *f.halves.stash_of(arguments, state, made), sums, *rest)
 
 
 def mean_states(state: list[Any]) -> list[Any]:
