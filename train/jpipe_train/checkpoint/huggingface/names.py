@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe_train.config.huggingface import Found
+from jpipe_train.config.huggingface import Description
 
 Shape = tuple[int, ...]
 
@@ -88,7 +88,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "embedding
 _OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def layout(described: Found) -> Layout:
+def layout(described: Description) -> Layout:
     """Return the layout of the model that a `config.json` describes."""
     build, prefix = _LAYOUTS[described.architecture]
     layers, copies = build(described.keys)
