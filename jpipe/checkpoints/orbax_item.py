@@ -95,6 +95,7 @@ def item_specs(path: Path) -> dict[str, Tree]:
     Raises:
         Exception: of any kind, if it is not an item that `join_parts` has written.
     """
+    _check_index(path)
     specs = tree_specs(path, _handler(ocp.type_handlers.NumpyHandler()))
     for layer, parts in specs.items():
         if layer != _NO_LAYER and not isinstance(parts, dict):
@@ -264,6 +265,21 @@ def _check_names(path: Path) -> None:
             raise ValueError(f"expected at most {_DEEPEST} dicts in each other")
         if metadata.get("use_ocdbt") is not True and any("/" in str(part["key"]) for part in entry["key_metadata"]):
             raise ValueError("expected names without '/' for arrays in folders of their own")
+
+
+def _check_index(path: Path) -> None:
+    """Check that the index of an item of jpipe's can be read and has all arrays.
+
+    Where Orbax fails, TensorStore may report the requests that are still running on standard error.
+    """
+    metadata = json.loads(files.read_bytes(path / "_METADATA", _MOST_METADATA))
+    if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
+        raise ValueError("expected Zarr arrays, version 2, in an OCDBT store")
+    keys = set(ts.KvStore.open(_store_spec(path)).result().list().result())
+    for entry in metadata["tree_metadata"].values():
+        name = ".".join(str(part["key"]) for part in entry["key_metadata"])
+        if entry["value_metadata"]["value_type"] != "Dict" and f"{name}/.zarray".encode() not in keys:
+            raise ValueError(f"the index lacks the array '{name}'")
 
 
 def _spec(leaf: Any) -> Any:

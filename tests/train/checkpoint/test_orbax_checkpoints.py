@@ -1,5 +1,7 @@
 """A run begins with the parameters of any Orbax checkpoint, and an export is one that Orbax restores without jpipe."""
 
+import json
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -82,6 +84,10 @@ def test_what_is_no_parameters_is_refused_in_words(tmp_path):
     (item / "d" / "more").unlink()
     (item / "_METADATA").write_text("[" * 100_000)
     with pytest.raises(InputError, match=r"expected an Orbax checkpoint, found one that cannot be read \(RecursionError"):
+        orbax_checkpoint.source(item)
+    entry = {"key_metadata": [{"key": "../b/w", "key_type": 2}], "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False}}
+    (item / "_METADATA").write_text(json.dumps({"tree_metadata": {"x": entry}, "use_ocdbt": False, "use_zarr3": False}))
+    with pytest.raises(InputError, match=r"ValueError: expected names without '/' for arrays in folders of their own"):
         orbax_checkpoint.source(item)
     write_layers(tmp_path / "run", 4, {"layer": {"params": {"0": {"w": W}}}}, 0)
     complete(tmp_path / "run", 4, 1, {})
