@@ -95,7 +95,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
     decoder = Decoder(source.config, origin.parameters(source, devices, interrupt.check), devices)
     interrupt.check()
     known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, source.config.vocab_size)), words.symbols)
-    with interrupt.held():  # Ctrl-C is checked after each token, so that no output is cut off
+    with interrupt.delayed():  # Ctrl-C is checked after each token, so that no output is cut off
         texts.head()
         for tokens in sequences(decoder, prompts, positions, max(text.most for text in texts.each), sampling, request.seed, known):
             texts.add(tokens)

@@ -76,7 +76,7 @@ class TensorBoard:
     @contextlib.contextmanager
     def _surviving(self) -> Iterator[None]:
         try:
-            with interrupt.held():
+            with interrupt.delayed():
                 yield
         except OSError as error:
             self._say(f"tensorboard: cannot write in '{self._folder}': {error.strerror or error}; the run goes on without TensorBoard")

@@ -216,7 +216,7 @@ def run(
         finally:
             if row_logs is not None and (not is_complete or preemption.signal is not None):
                 row_logs.hurry()
-            with interrupt.held():
+            with interrupt.delayed():
                 checkpoints.close()
                 measure.close()
                 if folder is not None and (is_complete or preemption.signal is None):  # after a signal time is short

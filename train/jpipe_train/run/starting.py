@@ -62,7 +62,7 @@ def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resum
         else:
             resumed.check_unchanged()
 
-    with interrupt.held():
+    with interrupt.delayed():
         folder = RunFolder(config, plan, resumes=resumed is not None, anew=resume == "auto", prepare=prepare)
     if folder.begun_anew:
         reporter.say(f"the run in '{shown(folder.path)}' ended before its first checkpoint; it begins anew")
@@ -71,7 +71,7 @@ def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resum
 
 def continue_folder(config: Config, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> None:
     """Prepare the folder of a resumed run, once the checkpoint is read: remove rows and checkpoints of later steps."""
-    with interrupt.held():
+    with interrupt.delayed():
         rows = resumed.rows()
         kept = _start_checkpoints(config, folder.path, resumed.step)  # first, because an unfinished one may have filled the disk
         folder.go_on(rows)
