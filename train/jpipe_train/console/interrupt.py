@@ -16,7 +16,7 @@ _is_delayed = False
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """In this context, record the first Ctrl-C in addition to raising KeyboardInterrupt; the second one ends the process immediately.
+    """Record the first Ctrl-C in this context in addition to raising KeyboardInterrupt; the second ends the process immediately.
 
     It has an effect only if Python's own handler is installed: not in other threads, nor in a background job, which ignores Ctrl-C.
     """

@@ -80,7 +80,7 @@ def _watch_in_a_thread(numbers: Collection[int], received: Callable[[int], None]
 
 
 def _restore_in_child() -> None:
-    """In a forked child, restore the earlier handlers, and do not report its signals to the parent."""
+    """Restore the earlier handlers in a forked child, and do not report its signals to the parent."""
     if _replaced:
         signal.set_wakeup_fd(-1)
         for number, handler in _replaced.items():

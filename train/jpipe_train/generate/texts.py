@@ -118,10 +118,10 @@ class Texts:
         else:
             self._write_new()
         for number, text in enumerate(self.each, 1):
-            which = f"prompt {number}: " if len(self.each) > 1 else ""
+            prefix = f"prompt {number}: " if len(self.each) > 1 else ""
             if text.end == "positions":
                 self.say(
-                    f"{which}stopped after {count(text.tokens, 'token')}: the model has no more than {text.length + text.most} positions"
+                    f"{prefix}stopped after {count(text.tokens, 'token')}: the model has no more than {text.length + text.most} positions"
                 )
         self.say(self._clock.describe(sum(text.tokens for text in self.each), any(text.end == "interrupted" for text in self.each)))
 

@@ -250,10 +250,10 @@ def _digest_of_module(module: str) -> str:
     folders: Sequence[str] = [str(Path.cwd()), *sys.path]
     parts, source = module.split("."), b""
     for end in range(1, len(parts) + 1):
-        found = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), folders)
-        folders = (found and found.submodule_search_locations) or ()
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), folders)
+        folders = (spec and spec.submodule_search_locations) or ()
         with contextlib.suppress(OSError):  # the import reports what is wrong
-            source = Path(found.origin).read_bytes() if found is not None and found.origin is not None else b""
+            source = Path(spec.origin).read_bytes() if spec is not None and spec.origin is not None else b""
     return hashlib.sha256(source).hexdigest()[:12]
 
 

@@ -60,11 +60,11 @@ def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
     """
     small = [rows for rows in range(1, math.isqrt(batch) + 1) if batch % rows == 0]
     divisors = sorted({*small, *(batch // rows for rows in small)})
-    kept = [max(rows for rows in divisors if rows == 1 or rows * devices <= 2 * batch)]
+    sizes = [max(rows for rows in divisors if rows == 1 or rows * devices <= 2 * batch)]
     for rows in reversed(divisors):
-        if rows <= kept[-1] / 1.5:
-            kept.append(rows)
-    return tuple(sorted(kept[:most]))
+        if rows <= sizes[-1] / 1.5:
+            sizes.append(rows)
+    return tuple(sorted(sizes[:most]))
 
 
 def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int, reporter: Reporter, largest_mesh: int = 1) -> Profile:

@@ -255,8 +255,8 @@ def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | 
 def tell_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
     """Print how accelerators of several processes send each other messages, as a probe has determined."""
     if pipe.transfers is not None and pipe.devices[0].platform != "cpu":
-        how = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
-        reporter.say(f"messages between processes go by {how}")
+        method = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
+        reporter.say(f"messages between processes go by {method}")
 
 
 def local_stages(pipe: jpipe.Pipeline) -> set[int]:
