@@ -14,7 +14,7 @@ from jpipe_train.config import huggingface
 from jpipe_train.config.config import Config
 from jpipe_train.config.model_config import OF_THE_RUN
 
-MOST_BYTES = 2**20  # of a config, hundreds of times what long ones have
+MOST_BYTES = 2**20  # hundreds of times the size of a long config
 
 
 def load(

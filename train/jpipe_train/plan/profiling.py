@@ -19,7 +19,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # numbers of microbatch sizes to profile; each takes a compilation, and a run if it is measured
-SECONDS = 8.0  # of measurement, without compilation
+SECONDS = 8.0  # of measuring, without compilation
 
 
 @dataclass(frozen=True)

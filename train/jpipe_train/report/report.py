@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 _PAGE = Path(__file__).with_name("report_page.html")
-_MOST_PARTS = 50  # of a resumed run, the last ones
+_MOST_PARTS = 50  # the last parts of a resumed run that are listed
 _MOST_METRICS, _MOST_RESULTS = 24, 4  # validation metrics that are drawn, and that the top of the page shows
 
 
