@@ -25,14 +25,14 @@ def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeyp
     own = tmp_path / "examples" / "mlp.py"
     own.write_text("mine")
     assert main(["configs", "copy"]) == 2
-    refusal = "'examples/mlp.py' is there and differs; nothing was copied; copy to another folder with --to, or add --overwrite"
+    refusal = "'examples/mlp.py' exists and differs; nothing was copied; copy to another folder with --to, or add --overwrite"
     assert capsys.readouterr() == ("", f"jpipe: configs copy: {refusal}\n")
     assert own.read_text() == "mine"
     assert not (tmp_path / "configs").exists()
     assert main(["configs", "copy", "--overwrite"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "overwritten: examples/mlp.py" in said
-    assert said[-1].startswith("there already: 2 of ")
+    assert said[-1].startswith("already up to date: 2 of ")
     assert all((tmp_path / name).read_bytes() == file.read_bytes() for name, file in shipped_configs.shipped().items())
 
 

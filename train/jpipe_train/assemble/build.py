@@ -226,7 +226,7 @@ def check_memory(
     layers = [specs[layer_id] for s, _ in local for layer_id in plan.stages[s].layers]
     weights, available = bytes_of(layers), memory_of([device for _, group in local for device in group])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        state = bytes_of(jax.eval_shape(rule.init, specs))  # of all layers: a mask may name any of them
+        state = bytes_of(jax.eval_shape(rule.init, specs))  # specs of all layers, because a mask may name any of them
     versions = weights // 2 if has_masters else 0
     need = versions + 2 * weights + state * weights // max(bytes_of(specs), 1)
     if need > available:
@@ -279,7 +279,7 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
 
 def force_cpu_devices(count: int) -> None:
     """Configure at least `count` CPU devices, up to 256; without effect on a GPU or after JAX has started."""
-    count = min(count, 256)  # far more would take minutes and gigabytes; the pipeline reports what is missing then
+    count = min(count, 256)  # more would take minutes and gigabytes; the pipeline then reports missing devices
     if jax.config.values["jax_num_cpu_devices"] < count:
         with contextlib.suppress(RuntimeError):  # JAX has started already, as in a notebook: stages share the existing devices
             jax.config.update("jax_num_cpu_devices", count)

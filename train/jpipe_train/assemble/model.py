@@ -53,9 +53,9 @@ def loss(config: LossConfig) -> Any:
     if config.is_built_in:
         return partial(config.built_in[config.target].load(), arguments=config.parsed)
     function = entry_point.load(config.target, "loss.target")
-    first, others = list(parameters_of(function).values())[:2], list(parameters_of(function).values())[2:]
-    random = [p for p in others if p.name in ("rngs", "key") and p.default in (None, p.empty)]
-    filled = dict.fromkeys([p.name for p in (*first, *random)], "is given by jpipe")
+    first_two, remaining = list(parameters_of(function).values())[:2], list(parameters_of(function).values())[2:]
+    random = [p for p in remaining if p.name in ("rngs", "key") and p.default in (None, p.empty)]
+    filled = dict.fromkeys([p.name for p in (*first_two, *random)], "is given by jpipe")
     with entry_point.errors_about("loss.arguments"):
         check_names(function, config.target, config.arguments, filled)
     return partial(function, **config.arguments)

@@ -30,20 +30,20 @@ def prepare(
     prompt_key: Key = "prompt",
     answer_key: Key = "answer",
 ) -> int:
-    """Write text as a folder of tokens, for data.format: tokens. It appears whole or not at all.
+    """Write text as a folder of tokens, for data.format: tokens. It is written completely or not at all.
 
     Args:
-        source: Files, folders or globs to read; nothing: the source of Python's standard library.
+        source: Files, folders or globs to read; by default the source of Python's standard library.
         tokenizer: A tokenizer.json, which is copied into the folder; jpipe data tokenizer makes one.
         out: The folder, a new one.
-        form: Each file is a text (auto: what seems to be none is refused); or (jsonl-text) each line is JSON with a text; or (prompts) with
-            a prompt and an answer.
-        validation_fraction: Share for validation: of several texts whole ones, of one text its end, of JSON lines those whose hash says so.
-        shard_tokens: A file of tokens ends with the document that makes it as large as this.
-        end_of_text: The token that ends each document; by default the one that the tokenizer has for it.
-        text_key: Of a JSON line.
-        prompt_key: Of a JSON line.
-        answer_key: Of a JSON line.
+        form: Each file is a text (auto, which rejects files that seem not to be text); or (jsonl-text) each line is JSON with a text; or
+            (prompts) with a prompt and an answer.
+        validation_fraction: Share for validation: of several texts whole ones, of one text its end, of JSON lines those selected by a hash.
+        shard_tokens: A file of tokens ends with the document that makes it this large.
+        end_of_text: The token that ends each document; by default the tokenizer's own.
+        text_key: The key of the text in a JSON line.
+        prompt_key: The key of the prompt in a JSON line.
+        answer_key: The key of the answer in a JSON line.
     """
     with interrupt.importing():
         from jpipe_train.console.progress import Reporter
@@ -68,17 +68,17 @@ def make_tokenizer(
     prompt_key: Key = "prompt",
     answer_key: Key = "answer",
 ) -> int:
-    """Make a tokenizer from text: a byte-level BPE, which has a token for every byte, so for every text.
+    """Make a tokenizer from text: a byte-level BPE, which has a token for every byte, and so represents every text.
 
     Args:
-        source: Files, folders or globs to read; nothing: the source of Python's standard library.
-        vocab_size: How many tokens, at most.
+        source: Files, folders or globs to read; by default the source of Python's standard library.
+        vocab_size: The largest number of tokens.
         out: The tokenizer.json, a new file.
         form: As in jpipe data prepare.
-        kind: Of the model: its special tokens are <|endoftext|>, or those of BERT.
-        text_key: Of a JSON line.
-        prompt_key: Of a JSON line.
-        answer_key: Of a JSON line.
+        kind: The kind of the model: its special tokens are <|endoftext|>, or those of BERT.
+        text_key: The key of the text in a JSON line.
+        prompt_key: The key of the prompt in a JSON line.
+        answer_key: The key of the answer in a JSON line.
     """
     with interrupt.importing():
         from jpipe_train.console.progress import Reporter
@@ -96,12 +96,12 @@ def make(
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     seed: Count = 0,
 ) -> int:
-    """Write a small generated data set, to try a kind of data offline. It appears whole or not at all.
+    """Write a small generated data set, to try a kind of data offline. It is written completely or not at all.
 
     Args:
         name: images: drawn shapes, a folder of PNG files per class. translation, words, captions: see docs/data.md.
         out: The folder, a new one; by default samples/NAME.
-        seed: Of what is drawn.
+        seed: The seed of the data.
     """
     with interrupt.importing():
         from jpipe_train.data.samples import make as making

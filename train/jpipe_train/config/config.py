@@ -239,7 +239,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _some_update_is_made(self) -> "Config":
+    def _at_least_one_update(self) -> "Config":
         if self.optimizer.accumulate_batches > self.train.steps:
             raise ValueError(
                 f"optimizer.accumulate_batches {self.optimizer.accumulate_batches} is more than train.steps {self.train.steps}, so that "
@@ -249,9 +249,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_dtype_is_computed_in(self) -> "Config":
-        own, computes = self.model.compute_dtype, self.precision.computes
-        if self.model.target is None and computes is not None and own not in ("float32", computes):
-            raise ValueError(f"model.compute_dtype is {own} and precision.compute {computes}; leave out model.compute_dtype")
+        model_dtype, computes = self.model.compute_dtype, self.precision.computes
+        if self.model.target is None and computes is not None and model_dtype not in ("float32", computes):
+            raise ValueError(f"model.compute_dtype is {model_dtype} and precision.compute {computes}; leave out model.compute_dtype")
         return self
 
     @model_validator(mode="after")
@@ -269,9 +269,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _chunks_are_of_logits(self) -> "Config":
-        own = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
-        if own is not None and self.loss.chunk not in ("auto", None):
-            raise ValueError(f"loss.chunk would mean nothing beside {own}: it is for logits and the loss that are built in; leave it out")
+        target_key = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
+        if target_key is not None and self.loss.chunk not in ("auto", None):
+            raise ValueError(
+                f"loss.chunk would mean nothing beside {target_key}: it is for logits and the loss that are built in; leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -299,6 +301,6 @@ class Config(Section):
     def code(self) -> dict[str, str]:
         """The user's functions that this run calls, by config key."""
         named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss") if not getattr(self, name).is_built_in}
-        own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
+        optimizer = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
         metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
-        return {key: target for key, target in named.items() if target} | own | metrics
+        return {key: target for key, target in named.items() if target} | optimizer | metrics

@@ -42,7 +42,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
         existing = [name for name in changed if os.path.lexists(folder / name)]
         if existing and not overwrite:
             raise InputError(
-                f"configs copy: '{folder / existing[0]}' is there and differs"
+                f"configs copy: '{folder / existing[0]}' exists and differs"
                 + (f", and {len(existing) - 1} more" if len(existing) > 1 else "")
                 + "; nothing was copied; copy to another folder with --to, or add --overwrite"
             )
@@ -54,7 +54,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
         where = error.filename or folder
         raise InputError(f"configs copy: cannot write '{where}': {error.strerror}; choose another folder with --to") from None
     if len(changed) < len(wanted):
-        say(f"there already: {len(wanted) - len(changed)} of {len(wanted)} files")
+        say(f"already up to date: {len(wanted) - len(changed)} of {len(wanted)} files")
 
 
 def shipped() -> dict[str, Path]:

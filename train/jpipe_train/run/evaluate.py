@@ -235,8 +235,8 @@ def _evaluate(
 def _print(config: Config, request: Request, result: Result, source: str, reporter: Reporter) -> None:
     """Print the result as a line and a small table."""
     of_all = "" if result.rows == result.total else f" of {result.total:,}"
-    which = "" if request.weights == "newest" else ", moving average of the weights"
-    reporter.say(f"{request.run}, step {result.step}{which}; data: {source}, {result.rows:,}{of_all} rows")
+    suffix = "" if request.weights == "newest" else ", moving average of the weights"
+    reporter.say(f"{request.run}, step {result.step}{suffix}; data: {source}, {result.rows:,}{of_all} rows")
     unit = data.loss_unit(config).strip()
     rows = {f"loss, {unit}" if unit else "loss": result.loss}
     if unit.startswith("nats per"):
