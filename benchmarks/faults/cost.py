@@ -94,7 +94,7 @@ class _Training:
 
     def bytes_written(self) -> dict[str, int]:
         """Bytes of the newest checkpoint, and of what the workers hold: all versions, optimizer state and layer state."""
-        place = self._folder / "checkpoints" / f"{checkpoint_files.steps(self._folder)[-1]:08d}"
+        place = self._folder / "checkpoints" / str(checkpoint_files.steps(self._folder)[-1])
         held = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
         return {
             "files": sum(path.stat().st_size for path in place.rglob("*") if path.is_file()),
@@ -105,7 +105,7 @@ class _Training:
         step = self._state.batch
         with self._counted():
             if saves:
-                self._checkpoints.arm(step)
+                self._checkpoints.schedule_snapshot(step)
             observer = self._checkpoints.observing()
         self._state, metrics = self._pipe.step(self._state, self._batches.train[step], observe=observer and self._timed(observer))
         for t, loss in ({} if self._last is None else self._last.losses).items():
@@ -113,7 +113,7 @@ class _Training:
             self._through = t
         self._last = metrics
         with self._counted():
-            self._checkpoints.proceed(self._through, lambda _: {})
+            self._checkpoints.flush_finished(self._through, lambda _: {})
 
     def _timed(self, observer: Callable[[jpipe.runtime.Event], None]) -> Callable[[jpipe.runtime.Event], None]:
         def observe(event: jpipe.runtime.Event) -> None:

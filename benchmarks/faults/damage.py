@@ -51,7 +51,7 @@ def main(folder: Path, runs: int, seed: int) -> list[dict[str, Any]]:
 
 def newest(run: Path) -> Path:
     """The folder of the newest complete checkpoint of a run."""
-    return run / "checkpoints" / f"{steps(run)[-1]:08d}"
+    return run / "checkpoints" / str(steps(run)[-1])
 
 
 def damages(place: Path, chance: random.Random) -> Iterator[tuple[str, str, int]]:

@@ -165,7 +165,7 @@ def _rows(run: Path) -> int:
 
 
 def _is_done(run: Path) -> bool:
-    return (run / "checkpoints" / f"{STEPS:08d}" / MARKER).exists()
+    return (run / "checkpoints" / str(STEPS) / MARKER).exists()
 
 
 def _told(kill: Kill) -> str:

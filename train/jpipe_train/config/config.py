@@ -85,13 +85,23 @@ class ResumeConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """The initial parameters: those in `file`, a safetensors file, an export or the folder of a run; null for random ones.
+    """The initial parameters, from `file`: safetensors, an export, a run folder or an Orbax checkpoint; null for random ones.
 
-    `mode: strict` requires exactly the parameters of the model; `partial` uses those that match by name and shape.
+    `mode: strict` requires exactly the parameters of the model; `partial` uses those that match by name and shape. `names` maps the
+    beginnings of names in the model to those in the file; `{n}` stands for any number.
     """
 
     file: FilePath | None = None
     mode: Literal["strict", "partial"] = "strict"
+    names: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _numbers_are_known(self) -> "WarmStartConfig":
+        for start, instead in self.names.items():
+            numbers, others = (re.findall(r"\{(.*?)\}", text) for text in (start, instead))
+            if len(set(numbers)) < len(numbers) or not all(number.isidentifier() for number in numbers) or set(others) - set(numbers):
+                raise ValueError(f"names: expected numbers such as {{n}}, each once on the left, found '{start}: {instead}'")
+        return self
 
 
 class PrecisionConfig(Section):
