@@ -16,7 +16,6 @@ import pytest
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.partition import Placed, Problem, evaluate
-from jpipe_train.data.samples import make
 from matplotlib.figure import Figure
 
 import jpipe
@@ -33,6 +32,7 @@ from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
+from examples.papers.samples import make
 
 CORE = min(os.sched_getaffinity(0))
 DENSE = jpipe.Layer(

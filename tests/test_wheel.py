@@ -9,9 +9,9 @@ import types
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 from jpipe_train import commands
-from jpipe_train.data.samples.make import SAMPLES
 
 import jpipe
+from examples.papers.samples.make import SAMPLES
 from tests.packages import PACKAGES, ROOT
 
 

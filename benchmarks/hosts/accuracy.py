@@ -19,7 +19,6 @@ from typing import Any
 import jax
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Ranked
-from jpipe_train.data.samples import make
 
 import jpipe
 from benchmarks.hosts import accuracy_draw
@@ -29,6 +28,7 @@ from benchmarks.hosts.tasks import TASKS, load, plans
 from benchmarks.machine import describe
 from benchmarks.papers.document import Table, write
 from benchmarks.programs import Program, ProgramFailed, python_module
+from examples.papers.samples import make
 
 PLACE = "time to accuracy"  # in the document
 PICTURE = "time-to-accuracy.png"

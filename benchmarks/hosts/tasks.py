@@ -98,9 +98,8 @@ def load(task: Task, samples: Path) -> Config:
     places = {"folder": folder}
     if task.sample == "images":
         places = {"folder": folder / "train", "validation_folder": folder / "val"}
-    return config_file.load(
-        CONFIGS / f"{task.config}.yaml", [*task.changes, *(f"data.arguments.{key}={place}" for key, place in places.items())]
-    )
+    changes = [*task.changes, *(f"data.arguments.{key}={place}" for key, place in places.items())]
+    return config_file.load(CONFIGS / f"{task.config}.yaml", changes, allow_code=True)
 
 
 def profile(config: Config) -> Profile:

@@ -21,12 +21,12 @@ from jpipe_train.config import config_file
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.config.presets import PRESETS
 from jpipe_train.console.progress import Reporter
-from jpipe_train.data.samples import make
 from jpipe_train.models import cross_entropy, layers
 from jpipe_train.plan.planning import Parts
 from rich.console import Console
 
 import jpipe
+from examples.papers.samples import make
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FEATURES = 4096  # of a frame, as in the paper; the sample has fewer
@@ -111,7 +111,9 @@ def pipedream_profile(name: str, rows: int = 0) -> Profile:
             sample = Path("samples") / paper.sample
             sample.mkdir(parents=True)
             make.SAMPLES[paper.sample](sample, 0)
-        parts = Parts.of(config_file.load(CONFIGS / "papers" / f"{paper.config}.yaml", paper.overrides), Reporter(1, 1, "rows", console))
+        parts = Parts.of(
+            config_file.load(CONFIGS / "papers" / f"{paper.config}.yaml", paper.overrides, allow_code=True), Reporter(1, 1, "rows", console)
+        )
 
         def batch(count: int) -> Any:
             inputs, labels = parts.rows(count)

@@ -1,5 +1,5 @@
-"""The commands: `jpipe train CONFIG`, `launch`, `plan`, `simulate`, `evaluate`, `export`, `generate`, `translate`,
-`data …`, `configs`, `completion`."""
+"""The commands: `jpipe train CONFIG`, `launch`, `plan`, `simulate`, `evaluate`, `export`, `generate`, `data …`,
+`configs`, `completion`."""
 
 import contextlib
 import json
@@ -305,43 +305,8 @@ def generate(
     )
 
 
-@app.command
-def translate(
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
-    source: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
-    reference: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None,
-    step: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
-    weights: Literal["newest", "ema"] = "newest",
-) -> int:
-    """Translate sentences with a GNMT that was trained, and find BLEU; translations go to standard output.
-
-    Args:
-        run: The folder of the run, such as runs/0001.
-        source: A file with a sentence to a line; by default those that the run is validated on.
-        reference: A file with their translations, for BLEU; by default those that the run is validated on, without a source.
-        step: Of the checkpoint after so many steps; by default of the newest that is whole.
-        weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
-    """
-    with interrupt.held():
-        from jpipe import InputError
-        from jpipe_train.generate import translate as translating
-    interrupt.check()
-
-    def say(line: str) -> None:
-        print(f"jpipe: {printable(line)}", file=sys.stderr, flush=True)
-
-    def write(line: str) -> None:
-        print(printable(line.removesuffix("\n")), flush=True)
-
-    try:
-        translating.main(translating.Request(run, source, reference, step, weights), write, say)
-    except InputError as error:
-        return failed(error)
-    return 0
-
-
 data = tyro.extras.SubcommandApp()
-app.command(data, name="data", help="Make a tokenizer, write text as files of tokens, or make a small data set, to train on.")
+app.command(data, name="data", help="Make a tokenizer, or write text as files of tokens, to train on.")
 
 Source = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]", help_behavior_hint="")]
 Form = Annotated[Literal["auto", "text", "jsonl-text", "prompts"], tyro.conf.arg(name="format")]
@@ -431,31 +396,6 @@ def make_tokenizer(
     return 0
 
 
-@data.command
-def make(
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
-    out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    seed: Annotated[int, tyro.conf.arg(metavar="N")] = 0,
-) -> int:
-    """Write a small generated data set, to try a kind of data offline. It appears whole or not at all.
-
-    Args:
-        name: images: drawn shapes, a folder of PNG files per class. translation, words, captions: see docs/data.md.
-        out: The folder, a new one; by default samples/NAME.
-        seed: Of what is drawn.
-    """
-    with interrupt.held():
-        from jpipe import InputError
-        from jpipe_train.data.samples import make as making
-    interrupt.check()
-
-    try:
-        making.make(name, out, seed, lambda line: print(printable(line)))
-    except InputError as error:
-        return failed(error)
-    return 0
-
-
 @app.command
 def configs(
     words: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[copy [NAME …]]", help_behavior_hint="")] = (),
@@ -465,7 +405,7 @@ def configs(
     """List the configs and examples that come with jpipe, or copy them to where you are.
 
     Args:
-        words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, an example with its Python file.
+        words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, with the Python files that it names.
         to: The folder that gets the folders configs and examples.
         overwrite: Replace existing files that differ.
     """
@@ -501,9 +441,9 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positi
     return 0
 
 
-NAMES = ("train", "launch", "plan", "simulate", "evaluate", "export", "generate", "translate", "data", "configs", "completion")
+NAMES = ("train", "launch", "plan", "simulate", "evaluate", "export", "generate", "data", "configs", "completion")
 """The commands, in the order of `jpipe --help`."""
-GROUPS: Mapping[str, tuple[str, ...]] = {"data": ("prepare", "tokenizer", "make")}
+GROUPS: Mapping[str, tuple[str, ...]] = {"data": ("prepare", "tokenizer")}
 """The commands that have commands of their own, with those."""
 
 

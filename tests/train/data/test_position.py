@@ -14,10 +14,10 @@ from jpipe_train.data import data
 from jpipe_train.data.own_data import OwnBatches
 from jpipe_train.data.position import Position, start
 from jpipe_train.data.rows import BatchesOfRows
-from jpipe_train.data.targets.buckets import TrainingBatches
-from jpipe_train.data.targets.words import Streams
 
 import jpipe
+from examples.papers.data.buckets import TrainingBatches
+from examples.papers.data.words import Streams
 from tests.train.conftest import changed
 
 SPEC = (jax.ShapeDtypeStruct((), np.dtype(np.int64)), jax.ShapeDtypeStruct((), np.dtype(np.int64)))

@@ -5,7 +5,6 @@ import operator
 import re
 import reprlib
 import warnings
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -14,11 +13,11 @@ import jpipe
 from jpipe.errors import nearest
 from jpipe.plan import RECOMPUTE
 from jpipe.schedules import SCHEDULES
-from jpipe_train.config import built_in, entry_point, optax_names
+from jpipe_train.config import entry_point, optax_names
 from jpipe_train.config.data_config import DataConfig as DataConfig
 from jpipe_train.config.model_config import ModelConfig as ModelConfig
 from jpipe_train.config.section import AUTO as AUTO
-from jpipe_train.config.section import MOST_ROWS, Arguments, BuiltIn, Count, FilePath, OwnCode, Section
+from jpipe_train.config.section import MOST_ROWS, Arguments, Count, FilePath, OwnCode, Section
 
 MOST_MICROBATCHES = 1024
 MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
@@ -124,14 +123,12 @@ class PrecisionConfig(Section):
 
 
 class LossConfig(OwnCode):
-    """The mean cross-entropy of integer labels, one of `built_in.LOSSES`, or `target(outputs, labels, **arguments)`, which returns (sum of
-    the losses, weight).
+    """The mean cross-entropy of integer labels, or `target(outputs, labels, **arguments)`, which returns (sum of the losses, weight).
 
     The built-in models' logits are made `chunk` positions at a time, in backwards again, so that they are never all in memory; null: all
     at once; "auto": all at once where there are few symbols.
     """
 
-    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.LOSSES
     keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can be set over a file with all keys
 
     chunk: Count | Literal["auto"] | None = "auto"
@@ -388,7 +385,7 @@ class Config(Section):
     @property
     def code(self) -> dict[str, str]:
         """The functions of the user's own that this run calls, by the key that names them."""
-        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss") if not getattr(self, name).is_built_in}
+        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss")}
         own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
         metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
         return {key: target for key, target in named.items() if target} | own | metrics

@@ -1,12 +1,10 @@
 """The keys of the section `data`: what is read, and how it is made to batches."""
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jpipe_train.config import built_in
-from jpipe_train.config.section import AUTO, BuiltIn, FilePath, Fraction, OwnCode
+from jpipe_train.config.section import AUTO, FilePath, Fraction, OwnCode
 
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _ONLY_WITH = {  # which formats a key is for; with others it would mean nothing
@@ -25,11 +23,9 @@ class DataConfig(OwnCode):
     """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
 
     Its `format` is bytes, text for a `tokenizer`, tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a prompt
-    and an answer); auto is bytes, and refuses files that are known to be no text. With a `target` it is one of `built_in.DATA`, or what
-    `target(seed, batch_size, **arguments)` returns: (train, validation), see `jpipe_train.data.own_data`.
+    and an answer); auto is bytes, and refuses files that are known to be no text. With a `target` it is what
+    `target(seed, batch_size, **arguments)` returns: (train, validation), or a `jpipe_train.data.data.Data`.
     """
-
-    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.DATA
 
     format: Literal["auto", "bytes", "text", "tokens", "prompts"] = AUTO
     path: FilePath | None = None

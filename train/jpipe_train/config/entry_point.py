@@ -18,7 +18,7 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe.errors import nearest
-from jpipe_train.config.arguments import check_names
+from jpipe_train.config.arguments import check_names, parameters_of
 from jpipe_train.console import interrupt
 
 _OUR_PACKAGES = ("jpipe", "jpipe_planner", "jpipe_train")
@@ -79,13 +79,29 @@ def load(target: str, key: str) -> Callable[..., Any]:
     return value
 
 
-def call(target: str, key: str, arguments: Mapping[str, Any], filled: Mapping[str, Any] | None = None) -> Any:
-    """What the function `target` returns for `arguments` of the config and those `filled` in here.
+def call(
+    target: str,
+    key: str,
+    arguments: Mapping[str, Any],
+    filled: Mapping[str, Any] | None = None,
+    offered: Mapping[str, Any] | None = None,
+) -> Any:
+    """Call the function `target` and return its result.
+
+    Args:
+        target: `module:function`.
+        key: the key of the config that names it, for messages.
+        arguments: those of the config.
+        filled: those that jpipe gives.
+        offered: those that jpipe gives to a function that has a parameter of that name, unless the config does.
 
     Raises:
         InputError: as `load`; arguments that do not fit; an exception in the function, with the line of the user's that raised it.
     """
-    function, filled = load(target, key), filled or {}
+    function = load(target, key)
+    parameters = parameters_of(function)
+    wanted = {name: value for name, value in (offered or {}).items() if name in parameters and name not in arguments}
+    filled = {**wanted, **(filled or {})}
     with placed(f"{key.rpartition('.')[0]}.arguments"):
         check_names(function, target, arguments, dict.fromkeys(filled, "is given by jpipe"))
     with reported(f"{key}: '{target}' fails"):

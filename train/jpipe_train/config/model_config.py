@@ -1,15 +1,13 @@
 """The keys of the section `model`: the family of built-in language models."""
 
 import reprlib
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
-from jpipe_train.config import built_in
 from jpipe_train.config.presets import PRESETS
-from jpipe_train.config.section import BuiltIn, Count, OwnCode, Section
+from jpipe_train.config.section import Count, OwnCode, Section
 
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
@@ -42,11 +40,8 @@ class ModelConfig(OwnCode):
     """A language model: `depth` blocks of `width` with `heads` heads over `seq_len` symbols; parameters are float32 whatever
     `compute_dtype` is. By default a GPT over bytes; a `preset` gives the other keys, and what is given beside it replaces them.
 
-    With a `target` it is one of `built_in.MODELS`, or the `jpipe.LayerStack` that `target(**arguments)` returns, and `seq_len` is only that
-    of the text.
+    With a `target` it is the `jpipe.LayerStack` that `target(**arguments)` returns, and `seq_len` is only that of the text.
     """
-
-    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.MODELS
 
     keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"seq_len"}
 

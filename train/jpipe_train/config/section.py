@@ -1,11 +1,9 @@
 """What sections of a config are made of: their base classes, and the types of keys that several of them have."""
 
-import importlib
 import os
-import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import (
@@ -14,13 +12,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_serializer,
     model_validator,
 )
 
-from jpipe.errors import nearest
 from jpipe_train.config import entry_point
 
 # The upper limits are far beyond what runs; they keep a typo from counting for hours or out of 32 bits.
@@ -55,88 +51,41 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True)
-class BuiltIn:
-    """A built-in part that a config can name as a `target`.
-
-    Attributes:
-        arguments: which it has, and what they may be.
-        function: that makes it, as `module:function`: text, because this room knows no models.
-    """
-
-    arguments: type[Section]
-    function: str
-
-    def load(self) -> Callable[..., Any]:
-        """The function, imported."""
-        module, _, name = self.function.partition(":")
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return found
-
-    def parsed(self, name: str, given: Mapping[str, Any]) -> Any:
-        """The arguments, defaults filled in.
-
-        Args:
-            name: of the part, for messages.
-            given: in the config.
-
-        Raises:
-            ValueError: it has no such arguments.
-        """
-        try:
-            return self.arguments.model_validate(dict(given))
-        except ValidationError as error:
-            wrong = error.errors()[0]
-        key, said = ".".join(map(str, wrong["loc"])), wrong["msg"].removeprefix("Value error, ")
-        if wrong["type"] == "extra_forbidden":
-            raise ValueError(f"arguments: '{name}' has no '{key}'; {nearest(key, self.arguments.model_fields)}")
-        if wrong["type"] == "missing":
-            raise ValueError(f"arguments: '{name}' needs '{key}'; add it")
-        raise ValueError(f"arguments: {key}: {said}, found {reprlib.repr(wrong['input'])}; change it" if key else f"arguments: {said}")
+MOVED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "alexnet": "examples.papers.models.vgg:alexnet",
+        "vgg16": "examples.papers.models.vgg:vgg16",
+        "resnet50": "examples.papers.models.resnet:resnet50",
+        "inception_v3": "examples.papers.models.inception:inception_v3",
+        "gnmt": "examples.papers.models.gnmt:gnmt",
+        "awd_lm": "examples.papers.models.awd_lm:awd_lm",
+        "s2vt": "examples.papers.models.s2vt:s2vt",
+        "images": "examples.papers.data.images:load",
+        "translation": "examples.papers.data.translation:load",
+        "words": "examples.papers.data.words:load",
+        "captions": "examples.papers.data.captions:load",
+        "smoothed_cross_entropy": "examples.papers.losses:smoothed_cross_entropy",
+    }
+)
+"""The targets that were built in up to version 0.2, and what to write in their place."""
 
 
 class OwnCode(Section):
-    """A section in which a `target` with its `arguments` can replace what the other keys describe: a function of the user's own, or a part
-    of `built_in` by name.
-    """
+    """A section in which a `target`, a function of the user's own with its `arguments`, can replace what the other keys describe."""
 
     target: str | None = None
     arguments: Arguments = {}
 
-    built_in: ClassVar[Mapping[str, BuiltIn]] = {}
-
     keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # beside a target
-
-    @property
-    def is_built_in(self) -> bool:
-        """Whether the target is one of `built_in`."""
-        return self.target in self.built_in
-
-    @property
-    def carries(self) -> bool:
-        """Whether layers carry a state of each row from batch to batch, so that a stage has one replica only: a built-in model may."""
-        return self.is_built_in and getattr(self.parsed, "carries", False)
-
-    @property
-    def parsed(self) -> Any:
-        """The arguments of a built-in target, defaults filled in."""
-        assert self.target is not None
-        return self.built_in[self.target].parsed(self.target, self.arguments)
 
     @field_validator("target")
     @classmethod
     def _names_something(cls, target: str | None) -> str | None:
-        if target is None or target in cls.built_in:
-            return target
-        if ":" in target or not cls.built_in:
-            return entry_point.check_form(target)
-        raise ValueError(f"expected module:function or one of {', '.join(cls.built_in)}, found {reprlib.repr(target)}")
-
-    @model_validator(mode="after")
-    def _arguments_are_its_own(self) -> "OwnCode":
-        if self.is_built_in:
-            _ = self.parsed
-        return self
+        if target is not None and target in MOVED:
+            raise ValueError(
+                f"'{target}' is an example now; write {MOVED[target]}, get its code with jpipe configs copy, and add --allow-code"
+            )
+        return None if target is None else entry_point.check_form(target)
 
     @model_validator(mode="after")
     def _nothing_is_said_in_vain(self) -> "OwnCode":

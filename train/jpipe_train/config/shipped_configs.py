@@ -10,6 +10,7 @@ from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"
 _PACKAGE = Path(__file__).parents[1]
+_PAPERS = "examples.papers"
 
 
 def list_all(say: Callable[[str], None]) -> None:
@@ -27,7 +28,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
     """Copy files to `folder`/configs and `folder`/examples.
 
     Args:
-        names: of them, such as `configs/gpt-bytes.yaml`, or `gpt-bytes`; none: all. With an example comes its Python file.
+        names: of them, such as `configs/gpt-bytes.yaml`, or `gpt-bytes`; none: all. With a config come the Python files that it names.
         folder: where to.
         overwrite: replace files that differ; says which.
         say: gets a line for each thing done.
@@ -64,14 +65,20 @@ def shipped() -> dict[str, Path]:
     return {file.relative_to(root).as_posix(): file for file in files}
 
 
-def _parts(asked: str, there: Sequence[str] | dict[str, Path]) -> list[str]:
+def _parts(asked: str, there: dict[str, Path]) -> list[str]:
     """The files that one name of the user's means."""
     configs = [name for name in there if name.endswith(".yaml")]
     found = [name for name in configs if asked in (name, Path(name).name, Path(name).stem)]
     if not found:
         raise InputError(f"configs copy: unknown config '{asked}'; {nearest(asked, [Path(name).stem for name in configs])}")
-    code = [f"{found[0].removesuffix('.yaml')}.py", "examples/__init__.py"] if found[0].startswith("examples/") else []
-    return found + code
+    return found + _code(there[found[0]].read_text(encoding="utf-8"), there)
+
+
+def _code(config: str, there: dict[str, Path]) -> list[str]:
+    """Return the Python files that a config needs: the modules that it names, and those of a package that import each other."""
+    modules = {name: name.removesuffix(".py").replace("/", ".") for name in there if name.endswith(".py")}
+    code = [name for name, module in modules.items() if f"{module}:" in config or (module.startswith(_PAPERS) and _PAPERS in config)]
+    return [*code, "examples/__init__.py"] if code else []
 
 
 def _content(path: Path) -> bytes | None:

@@ -12,20 +12,14 @@ from typing import Protocol, runtime_checkable
 import grain
 
 from jpipe import InputError
+from jpipe_train.config import entry_point
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import masked, own_data, splits, windows
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
 from jpipe_train.data.splits import Split
-from jpipe_train.data.targets import image_rows
 
-_READERS = {  # built-in data, and the built-in models that it is for
-    "images": ("alexnet", "vgg16", "resnet50", "inception_v3"),
-    "translation": ("gnmt",),
-    "words": ("awd_lm",),
-    "captions": ("s2vt",),
-}
 Rows = windows.Windows | windows.Examples | masked.Masked
 
 
@@ -105,13 +99,8 @@ def load(config: Config, position: Position | None = None) -> Data:
 
 
 def _read(config: Config) -> Data:
-    _check_readers(config)
-    if config.data.is_built_in:
-        return _built_in(config)
     if config.data.target is not None:
-        train, validation = own_data.load(config.data.target, config.data.arguments, config.seed, config.train.batch_size)
-        amount = f"{count(len(validation), 'batch', 'es')} for validation"
-        return Data(train, validation, config.data.target, amount, lambda: own_data.digest(train, validation))
+        return _from_target(config)
     _check_objective(config)
     found = splits.read(config)
     _check_vocabulary(config, found)
@@ -150,50 +139,29 @@ def held_out(config: Config, path: str | None = None) -> Data:
     return Data(batches, batches, found.source, f"{found.validation.size:,} tokens", found.digest, _remarks(found, rows))
 
 
-def _check_readers(config: Config) -> None:
-    """Refuse a built-in model and built-in data that are not made for each other; code of the user's own may go with either."""
-    data, model = config.data.target, config.model.target
-    reads = next((name for name, readers in _READERS.items() if model in readers), None)
-    if reads is not None and (data is None or (config.data.is_built_in and data != reads)):
-        raise InputError(f"data.target: expected {reads}, which model.target {model} reads, found {data or 'none'}; change one of them")
-    if data in _READERS and model is None:
-        readers = " or ".join(_READERS[data])
-        raise InputError(f"model.target: expected {readers}, which reads data.target {data}, found none; change one of them")
-    if data == "images" and config.model.is_built_in:
-        need, have = config.model.parsed.image_size, config.data.parsed.image_size
-        if need != have:
-            raise InputError(f"data.arguments.image_size: expected {need}, model.arguments.image_size, found {have}; change one of them")
-
-
-def _built_in(config: Config) -> Data:
-    """What a loader by name reads, whose words or classes the model has a place for.
+def _from_target(config: Config, **offered: bool) -> Data:
+    """Return the data of `data.target`, whose labels the model has outputs for.
 
     Raises:
         InputError: as `load`.
     """
-    name = str(config.data.target)
-    found: Data = config.data.built_in[name].load()(config.data.parsed, config.seed, config.train.batch_size)
-    key, what = ("classes", "classes") if name == "images" else ("vocab_size", "words")
-    need = found.vocab_size
-    if config.model.is_built_in and need is not None and need > (have := getattr(config.model.parsed, key)):
-        raise InputError(
-            f"model.arguments.{key}: expected at least {need}, for the {what} of {found.source}, found {have}; raise it, or keep fewer "
-            f"{what}"
-        )
-    return found
+    target, batch_size = str(config.data.target), config.train.batch_size
+    given = {"seed": config.seed, "batch_size": batch_size}
+    found = entry_point.call(target, "data.target", config.data.arguments, given, offered)
+    if isinstance(found, Data):
+        return found
+    train, validation = own_data.checked(found, target, batch_size)
+    amount = f"{count(len(validation), 'batch', 'es')} for validation"
+    return Data(train, validation, target, amount, lambda: own_data.digest(train, validation))
 
 
 def unread(config: Config) -> Data:
-    """As `load`, for what needs no more than the shapes of a batch: of images nothing is read.
+    """As `load`, for what needs no more than the shapes of a batch: a `data.target` with a parameter `shapes_only` need not read anything.
 
     Raises:
         InputError: as `load`.
     """
-    if config.data.target != "images":
-        return load(config)
-    _check_readers(config)
-    nothing = BatchesOfRows([], config.train.batch_size, image_rows.row_spec(config.data.parsed.image_size))
-    return Data([nothing[0]], [nothing[0]], str(config.data.parsed.folder), "not read", lambda: "")
+    return load(config) if config.data.target is None else _from_target(config, shapes_only=True)
 
 
 def portion(config: Config) -> tuple[int, str]:

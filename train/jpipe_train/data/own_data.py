@@ -133,16 +133,15 @@ def digest(train: OwnBatches, validation: OwnBatches) -> str:
     return found.hexdigest()
 
 
-def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
-    """(train, validation) from `target(seed, batch_size, **arguments)`.
+def checked(found: Any, target: str, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
+    """(train, validation) of what `target(seed, batch_size, **arguments)` returned.
 
     `train[t]` is batch t, for any t < `train.steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
     same in every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.
 
     Raises:
-        InputError: the target does not exist, fails, or returns something else.
+        InputError: it returned something else.
     """
-    found = entry_point.call(target, "data.target", arguments, {"seed": seed, "batch_size": batch_size})
     if not isinstance(found, Sequence) or len(found) != 2:
         raise InputError(f"data.target: expected '{target}' to return (train, validation), found {type(found).__name__}; return two")
     for name, batches in zip(("train", "validation"), found, strict=True):

@@ -103,6 +103,10 @@ class BatchesOfRows:
         elements = self.elements.in_pieces(position.pieces) if isinstance(self.elements, Pieces) else self.elements
         return replace(self, elements=elements, begins=position)
 
+    def with_remainder(self, microbatch: int) -> "AllRows":
+        """Return these batches, followed by smaller ones with the rows that fill none."""
+        return AllRows(self, microbatch)
+
     def __getitem__(self, index: int) -> Batch:
         specs, structure = jax.tree.flatten(self.spec)
         order = self.order
@@ -141,6 +145,37 @@ def _read(leaves: Callable[[], list[np.ndarray]], number: int, start: int, stop:
     return leaves()[number][start:stop]
 
 
+@runtime_checkable
+class WithRemainder(Protocol):
+    """Whole batches and smaller ones, which together have all rows of the data."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Batch: ...
+
+    @property
+    def whole(self) -> int:
+        """The number of whole batches, which come first."""
+        ...
+
+    def rows_of(self, index: int) -> int:
+        """Return how many rows of the data a batch has."""
+        ...
+
+    def copies_of(self, index: int) -> int:
+        """Return how many copies of each of these rows a batch has."""
+        ...
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """Batches that leave out rows which do not fill one."""
+
+    def with_remainder(self, microbatch: int, /) -> WithRemainder:
+        """Return these batches, followed by smaller ones with the remaining rows, in whole microbatches of this many rows."""
+        ...
+
+
 class _Part(NamedTuple):
     """`rows` rows from number `first` on, each `copies` times."""
 
@@ -168,18 +203,20 @@ class AllRows:
         return len(self.batches) + len(self._left)
 
     def __getitem__(self, index: int) -> Batch:
-        whole = len(self.batches)
-        return self.batches[index] if index < whole else _repeated(self.batches, self._left[index - whole])
+        return self.batches[index] if index < self.whole else _repeated(self.batches, self._left[index - self.whole])
+
+    @property
+    def whole(self) -> int:
+        """The number of whole batches."""
+        return len(self.batches)
 
     def rows_of(self, index: int) -> int:
-        """How many rows of the data a batch has."""
-        whole = len(self.batches)
-        return self.batches.batch_size if index < whole else self._left[index - whole].rows
+        """Return how many rows of the data a batch has."""
+        return self.batches.batch_size if index < self.whole else self._left[index - self.whole].rows
 
     def copies_of(self, index: int) -> int:
-        """How often each of them is there."""
-        whole = len(self.batches)
-        return 1 if index < whole else self._left[index - whole].copies
+        """Return how many copies of each of these rows a batch has."""
+        return 1 if index < self.whole else self._left[index - self.whole].copies
 
     @property
     def rows(self) -> int:

@@ -12,8 +12,6 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from jpipe_train.config.targets.sequence_config import SmoothedLoss
-
 Labels = Any  # integers, or {"tokens": integers, "next": integers of each row}
 Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next": logits of each row}
 
@@ -63,20 +61,6 @@ def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Arra
     following = _nats(outputs["next"], labels["next"])
     share = (number / labels["next"].size).astype(following.dtype)
     return _nats(outputs["tokens"], labels["tokens"]) + share * following, number
-
-
-def smoothed(outputs: Any, labels: Any, arguments: SmoothedLoss) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """As `loss`, of labels that are 1 - ε the symbol and ε all symbols alike (Szegedy et al. 2016): (1 - ε) · nats + ε · mean nats of all.
-
-    Args:
-        outputs: logits (…, v).
-        labels: integers (…).
-        arguments: ε, its `smoothing`.
-    """
-    share = jnp.asarray(arguments.smoothing, jnp.float32)
-    logs = jax.nn.log_softmax(outputs.astype(wider(outputs.dtype)))
-    of_all = jnp.where(labels >= 0, -logs.mean(axis=-1), jnp.zeros((), logs.dtype)).sum()
-    return (1 - share) * _nats(outputs, labels) + share * of_all, _number(labels)
 
 
 def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array, ""], Int[Array, ""]]:

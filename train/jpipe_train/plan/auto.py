@@ -40,7 +40,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     profile = Profile.from_json(together.from_first("the profile of process 0", lambda: "" if own is None else own.to_json()))
     topology = local_topology(dispatch=profile.dispatch)
 
-    request = Request(all_devices=together.processes is not None, replicas=not config.model.carries)
+    request = Request(all_devices=together.processes is not None, replicas=not parts.stack.carries_rows)
 
     def best() -> str:
         found = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)

@@ -22,8 +22,7 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.data import data
-from jpipe_train.data.rows import AllRows, BatchesOfRows, like_a_batch
-from jpipe_train.data.targets.buckets import AllBatches, HeldOutBatches
+from jpipe_train.data.rows import BatchesOfRows, Divisible, WithRemainder, like_a_batch
 from jpipe_train.launch.together import facts, joined
 from jpipe_train.report.metrics_log import RunStopped, mean_of, means_of
 from jpipe_train.run.loop import reason
@@ -164,11 +163,8 @@ def _ready(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.
         return replace(found, train=[like_a_batch(rows)] if isinstance(rows, BatchesOfRows) else rows)
 
     pipe, batches = build(config, reporter, load=load)
-    rows, each = batches.validation, config.train.batch_size // pipe.plan.microbatches
-    if isinstance(rows, BatchesOfRows):
-        batches = replace(batches, validation=AllRows(rows, each))
-    if isinstance(rows, HeldOutBatches):
-        batches = replace(batches, validation=AllBatches(rows, each))
+    if isinstance(rows := batches.validation, Divisible):
+        batches = replace(batches, validation=rows.with_remainder(config.train.batch_size // pipe.plan.microbatches))
     return pipe, check(config, pipe, batches), _parts(config, request, batches.validation)
 
 
@@ -187,13 +183,13 @@ class _Parts:
     there: int
 
 
-def _parts(config: Config, request: Request, everything: data.Batches | AllRows | AllBatches) -> _Parts:
+def _parts(config: Config, request: Request, everything: data.Batches) -> _Parts:
     """The whole batches that are asked for; if these are all and more, the rows that are left after them, too."""
     rows = [config.train.batch_size] * len(everything)
     copies = [1] * len(everything)
     whole = len(everything)
-    if isinstance(everything, AllRows | AllBatches):
-        whole = len(everything.batches)
+    if isinstance(everything, WithRemainder):
+        whole = everything.whole
         rows, copies = ([of(i) for i in range(len(everything))] for of in (everything.rows_of, everything.copies_of))
     number = len(everything) if request.batches is None or request.batches > whole else request.batches
     return _Parts(rows[:number], copies[:number], sum(rows))

@@ -24,7 +24,7 @@ _THEN = (
 )
 _OWN = "read it in a function of your own (data.target: module:function)"
 _PICKLE = "write text, JSON lines or token files"
-_IMAGE = "data.target: images learns from folders of images"
+_IMAGE = "data.target: examples.papers.data.images:load learns from folders of images"
 _MEDIA = "write text about it, or read it in a function of your own (data.target: module:function)"
 
 

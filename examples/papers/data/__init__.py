@@ -1,0 +1,1 @@
+"""Data of the models: folders of images, parallel text, running words, captions of videos."""

@@ -1,0 +1,228 @@
+"""Batches of several shapes: rows of like length are batched together, so that little of a batch is padding."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import jax
+import numpy as np
+from jpipe_train.data import position
+from jpipe_train.data.position import Position
+from jpipe_train.data.rows import AllRows, Batch, BatchesOfRows, Elements
+
+from examples.papers.data.sentences import check_held_out, in_order, nothing_to_learn
+
+Place = tuple[int, int]  # a bucket, and the number of a batch of it
+
+
+@dataclass(frozen=True)
+class TrainingBatches:
+    """Batches without end. In each epoch a bucket has as many as its rows fill, rows left over wait for the next; the order is shuffled.
+
+    Attributes:
+        buckets: rows of each, without end.
+        rows: how many rows of each bucket an epoch has.
+        seed: of the order.
+        begins: where the order of the batches begins; None: at the first rows of all buckets.
+    """
+
+    buckets: tuple[BatchesOfRows, ...]
+    rows: tuple[int, ...]
+    seed: int
+    begins: Position | None = None
+
+    def __len__(self) -> int:
+        return max(map(len, self.buckets))
+
+    def __getitem__(self, index: int) -> Batch:
+        bucket, number = self.place(index)
+        return self.buckets[bucket][number]
+
+    @property
+    def order(self) -> Position:
+        """Where the order of the batches begins."""
+        return self.begins or position.start(self._batch_size, len(self.buckets))
+
+    def position(self, batch: int) -> Position:
+        """Return where this batch begins: how many rows of each bucket come before it."""
+        before, _, earlier = self._epoch_of(batch)
+        counts = [count + int((earlier == bucket).sum()) for bucket, count in enumerate(before)]
+        order = self.order
+        rows = tuple(rows + count * self._batch_size for rows, count in zip(order.rows, counts, strict=True))
+        return Position(batch=batch, rows=rows, pieces=order.pieces)
+
+    def continued(self, position: Position) -> "TrainingBatches":
+        """Return the same rows in batches that begin at `position`, which may be of other buckets: then the number of rows counts."""
+        if len(position.rows) != len(self.buckets):
+            same = replace(self, begins=None, buckets=tuple(replace(each, batch_size=position.pieces) for each in self.buckets))
+            position = position.model_copy(update={"rows": same.position(position.total // position.pieces).rows})
+        begins = [Position(batch=0, rows=(rows,), pieces=position.pieces) for rows in position.rows]
+        buckets = tuple(each.continued(first) for each, first in zip(self.buckets, begins, strict=True))
+        return replace(self, begins=position, buckets=buckets)
+
+    def place(self, index: int) -> Place:
+        """Where a batch comes from."""
+        before, bucket, earlier = self._epoch_of(index)
+        return bucket, before[bucket] + int((earlier == bucket).sum())
+
+    def _epoch_of(self, index: int) -> tuple[tuple[int, ...], int, np.ndarray]:
+        """Of a batch: the batches of each bucket before its epoch, its bucket, and the buckets of the epoch's earlier batches."""
+        order = self.order
+        ahead = index - order.batch
+        epoch = max((order.total + ahead * self._batch_size) // sum(self.rows), self._first_epoch)  # this one or a little later
+        while sum(self._before(epoch + 1)) <= ahead:
+            epoch += 1
+        before = self._before(epoch)
+        buckets = _shuffled(self.seed, epoch, tuple(b - a for a, b in zip(before, self._before(epoch + 1), strict=True)))
+        at = ahead - sum(before)
+        return before, int(buckets[at]), buckets[:at]
+
+    @property
+    def _batch_size(self) -> int:
+        return self.buckets[0].batch_size
+
+    @cached_property
+    def _first_epoch(self) -> int:
+        """The epoch in which the order begins."""
+        return max(0, *(-(-seen // rows) - 1 for seen, rows in zip(self.order.rows, self.rows, strict=True) if rows))
+
+    def _before(self, epoch: int) -> tuple[int, ...]:
+        """The batches of each bucket before an epoch, counted from where the order begins."""
+        if epoch <= self._first_epoch:
+            return (0,) * len(self.rows)
+        return tuple((epoch * rows - seen) // self._batch_size for rows, seen in zip(self.rows, self.order.rows, strict=True))
+
+
+@dataclass(frozen=True)
+class HeldOutBatches:
+    """The whole batches of each bucket, in a shuffled order.
+
+    Attributes:
+        buckets: the rows of each.
+    """
+
+    buckets: tuple[BatchesOfRows, ...]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Batch:
+        bucket, number = self.places[index]
+        return self.buckets[bucket][number]
+
+    def with_remainder(self, microbatch: int) -> "AllBatches":
+        """Return these batches, followed by smaller ones with the rows that fill none."""
+        return AllBatches(self, microbatch)
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """Where each comes from."""
+        numbers = [itertools.count() for _ in self.buckets]
+        order = _shuffled(0, 0, tuple(map(len, self.buckets))).tolist()
+        return [(bucket, next(numbers[bucket])) for bucket in order]
+
+
+@dataclass(frozen=True)
+class AllBatches:
+    """As `HeldOutBatches`, and after the whole batches of all buckets what is left of each, as in `AllRows`.
+
+    Attributes:
+        batches: the whole ones.
+        microbatch: rows of a microbatch.
+    """
+
+    batches: HeldOutBatches
+    microbatch: int
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Batch:
+        part, number = self._places[index]
+        return part[number]
+
+    @property
+    def whole(self) -> int:
+        """The number of whole batches."""
+        return len(self.batches)
+
+    def rows_of(self, index: int) -> int:
+        """Return how many rows of the data a batch has."""
+        part, number = self._places[index]
+        return part.rows_of(number)
+
+    def copies_of(self, index: int) -> int:
+        """Return how many copies of each of these rows a batch has."""
+        part, number = self._places[index]
+        return part.copies_of(number)
+
+    @cached_property
+    def _places(self) -> list[tuple[AllRows, int]]:
+        parts = [AllRows(bucket, self.microbatch) for bucket in self.batches.buckets]
+        left = [(part, i) for part in parts for i in range(len(part.batches), len(part))]
+        return [(parts[bucket], number) for bucket, number in self.batches.places] + left
+
+
+class RowsOfOneShape(Elements, Protocol):
+    """Rows of a bucket."""
+
+    @property
+    def spec(self) -> Batch:
+        """Shapes and dtypes of one of them."""
+        ...
+
+
+def batches_of(
+    buckets: Sequence[tuple[RowsOfOneShape, RowsOfOneShape]], seed: int, batch_size: int, source: str
+) -> tuple[TrainingBatches, HeldOutBatches]:
+    """Batches for training and for validation.
+
+    Args:
+        buckets: of each the rows for both; it may have none for one of them.
+        seed: of the order of rows and batches.
+        batch_size: rows of a batch.
+        source: where they come from, in words.
+
+    Raises:
+        InputError: there is nothing to learn from, or less than a batch for validation.
+    """
+    rows = tuple(len(train) for train, _ in buckets)
+    if not sum(rows):
+        raise nothing_to_learn()
+    check_held_out(max(len(validation) for _, validation in buckets), batch_size, source)
+
+    def batches(part: RowsOfOneShape, seed: int, *, epochs: bool) -> BatchesOfRows:
+        return BatchesOfRows(in_order(part, seed, epochs=epochs) if len(part) else part, batch_size, part.spec)
+
+    learnt = tuple(batches(train, seed, epochs=True) for train, _ in buckets)
+    held_out = tuple(batches(validation, 0, epochs=False) for _, validation in buckets)
+    return TrainingBatches(learnt, rows, seed), HeldOutBatches(held_out)
+
+
+def shapes_of(batches: TrainingBatches) -> tuple[Batch, ...]:
+    """Shapes and dtypes of batches, the largest first; none if all are of one shape."""
+    if len(batches.buckets) < 2:
+        return ()
+    size = batches.buckets[0].batch_size
+    shapes = [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype), each.spec) for each in batches.buckets]
+    return tuple(reversed(shapes))
+
+
+def bucket_of(lengths: Sequence[np.ndarray], most: Sequence[Sequence[int]]) -> np.ndarray:
+    """For each row the first bucket into which it fits.
+
+    Args:
+        lengths: tokens of the sentences of each file.
+        most: that they may have, in each file, by bucket from the shortest on; every row fits the last.
+    """
+    fits = [np.all([each <= limit for each, limit in zip(lengths, limits, strict=True)], axis=0) for limits in most]
+    return np.argmax(fits, axis=0)
+
+
+@functools.lru_cache(maxsize=4)
+def _shuffled(seed: int, epoch: int, counts: tuple[int, ...]) -> np.ndarray:
+    """Each bucket as often as it has batches."""
+    return np.random.default_rng((seed, epoch)).permutation(np.repeat(np.arange(len(counts)), counts))

@@ -1,0 +1,206 @@
+"""Folders of images, one folder per class, found in a fixed order and split into those for training and those for validation."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+from jpipe_train.console import interrupt
+from jpipe_train.console.terminal import count
+from jpipe_train.data import sources
+from jpipe_train.data.rows import THREADS
+
+from examples.papers.data.image_rows import FOLDER, reason_not_to_decode
+from jpipe import InputError
+from jpipe.files import expanded, open_to_read
+
+ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+"""Of the names of images, in lower or upper case."""
+
+_SHAPE = "give a folder that holds a folder of images for each class"
+_SAMPLED = 16  # files whose bytes are compared between processes
+_NAMED = 5  # of the images that do not decode
+
+
+@dataclass(frozen=True)
+class Images:
+    """Some images and their classes.
+
+    Attributes:
+        root: the folder.
+        names: of the files, below it; each begins with its class.
+        labels: the number of the class of each.
+        classes: their names.
+    """
+
+    root: Path
+    names: tuple[str, ...]
+    labels: Int32[np.ndarray, " n"]
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def file(self, number: int) -> Path:
+        """The path of one of them."""
+        return self.root / self.names[number]
+
+    def some(self, numbers: Sequence[int]) -> "Images":
+        """Only these."""
+        return replace(self, names=tuple(self.names[i] for i in numbers), labels=self.labels[np.asarray(numbers, np.int64)])
+
+    def digest(self) -> str:
+        """Of all names, and of the bytes of some files."""
+        found = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
+        with sources.readable(FOLDER):
+            for number in range(0, len(self), max(len(self) // _SAMPLED, 1)):
+                with open_to_read(self.file(number)) as file:
+                    found.update(hashlib.file_digest(file, "sha256").digest())
+        return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images for training and for validation.
+
+    Attributes:
+        train: to learn from.
+        validation: held out.
+        source: a phrase that says where they come from.
+        remarks: what was left out, in words.
+    """
+
+    train: Images
+    validation: Images
+    source: str
+    remarks: tuple[str, ...] = ()
+
+    def digest(self) -> str:
+        """Of both."""
+        return self.train.digest() + self.validation.digest()
+
+
+def read(folder: str, validation_folder: str | None, validation_fraction: float, skip_broken: bool) -> Split:
+    """Find the images of a folder, and those for validation.
+
+    Args:
+        folder: holds a folder of images for each class.
+        validation_folder: the same for validation; None: a share of the files of `folder`.
+        validation_fraction: that share.
+        skip_broken: decode all images once, to leave out those that do not decode.
+
+    Raises:
+        InputError: a folder is missing, holds no or one class, or a class without an image; a class is only in the folder for validation.
+    """
+    found, remarks = find(folder, FOLDER, skip=skip_broken)
+    if validation_folder is not None:
+        held_out, more = find(validation_folder, "data.arguments.validation_folder", found.classes, skip=skip_broken)
+        parts, remarks = [found, held_out], [*remarks, *more]
+    else:
+        names = sources.validation_names(found.names, validation_fraction)
+        apart = [[i for i, name in enumerate(found.names) if (name in names) == is_held_out] for is_held_out in (False, True)]
+        parts = [found.some(numbers) for numbers in apart]
+    if skip_broken:
+        parts, more = _without_broken(parts)
+        remarks += more
+    return Split(parts[0], parts[1], f"'{folder}'", tuple(remarks))
+
+
+def find(path: str, where: str, classes: tuple[str, ...] | None = None, *, skip: bool = False) -> tuple[Images, list[str]]:
+    """The images of a folder, and lines that say what was left out.
+
+    Args:
+        path: the folder.
+        where: the key that names it, for messages.
+        classes: those that may be there; None: the folders that are there, in alphabetical order, at least two.
+        skip: leave out what has the name of an image and is no file, such as a FIFO or a link that leads nowhere; else refuse it.
+
+    Raises:
+        InputError: there is no such folder, or something is missing in it.
+    """
+    root = expanded(path, where)
+    if not root.is_dir():
+        found = f"'{path}' is a file" if root.exists() else f"'{path}' does not exist"
+        raise InputError(f"{where}: {found}; {_SHAPE}")
+    with sources.readable(where):
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+        there = tuple(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        _check_folders(path, where, there, classes, len(entries))
+        names: list[str] = []
+        labels: list[int] = []
+        others: list[str] = []
+        special: list[str] = []
+        for name in there:
+            own = _files(root, name)
+            if own.special and not skip:
+                raise InputError(
+                    f"{where}: expected a file, found something else as '{root / own.special[0]}', such as a FIFO or a link that leads "
+                    "nowhere; remove it, or leave out such images with data.arguments.skip_broken: true"
+                )
+            if not own.images:
+                raise InputError(f"{where}: expected an image in each class, found none in '{root / name}'; fill the folder, or remove it")
+            names += own.images
+            others += own.others
+            special += own.special
+            labels += [(classes or there).index(name)] * len(own.images)
+    remarks = []
+    if others:
+        remarks = [f"{count(len(others), 'file')} left out whose name is not that of an image, the first is '{root / others[0]}'"]
+    if special:
+        remarks.append(f"{count(len(special), 'image')} left out that is no regular file, the first is '{root / special[0]}'")
+    return Images(root, tuple(names), np.asarray(labels, np.int32), classes or there), remarks
+
+
+def _check_folders(path: str, where: str, there: tuple[str, ...], classes: tuple[str, ...] | None, entries: int) -> None:
+    if not there:
+        what = "it is empty" if not entries else f"found none among {entries} files"
+        raise InputError(f"{where}: expected a folder for each class in '{path}', {what}; {_SHAPE}")
+    if classes is None and len(there) == 1:
+        raise InputError(f"{where}: expected at least two classes in '{path}', found one folder, '{there[0]}'; {_SHAPE}")
+    if classes is not None and (unknown := sorted(set(there) - set(classes))):
+        raise InputError(
+            f"{where}: expected classes that {FOLDER} has, too, found {len(unknown)} others in '{path}', the first is '{unknown[0]}'; "
+            "remove them, or add them there"
+        )
+
+
+class _Found(NamedTuple):
+    """The files of a class, below the folder: images, files with other names, and what has the name of an image and is no regular file."""
+
+    images: list[str]
+    others: list[str]
+    special: list[str]
+
+
+def _files(root: Path, name: str) -> _Found:
+    """Find the files of a class. Hidden ones are left out, and so are links to folders."""
+    found = _Found([], [], [])
+    folders = [root / name]
+    while folders:
+        interrupt.check()
+        entries = sorted((entry for entry in os.scandir(folders.pop()) if not entry.name.startswith(".")), key=lambda entry: entry.name)
+        for entry in (entry for entry in entries if not entry.is_dir()):
+            path = Path(entry.path)
+            is_image = path.suffix.lower() in ENDINGS
+            place = found.others if not is_image else found.images if entry.is_file() else found.special
+            place.append(path.relative_to(root).as_posix())
+        folders += [Path(entry.path) for entry in reversed(entries) if entry.is_dir(follow_symlinks=False)]
+    return found
+
+
+def _without_broken(parts: Sequence[Images]) -> tuple[list[Images], list[str]]:
+    """The images that decode, and a line that counts and names those that do not."""
+    whole: list[Images] = []
+    broken: list[str] = []
+    for part in parts:
+        reasons = list(THREADS.map(reason_not_to_decode, map(part.file, range(len(part)))))
+        broken += [f"'{part.file(i)}' ({reason})" for i, reason in enumerate(reasons) if reason]
+        whole.append(part.some([i for i, reason in enumerate(reasons) if not reason]))
+    if not broken:
+        return whole, []
+    more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
+    return whole, [f"{count(len(broken), 'image')} left out that cannot be decoded: {', '.join(broken[:_NAMED])}{more}"]

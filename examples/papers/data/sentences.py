@@ -1,0 +1,217 @@
+"""What parallel text, running words and captions share: lines of a folder's files, words by number, sentences that cannot be used."""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Literal
+
+import grain
+import numpy as np
+from jaxtyping import Int32
+from jpipe_train.console.terminal import count
+from jpipe_train.data.data import Data
+from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
+from jpipe_train.data.windows import UNCOUNTED
+
+from jpipe import InputError
+from jpipe.files import expanded, read_text
+
+FOLDER = "data.arguments.folder"
+_MOST_BYTES = 2**34  # of a file of text, which is read whole
+END, UNKNOWN = "<eos>", "<unk>"
+Unusable = Literal["refuse", "drop"]
+"""What happens to a sentence that is empty or longer than the model allows."""
+
+
+def lines_of(folder: str, name: str) -> list[str]:
+    """The lines of a file of text, without spaces around them; the last one may lack its end.
+
+    Raises:
+        InputError: it cannot be read, or is no text.
+    """
+    path = expanded(folder, FOLDER) / name
+    where = f"{FOLDER}: cannot read '{path}'"
+    other = f"{FOLDER}: expected text in UTF-8 in '{path}', found other bytes; convert it"
+    text = read_text(path, _MOST_BYTES, where, "the folder needs it; python -m examples.papers.samples writes one to try", other)
+    lines = text.split("\n")
+    return [line.strip() for line in (lines if lines[-1] else lines[:-1])]
+
+
+@dataclass(frozen=True)
+class Words:
+    """Words by number: the end of a sentence, any word that is not known, then the others from the most frequent one on.
+
+    Attributes:
+        words: all of them.
+    """
+
+    words: tuple[str, ...]
+
+    @classmethod
+    def of(cls, sentences: Iterable[Sequence[str]], most: int | None = None) -> "Words":
+        """Those of sentences.
+
+        Args:
+            sentences: words in their order.
+            most: numbers there may be; None: as many as it takes.
+        """
+        counts = Counter(word for sentence in sentences for word in sentence)
+        known = sorted(counts.keys() - {END, UNKNOWN}, key=lambda word: (-counts[word], word))
+        return cls((END, UNKNOWN, *known[: None if most is None else max(most - 2, 0)]))
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {word: number for number, word in enumerate(self.words)}
+
+    @property
+    def end(self) -> int:
+        """The number of the end of a sentence, which also starts one."""
+        return self._numbers[END]
+
+    def numbers(self, words: Sequence[str]) -> Int32[np.ndarray, " n"]:
+        """Of these words."""
+        unknown = self._numbers[UNKNOWN]
+        return np.asarray([self._numbers.get(word, unknown) for word in words], np.int32)
+
+    def unknown(self, sentences: Iterable[Sequence[str]]) -> int:
+        """How many words of sentences are not known."""
+        return sum(word not in self._numbers for sentence in sentences for word in sentence)
+
+
+def usable(lengths: Sequence[np.ndarray], most: Sequence[int], names: Sequence[str], unusable: Unusable) -> tuple[np.ndarray, str | None]:
+    """Which sentences, or pairs of them, can be used, and what to say of the others.
+
+    Args:
+        lengths: tokens of the sentences of each file, the end of a sentence not included.
+        most: that they may have, the end included, in each file.
+        names: of the files.
+        unusable: whether others are refused or dropped.
+
+    Returns:
+        The indices of the usable ones; a remark, None if all are.
+
+    Raises:
+        InputError: some are refused.
+    """
+    empty = [each == 0 for each in lengths]
+    long = [each >= limit for each, limit in zip(lengths, most, strict=True)]
+    wrong = np.any([*empty, *long], axis=0)
+    if not wrong.any():
+        return np.arange(wrong.size), None
+    first = int(np.argmax(wrong))
+    file = next(i for i in range(len(names)) if empty[i][first] or long[i][first])
+    found = "none (it is empty)" if empty[file][first] else f"{lengths[file][first] + 1} with its end"
+    is_empty = np.any(empty, axis=0)
+    how_many = f"{count(int(is_empty.sum()), 'line')} empty, {int((wrong & ~is_empty).sum())} too long"
+    place = f"'{names[file]}', line {first + 1}"
+    if unusable == "refuse":
+        raise InputError(
+            f"{FOLDER}: {place}: expected 1 to {most[file] - 1} tokens and the end of a sentence, found {found} (in all {how_many}); "
+            "change the text, allow longer ones in data.arguments, or drop such lines with data.arguments.unusable: drop"
+        )
+    return np.flatnonzero(~wrong), f"{how_many}: dropped, the first is {place}"
+
+
+def shifted(tokens: np.ndarray, end: int, length: int) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " s"]]:
+    """A sentence as (inputs, labels) of this length: from the token that starts it, and from its first token to its end; then padding.
+
+    Args:
+        tokens: of the sentence.
+        end: the token that ends it, and also starts it.
+        length: more than the number of tokens.
+    """
+    inputs, labels = np.full(length, end, np.int32), np.full(length, UNCOUNTED, np.int32)
+    inputs[1 : 1 + tokens.size], labels[: tokens.size], labels[tokens.size] = tokens, tokens, end
+    return inputs, labels
+
+
+def data_of(
+    parts: tuple[Elements, Elements],
+    spec: Batch,
+    batch_size: int,
+    source: str,
+    amount: str,
+    arrays: Iterable[np.ndarray],
+    vocab_size: int,
+    remarks: Sequence[str | None],
+) -> Data:
+    """Batches of rows for training, which do not end, and for validation.
+
+    Args:
+        parts: rows for training, without end, and for validation.
+        spec: shapes and dtypes of a row.
+        batch_size: rows of a batch.
+        source: where they come from, in words.
+        amount: how much there is, in words.
+        arrays: of which the digest is made.
+        vocab_size: numbers that tokens may have.
+        remarks: what was left out; None: nothing.
+
+    Raises:
+        InputError: there is less than a batch for validation.
+    """
+    check_held_out(len(parts[1]), batch_size, source)
+    train, validation = (BatchesOfRows(part, batch_size, spec) for part in parts)
+    return Data(train, validation, source, amount, digest_of(arrays), said(remarks), vocab_size)
+
+
+def check_held_out(rows: int, batch_size: int, source: str) -> None:
+    """Refuse less than a batch for validation.
+
+    Raises:
+        InputError: there are fewer rows.
+    """
+    if rows < batch_size:
+        raise InputError(
+            f"{FOLDER}: expected at least train.batch_size {batch_size} rows for validation, found {rows} in {source}; give more, "
+            "or lower train.batch_size"
+        )
+
+
+def nothing_to_learn() -> InputError:
+    """There is no row for training."""
+    return InputError(f"{FOLDER}: expected something to learn from, found nothing that can be used; give more text")
+
+
+def in_order(rows: Elements, seed: int, *, epochs: bool) -> Elements:
+    """Rows in a shuffled order, with `epochs` again and again in another one.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not len(rows):
+        raise nothing_to_learn()
+    shuffled = grain.MapDataset.source(rows).shuffle(seed=seed)
+    return shuffled.repeat() if epochs else shuffled
+
+
+def shown(folder: str) -> str:
+    """A folder for messages."""
+    return f"'{os.path.join(folder, '')}'"
+
+
+def exists(path: Path) -> bool:
+    """Whether a file is there that can be read."""
+    return path.is_file() and os.access(path, os.R_OK)
+
+
+def said(remarks: Sequence[str | None]) -> tuple[str, ...]:
+    """What there is to say."""
+    return tuple(remark for remark in remarks if remark is not None)
+
+
+def digest_of(arrays: Iterable[np.ndarray]) -> Callable[[], str]:
+    """Gives what is the same only if all arrays are."""
+    return partial(_digest, list(arrays))
+
+
+def _digest(arrays: Sequence[np.ndarray]) -> str:
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(str((array.shape, array.dtype)).encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
