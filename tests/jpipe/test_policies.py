@@ -67,7 +67,6 @@ def test_modules_of_rooms_are_private_except_the_named_ones():
     assert (
         public
         == {
-            "plan.py",
             "pipeline.py",
             "errors.py",
             "files.py",
