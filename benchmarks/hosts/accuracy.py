@@ -1,6 +1,6 @@
 """`python -m benchmarks.hosts.accuracy`: data parallelism and the planned pipeline, trained to the same validation loss on slow links.
 
-Small VGG-16, GNMT-8 and AWD-LM learn `jpipe data make`'s samples over two and four hosts, network namespaces with a process each, whose
+Small VGG-16, GNMT-8 and AWD-LM learn generated samples over two and four hosts, network namespaces with a process each, whose
 links have a fixed rate. The planner chooses the pipeline from a profile of one core of this machine, for that rate. Both runs have the same
 first weights, batches, optimizer and learning rate. The time of validation is not counted.
 """

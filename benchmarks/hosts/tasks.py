@@ -27,7 +27,7 @@ class Task(NamedTuple):
     Attributes:
         config: a file of `configs/papers/`.
         changes: of its keys; the optimizer and its rate are those of both runs.
-        sample: that `jpipe data make` writes.
+        sample: that `examples.papers.samples` writes.
         rate: of each link, bits per second: one at which data parallelism communicates most of its time.
         target: validation loss that ends a run.
         every: steps between two validations.

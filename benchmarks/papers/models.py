@@ -1,6 +1,6 @@
 """Analytic profiles of the models of `configs/papers/`, each made once in a run, and the papers' clusters.
 
-Images need no files. The data of the other models is that of `jpipe data make`, which gives the shapes of a row.
+Images need no files. The data of the other models is that of `examples.papers.samples`, which gives the shapes of a row.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Paper(NamedTuple):
     Attributes:
         config: its name in `configs/papers/`.
         rows: the paper's microbatch for each GPU.
-        sample: the name of the data in `jpipe data make`; "": it needs none.
+        sample: the name of the data in `examples.papers.samples`; "": it needs none.
         overrides: `key=value` for the config.
     """
 

@@ -67,7 +67,7 @@ MOVED: Final[Mapping[str, str]] = MappingProxyType(
         "smoothed_cross_entropy": "examples.papers.losses:smoothed_cross_entropy",
     }
 )
-"""The targets that were built in up to version 0.2, and what to write in their place."""
+"""The names of targets that were once built in, and what to write in their place."""
 
 
 class OwnCode(Section):
