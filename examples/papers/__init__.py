@@ -1,1 +1,1 @@
-"""The models of the papers of PipeDream and PipeDream-2BW, with their data: code that the configs in configs/papers/ name."""
+"""The models of the PipeDream and PipeDream-2BW papers with their data, as code that the configs in configs/papers/ name."""

@@ -36,7 +36,7 @@ MODEL, DATA = "examples.papers.models.gnmt:gnmt", "examples.papers.data.translat
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """The arguments of the command line.
 
     Attributes:
         run: the folder of the run.
@@ -54,7 +54,7 @@ class Request:
 
 
 def translate(request: Request, write: Callable[[str], None], say: Callable[[str], None]) -> float | None:
-    """Translate.
+    """Translate sentences with the checkpoint of a run.
 
     Args:
         request: what is asked for.
@@ -104,7 +104,7 @@ def translate(request: Request, write: Callable[[str], None], say: Callable[[str
 
 
 def greedy(stack: jpipe.LayerStack, params: Any, inputs: Any, length: int, end: int) -> Int[Array, "b t"]:
-    """Translations of so many tokens, each token the likeliest behind those before it. The encoder reads once.
+    """Translate a batch greedily, choosing the likeliest next token; the encoder runs once.
 
     Args:
         stack: a GNMT.
@@ -130,7 +130,11 @@ def greedy(stack: jpipe.LayerStack, params: Any, inputs: Any, length: int, end: 
 
 
 def _texts(request: Request, folder: str) -> tuple[list[str], str, list[str] | None]:
-    """(sentences, where they come from, references or None)."""
+    """Read the sentences to translate.
+
+    Returns:
+        The sentences, where they come from, and references or None.
+    """
     references: list[str] | None = None
     if request.source is None:
         name = "validation.source"
@@ -158,7 +162,7 @@ def _lines(path: str, option: str) -> list[str]:
 
 
 def _bleu() -> Callable[[list[str], Any], float]:
-    """What finds BLEU.
+    """Return the function that computes BLEU.
 
     Raises:
         InputError: the library for it is not installed.
@@ -173,7 +177,7 @@ def _bleu() -> Callable[[list[str], Any], float]:
 
 
 def _rows(length: int, tokenizer: Tokenizer, lines: list[str], name: str) -> list[dict[str, np.ndarray]]:
-    """The sentences as batches of `ROWS` rows, the last one filled up with its last sentence."""
+    """Batch the sentences by `ROWS` rows; the last batch is filled up with its last sentence."""
     tokens = [each.astype(np.int32) for each in tokenizer.encoded(lines)]
     sentences.usable([np.asarray([each.size for each in tokens])], [length], [name], "refuse")
     assert tokenizer.end is not None
@@ -183,13 +187,13 @@ def _rows(length: int, tokenizer: Tokenizer, lines: list[str], name: str) -> lis
 
 
 def _params(folder: Path, step: int, weights: Weights) -> dict[str, np.ndarray]:
-    """The weights by "layer id/path"."""
+    """Read the weights of a checkpoint, named "layer id/path"."""
     layers = checkpoint_files.read_layers(folder, step, verified=True)
     return {name: np.asarray(array) for name, array in by_name(layers if weights == "newest" else with_ema(layers, step)).items()}
 
 
 def _placed(layer_id: str, there: dict[str, np.ndarray], specs: Any, stack: jpipe.LayerStack) -> Any:
-    """The parameters of one layer, those included that another layer has in its place."""
+    """Return the parameters of one layer, including those that it shares with another layer."""
 
     def of(path: Any, spec: Any) -> np.ndarray:
         name = f"{layer_id}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
@@ -204,7 +208,7 @@ def _placed(layer_id: str, there: dict[str, np.ndarray], specs: Any, stack: jpip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Translate what the command line names.
+    """Run the command line.
 
     Args:
         arguments: of the command line, by default those of this process.

@@ -1,1 +1,1 @@
-"""Data of the models: folders of images, parallel text, running words, captions of videos."""
+"""Data for the papers' models: folders of images, parallel text, running words, captions of videos."""

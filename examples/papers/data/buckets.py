@@ -1,4 +1,4 @@
-"""Batches of several shapes: rows of like length are batched together, so that little of a batch is padding."""
+"""Batches of several shapes: rows of similar length share a batch, so that batches contain little padding."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ Place = tuple[int, int]  # a bucket, and the number of a batch of it
 
 @dataclass(frozen=True)
 class TrainingBatches:
-    """Batches without end. In each epoch a bucket has as many as its rows fill, rows left over wait for the next; the order is shuffled.
+    """Endless training batches in shuffled order; rows that do not fill a batch of their bucket wait for the next epoch.
 
     Attributes:
         buckets: rows of each, without end.
@@ -43,11 +43,11 @@ class TrainingBatches:
 
     @property
     def order(self) -> Position:
-        """Where the order of the batches begins."""
+        """The position of the first batch."""
         return self.begins or position.start(self._batch_size, len(self.buckets))
 
     def position(self, batch: int) -> Position:
-        """Return where this batch begins: how many rows of each bucket come before it."""
+        """Return the position of a batch: how many rows of each bucket come before it."""
         before, _, earlier = self._epoch_of(batch)
         counts = [count + int((earlier == bucket).sum()) for bucket, count in enumerate(before)]
         order = self.order
@@ -55,7 +55,10 @@ class TrainingBatches:
         return Position(batch=batch, rows=rows, pieces=order.pieces)
 
     def continued(self, position: Position) -> "TrainingBatches":
-        """Return the same rows in batches that begin at `position`, which may be of other buckets: then the number of rows counts."""
+        """Return the same rows in batches that begin at `position`.
+
+        If the position is one of other buckets, only its total number of rows counts.
+        """
         if len(position.rows) != len(self.buckets):
             same = replace(self, begins=None, buckets=tuple(replace(each, batch_size=position.pieces) for each in self.buckets))
             position = position.model_copy(update={"rows": same.position(position.total // position.pieces).rows})
@@ -64,12 +67,16 @@ class TrainingBatches:
         return replace(self, begins=position, buckets=buckets)
 
     def place(self, index: int) -> Place:
-        """Where a batch comes from."""
+        """Return the bucket of a batch, and its number in that bucket."""
         before, bucket, earlier = self._epoch_of(index)
         return bucket, before[bucket] + int((earlier == bucket).sum())
 
     def _epoch_of(self, index: int) -> tuple[tuple[int, ...], int, np.ndarray]:
-        """Of a batch: the batches of each bucket before its epoch, its bucket, and the buckets of the epoch's earlier batches."""
+        """Locate a batch in its epoch.
+
+        Returns:
+            The number of batches of each bucket before the epoch, the batch's bucket, and the buckets of the epoch's earlier batches.
+        """
         order = self.order
         ahead = index - order.batch
         epoch = max((order.total + ahead * self._batch_size) // sum(self.rows), self._first_epoch)  # this one or a little later
@@ -86,11 +93,11 @@ class TrainingBatches:
 
     @cached_property
     def _first_epoch(self) -> int:
-        """The epoch in which the order begins."""
+        """The epoch in which the first batch lies."""
         return max(0, *(-(-seen // rows) - 1 for seen, rows in zip(self.order.rows, self.rows, strict=True) if rows))
 
     def _before(self, epoch: int) -> tuple[int, ...]:
-        """The batches of each bucket before an epoch, counted from where the order begins."""
+        """Return the number of batches of each bucket before an epoch, counted from the first batch."""
         if epoch <= self._first_epoch:
             return (0,) * len(self.rows)
         return tuple((epoch * rows - seen) // self._batch_size for rows, seen in zip(self.rows, self.order.rows, strict=True))
@@ -98,7 +105,7 @@ class TrainingBatches:
 
 @dataclass(frozen=True)
 class HeldOutBatches:
-    """The whole batches of each bucket, in a shuffled order.
+    """The full batches of each bucket, in shuffled order.
 
     Attributes:
         buckets: the rows of each.
@@ -119,7 +126,7 @@ class HeldOutBatches:
 
     @cached_property
     def places(self) -> list[Place]:
-        """Where each comes from."""
+        """The bucket of each batch, and its number in that bucket."""
         numbers = [itertools.count() for _ in self.buckets]
         order = _shuffled(0, 0, tuple(map(len, self.buckets))).tolist()
         return [(bucket, next(numbers[bucket])) for bucket in order]
@@ -127,7 +134,7 @@ class HeldOutBatches:
 
 @dataclass(frozen=True)
 class AllBatches:
-    """As `HeldOutBatches`, and after the whole batches of all buckets what is left of each, as in `AllRows`.
+    """The full batches of all buckets, followed by smaller ones with the remaining rows, as in `AllRows`.
 
     Attributes:
         batches: the whole ones.
@@ -167,18 +174,18 @@ class AllBatches:
 
 
 class RowsOfOneShape(Elements, Protocol):
-    """Rows of a bucket."""
+    """The rows of one bucket."""
 
     @property
     def spec(self) -> Batch:
-        """Shapes and dtypes of one of them."""
+        """The shapes and dtypes of one row."""
         ...
 
 
 def batches_of(
     buckets: Sequence[tuple[RowsOfOneShape, RowsOfOneShape]], seed: int, batch_size: int, source: str
 ) -> tuple[TrainingBatches, HeldOutBatches]:
-    """Batches for training and for validation.
+    """Create batches for training and for validation.
 
     Args:
         buckets: of each the rows for both; it may have none for one of them.
@@ -203,7 +210,7 @@ def batches_of(
 
 
 def shapes_of(batches: TrainingBatches) -> tuple[Batch, ...]:
-    """Shapes and dtypes of batches, the largest first; none if all are of one shape."""
+    """Return the shapes and dtypes of batches, the largest first, or nothing if all batches have one shape."""
     if len(batches.buckets) < 2:
         return ()
     size = batches.buckets[0].batch_size
@@ -212,7 +219,7 @@ def shapes_of(batches: TrainingBatches) -> tuple[Batch, ...]:
 
 
 def bucket_of(lengths: Sequence[np.ndarray], most: Sequence[Sequence[int]]) -> np.ndarray:
-    """For each row the first bucket into which it fits.
+    """Find the first bucket into which each row fits.
 
     Args:
         lengths: tokens of the sentences of each file.
@@ -224,5 +231,5 @@ def bucket_of(lengths: Sequence[np.ndarray], most: Sequence[Sequence[int]]) -> n
 
 @functools.lru_cache(maxsize=4)
 def _shuffled(seed: int, epoch: int, counts: tuple[int, ...]) -> np.ndarray:
-    """Each bucket as often as it has batches."""
+    """Return each bucket's number as often as the bucket has batches, in shuffled order."""
     return np.random.default_rng((seed, epoch)).permutation(np.repeat(np.arange(len(counts)), counts))

@@ -1,4 +1,4 @@
-"""Videos as the features of their frames, with captions, for S2VT."""
+"""Videos as features of their frames, with captions, for S2VT."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Captions:
-    """Row i: caption i and the features of its video.
+    """Rows of captions: row i has caption i and the features of its video.
 
     Attributes:
         files: of the features, for each caption.
@@ -61,7 +61,9 @@ class Captions:
 
 
 def features_of(file: Path, sizes: Sizes) -> Float32[np.ndarray, "n f"]:
-    """The features of so many frames of a video: of a longer one evenly spaced ones, of a shorter one all, and then zeros.
+    """Read the features of a fixed number of frames of a video.
+
+    A longer video gives evenly spaced frames; a shorter one is filled up with zeros.
 
     Raises:
         InputError: the file is missing, damaged, or holds something else.
@@ -88,7 +90,7 @@ def load(
     vocab_size: int | None = None,
     unusable: Unusable = "refuse",
 ) -> Data:
-    """Read the captions of a folder, and look at each video's file; features are read when their rows are.
+    """Read the captions of a folder and check each video's file; features are read together with their rows.
 
     Args:
         seed: of the order of the captions.
@@ -135,7 +137,7 @@ def load(
 
 
 def _split(folder: str, name: str) -> list[tuple[str, str]]:
-    """(video, caption) of each line."""
+    """Split each line into the name of a video and a caption."""
     found = []
     for number, line in enumerate(lines_of(folder, name), 1):
         video, tab, caption = line.partition("\t")
@@ -146,7 +148,7 @@ def _split(folder: str, name: str) -> list[tuple[str, str]]:
 
 
 def _check_file(file: Path, sizes: Sizes) -> None:
-    """Refuse a file without features of frames; only its header is read.
+    """Check that a file has features of frames; only its header is read.
 
     Raises:
         InputError: that.

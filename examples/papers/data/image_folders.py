@@ -1,4 +1,4 @@
-"""Folders of images, one folder per class, found in a fixed order and split into those for training and those for validation."""
+"""Folders of images, one folder per class, listed in a fixed order and split into training and validation images."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ _NAMED = 5  # of the images that do not decode
 
 @dataclass(frozen=True)
 class Images:
-    """Some images and their classes.
+    """A set of images with their classes.
 
     Attributes:
         root: the folder.
@@ -46,15 +46,15 @@ class Images:
         return len(self.names)
 
     def file(self, number: int) -> Path:
-        """The path of one of them."""
+        """Return the path of an image."""
         return self.root / self.names[number]
 
     def some(self, numbers: Sequence[int]) -> "Images":
-        """Only these."""
+        """Return a subset of the images."""
         return replace(self, names=tuple(self.names[i] for i in numbers), labels=self.labels[np.asarray(numbers, np.int64)])
 
     def digest(self) -> str:
-        """Of all names, and of the bytes of some files."""
+        """Hash all names, and the bytes of some files."""
         found = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
         with sources.readable(FOLDER):
             for number in range(0, len(self), max(len(self) // _SAMPLED, 1)):
@@ -80,12 +80,12 @@ class Split:
     remarks: tuple[str, ...] = ()
 
     def digest(self) -> str:
-        """Of both."""
+        """Hash both parts."""
         return self.train.digest() + self.validation.digest()
 
 
 def read(folder: str, validation_folder: str | None, validation_fraction: float, skip_broken: bool) -> Split:
-    """Find the images of a folder, and those for validation.
+    """List the images of a folder, and split off those for validation.
 
     Args:
         folder: holds a folder of images for each class.
@@ -111,13 +111,16 @@ def read(folder: str, validation_folder: str | None, validation_fraction: float,
 
 
 def find(path: str, where: str, classes: tuple[str, ...] | None = None, *, skip: bool = False) -> tuple[Images, list[str]]:
-    """The images of a folder, and lines that say what was left out.
+    """List the images of a folder.
 
     Args:
         path: the folder.
         where: the key that names it, for messages.
         classes: those that may be there; None: the folders that are there, in alphabetical order, at least two.
         skip: leave out what has the name of an image and is no file, such as a FIFO or a link that leads nowhere; else refuse it.
+
+    Returns:
+        The images, and a line for each kind of file that was left out.
 
     Raises:
         InputError: there is no such folder, or something is missing in it.
@@ -169,7 +172,7 @@ def _check_folders(path: str, where: str, there: tuple[str, ...], classes: tuple
 
 
 class _Found(NamedTuple):
-    """The files of a class, below the folder: images, files with other names, and what has the name of an image and is no regular file."""
+    """The files of a class: images, files with other names, and entries that are named like images but are no regular files."""
 
     images: list[str]
     others: list[str]
@@ -177,7 +180,7 @@ class _Found(NamedTuple):
 
 
 def _files(root: Path, name: str) -> _Found:
-    """Find the files of a class. Hidden ones are left out, and so are links to folders."""
+    """List the files of a class, without hidden ones and links to folders."""
     found = _Found([], [], [])
     folders = [root / name]
     while folders:
@@ -193,7 +196,11 @@ def _files(root: Path, name: str) -> _Found:
 
 
 def _without_broken(parts: Sequence[Images]) -> tuple[list[Images], list[str]]:
-    """The images that decode, and a line that counts and names those that do not."""
+    """Leave out images that do not decode.
+
+    Returns:
+        The remaining images, and a line that counts and names the others.
+    """
     whole: list[Images] = []
     broken: list[str] = []
     for part in parts:

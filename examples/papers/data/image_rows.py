@@ -1,4 +1,4 @@
-"""Images as arrays: decoded when a row is read, cropped and flipped at random to learn from, resized and cropped to evaluate, normalized.
+"""Images as arrays: decoded on reading, cropped and flipped at random for training, cropped in the middle for evaluation, normalized.
 
 The letters in the shapes: s pixels per side.
 """
@@ -38,7 +38,7 @@ class _BrokenError(Exception):
 
 @dataclass(frozen=True)
 class Crops:
-    """How a row is made of an image.
+    """How an image becomes a row.
 
     Attributes:
         size: s.
@@ -51,7 +51,7 @@ class Crops:
     flip: bool = False
 
     def box(self, width: int, height: int, rng: np.random.Generator | None) -> Box:
-        """Left, top, right and bottom of the pixels that are resized to s × s."""
+        """Return left, top, right and bottom of the pixels that are resized to s × s."""
         if self.smallest is None or rng is None:
             side = _SHARE_SEEN * min(width, height)
             return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
@@ -66,7 +66,7 @@ class Crops:
         return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2
 
     def row(self, file: Path, seed: tuple[int, int]) -> Float32[np.ndarray, "s s 3"]:
-        """The image of a file, a pure function of it and of the seed.
+        """Read the image of a file as a row, which depends only on the file and the seed.
 
         Raises:
             InputError: it cannot be decoded.
@@ -86,7 +86,7 @@ class Crops:
 
 
 class Rows:
-    """Row i: an image, which is decoded when it is asked for, and the number of its class.
+    """Rows of images: row i has an image, decoded on request, and the number of its class.
 
     Args:
         file: gives the path of each image.
@@ -110,12 +110,12 @@ class Rows:
 
 
 def row_spec(size: int) -> tuple[Any, Any]:
-    """Shapes and dtypes of a row."""
+    """Return the shapes and dtypes of a row."""
     return jax.ShapeDtypeStruct((size, size, 3), np.dtype(np.float32)), jax.ShapeDtypeStruct((), np.dtype(np.int32))
 
 
 def reason_not_to_decode(file: Path) -> str:
-    """Why an image cannot be decoded; nothing if it can.
+    """Return why an image cannot be decoded, or "" if it can.
 
     Raises:
         InputError: the file cannot be read.
@@ -128,7 +128,7 @@ def reason_not_to_decode(file: Path) -> str:
 
 
 def _decoded(file: Path) -> Image.Image:
-    """All pixels of an image, with three channels.
+    """Decode all pixels of an image, with three channels.
 
     Raises:
         _BrokenError: they cannot be decoded.

@@ -1,4 +1,4 @@
-"""`data.target: images`: folders of images, one folder per class, for the built-in models of images."""
+"""Folders of images, one folder per class, as `data.target`."""
 
 from jpipe_train.console.terminal import count
 from jpipe_train.data.data import Data
@@ -21,7 +21,7 @@ def load(
     skip_broken: bool = False,
     shapes_only: bool = False,
 ) -> Data:
-    """Find the images, which are read when their rows are: random crops to learn from, the middle of each for validation.
+    """Find the images of a folder: random crops for training, the middle of each image for validation, read together with their rows.
 
     Args:
         seed: of the order and of the crops.

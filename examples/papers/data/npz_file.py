@@ -1,4 +1,4 @@
-"""One array of a NumPy `.npz` file, which may be damaged or come from a stranger: read within limits, and never as a pickle."""
+"""Read one array of a NumPy `.npz` file that may be damaged or come from a stranger: within limits, and never as a pickle."""
 
 import errno
 import math
@@ -16,7 +16,7 @@ from jpipe.files import open_to_read
 
 
 def header(path: Path, name: str, where: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and dtype of an array. Only its header is read.
+    """Return the shape and dtype of an array; only its header is read.
 
     Args:
         path: the file.
@@ -58,7 +58,10 @@ def read(path: Path, name: str, where: str, most: int) -> np.ndarray:
 
 @contextmanager
 def _array(path: Path, name: str, where: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], bool, np.dtype[Any]]]:
-    """Open an array and read its header: gives the content behind it, the shape, whether it is in Fortran's order, and the dtype."""
+    """Open an array and read its header.
+
+    Yields the stream of its content, its shape, whether it is in Fortran order, and its dtype.
+    """
     with open_to_read(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:

@@ -1,4 +1,4 @@
-"""What parallel text, running words and captions share: lines of a folder's files, words by number, sentences that cannot be used."""
+"""Helpers for parallel text, running words and captions: lines of files, word numbers, unusable sentences, batches of rows."""
 
 import hashlib
 import os
@@ -28,7 +28,7 @@ Unusable = Literal["refuse", "drop"]
 
 
 def lines_of(folder: str, name: str) -> list[str]:
-    """The lines of a file of text, without spaces around them; the last one may lack its end.
+    """Read the lines of a text file, without surrounding spaces; the last line may lack its line break.
 
     Raises:
         InputError: it cannot be read, or is no text.
@@ -43,7 +43,7 @@ def lines_of(folder: str, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Words:
-    """Words by number: the end of a sentence, any word that is not known, then the others from the most frequent one on.
+    """The numbers of words: the end of a sentence, any unknown word, then the known words from the most frequent one on.
 
     Attributes:
         words: all of them.
@@ -53,7 +53,7 @@ class Words:
 
     @classmethod
     def of(cls, sentences: Iterable[Sequence[str]], most: int | None = None) -> "Words":
-        """Those of sentences.
+        """Number the words of sentences.
 
         Args:
             sentences: words in their order.
@@ -73,17 +73,17 @@ class Words:
         return self._numbers[END]
 
     def numbers(self, words: Sequence[str]) -> Int32[np.ndarray, " n"]:
-        """Of these words."""
+        """Return the numbers of these words."""
         unknown = self._numbers[UNKNOWN]
         return np.asarray([self._numbers.get(word, unknown) for word in words], np.int32)
 
     def unknown(self, sentences: Iterable[Sequence[str]]) -> int:
-        """How many words of sentences are not known."""
+        """Count the words of sentences that have no number."""
         return sum(word not in self._numbers for sentence in sentences for word in sentence)
 
 
 def usable(lengths: Sequence[np.ndarray], most: Sequence[int], names: Sequence[str], unusable: Unusable) -> tuple[np.ndarray, str | None]:
-    """Which sentences, or pairs of them, can be used, and what to say of the others.
+    """Find the sentences, or pairs of them, that can be used.
 
     Args:
         lengths: tokens of the sentences of each file, the end of a sentence not included.
@@ -117,7 +117,9 @@ def usable(lengths: Sequence[np.ndarray], most: Sequence[int], names: Sequence[s
 
 
 def shifted(tokens: np.ndarray, end: int, length: int) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " s"]]:
-    """A sentence as (inputs, labels) of this length: from the token that starts it, and from its first token to its end; then padding.
+    """Make the inputs and labels of a sentence, both padded to one length.
+
+    Inputs begin with the token that starts a sentence, labels end with the token that ends it.
 
     Args:
         tokens: of the sentence.
@@ -139,7 +141,7 @@ def data_of(
     vocab_size: int,
     remarks: Sequence[str | None],
 ) -> Data:
-    """Batches of rows for training, which do not end, and for validation.
+    """Batch rows for training, which never end, and for validation.
 
     Args:
         parts: rows for training, without end, and for validation.
@@ -160,7 +162,7 @@ def data_of(
 
 
 def check_held_out(rows: int, batch_size: int, source: str) -> None:
-    """Refuse less than a batch for validation.
+    """Check that there is at least one batch for validation.
 
     Raises:
         InputError: there are fewer rows.
@@ -173,12 +175,12 @@ def check_held_out(rows: int, batch_size: int, source: str) -> None:
 
 
 def nothing_to_learn() -> InputError:
-    """There is no row for training."""
+    """Return the error for data without a training row."""
     return InputError(f"{FOLDER}: expected something to learn from, found nothing that can be used; give more text")
 
 
 def in_order(rows: Elements, seed: int, *, epochs: bool) -> Elements:
-    """Rows in a shuffled order, with `epochs` again and again in another one.
+    """Shuffle rows, with `epochs` in a new order for each epoch without end.
 
     Raises:
         InputError: there is none.
@@ -190,22 +192,22 @@ def in_order(rows: Elements, seed: int, *, epochs: bool) -> Elements:
 
 
 def shown(folder: str) -> str:
-    """A folder for messages."""
+    """Format a folder for messages."""
     return f"'{os.path.join(folder, '')}'"
 
 
 def exists(path: Path) -> bool:
-    """Whether a file is there that can be read."""
+    """Check that a file exists and can be read."""
     return path.is_file() and os.access(path, os.R_OK)
 
 
 def said(remarks: Sequence[str | None]) -> tuple[str, ...]:
-    """What there is to say."""
+    """Drop the remarks that are None."""
     return tuple(remark for remark in remarks if remark is not None)
 
 
 def digest_of(arrays: Iterable[np.ndarray]) -> Callable[[], str]:
-    """Gives what is the same only if all arrays are."""
+    """Return a function that hashes these arrays."""
     return partial(_digest, list(arrays))
 
 

@@ -1,5 +1,6 @@
-"""Parallel text: pairs of lines of two aligned files, for GNMT. Each sentence is padded to the length of its bucket, the last of which is
-the length that sentences may have: a pipeline is compiled for each of these shapes.
+"""Parallel text for GNMT: pairs of lines of two aligned files.
+
+Each sentence is padded to the length of its bucket. The last bucket has the greatest allowed length, and a pipeline is compiled for each.
 """
 
 import itertools
@@ -24,7 +25,7 @@ Row = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Pairs:
-    """Row i: sentence i and its translation.
+    """Rows of sentence pairs: row i has sentence i and its translation.
 
     Attributes:
         sources: tokens of each sentence, its end not included.
@@ -42,7 +43,10 @@ class Pairs:
         return len(self.sources)
 
     def split(self, lengths: Sequence[tuple[int, int]]) -> list["Pairs"]:
-        """Each pair among those of the first lengths that it fits into; it fits into the last."""
+        """Distribute the pairs over buckets: each pair goes into the first bucket that it fits into.
+
+        Every pair fits into the last bucket.
+        """
         sizes = [np.asarray([each.size for each in sentences], np.int64) + 1 for sentences in (self.sources, self.targets)]
         chosen = bucket_of(sizes, lengths)
         found = []
@@ -53,7 +57,7 @@ class Pairs:
 
     @property
     def spec(self) -> Row:
-        """Shapes and dtypes of a row."""
+        """The shapes and dtypes of a row."""
         source, target = (jax.ShapeDtypeStruct((length,), np.dtype(np.int32)) for length in self.lengths)
         number = jax.ShapeDtypeStruct((), np.dtype(np.int32))
         return {"source": source, "source_length": number, "target": target}, target
@@ -64,7 +68,7 @@ class Pairs:
 
 
 def source_row(tokens: np.ndarray, end: int, length: int) -> Inputs:
-    """A sentence with its end, and the length of both, padded."""
+    """Pad a sentence, followed by its end, and return it with its length."""
     row = np.full(length, end, np.int32)
     row[: tokens.size] = tokens
     return {"source": row, "source_length": np.asarray(tokens.size + 1, np.int32)}
@@ -79,7 +83,7 @@ def load(
     buckets: Sequence[int] = (),
     unusable: Unusable = "refuse",
 ) -> Data:
-    """Read both parts of a folder.
+    """Read the training and the validation pairs of a folder.
 
     Args:
         seed: of the order of the pairs.
@@ -115,7 +119,7 @@ def load(
 
 
 def _buckets_in_words(buckets: Sequence[tuple[Pairs, Pairs]]) -> str | None:
-    """How many pairs each has for training and for validation; None where there is one."""
+    """Say how many training and validation pairs each bucket has, or None if there is only one bucket."""
     if len(buckets) < 2:
         return None
     each = (f"{len(train):,} and {len(validation):,} pairs of up to {max(train.lengths)} tokens" for train, validation in buckets)
@@ -123,7 +127,7 @@ def _buckets_in_words(buckets: Sequence[tuple[Pairs, Pairs]]) -> str | None:
 
 
 def load_tokenizer(folder: str) -> tokenizers.Tokenizer:
-    """The tokenizer of both languages.
+    """Load the tokenizer of both languages.
 
     Raises:
         InputError: it is missing, or has no token that ends a text.

@@ -1,4 +1,4 @@
-"""A running text by words, for AWD-LM: row b of a batch goes on where row b of the batch before has ended."""
+"""A running text of words for AWD-LM: row b of a batch continues row b of the batch before."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ Row = tuple[dict[str, Int32[np.ndarray, "..."]], Int32[np.ndarray, " s"]]
 
 @dataclass(frozen=True)
 class Streams:
-    """The text in as many equal pieces as a batch has rows, each read window by window: element t · rows + b is window t of piece b.
+    """The text in as many equal pieces as a batch has rows, read window by window: element t · rows + b is window t of piece b.
 
     Each window has itself moved on by one word as labels. After the last window the first one follows, marked as a new beginning. Words
     that fill no window at the end of a piece are not read.
@@ -35,12 +35,12 @@ class Streams:
     epochs: bool
 
     def in_pieces(self, pieces: int) -> "Streams":
-        """Return the same text in that many pieces, those of a run that goes on with another batch size."""
+        """Return the same text in that many pieces, those of a run that continues with another batch size."""
         return replace(self, rows=pieces)
 
     @property
     def windows(self) -> int:
-        """How many a piece has."""
+        """The number of windows of a piece."""
         return max(self._piece - 1, 0) // self.length
 
     @property
@@ -59,7 +59,7 @@ class Streams:
 
 
 def load(seed: int, batch_size: int, folder: str, length: int = 70, vocab_size: int | None = None) -> Data:
-    """Read both parts of a folder. Nothing is drawn: the text is read in its order.
+    """Read the training and the validation text of a folder; the text is read in its own order, and nothing is drawn.
 
     Args:
         seed: is not used.

@@ -1,4 +1,4 @@
-"""AWD-LM, a language model of LSTMs with much dropout, whose state is carried from batch to batch. Written in Flax Linen.
+"""AWD-LM, a language model of LSTMs with strong dropout that carries their state from batch to batch, in Flax Linen.
 
 References: Merity et al. 2017, "Regularizing and Optimizing LSTM Language Models"; Gal and Ghahramani 2016, "A Theoretically Grounded
 Application of Dropout in Recurrent Neural Networks". The penalties on activations (AR, TAR), the averaged SGD and the drawn lengths of the
@@ -74,7 +74,7 @@ def awd_lm(
 
 
 class Embed(linen.Module):
-    """Words as vectors; some words are dropped as a whole, and some numbers of all vectors of a row."""
+    """Embed words, dropping some words entirely, and some components at all positions of a row."""
 
     vocab_size: int
     width: int
@@ -88,7 +88,7 @@ class Embed(linen.Module):
 
 
 class DroppedLSTM(linen.Module):
-    """An LSTM that goes on from its state at the end of the same microbatch of the last batch, or begins with zeros; then dropout.
+    """An LSTM with dropout that continues from its state at the end of the same microbatch of the previous batch, or from zeros.
 
     Attributes:
         hidden: numbers of its state.
@@ -129,7 +129,7 @@ class DroppedLSTM(linen.Module):
 
 
 class Head(linen.Module):
-    """Logits, with the embeddings of the words if they are tied."""
+    """Project to logits, with the embeddings of the words if they are tied."""
 
     vocab_size: int
     tied: bool
@@ -145,5 +145,5 @@ class Head(linen.Module):
 
 
 def variational(rate: float, train: bool) -> linen.Dropout:
-    """Dropout that drops the same numbers at all positions of a row."""
+    """Return a dropout layer that drops the same components at all positions of a row."""
     return linen.Dropout(rate, broadcast_dims=(1,), deterministic=not train)

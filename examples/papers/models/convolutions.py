@@ -1,4 +1,4 @@
-"""Layers that the models of images have in common. Written in Flax NNX.
+"""Layers that the models of images share, in Flax NNX.
 
 The letters in the shapes: b rows, h and w pixels, c channels.
 """
@@ -19,7 +19,7 @@ HE = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 @dataclass(frozen=True)
 class MaxPool:
-    """The largest of `size` × `size` pixels."""
+    """The maximum of `size` × `size` pixels."""
 
     size: int
     stride: int
@@ -31,7 +31,7 @@ class MaxPool:
 
 @dataclass(frozen=True)
 class Conv:
-    """What a convolution is like.
+    """The settings of a convolution.
 
     Attributes:
         outputs: channels.
@@ -46,11 +46,11 @@ class Conv:
     padding: tuple[int, int] | None = None
 
     def scaled(self, width: float) -> "Conv":
-        """With so many times the channels, at least one."""
+        """Return the same convolution with its channels scaled by `width`, at least one."""
         return replace(self, outputs=channels(self.outputs, width))
 
     def module(self, inputs: int, *, rngs: nnx.Rngs, **options: Any) -> nnx.Conv:
-        """The module, for so many channels."""
+        """Create the module for this number of input channels."""
         height, width = (size // 2 for size in self.kernel) if self.padding is None else self.padding
         padding = ((height, height), (width, width))
         return nnx.Conv(inputs, self.outputs, self.kernel, self.stride, padding=padding, rngs=rngs, **options)
@@ -91,7 +91,7 @@ def channels(count: int, width: float) -> int:
 
 
 class Convolution(nnx.Module):
-    """Convolution, relu, and pooling where there is any."""
+    """A convolution, a ReLU, and optional pooling."""
 
     def __init__(self, inputs: int, conv: Conv, pool: MaxPool | None = None, *, rngs: nnx.Rngs):
         self.conv = conv.module(inputs, kernel_init=HE, rngs=rngs)
@@ -103,7 +103,7 @@ class Convolution(nnx.Module):
 
 
 class NormedConvolution(nnx.Module):
-    """Convolution without bias, batch norm, relu unless `activate` is false, and pooling where there is any."""
+    """A convolution without bias, a batch norm, a ReLU unless `activate` is false, and optional pooling."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class NormedConvolution(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """All pixels of a row as one vector, a linear layer, relu, dropout."""
+    """All pixels of a row as one vector, a linear layer, a ReLU and dropout."""
 
     def __init__(self, inputs: int, outputs: int, dropout: float, *, rngs: nnx.Rngs):
         he = nnx.initializers.variance_scaling(2.0, "fan_in", "normal")
@@ -140,7 +140,7 @@ class Dense(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """The mean over pixels where there are any, dropout, and a linear layer to the logits of the classes, which are near 0 at first."""
+    """The mean over pixels, if there are any, dropout, and a linear layer to the logits of the classes, which are near 0 at first."""
 
     def __init__(self, inputs: int, classes: int, dropout: float = 0.0, *, rngs: nnx.Rngs):
         self.linear = nnx.Linear(inputs, classes, kernel_init=nnx.initializers.normal(0.01), rngs=rngs)
@@ -152,6 +152,6 @@ class Classifier(nnx.Module):
 
 
 def average_pool(x: Float[Array, "b h w c"]) -> Float[Array, "b h w c"]:
-    """The mean of 3 × 3 pixels around each, of zeros beyond the edge."""
+    """Return the mean of the 3 × 3 pixels around each pixel, with zeros beyond the edge."""
     with jax.numpy_dtype_promotion("standard"):  # Flax divides by an integer
         return nnx.avg_pool(x, (3, 3), (1, 1), ((1, 1),) * 2)

@@ -1,4 +1,4 @@
-"""GNMT, a translator of LSTMs with attention. Written in Flax Linen.
+"""GNMT, a translator of LSTMs with attention, in Flax Linen.
 
 References: Wu et al. 2016, "Google's Neural Machine Translation System"; Bahdanau et al. 2015, "Neural Machine Translation by Jointly
 Learning to Align and Translate", for the attention, normalized as in Salimans and Kingma 2016, "Weight Normalization".
@@ -62,7 +62,7 @@ def gnmt(
 
 
 class EmbedSource(linen.Module):
-    """The source as vectors; the target waits."""
+    """Embed the source, and pass the target on."""
 
     vocab_size: int
     width: int
@@ -74,7 +74,7 @@ class EmbedSource(linen.Module):
 
 
 class Encoder(linen.Module):
-    """One layer of the encoder: the first one in both directions, side by side; from the third on with its input added."""
+    """One layer of the encoder: the first reads in both directions, and layers from the third on add their input."""
 
     width: int
     dropout: float
@@ -92,7 +92,7 @@ class Encoder(linen.Module):
 
 
 class EmbedTarget(linen.Module):
-    """The target as vectors beside what the encoder has found, its context."""
+    """Embed the target, and pass the output of the encoder on as its context."""
 
     vocab_size: int
     width: int
@@ -104,7 +104,7 @@ class EmbedTarget(linen.Module):
 
 
 class AttendingDecoder(linen.Module):
-    """The first layer of the decoder: an LSTM, and what its state at each position attends to in the context."""
+    """The first layer of the decoder: an LSTM, and attention from its state at each position to the context."""
 
     width: int
 
@@ -133,7 +133,7 @@ class Attention(linen.Module):
 
 
 class Decoder(linen.Module):
-    """One further layer of the decoder, which reads the attention beside its input; from the third on with its input added."""
+    """A further layer of the decoder, whose input is joined with the attention; layers from the third on add their input."""
 
     width: int
     dropout: float
@@ -148,7 +148,7 @@ class Decoder(linen.Module):
 
 
 class Head(linen.Module):
-    """Logits."""
+    """Project to logits."""
 
     vocab_size: int
 

@@ -1,4 +1,4 @@
-"""Inception-v3 without its auxiliary head, a block of branches a layer.
+"""Inception-v3 without its auxiliary head: each block of branches is a layer.
 
 Reference: Szegedy et al. 2015, "Rethinking the Inception Architecture for Computer Vision". Names are those of the released model.
 """
@@ -77,7 +77,7 @@ GROUPS = tuple(tuple(f"mixed_{group}{letter}" for letter in letters) for group, 
 
 
 class Pair(nnx.Module):
-    """Two convolutions of the same input, put beside each other."""
+    """Two convolutions of the same input, concatenated."""
 
     def __init__(self, inputs: int, convs: tuple[Conv, Conv], *, rngs: nnx.Rngs):
         self.parts = nnx.List([_module(inputs, conv, rngs) for conv in convs])
@@ -87,7 +87,7 @@ class Pair(nnx.Module):
 
 
 class Mixed(nnx.Module):
-    """Branches of the same input, put beside each other."""
+    """Branches of the same input, concatenated."""
 
     def __init__(self, inputs: int, branches: tuple[Branch, ...], *, rngs: nnx.Rngs):
         self.branches = nnx.List([_branch(inputs, branch, rngs) for branch in branches])
@@ -127,7 +127,7 @@ def inception_v3(
 
 
 def _branch(inputs: int, branch: Branch, rngs: nnx.Rngs) -> nnx.Module:
-    """The modules of a branch, one after the other."""
+    """Chain the modules of a branch."""
     modules = []
     for i, step in enumerate(branch):
         modules.append(_module(_outputs(branch[:i], inputs), step, rngs))
@@ -149,7 +149,7 @@ def _scaled(step: Step, width: float) -> Step:
 
 
 def _outputs(branch: Branch, inputs: int) -> int:
-    """Channels of what leaves a branch."""
+    """Return the number of output channels of a branch."""
     for step in branch:
         if isinstance(step, tuple):
             inputs = step[0].outputs + step[1].outputs

@@ -1,4 +1,6 @@
-"""What recurrent models share: an LSTM over the positions of a row, the start of its weights, embeddings, dropout of whole rows.
+"""Layers that the recurrent models share: an LSTM over the positions of a row, and embeddings with dropout of whole rows.
+
+Written in Flax Linen, whose modules learn the sizes of their inputs, and of the rows of a microbatch, when they are initialized.
 
 Written in Flax Linen, whose modules learn the sizes of their inputs, and of the rows of a microbatch, when they are initialized.
 
@@ -26,7 +28,7 @@ def lstm(
     *,
     reverse: bool = False,
 ) -> tuple[Carry, Float[Array, "b s h"]]:
-    """An LSTM over all positions: the last (cell, hidden), and the hidden state at each position.
+    """Run an LSTM over all positions.
 
     The gates are, in this order, input, forget, cell, output. All products with the input are one, before the loop.
 
@@ -40,6 +42,9 @@ def lstm(
         mask: where there is something to read; elsewhere the state stays as it is.
         carry: the state to begin with; None: zeros.
         reverse: from the last position to the first.
+
+    Returns:
+        The last (cell, hidden), and the hidden state at each position.
     """
     zeros = jnp.zeros((x.shape[0], recurrent.shape[0]), x.dtype)
     gates = jnp.moveaxis(x @ kernel + bias[None, None], 1, 0)
@@ -58,7 +63,7 @@ def lstm(
 
 
 class LSTM(linen.Module):
-    """An LSTM with its weights, which begin as in Flax: normal of variance 1/w, orthogonal from hidden state to hidden state, no bias.
+    """An LSTM whose weights begin as in Flax: input weights normal of variance 1/w, recurrent weights orthogonal, biases zero.
 
     Attributes:
         hidden: numbers of its state.
@@ -74,7 +79,7 @@ class LSTM(linen.Module):
     def __call__(
         self, x: Float[Array, "b s w"], mask: Bool[Array, "b s"] | None = None, carry: Carry | None = None, *, train: bool = False
     ) -> tuple[Carry, Float[Array, "b s h"]]:
-        """As `lstm`."""
+        """Run the LSTM, see `lstm`."""
         init = linen.initializers
         kernel = self.param("kernel", init.lecun_normal(), (x.shape[-1], 4 * self.hidden))
         recurrent = self.param("recurrent", init.orthogonal(), (self.hidden, 4 * self.hidden))
@@ -84,7 +89,7 @@ class LSTM(linen.Module):
 
 
 class Embedding(linen.Module):
-    """One vector a symbol, of normal numbers to begin with.
+    """An embedding table, initialized with normal numbers.
 
     Attributes:
         vocab_size: symbols.
@@ -100,11 +105,11 @@ class Embedding(linen.Module):
 
     @linen.compact
     def __call__(self, tokens: Any, *, train: bool = False) -> Float[Array, "b s w"]:
-        """The vectors of tokens (b, s)."""
+        """Look up the vectors of tokens (b, s)."""
         table = self.param("embedding", linen.initializers.normal(self.std), (self.vocab_size, self.width))
         return jnp.take(linen.Dropout(self.dropout, broadcast_dims=(1,), deterministic=not train)(table), tokens, axis=0)
 
 
 def below(length: Int[Array, " b"], positions: int) -> Bool[Array, "b s"]:
-    """Which of so many positions of each row come before its length."""
+    """Return which positions of each row come before its length."""
     return jnp.arange(positions)[None] < length[:, None]

@@ -1,4 +1,4 @@
-"""ResNet-50, a residual block a layer.
+"""ResNet-50: each residual block is a layer.
 
 Reference: He et al. 2015, "Deep Residual Learning for Image Recognition". A block halves the image in its 3 × 3 convolution, as in
 torchvision, not in the one before it.
@@ -18,7 +18,7 @@ _MOST_BLOCKS = 64  # of a group
 
 
 class Stem(nnx.Module):
-    """The first convolution, whose outputs are pooled."""
+    """The first convolution, with pooling."""
 
     def __init__(self, outputs: int, *, rngs: nnx.Rngs):
         self.conv = NormedConvolution(3, Conv(outputs, (7, 7), 2), rngs=rngs)
@@ -28,7 +28,7 @@ class Stem(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Convolutions of 1 × 1, 3 × 3 and 1 × 1, whose sum with the input, projected where its shape differs, is activated.
+    """Convolutions of 1 × 1, 3 × 3 and 1 × 1, added to the input, which is projected if its shape differs, and a ReLU.
 
     The scale of the last norm begins with 0, so that a block is only its shortcut at first (Goyal et al. 2017, "Accurate, Large Minibatch
     SGD"): deep models then learn sooner.

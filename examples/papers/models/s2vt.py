@@ -1,4 +1,4 @@
-"""S2VT, which describes a video in words with two LSTMs, one above the other. Written in Flax Linen.
+"""S2VT, which describes a video in words with two stacked LSTMs, in Flax Linen.
 
 Reference: Venugopalan et al. 2015, "Sequence to Sequence - Video to Text".
 
@@ -46,7 +46,7 @@ def s2vt(vocab_size: int = 13010, width: int = 500, hidden: int = 1000, dropout:
 
 
 class Frames(linen.Module):
-    """The features of each frame as a smaller vector."""
+    """Project the features of each frame to a smaller vector."""
 
     width: int
     dropout: float
@@ -58,7 +58,7 @@ class Frames(linen.Module):
 
 
 class FrameLSTM(linen.Module):
-    """The first LSTM: over the frames, then on for as many positions as there are words."""
+    """The first LSTM: over the frames, then over as many further positions as there are words."""
 
     hidden: int
 
@@ -70,7 +70,7 @@ class FrameLSTM(linen.Module):
 
 
 class Words(linen.Module):
-    """The words as vectors."""
+    """Embed the words."""
 
     vocab_size: int
     width: int
@@ -83,7 +83,7 @@ class Words(linen.Module):
 
 
 class WordLSTM(linen.Module):
-    """The second LSTM: over what the first one says, beside each word; what it says while there are words."""
+    """The second LSTM: over the outputs of the first one, concatenated with the words; returns its outputs at the words."""
 
     hidden: int
     dropout: float

@@ -1,4 +1,4 @@
-"""AlexNet and VGG-16 as layers of a pipeline: convolutions, then dense layers. Pooling belongs to the layer before it.
+"""AlexNet and VGG-16 as layers of a pipeline: convolutions, with the pooling that follows them, then dense layers.
 
 Both are the variants of torchvision, with as many parameters: AlexNet is that of 2014, in one piece and without normalization.
 """
@@ -81,7 +81,7 @@ def _with_dense_layers(
 
 
 def _size_after(conv: Conv, pool: MaxPool | None, size: int) -> int:
-    """Pixels per side after a layer."""
+    """Return the pixels per side after a layer."""
     padding = conv.kernel[0] // 2 if conv.padding is None else conv.padding[0]
     size = (size + 2 * padding - conv.kernel[0]) // conv.stride + 1
     return size if pool is None else (size - pool.size) // pool.stride + 1

@@ -1,4 +1,4 @@
-"""A generated data set of images: simple shapes, one class each, bright on a dark ground, in any place and size, turned a little."""
+"""Generate a data set of images: simple bright shapes on a dark ground, one class each, at any place and size, slightly rotated."""
 
 import io
 import math
@@ -20,7 +20,7 @@ Corners = list[tuple[float, float]]
 
 
 def _polygon(count: int, inner: float = 1.0) -> Corners:
-    """Corners on a circle of radius 1; each second one on a circle of radius `inner`."""
+    """Return corners on a circle of radius 1, every second one on a circle of radius `inner`."""
     angles = (2 * math.pi * i / count for i in range(count))
     radii = (1.0, inner)
     return [(radii[i % 2] * math.cos(angle), radii[i % 2] * math.sin(angle)) for i, angle in enumerate(angles)]
@@ -64,7 +64,7 @@ def make(folder: Path, seed: int) -> str:
 
 
 def _png(corners: Corners, uniform: Callable[..., np.ndarray]) -> bytes:
-    """One shape on a plain ground, in colors that differ clearly."""
+    """Draw one shape on a plain ground, in colors that differ clearly, as PNG."""
     ground, color = uniform(0, 128, 3), uniform(128, 256, 3)
     while (color - ground).sum() < 200:
         color = uniform(128, 256, 3)

@@ -1,4 +1,4 @@
-"""Write a small generated data set into a new folder, so that every kind of data can be tried offline."""
+"""Write a small generated data set into a new folder, to try a kind of data offline."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence

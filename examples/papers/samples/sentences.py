@@ -1,4 +1,4 @@
-"""Generated small data sets of sentences: a language and its translation, a running text, captions of videos."""
+"""Generate small data sets of sentences: a language with its translation, a running text, captions of videos."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ def make_translation(folder: Path, seed: int) -> str:
 
 
 def make_words(folder: Path, seed: int) -> str:
-    """Write `train.txt` and `validation.txt` into an empty folder: sentences, each about what the one before ended with.
+    """Write `train.txt` and `validation.txt` into an empty folder: each sentence is about the last noun of the one before.
 
     Args:
         folder: an empty one.
@@ -109,7 +109,7 @@ def make_captions(folder: Path, seed: int) -> str:
 
 
 def _pair(rng: np.random.Generator) -> tuple[str, str]:
-    """A sentence and its translation."""
+    """Draw a sentence, and translate it."""
     chosen = [list(words.items())[int(rng.integers(len(words)))] for words in (ARTICLES, ADJECTIVES, NOUNS, VERBS, ARTICLES, NOUNS)]
     adverb = [list(ADVERBS.items())[int(rng.integers(len(ADVERBS)))]] if rng.random() < 0.5 else []
     (article, adjective, who, does, other, whom), ends = chosen, adverb
@@ -118,7 +118,7 @@ def _pair(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def _adjective(rng: np.random.Generator, noun: str) -> str:
-    """Mostly the one that goes with the noun, or none."""
+    """Draw whether a noun has its usual adjective, or none."""
     number = list(NOUNS).index(noun) % len(ADJECTIVES)
     return f"{list(ADJECTIVES)[number]} " if rng.random() < 0.7 else ""
 
