@@ -58,8 +58,8 @@ def translate(request: Request, write: Callable[[str], None], say: Callable[[str
 
     Args:
         request: what is asked for.
-        write: gets each translation, with a line break.
-        say: gets a line for each other thing that there is to say.
+        write: receives each translation, with a line break.
+        say: receives each other message, a line.
 
     Returns:
         BLEU, from 0 to 100; None without references.
@@ -84,21 +84,21 @@ def translate(request: Request, write: Callable[[str], None], say: Callable[[str
         checkpoint_files.verify(folder, step)
     params = _params(folder, step, request.weights)
     stack = gnmt(**config.model.arguments)
-    found: list[str] = []
+    translations: list[str] = []
     decode = jax.jit(lambda params, row: greedy(stack, params, row, target_length, int(tokenizer.end or 0)))
     specs = stack.specs({**rows[0], "target": np.zeros((ROWS, target_length), np.int32)})
     params = {layer_id: _placed(layer_id, params, spec.params, stack) for layer_id, spec in specs.items()}
     for row in rows:
         interrupt.check()
         tokens = np.asarray(decode(params, row))
-        for sentence in tokens[: len(lines) - len(found)]:
+        for sentence in tokens[: len(lines) - len(translations)]:
             ends = np.flatnonzero(sentence == tokenizer.end)
-            found.append(tokenizer.decoded(sentence[: ends[0] if ends.size else None].tolist()).strip())
-            write(f"{found[-1]}\n")
-    say(f"{request.run}, step {step}: {count(len(found), 'sentence')} of {name}")
+            translations.append(tokenizer.decoded(sentence[: ends[0] if ends.size else None].tolist()).strip())
+            write(f"{translations[-1]}\n")
+    say(f"{request.run}, step {step}: {count(len(translations), 'sentence')} of {name}")
     if bleu is None:
         return None
-    score = bleu(found, references)
+    score = bleu(translations, references)
     say(f"BLEU {score:.2f}")
     return score
 
@@ -173,7 +173,7 @@ def _bleu() -> Callable[[list[str], Any], float]:
         raise InputError(
             "translate: BLEU is found by sacrebleu, which is not installed; pip install sacrebleu, or give --source without --reference"
         ) from None
-    return lambda found, references: float(sacrebleu.corpus_bleu(found, [references]).score)
+    return lambda translations, references: float(sacrebleu.corpus_bleu(translations, [references]).score)
 
 
 def _rows(length: int, tokenizer: Tokenizer, lines: list[str], name: str) -> list[dict[str, np.ndarray]]:
@@ -192,12 +192,12 @@ def _params(folder: Path, step: int, weights: Weights) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in by_name(layers if weights == "newest" else with_ema(layers, step)).items()}
 
 
-def _placed(layer_id: str, there: dict[str, np.ndarray], specs: Any, stack: jpipe.LayerStack) -> Any:
+def _placed(layer_id: str, arrays: dict[str, np.ndarray], specs: Any, stack: jpipe.LayerStack) -> Any:
     """Return the parameters of one layer, including those that it shares with another layer."""
 
     def of(path: Any, spec: Any) -> np.ndarray:
         name = f"{layer_id}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
-        first = there.get(name, there.get(f"embed{name.removeprefix(_FIRST_OF_TARGET)}"))
+        first = arrays.get(name, arrays.get(f"embed{name.removeprefix(_FIRST_OF_TARGET)}"))
         if first is None or first.shape != spec.shape:
             raise InputError(
                 f"translate: expected '{name}' of shape {list(spec.shape)} in the checkpoint, found none; its config has changed"

@@ -71,13 +71,13 @@ def features_of(file: Path, sizes: Sizes) -> Float32[np.ndarray, "n f"]:
     """
     _check_file(file, sizes)
     with np.errstate(over="ignore"):  # what is too large for float32 is not finite
-        there = npz_file.read(file, ARRAY, FOLDER, _MOST_BYTES).astype(np.float32)
-    if not np.isfinite(there).all():
+        frames = npz_file.read(file, ARRAY, FOLDER, _MOST_BYTES).astype(np.float32)
+    if not np.isfinite(frames).all():
         raise InputError(f"{FOLDER}: '{file}': expected finite features, found others; make it again")
-    found = np.zeros((sizes.frames, sizes.features), np.float32)
-    at = np.linspace(0, len(there) - 1, sizes.frames).round().astype(int) if len(there) > sizes.frames else np.arange(len(there))
-    found[: at.size] = there[at]
-    return found
+    features = np.zeros((sizes.frames, sizes.features), np.float32)
+    at = np.linspace(0, len(frames) - 1, sizes.frames).round().astype(int) if len(frames) > sizes.frames else np.arange(len(frames))
+    features[: at.size] = frames[at]
+    return features
 
 
 def load(
@@ -138,13 +138,13 @@ def load(
 
 def _split(folder: str, name: str) -> list[tuple[str, str]]:
     """Split each line into the name of a video and a caption."""
-    found = []
+    pairs = []
     for number, line in enumerate(lines_of(folder, name), 1):
         video, tab, caption = line.partition("\t")
         if not video or Path(video).name != video or (not tab and " " in video):
             raise InputError(f"{FOLDER}: '{name}', line {number}: expected the name of a video, a tab and a caption; correct it")
-        found.append((video, caption))
-    return found
+        pairs.append((video, caption))
+    return pairs
 
 
 def _check_file(file: Path, sizes: Sizes) -> None:

@@ -55,12 +55,12 @@ class Images:
 
     def digest(self) -> str:
         """Hash all names, and the bytes of some files."""
-        found = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
+        hasher = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
         with sources.readable(FOLDER):
             for number in range(0, len(self), max(len(self) // _SAMPLED, 1)):
                 with open_to_read(self.file(number)) as file:
-                    found.update(hashlib.file_digest(file, "sha256").digest())
-        return found.hexdigest()
+                    hasher.update(hashlib.file_digest(file, "sha256").digest())
+        return hasher.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Split:
 
     Attributes:
         train: to learn from.
-        validation: held out.
+        validation: images that are held out.
         source: a phrase that says where they come from.
         remarks: what was left out, in words.
     """
@@ -96,14 +96,14 @@ def read(folder: str, validation_folder: str | None, validation_fraction: float,
     Raises:
         InputError: a folder is missing, holds no or one class, or a class without an image; a class is only in the folder for validation.
     """
-    found, remarks = find(folder, FOLDER, skip=skip_broken)
+    images, remarks = find(folder, FOLDER, skip=skip_broken)
     if validation_folder is not None:
-        held_out, more = find(validation_folder, "data.arguments.validation_folder", found.classes, skip=skip_broken)
-        parts, remarks = [found, held_out], [*remarks, *more]
+        held_out, more = find(validation_folder, "data.arguments.validation_folder", images.classes, skip=skip_broken)
+        parts, remarks = [images, held_out], [*remarks, *more]
     else:
-        names = sources.validation_names(found.names, validation_fraction)
-        apart = [[i for i, name in enumerate(found.names) if (name in names) == is_held_out] for is_held_out in (False, True)]
-        parts = [found.some(numbers) for numbers in apart]
+        names = sources.validation_names(images.names, validation_fraction)
+        apart = [[i for i, name in enumerate(images.names) if (name in names) == is_held_out] for is_held_out in (False, True)]
+        parts = [images.some(numbers) for numbers in apart]
     if skip_broken:
         parts, more = _without_broken(parts)
         remarks += more
@@ -116,55 +116,55 @@ def find(path: str, where: str, classes: tuple[str, ...] | None = None, *, skip:
     Args:
         path: the folder.
         where: the key that names it, for messages.
-        classes: those that may be there; None: the folders that are there, in alphabetical order, at least two.
+        classes: the allowed classes; None: all folders, in alphabetical order, at least two.
         skip: leave out what has the name of an image and is no file, such as a FIFO or a link that leads nowhere; else refuse it.
 
     Returns:
         The images, and a line for each kind of file that was left out.
 
     Raises:
-        InputError: there is no such folder, or something is missing in it.
+        InputError: the folder does not exist, or lacks classes or images.
     """
     root = expanded(path, where)
     if not root.is_dir():
-        found = f"'{path}' is a file" if root.exists() else f"'{path}' does not exist"
-        raise InputError(f"{where}: {found}; {_SHAPE}")
+        state = f"'{path}' is a file" if root.exists() else f"'{path}' does not exist"
+        raise InputError(f"{where}: {state}; {_SHAPE}")
     with sources.readable(where):
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
-        there = tuple(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-        _check_folders(path, where, there, classes, len(entries))
+        names_of_classes = tuple(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        _check_folders(path, where, names_of_classes, classes, len(entries))
         names: list[str] = []
         labels: list[int] = []
         others: list[str] = []
         special: list[str] = []
-        for name in there:
-            own = _files(root, name)
-            if own.special and not skip:
+        for name in names_of_classes:
+            files = _files(root, name)
+            if files.special and not skip:
                 raise InputError(
-                    f"{where}: expected a file, found something else as '{root / own.special[0]}', such as a FIFO or a link that leads "
+                    f"{where}: expected a file, found something else as '{root / files.special[0]}', such as a FIFO or a link that leads "
                     "nowhere; remove it, or leave out such images with data.arguments.skip_broken: true"
                 )
-            if not own.images:
+            if not files.images:
                 raise InputError(f"{where}: expected an image in each class, found none in '{root / name}'; fill the folder, or remove it")
-            names += own.images
-            others += own.others
-            special += own.special
-            labels += [(classes or there).index(name)] * len(own.images)
+            names += files.images
+            others += files.others
+            special += files.special
+            labels += [(classes or names_of_classes).index(name)] * len(files.images)
     remarks = []
     if others:
         remarks = [f"{count(len(others), 'file')} left out whose name is not that of an image, the first is '{root / others[0]}'"]
     if special:
         remarks.append(f"{count(len(special), 'image')} left out that is no regular file, the first is '{root / special[0]}'")
-    return Images(root, tuple(names), np.asarray(labels, np.int32), classes or there), remarks
+    return Images(root, tuple(names), np.asarray(labels, np.int32), classes or names_of_classes), remarks
 
 
-def _check_folders(path: str, where: str, there: tuple[str, ...], classes: tuple[str, ...] | None, entries: int) -> None:
-    if not there:
+def _check_folders(path: str, where: str, names: tuple[str, ...], classes: tuple[str, ...] | None, entries: int) -> None:
+    if not names:
         what = "it is empty" if not entries else f"found none among {entries} files"
         raise InputError(f"{where}: expected a folder for each class in '{path}', {what}; {_SHAPE}")
-    if classes is None and len(there) == 1:
-        raise InputError(f"{where}: expected at least two classes in '{path}', found one folder, '{there[0]}'; {_SHAPE}")
-    if classes is not None and (unknown := sorted(set(there) - set(classes))):
+    if classes is None and len(names) == 1:
+        raise InputError(f"{where}: expected at least two classes in '{path}', found one folder, '{names[0]}'; {_SHAPE}")
+    if classes is not None and (unknown := sorted(set(names) - set(classes))):
         raise InputError(
             f"{where}: expected classes that {FOLDER} has, too, found {len(unknown)} others in '{path}', the first is '{unknown[0]}'; "
             "remove them, or add them there"
@@ -181,7 +181,7 @@ class _Found(NamedTuple):
 
 def _files(root: Path, name: str) -> _Found:
     """List the files of a class, without hidden ones and links to folders."""
-    found = _Found([], [], [])
+    files = _Found([], [], [])
     folders = [root / name]
     while folders:
         interrupt.check()
@@ -189,10 +189,10 @@ def _files(root: Path, name: str) -> _Found:
         for entry in (entry for entry in entries if not entry.is_dir()):
             path = Path(entry.path)
             is_image = path.suffix.lower() in ENDINGS
-            place = found.others if not is_image else found.images if entry.is_file() else found.special
+            place = files.others if not is_image else files.images if entry.is_file() else files.special
             place.append(path.relative_to(root).as_posix())
         folders += [Path(entry.path) for entry in reversed(entries) if entry.is_dir(follow_symlinks=False)]
-    return found
+    return files
 
 
 def _without_broken(parts: Sequence[Images]) -> tuple[list[Images], list[str]]:

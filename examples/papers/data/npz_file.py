@@ -79,5 +79,5 @@ def _array(path: Path, name: str, where: str) -> Iterator[tuple[IO[bytes], tuple
         except Exception as error:  # of many kinds: those of zipfile, of each compression, and of the tokenizer that NumPy uses
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a place that no file has is damage, too
                 raise
-            said = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-            raise InputError(f"{where}: cannot read '{path}': {said}; is it truncated? make it again with numpy.savez") from None
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+            raise InputError(f"{where}: cannot read '{path}': {reason}; is it truncated? make it again with numpy.savez") from None

@@ -57,7 +57,7 @@ class Words:
 
         Args:
             sentences: words in their order.
-            most: numbers there may be; None: as many as it takes.
+            most: the greatest number of words; None: all.
         """
         counts = Counter(word for sentence in sentences for word in sentence)
         known = sorted(counts.keys() - {END, UNKNOWN}, key=lambda word: (-counts[word], word))
@@ -104,13 +104,13 @@ def usable(lengths: Sequence[np.ndarray], most: Sequence[int], names: Sequence[s
         return np.arange(wrong.size), None
     first = int(np.argmax(wrong))
     file = next(i for i in range(len(names)) if empty[i][first] or long[i][first])
-    found = "none (it is empty)" if empty[file][first] else f"{lengths[file][first] + 1} with its end"
+    actual = "none (it is empty)" if empty[file][first] else f"{lengths[file][first] + 1} with its end"
     is_empty = np.any(empty, axis=0)
     how_many = f"{count(int(is_empty.sum()), 'line')} empty, {int((wrong & ~is_empty).sum())} too long"
     place = f"'{names[file]}', line {first + 1}"
     if unusable == "refuse":
         raise InputError(
-            f"{FOLDER}: {place}: expected 1 to {most[file] - 1} tokens and the end of a sentence, found {found} (in all {how_many}); "
+            f"{FOLDER}: {place}: expected 1 to {most[file] - 1} tokens and the end of a sentence, found {actual} (in all {how_many}); "
             "change the text, allow longer ones in data.arguments, or drop such lines with data.arguments.unusable: drop"
         )
     return np.flatnonzero(~wrong), f"{how_many}: dropped, the first is {place}"
@@ -149,7 +149,7 @@ def data_of(
         batch_size: rows of a batch.
         source: where they come from, in words.
         amount: how much there is, in words.
-        arrays: of which the digest is made.
+        arrays: what the digest is computed from.
         vocab_size: numbers that tokens may have.
         remarks: what was left out; None: nothing.
 
@@ -158,7 +158,7 @@ def data_of(
     """
     check_held_out(len(parts[1]), batch_size, source)
     train, validation = (BatchesOfRows(part, batch_size, spec) for part in parts)
-    return Data(train, validation, source, amount, digest_of(arrays), said(remarks), vocab_size)
+    return Data(train, validation, source, amount, digest_of(arrays), present(remarks), vocab_size)
 
 
 def check_held_out(rows: int, batch_size: int, source: str) -> None:
@@ -201,7 +201,7 @@ def exists(path: Path) -> bool:
     return path.is_file() and os.access(path, os.R_OK)
 
 
-def said(remarks: Sequence[str | None]) -> tuple[str, ...]:
+def present(remarks: Sequence[str | None]) -> tuple[str, ...]:
     """Drop the remarks that are None."""
     return tuple(remark for remark in remarks if remark is not None)
 
@@ -212,8 +212,8 @@ def digest_of(arrays: Iterable[np.ndarray]) -> Callable[[], str]:
 
 
 def _digest(arrays: Sequence[np.ndarray]) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for array in arrays:
-        found.update(str((array.shape, array.dtype)).encode())
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()
+        hasher.update(str((array.shape, array.dtype)).encode())
+        hasher.update(np.ascontiguousarray(array).tobytes())
+    return hasher.hexdigest()

@@ -15,7 +15,7 @@ from jpipe_train.data import tokenizer as tokenizers
 from jpipe_train.data.data import Data
 
 from examples.papers.data.buckets import batches_of, bucket_of, shapes_of
-from examples.papers.data.sentences import FOLDER, Unusable, digest_of, lines_of, said, shifted, shown, usable
+from examples.papers.data.sentences import FOLDER, Unusable, digest_of, lines_of, present, shifted, shown, usable
 from jpipe import InputError
 from jpipe.files import expanded
 
@@ -29,7 +29,7 @@ class Pairs:
 
     Attributes:
         sources: tokens of each sentence, its end not included.
-        targets: of its translation, likewise.
+        targets: tokens of its translation, its end not included.
         lengths: of a row, of sources and of targets.
         end: the token that ends a sentence, and starts a translation.
     """
@@ -49,11 +49,11 @@ class Pairs:
         """
         sizes = [np.asarray([each.size for each in sentences], np.int64) + 1 for sentences in (self.sources, self.targets)]
         chosen = bucket_of(sizes, lengths)
-        found = []
+        buckets = []
         for bucket, each in enumerate(lengths):
             sources, targets = ([part[i] for i in np.flatnonzero(chosen == bucket)] for part in (self.sources, self.targets))
-            found.append(Pairs(sources, targets, each, self.end))
-        return found
+            buckets.append(Pairs(sources, targets, each, self.end))
+        return buckets
 
     @property
     def spec(self) -> Row:
@@ -90,7 +90,7 @@ def load(
         batch_size: rows of a batch.
         folder: has `train.source`, `train.target`, `validation.source`, `validation.target` and a `tokenizer.json` for both languages.
         source_length: tokens of a sentence to translate, its end included.
-        target_length: of its translation, likewise.
+        target_length: tokens of its translation, its end included.
         buckets: shorter lengths, from the shortest on. A pair is padded to the first that both of its sentences fit into, and batched
             with others of that length, so that batches have one more shape for each.
         unusable: refuse a sentence that is empty or longer, or drop the pair.
@@ -114,7 +114,7 @@ def load(
     source = shown(folder)
     batches = batches_of(bucketed, seed, batch_size, source if len(bucketed) < 2 else f"the largest bucket of {source}")
     amount = f"{len(train):,} pairs of sentences for training, {len(validation):,} for validation"
-    remarks = said((remark, other, _buckets_in_words(bucketed)))
+    remarks = present((remark, other, _buckets_in_words(bucketed)))
     return Data(*batches, source, amount, digest_of(arrays), remarks, tokenizer.vocab_size, shapes_of(batches[0]))
 
 

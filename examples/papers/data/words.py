@@ -19,8 +19,8 @@ Row = tuple[dict[str, Int32[np.ndarray, "..."]], Int32[np.ndarray, " s"]]
 class Streams:
     """The text in as many equal pieces as a batch has rows, read window by window: element t · rows + b is window t of piece b.
 
-    Each window has itself moved on by one word as labels. After the last window the first one follows, marked as a new beginning. Words
-    that fill no window at the end of a piece are not read.
+    The labels of a window are the same words shifted by one. After the last window the first one follows, marked as a new beginning.
+    Words at the end of a piece that fill no window are not read.
 
     Attributes:
         words: the numbers of all words.
@@ -54,8 +54,8 @@ class Streams:
         turn, row = divmod(index, self.rows)
         window = turn % self.windows
         start = row * self._piece + window * self.length
-        found = self.words[start : start + self.length + 1]
-        return {"tokens": found[:-1], "continues": np.asarray(window > 0, np.int32)}, found[1:]
+        window_and_next = self.words[start : start + self.length + 1]
+        return {"tokens": window_and_next[:-1], "continues": np.asarray(window > 0, np.int32)}, window_and_next[1:]
 
 
 def load(seed: int, batch_size: int, folder: str, length: int = 70, vocab_size: int | None = None) -> Data:

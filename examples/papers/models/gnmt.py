@@ -3,8 +3,8 @@
 References: Wu et al. 2016, "Google's Neural Machine Translation System"; Bahdanau et al. 2015, "Neural Machine Translation by Jointly
 Learning to Align and Translate", for the attention, normalized as in Salimans and Kingma 2016, "Weight Normalization".
 
-The encoder reads the source, its first layer in both directions. The decoder's first layer attends to what the encoder says of all
-positions, and what it finds there flows into each decoder layer. Layers whose input is as wide as their output add it (residual).
+The encoder reads the source, its first layer in both directions. The decoder's first layer attends to the outputs of the encoder at all
+positions, and the result flows into each decoder layer. Layers whose input is as wide as their output add it (residual).
 
 The letters in the shapes: b rows, s positions of the source, t of the target, w width, v symbols.
 """
@@ -30,7 +30,7 @@ def gnmt(
     """Return the layers `embed`, `encoder_0` …, `decoder_embed`, `decoder_0` …, `head`. Nothing is allocated here.
 
     Inputs are {"source": tokens (b, s), "source_length": (b), "target": tokens (b, t)}, where the target begins with the token that starts
-    a sentence; outputs are the logits (b, t, v) of the target moved on by one.
+    a sentence; outputs are the logits (b, t, v) of the target shifted by one.
 
     Args:
         vocab_size: v, symbols of both languages together.

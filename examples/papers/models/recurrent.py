@@ -50,12 +50,12 @@ def lstm(
     gates = jnp.moveaxis(x @ kernel + bias[None, None], 1, 0)
 
     def step(before: Carry, now: Any) -> tuple[Carry, Float[Array, "b h"]]:
-        (cell, hidden), (own, is_there) = before, now
-        into, forget, new, out = jnp.split(own + hidden @ recurrent, 4, axis=-1)
+        (cell, hidden), (from_input, is_present) = before, now
+        into, forget, new, out = jnp.split(from_input + hidden @ recurrent, 4, axis=-1)
         cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(into) * jnp.tanh(new)
         hidden = jax.nn.sigmoid(out) * jnp.tanh(cell)
-        if is_there is not None:
-            cell, hidden = (jnp.where(is_there[:, None], *pair) for pair in ((cell, before[0]), (hidden, before[1])))
+        if is_present is not None:
+            cell, hidden = (jnp.where(is_present[:, None], *pair) for pair in ((cell, before[0]), (hidden, before[1])))
         return (cell, hidden), hidden
 
     after, y = jax.lax.scan(step, (zeros, zeros) if carry is None else carry, (gates, None if mask is None else mask.T), reverse=reverse)
@@ -95,7 +95,7 @@ class Embedding(linen.Module):
         vocab_size: symbols.
         width: numbers of a vector.
         std: of these numbers.
-        dropout: the share of symbols whose vectors are zero in training, in all rows alike (Gal and Ghahramani 2016).
+        dropout: the share of symbols whose vectors are zero in training, the same ones in all rows (Gal and Ghahramani 2016).
     """
 
     vocab_size: int

@@ -2,10 +2,10 @@
 
 Reference: Venugopalan et al. 2015, "Sequence to Sequence - Video to Text".
 
-Both LSTMs first read the frames, then the words: the first one zeros in place of frames while there are words, the second one zeros in
-place of words while there are frames.
+Both LSTMs first read the frames, then the words: the first one reads zeros at the positions of words, the second one
+zeros in place of words at the positions of frames.
 
-The letters in the shapes: b rows, n frames, s words, f features of a frame, w width, h hidden width, v words there are.
+The letters in the shapes: b rows, n frames, s words, f features of a frame, w width, h hidden width, v words of the vocabulary.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def s2vt(vocab_size: int = 13010, width: int = 500, hidden: int = 1000, dropout:
     """Return the layers `frames`, `lstm_0`, `words`, `lstm_1`, `head`. Nothing is allocated here.
 
     Inputs are {"features": (b, n, f), zeros behind the last frame, "tokens": (b, s) the caption, from the token that starts it on}; outputs
-    are the logits (b, s, v) of the caption moved on by one.
+    are the logits (b, s, v) of the caption shifted by one.
 
     Args:
         vocab_size: v.

@@ -48,8 +48,8 @@ def make(name: str, out: str | None, seed: int, say: Callable[[str], None]) -> N
         raise InputError(f"--seed: expected a number from 0 to {2**32 - 1}, found {seed}; choose one between")
     out = f"{FOLDER}/{name}" if out is None else out
     with new_folder(unused(out, "--out"), "--out") as place:
-        made = SAMPLES[name](place, seed)
-    say(f"{out}: {made}")
+        description = SAMPLES[name](place, seed)
+    say(f"{out}: {description}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
