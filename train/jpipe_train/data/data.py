@@ -1,4 +1,7 @@
-"""Data for training and validation: what a config names is found, split, made to rows and batched by index.
+"""Load the data of a config for training and validation: find files, split them, make rows, and batch these by index.
+
+Batch t is a pure function of (seed, t): `batches[t]` may be read in any order, twice, or by another process, and its rows are read when
+they are needed.
 
 Batch t is a pure function of (seed, t): `batches[t]` may be asked for in any order, twice, or by another process, and its rows are
 read when they are needed.
@@ -25,7 +28,7 @@ Rows = windows.Windows | windows.Examples | masked.Masked
 
 @runtime_checkable
 class Batches(Protocol):
-    """Batches by index, and how many there are."""
+    """Batches by index, with their number."""
 
     def __len__(self) -> int: ...
 
@@ -62,7 +65,7 @@ class Data:
 
     @property
     def like(self) -> Batch:
-        """A batch, of which only shapes and dtypes are used; the largest where they differ."""
+        """A batch of which only shapes and dtypes are used, the largest one if they differ."""
         return self.shapes[0] if self.shapes else self.train[self.first]
 
 
@@ -89,13 +92,13 @@ def load(config: Config, position: Position | None = None) -> Data:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
             tokens do not fit the model; data of the user's own has fewer batches than the run has steps.
     """
-    found = _read(config)
+    data = _read(config)
     if position is not None:
-        assert isinstance(found.train, Ordered)
-        found = replace(found, train=found.train.continued(position), first=position.batch)
-    if isinstance(found.train, own_data.OwnBatches):
-        found.train.check_length(config.train.steps)
-    return found
+        assert isinstance(data.train, Ordered)
+        data = replace(data, train=data.train.continued(position), first=position.batch)
+    if isinstance(data.train, own_data.OwnBatches):
+        data.train.check_length(config.train.steps)
+    return data
 
 
 def _read(config: Config) -> Data:
@@ -113,7 +116,7 @@ def _read(config: Config) -> Data:
 
 @_memory_is_told()
 def held_out(config: Config, path: str | None = None) -> Data:
-    """What a config's run is validated on, all of it, as `validation`; there may be less than a batch. Nothing is there to learn from.
+    """Load all validation data of a run as `validation`, even if it is less than a batch; there is nothing to train on.
 
     Args:
         config: of the run.
@@ -128,35 +131,35 @@ def held_out(config: Config, path: str | None = None) -> Data:
     if target is not None:
         return _read(config)
     _check_objective(config)
-    found = splits.read(config) if path is None else splits.read_whole(config, path)
+    split = splits.read(config) if path is None else splits.read_whole(config, path)
     if path is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
-    _check_vocabulary(config, found)
-    apart = _apart(config, found)
-    rows = _rows(config, found, 1, apart=apart)
-    _check_some(config, found, rows)
+    _check_vocabulary(config, split)
+    apart = _apart(config, split)
+    rows = _rows(config, split, 1, apart=apart)
+    _check_some(config, split, rows)
     batches = _batches(config, rows, 1, apart=apart)
-    return Data(batches, batches, found.source, f"{found.validation.size:,} tokens", found.digest, _remarks(found, rows))
+    return Data(batches, batches, split.source, f"{split.validation.size:,} tokens", split.digest, _remarks(split, rows))
 
 
 def _from_target(config: Config, **offered: bool) -> Data:
-    """Return the data of `data.target`, whose labels the model has outputs for.
+    """Call `data.target` and return its data.
 
     Raises:
         InputError: as `load`.
     """
     target, batch_size = str(config.data.target), config.train.batch_size
     given = {"seed": config.seed, "batch_size": batch_size}
-    found = entry_point.call(target, "data.target", config.data.arguments, given, offered)
-    if isinstance(found, Data):
-        return found
-    train, validation = own_data.checked(found, target, batch_size)
+    result = entry_point.call(target, "data.target", config.data.arguments, given, offered)
+    if isinstance(result, Data):
+        return result
+    train, validation = own_data.checked(result, target, batch_size)
     amount = f"{count(len(validation), 'batch', 'es')} for validation"
     return Data(train, validation, target, amount, lambda: own_data.digest(train, validation))
 
 
 def unread(config: Config) -> Data:
-    """As `load`, for what needs no more than the shapes of a batch: a `data.target` with a parameter `shapes_only` need not read anything.
+    """Load data if only the shapes of a batch are needed; a `data.target` with a parameter `shapes_only` then need not read anything.
 
     Raises:
         InputError: as `load`.
@@ -165,14 +168,14 @@ def unread(config: Config) -> Data:
 
 
 def portion(config: Config) -> tuple[int, str]:
-    """How much a step sees, and of what: tokens of a text, samples of other data."""
+    """Return how much a step processes, and in which unit: tokens of a text, or samples of other data."""
     if config.data.target is None:
         return config.train.batch_size * config.model.seq_len, "tokens"
     return config.train.batch_size, "samples"
 
 
 def loss_unit(config: Config) -> str:
-    """What follows a loss in words, if it is known what that is."""
+    """Return the unit that follows a loss in messages, or "" if it is unknown."""
     if config.loss.target is not None:
         return ""
     if config.data.target is not None:
@@ -183,7 +186,7 @@ def loss_unit(config: Config) -> str:
 
 
 def _check_objective(config: Config) -> None:
-    """Refuse batches that the built-in model and loss have not been made for."""
+    """Check that the built-in model and loss support the objective."""
     if config.model.target is not None or config.loss.target is not None:
         return
     kind, objective = config.model.kind, config.data.objective
@@ -197,7 +200,7 @@ def _check_objective(config: Config) -> None:
 
 
 def _check_vocabulary(config: Config, found: Split) -> None:
-    """Refuse tokens that the built-in model has no place for."""
+    """Check that the built-in model has a symbol for every token."""
     need = found.train.vocab_size
     if config.model.target is None and need > (have := config.model.vocab_size):
         of_folder = f"the tokens of '{config.data.path}'"
@@ -206,7 +209,7 @@ def _check_vocabulary(config: Config, found: Split) -> None:
 
 
 def _apart(config: Config, found: Split) -> bool:
-    """Whether the documents in a row are kept apart, as segments."""
+    """Return whether the documents in a row are kept apart, as segments."""
     known = found.train.have_ends and found.validation.have_ends
     if config.data.boundaries == "keep" and not known:
         raise InputError(
@@ -218,7 +221,7 @@ def _apart(config: Config, found: Split) -> bool:
 
 
 def _rows(config: Config, found: Split, part: int, *, apart: bool) -> Rows:
-    """The rows of one part, each once."""
+    """Return the rows of one part, each once."""
     documents, data, seq_len = (found.train, found.validation)[part], config.data, config.model.seq_len
     if found.train.have_answers or data.format == "prompts":
         if data.objective == "masked":
@@ -231,14 +234,14 @@ def _rows(config: Config, found: Split, part: int, *, apart: bool) -> Rows:
 
 
 def _batches(config: Config, rows: Rows, part: int, *, apart: bool) -> BatchesOfRows:
-    """Batches of the rows of one part."""
+    """Batch the rows of one part."""
     seq_len = config.model.seq_len
     spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
     return BatchesOfRows(_in_order(config, rows, part), config.train.batch_size, spec)
 
 
 def _in_order(config: Config, rows: Rows, part: int) -> Elements:
-    """The rows in the order of their batches: those to learn from without end."""
+    """Return the rows in the order of their batches, endlessly for training."""
     if isinstance(rows, masked.Masked):
         return masked.Drawn(rows, epochs=part == 0)
     shuffled = grain.MapDataset.source(rows).shuffle(seed=_seed(config, part))
@@ -250,7 +253,7 @@ def _seed(config: Config, part: int) -> int:
 
 
 def _check_amount(config: Config, found: Split, train: Rows, validation: Rows) -> None:
-    """Refuse less than one batch of either.
+    """Check that there is at least one batch for training and one for validation.
 
     Raises:
         InputError: there is less.
@@ -278,7 +281,7 @@ def _check_amount(config: Config, found: Split, train: Rows, validation: Rows) -
 
 
 def _check_some(config: Config, found: Split, rows: Rows) -> None:
-    """Refuse data without a row."""
+    """Check that there is at least one row."""
     if len(rows):
         return
     seq_len = config.model.seq_len
@@ -291,7 +294,7 @@ def _check_some(config: Config, found: Split, rows: Rows) -> None:
 
 
 def _amount(found: Split, train: Rows, validation: Rows) -> str:
-    """How much there is to learn from, in words."""
+    """Describe how much there is to train on."""
     words = f"{found.train.size:,} tokens for training, {found.validation.size:,} for validation"
     if isinstance(train, windows.Examples):
         words += f"; {len(train):,} and {len(validation):,} rows of whole examples, {train.fill:.0%} full"
@@ -299,7 +302,7 @@ def _amount(found: Split, train: Rows, validation: Rows) -> str:
 
 
 def _remarks(found: Split, *rows: Rows) -> tuple[str, ...]:
-    """What was left out, in words."""
+    """Describe what was left out."""
     left_out = sum(part.left_out for part in rows if isinstance(part, windows.Examples))
     too_long = f"{count(left_out, 'example')} left out: prompts so long that nothing of the answer remains"
     return (*found.remarks, too_long) if left_out else found.remarks

@@ -1,4 +1,4 @@
-"""Batches from a function of the user's own: what it has to return, and how a mistake in it is reported."""
+"""Batches from a function that `data.target` names: what it has to return, and how mistakes in it are reported."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ from jpipe_train.data.rows import Batch, when_sliced
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """`batches[t]`, every mistake in making one reported in a line that begins with `name`.
+    """The batches of a user's object, `batches[t]`; every mistake is reported in one line that begins with `name`.
 
     The first is made in every process, for its shapes; each is made, or made again, where and when rows of it are read. In a run that
     resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, and a batch may have rows of two of these.
@@ -46,11 +46,11 @@ class OwnBatches:
 
     @property
     def order(self) -> Position:
-        """Where the order of the batches begins."""
+        """The position of the first batch."""
         return self.begins or position.start(self.batch_size)
 
     def position(self, batch: int) -> Position:
-        """Return where this batch begins."""
+        """Return the position of a batch."""
         return self.order.later(batch, self.batch_size)
 
     def continued(self, position: Position) -> "OwnBatches":
@@ -81,7 +81,7 @@ class OwnBatches:
         )
 
     def _at(self, row: int) -> Batch:
-        """The batch whose first row is this one."""
+        """Return the batch that begins with this row."""
         index, skipped = divmod(row, self.batch_size)
         first = self._of_same_shape(index)
         if not skipped:
@@ -103,7 +103,7 @@ class OwnBatches:
         return batch
 
     def made(self, index: int) -> Batch:
-        """Batch `index`, as the user's code makes it.
+        """Return batch `index` as the user's code makes it.
 
         Raises:
             InputError: that fails, or gives something else.
@@ -126,7 +126,7 @@ def _specs(batch: Batch) -> Any:
 
 
 def digest(train: OwnBatches, validation: OwnBatches) -> str:
-    """Of the first batch of each: where the function forgets its seed, no two processes have the same."""
+    """Hash the first batch of each part: if the function ignores its seed, processes differ."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves((train.made(0), validation.made(0))):
         found.update(np.ascontiguousarray(leaf).tobytes())
@@ -134,7 +134,7 @@ def digest(train: OwnBatches, validation: OwnBatches) -> str:
 
 
 def checked(found: Any, target: str, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
-    """(train, validation) of what `target(seed, batch_size, **arguments)` returned.
+    """Check what `target(seed, batch_size, **arguments)` returned, and wrap it as (train, validation).
 
     `train[t]` is batch t, for any t < `train.steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
     same in every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.

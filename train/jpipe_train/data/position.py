@@ -1,4 +1,4 @@
-"""Where in the training data a batch begins, counted in rows, so that a resumed run may have another batch size."""
+"""Positions in the training data, counted in rows, so that a resumed run may have another batch size."""
 
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ class Position(pydantic.BaseModel):
 
     @property
     def total(self) -> int:
-        """Rows before it, of all buckets."""
+        """The number of rows before it, of all buckets."""
         return sum(self.rows)
 
     def later(self, batch: int, batch_size: int) -> "Position":
@@ -43,11 +43,11 @@ class Ordered(Protocol):
 
     @property
     def order(self) -> Position:
-        """Where the order of the batches begins; no earlier batch can be read."""
+        """The position of the first batch; no earlier batch can be read."""
         ...
 
     def position(self, batch: int) -> Position:
-        """Return where this batch begins, not earlier than `order`."""
+        """Return the position of a batch, not earlier than `order`."""
         ...
 
     def continued(self, position: Position) -> Any:

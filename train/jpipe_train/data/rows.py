@@ -1,4 +1,4 @@
-"""Batches whose rows are read when they are asked for, so that a process reads only those that its own workers need."""
+"""Batches that read their rows on request, so that a process reads only the rows that its own workers need."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ THREADS = ThreadPoolExecutor(usable_cores(), "rows")
 
 @dataclass(frozen=True)
 class Rows:
-    """One array of a batch: its shape and type are known, its rows are read when they are sliced, as `Pipeline.step` does.
+    """One array of a batch: shape and dtype are known, and rows are read when they are sliced, as `Pipeline.step` does.
 
     Attributes:
         shape: of the whole array.
@@ -40,7 +40,7 @@ class Rows:
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
+        """The number of dims."""
         return len(self.shape)
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Pieces(Protocol):
 
 @dataclass(frozen=True)
 class BatchesOfRows:
-    """Batch t is made of the elements t·b to (t + 1)·b - 1, each read when its row is; another `order` moves them.
+    """Batch t has the elements t·b to (t + 1)·b - 1, each read together with its row; another `order` shifts them.
 
     Attributes:
         elements: pairs of (inputs, labels), each an array or a tree of arrays. In place of an array may be a function that gives it: it is
@@ -91,11 +91,11 @@ class BatchesOfRows:
 
     @property
     def order(self) -> Position:
-        """Where the order of the batches begins."""
+        """The position of the first batch."""
         return self.begins or position.start(self.batch_size)
 
     def position(self, batch: int) -> Position:
-        """Return where this batch begins."""
+        """Return the position of a batch."""
         return self.order.later(batch, self.batch_size)
 
     def continued(self, position: Position) -> "BatchesOfRows":
@@ -122,7 +122,7 @@ class BatchesOfRows:
 
 
 def _stacked(rows: Callable[[int, int], list[list[Any]]], number: int, spec: Any, start: int, stop: int) -> np.ndarray:
-    """Leaf `number` of some rows."""
+    """Stack leaf `number` of some rows."""
     found = [row[number] for row in rows(start, stop)]
     if not found:
         return np.zeros((0, *spec.shape), spec.dtype)
@@ -130,7 +130,7 @@ def _stacked(rows: Callable[[int, int], list[list[Any]]], number: int, spec: Any
 
 
 def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:
-    """A batch of these shapes that is made, all of it, when the first of its rows are read.
+    """Return a batch of these shapes that is made, as a whole, when the first of its rows are read.
 
     Args:
         specs: shape and dtype of each of its arrays.
@@ -177,7 +177,7 @@ class Divisible(Protocol):
 
 
 class _Part(NamedTuple):
-    """`rows` rows from number `first` on, each `copies` times."""
+    """A range of `rows` rows from number `first` on, each `copies` times."""
 
     first: int
     rows: int
@@ -186,7 +186,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class AllRows:
-    """Whole batches, and the rows that are left after them in one or two smaller ones, each of whole microbatches.
+    """Full batches, followed by the remaining rows in one or two smaller batches, each of whole microbatches.
 
     Rows that do not fill a microbatch are repeated until they fill some. Each of them is there equally often, so the mean over such a batch
     is the mean over them, for any loss that is a sum over rows; a weight is as many times too large as there are copies.
@@ -220,12 +220,12 @@ class AllRows:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows of the data."""
         return len(self.batches.elements)
 
     @cached_property
     def _left(self) -> list[_Part]:
-        """What is left after the whole batches: what fills microbatches, and the rest."""
+        """The parts after the full batches: the rows that fill microbatches, and the remaining ones."""
         left = self.rows % self.batches.batch_size
         odd = left % self.microbatch
         copies = self.microbatch // math.gcd(odd, self.microbatch)
@@ -234,12 +234,12 @@ class AllRows:
 
 
 def like_a_batch(batches: BatchesOfRows) -> Batch:
-    """A batch of the usual size, where there may be less than one."""
+    """Return a batch of the usual size, even if there are fewer rows."""
     return batches[0] if len(batches) else _repeated(batches, _Part(0, len(batches.elements), batches.batch_size), batches.batch_size)
 
 
 def _repeated(batches: BatchesOfRows, part: _Part, size: int | None = None) -> Batch:
-    """A batch of the rows of this part, over and over, its first `size` ones or all."""
+    """Return a batch that repeats the rows of this part, its first `size` rows or all."""
     size = part.rows * part.copies if size is None else size
     elements = _Cycle(batches.elements, part.first, part.rows, size)
     return replace(batches, elements=grain.MapDataset.source(elements), batch_size=size)[0]
@@ -247,7 +247,7 @@ def _repeated(batches: BatchesOfRows, part: _Part, size: int | None = None) -> B
 
 @dataclass(frozen=True)
 class _Cycle:
-    """`size` elements: `rows` of those given, from `first` on, over and over."""
+    """A cycle of `size` elements: `rows` elements from `first` on, repeated."""
 
     elements: Elements
     first: int

@@ -1,4 +1,4 @@
-"""What a config's data is read from, as documents for training and for validation: bytes, text with a tokenizer, prompts, token files."""
+"""Read the data that a config names as documents for training and for validation: bytes, text, prompts or token files."""
 
 import functools
 import hashlib
@@ -54,7 +54,7 @@ class Split:
 
 
 def read(config: Config) -> Split:
-    """The documents that `config.data` names.
+    """Read the documents that `config.data` names.
 
     Raises:
         InputError: they cannot be read.
@@ -73,7 +73,7 @@ def read(config: Config) -> Split:
 
 
 def _check_kinds(data: DataConfig) -> None:
-    """Refuse files that are known to be no text, unless the config says that their bytes are to be learned.
+    """Check that no file is known to be something other than text, unless the config asks for bytes.
 
     Raises:
         InputError: the message names the first of them, and what to do with it.
@@ -99,7 +99,7 @@ def _check_kinds(data: DataConfig) -> None:
 
 
 def _check_beside_weights(config: Config) -> None:
-    """Refuse tokens that mean something else than those of the weights that the run begins with, if their tokenizer lies beside them."""
+    """Check that tokens mean the same as those of the weights that the run starts from, if their tokenizer is known."""
     own, file = tokenizers.file_of(config), config.warm_start.file
     beside = None if file is None else Path(file).expanduser() / tokenizers.FILE
     if own is None or beside is None or config.warm_start.mode == "partial" or not (own.is_file() and beside.is_file()):
@@ -138,7 +138,7 @@ def read_bytes(path: str | None, validation_fraction: float, validation_path: st
 
 
 def read_whole(config: Config, path: str) -> Split:
-    """All documents at `path`, in the form that `config.data` names; they are both parts.
+    """Read all documents at `path` in the format of `config.data`; both parts of the split are the same.
 
     Raises:
         InputError: they cannot be read, or are tokens of another tokenizer.
@@ -206,7 +206,7 @@ def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
 
 
 def _whole_folder(config: Config, path: str) -> Split:
-    """All that is in a folder of tokens, those for training as well as those for validation."""
+    """Read all documents of a folder of tokens, those for training and for validation."""
     folder, index = token_files.read_index(path, "data.path")
     if os.path.exists(str(config.data.path)):  # without it nothing is known of the tokenizer of the run
         its = token_files.read_index(str(config.data.path), "data.path")[1]
@@ -217,7 +217,7 @@ def _whole_folder(config: Config, path: str) -> Split:
 
 
 def _check_alike(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:
-    """Refuse tokens of another kind, or made by another tokenizer, than those at `path`."""
+    """Check that tokens have the same kind and tokenizer as those at `path`."""
     if (other.vocab_size, other.kind, other.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
         raise InputError(
             f"{where}: expected {index.kind} of the same tokenizer as in '{path}', found {other.kind} of another; "
@@ -226,7 +226,7 @@ def _check_alike(index: token_files.Index, other: token_files.Index, path: str, 
 
 
 def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
-    """The one that made the tokens in a folder, which is beside them."""
+    """Load the tokenizer beside the tokens of a folder, which made them."""
     tokenizer = tokenizers.load(folder / tokenizers.FILE, "data.path", None)
     if tokenizer.sha256 != index.tokenizer_sha256:
         raise InputError(f"data.path: '{folder / tokenizers.FILE}' is not the tokenizer that made the tokens; copy it again")
@@ -234,7 +234,7 @@ def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
 
 
 def _of_token_files(config: Config) -> Split:
-    """The folder that `jpipe data prepare` wrote."""
+    """Read the folder that `jpipe data prepare` wrote."""
     path = str(config.data.path)
     folder, index = token_files.read_index(path, "data.path")
     train, held_out = token_files.documents(folder, index, index.train), (folder, index, index.validation)
@@ -254,7 +254,7 @@ def _of_token_files(config: Config) -> Split:
 
 
 class _Memory:
-    """Documents in memory as they are made, and where they come from."""
+    """A sink that keeps documents and where they come from in memory."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
@@ -285,7 +285,7 @@ class _Memory:
 
 
 def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) -> Split:
-    """Text files or JSON lines, tokenized here.
+    """Tokenize text files or JSON lines.
 
     Args:
         config: what they are.

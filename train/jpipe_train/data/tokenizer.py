@@ -1,4 +1,4 @@
-"""A tokenizer from a local tokenizer.json: read within limits, with the tokens that begin and end a text found in it."""
+"""Load a tokenizer from a local tokenizer.json, within limits, and find the tokens that begin and end a text."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ _NO_MARK: tuple[str, tuple[int, ...]] = ("", ())
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back.
+    """A tokenizer: text to token ids and back.
 
     Attributes:
         rules: of the tokenizers library.
@@ -47,21 +47,21 @@ class Tokenizer:
 
     @cached_property
     def ids(self) -> Int64[np.ndarray, " n"]:
-        """The ids of all tokens, rising; there may be holes between them."""
+        """The ids of all tokens in ascending order, possibly with gaps."""
         return np.unique(np.fromiter(self.rules.get_vocab(with_added_tokens=True).values(), np.int64))
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, so rows of an embedding that has all of them."""
+        """The largest id plus one, the number of rows of an embedding of all tokens."""
         return 1 + int(self.ids[-1])
 
     @property
     def sha256(self) -> str:
-        """Of the file."""
+        """The hash of the file."""
         return hashlib.sha256(self.content).hexdigest()
 
     def encoded(self, texts: Sequence[str], continued: Sequence[bool] = ()) -> list[UInt32[np.ndarray, " _"]]:
-        """The tokens of each text, without any that begin or end it; uses all cores.
+        """Tokenize each text on all cores, without the tokens that begin or end it.
 
         Args:
             texts: to tokenize.
@@ -81,7 +81,7 @@ class Tokenizer:
 
     @cached_property
     def _marks(self) -> dict[bool, tuple[str, tuple[int, ...]]]:
-        """What a text that goes on is put behind, with its tokens: for one that begins with a space (True), and for others (False).
+        """A prefix for a continued text, with its tokens: for a text that begins with a space (True), and for others (False).
 
         Nothing, if the tokenizer puts no space before a text, as Llama 2's does.
         """
@@ -99,7 +99,7 @@ class Tokenizer:
         return [np.asarray(encoding.ids, np.uint32) for encoding in found]
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without those that stand for none.
+        """Return the text of tokens, without those that stand for none.
 
         Raises:
             InputError: the tokenizer fails.
@@ -110,7 +110,7 @@ class Tokenizer:
             raise _failed(error, f"{self.where}: cannot make text of tokens") from None
 
     def id_of(self, *names: str) -> int:
-        """The id of the first of these special tokens that there is.
+        """Return the id of the first of these special tokens that exists, or None.
 
         Raises:
             InputError: there is none of them.
@@ -122,19 +122,19 @@ class Tokenizer:
         raise InputError(f"{self.where}: expected a tokenizer with the token {either}, found none; use one made for such a model")
 
     def differing(self, other: "Tokenizer") -> list[tuple[int, tuple[str, str]]]:
-        """The ids that both have for different tokens, with these tokens."""
+        """Return the ids that the two tokenizers use for different tokens, with these tokens."""
         mine, theirs = ({number: token for token, number in each.rules.get_vocab(with_added_tokens=True).items()} for each in (self, other))
         return [
             (number, (mine[number], theirs[number])) for number in sorted(mine.keys() & theirs.keys()) if mine[number] != theirs[number]
         ]
 
     def special_ids(self) -> tuple[int, ...]:
-        """The ids of all tokens that stand for no text."""
+        """Return the ids of all tokens that stand for no text."""
         return tuple(sorted(number for number, token in self.rules.get_added_tokens_decoder().items() if token.special))
 
 
 def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokenizer:
-    """Read a tokenizer.json, which may come from a stranger.
+    """Load a tokenizer.json, which may come from a stranger.
 
     Padding and truncation, which such files can ask for, are left out, and so is BPE's dropout, which would make it draw lots.
 
@@ -202,7 +202,7 @@ def _with_end(tokenizer: Tokenizer, after: tuple[int, ...], end_of_text: str | N
 
 
 def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What stands in `whole` before and after `plain`; nothing if that is not in it."""
+    """Return what precedes and follows `plain` in `whole`, or nothing if `whole` does not contain it."""
     for start in range(len(whole) - len(plain) + 1):
         if list(whole[start : start + len(plain)]) == list(plain):
             return tuple(whole[:start]), tuple(whole[start + len(plain) :])
@@ -210,7 +210,7 @@ def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 def _failed(error: BaseException, what: str) -> BaseException:
-    """What to raise where the library fails: whatever it says, as a message; Ctrl-C and the end of the process as they are."""
+    """Return the exception to raise if the library fails: an InputError with its message, or Ctrl-C and process exits unchanged."""
     if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
         return error
     said = first_line(error) if isinstance(error, Exception) else "it panics"

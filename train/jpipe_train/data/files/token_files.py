@@ -1,4 +1,4 @@
-"""Folders of tokens, as `jpipe data prepare` writes them: tokens.json says what they hold, shards are read where they are needed.
+"""Folders of tokens as `jpipe data prepare` writes them: tokens.json describes the shards, which are read when needed.
 
 A shard `train-00000` is `train-00000.bin`, its tokens as little-endian uint16 or uint32; `train-00000.ends`, for each document the position
 behind its last token as uint64; and `train-00000.answers` for prompts, the position of the first token of each answer as uint64.
@@ -45,8 +45,10 @@ class _Part(pydantic.BaseModel):
 
 
 class ShardFacts(_Part):
-    """One shard: `name` of its files without their endings, its `tokens` and its `documents` (null: nobody knows where they end), and the
-    sha256 of its tokens."""
+    """A shard: the `name` of its files without endings, its number of `tokens` and `documents`, and the hashes of its files.
+
+    `documents` is null if their ends are not known.
+    """
 
     name: Annotated[str, pydantic.AfterValidator(_is_name)]
     tokens: Annotated[int, Field(ge=1, le=2**62)]
@@ -55,7 +57,7 @@ class ShardFacts(_Part):
 
 
 class Index(_Part):
-    """The whole of tokens.json: what the tokens are, and the shards for training and for validation.
+    """The content of tokens.json: what the tokens are, and the shards for training and for validation.
 
     `end_of_text` is the token that ends each document, `tokenizer_sha256` that of the tokenizer.json beside it, `text_bytes` the size of
     the text that it was made from.
@@ -80,7 +82,7 @@ class Index(_Part):
 
 
 def read_index(path: str, where: str) -> tuple[Path, Index]:
-    """The folder at `path` and its index; every shard is there and has its size.
+    """Read the index of the folder at `path`, and check that every shard exists and has its size.
 
     Raises:
         InputError: it is no such folder, a file is missing or of another size, or the tokenizer is not that of the tokens.
@@ -110,7 +112,7 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
 
 
 def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Documents:
-    """The documents in these shards, read where they are needed."""
+    """Return the documents in these shards, read when needed."""
     kept = functools.lru_cache(maxsize=MOST_OPEN)(_opened)
 
     def opened(shard: ShardFacts, part: int) -> Callable[[], Numbers] | None:
@@ -129,7 +131,7 @@ def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Docum
 
 
 def digest(folder: Path, index: Index) -> str:
-    """Of the index, with the hashes in it, and of a sample of every file: terabytes are not read, and it does not depend on times.
+    """Hash the index with the hashes in it, and a sample of every file; it does not depend on times.
 
     Raises:
         InputError: a file cannot be read.
@@ -150,7 +152,7 @@ def _sample(path: Path) -> list[bytes]:
 
 
 def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> FileArray:
-    """Open a file of `count` numbers. If they are the ends of documents of `size` tokens in all, check some of them.
+    """Open a file of `count` numbers; if they are ends of documents of `size` tokens in all, check some of them.
 
     Raises:
         InputError: they do not rise, or do not end with the tokens; the file was cut off.
@@ -188,7 +190,7 @@ def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> Non
 
 
 def _check_tokenizer(path: Path, index: Index, where: str) -> None:
-    """Refuse another tokenizer beside tokens; it may be left out."""
+    """Check that the tokenizer beside the tokens made them, if there is one."""
     try:
         if index.tokenizer_sha256 is None or not path.exists():
             return
