@@ -46,7 +46,7 @@ class Data:
         validation: batches that are held out.
         source: a phrase that says where they come from.
         amount: how much that is, in words.
-        digest: what it gives is the same in two processes only if their data is, as far as that can be known without making all of it.
+        digest: its result is the same in two processes only if their data is, up to what can be known without making all of it.
         remarks: what was left out, in words.
         vocab_size: numbers that tokens or classes may have, where built-in data tells; otherwise they are looked at when they are read.
         shapes: where batches have several shapes, these, as shapes and dtypes; the largest first.
@@ -90,7 +90,7 @@ def load(config: Config, position: Position | None = None) -> Data:
 
     Raises:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
-            tokens do not fit the model; data of the user's own has fewer batches than the run has steps.
+            tokens do not fit the model; a `data.target` has fewer batches than the run has steps.
     """
     data = _read(config)
     if position is not None:
@@ -105,13 +105,13 @@ def _read(config: Config) -> Data:
     if config.data.target is not None:
         return _from_target(config)
     _check_objective(config)
-    found = splits.read(config)
-    _check_vocabulary(config, found)
-    apart = _apart(config, found)
-    rows = [_rows(config, found, part, apart=apart) for part in (0, 1)]
-    _check_amount(config, found, *rows)
+    split = splits.read(config)
+    _check_vocabulary(config, split)
+    apart = _apart(config, split)
+    rows = [_rows(config, split, part, apart=apart) for part in (0, 1)]
+    _check_amount(config, split, *rows)
     batches = [_batches(config, rows[part], part, apart=apart) for part in (0, 1)]
-    return Data(batches[0], batches[1], found.source, _amount(found, *rows), found.digest, _remarks(found, *rows))
+    return Data(batches[0], batches[1], split.source, _amount(split, *rows), split.digest, _remarks(split, *rows))
 
 
 @_memory_is_told()
@@ -120,10 +120,10 @@ def held_out(config: Config, path: str | None = None) -> Data:
 
     Args:
         config: of the run.
-        path: other data in its place, in the same form: all that is there.
+        path: other data in its place, of the same format, all of it.
 
     Raises:
-        InputError: as `load`, but for the size; there is not a single row.
+        InputError: as `load`, except for the size; there is no row.
     """
     target = config.data.target
     if target is not None and path is not None:
@@ -149,8 +149,8 @@ def _from_target(config: Config, **offered: bool) -> Data:
         InputError: as `load`.
     """
     target, batch_size = str(config.data.target), config.train.batch_size
-    given = {"seed": config.seed, "batch_size": batch_size}
-    result = entry_point.call(target, "data.target", config.data.arguments, given, offered)
+    filled = {"seed": config.seed, "batch_size": batch_size}
+    result = entry_point.call(target, "data.target", config.data.arguments, filled, offered)
     if isinstance(result, Data):
         return result
     train, validation = own_data.checked(result, target, batch_size)
@@ -199,37 +199,37 @@ def _check_objective(config: Config) -> None:
         raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")
 
 
-def _check_vocabulary(config: Config, found: Split) -> None:
+def _check_vocabulary(config: Config, split: Split) -> None:
     """Check that the built-in model has a symbol for every token."""
-    need = found.train.vocab_size
+    need = split.train.vocab_size
     if config.model.target is None and need > (have := config.model.vocab_size):
         of_folder = f"the tokens of '{config.data.path}'"
         name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.read_as, f"the tokens of '{config.data.tokenizer}'")
         raise InputError(f"model.vocab_size: expected at least {need}, for {name}, found {have}; set model.vocab_size to {need}")
 
 
-def _apart(config: Config, found: Split) -> bool:
+def _apart(config: Config, split: Split) -> bool:
     """Return whether the documents in a row are kept apart, as segments."""
-    known = found.train.have_ends and found.validation.have_ends
+    known = split.train.have_ends and split.validation.have_ends
     if config.data.boundaries == "keep" and not known:
         raise InputError(
             f"data.boundaries: expected '{config.data.path}' to say where documents end, for keep, found a tokens.json that does not; "
             "prepare it again, or ignore them"
         )
     default = "ignore" if config.data.read_as == "bytes" or config.data.objective == "masked" else "keep"
-    return found.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
+    return split.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
 
 
-def _rows(config: Config, found: Split, part: int, *, apart: bool) -> Rows:
+def _rows(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
     """Return the rows of one part, each once."""
-    documents, data, seq_len = (found.train, found.validation)[part], config.data, config.model.seq_len
-    if found.train.have_answers or data.format == "prompts":
+    documents, data, seq_len = (split.train, split.validation)[part], config.data, config.model.seq_len
+    if split.train.have_answers or data.format == "prompts":
         if data.objective == "masked":
             raise InputError("data.objective: masked: expected text, found prompts with answers; leave it out")
-        return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=found.place[part])
+        return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=split.place[part])
     if data.objective == "masked":
-        assert found.tokenizer is not None
-        return masked.Masked(documents, found.tokenizer, seq_len, data.masked_fraction, _seed(config, part))
+        assert split.tokenizer is not None
+        return masked.Masked(documents, split.tokenizer, seq_len, data.masked_fraction, _seed(config, part))
     return windows.Windows(documents, seq_len, apart=apart)
 
 
@@ -252,11 +252,11 @@ def _seed(config: Config, part: int) -> int:
     return config.seed if part == 0 else 0  # validation is spread over the files, but never by config.seed
 
 
-def _check_amount(config: Config, found: Split, train: Rows, validation: Rows) -> None:
+def _check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
     """Check that there is at least one batch for training and one for validation.
 
     Raises:
-        InputError: there is less.
+        InputError: there are fewer rows.
     """
     batch_size, seq_len = config.train.batch_size, config.model.seq_len
     if min(len(train), len(validation)) >= batch_size:
@@ -266,43 +266,43 @@ def _check_amount(config: Config, found: Split, train: Rows, validation: Rows) -
         why = f"train.batch_size {batch_size} rows of model.seq_len {seq_len}"
     elif isinstance(train, masked.Masked):
         each = seq_len - masked.SPECIAL
-        need, unit, have = batch_size * each, found.unit, (found.train.size, found.validation.size)
+        need, unit, have = batch_size * each, split.unit, (split.train.size, split.validation.size)
         why = f"train.batch_size {batch_size} windows of {each} tokens, model.seq_len {seq_len} without special tokens"
     else:
-        need, unit, have = batch_size * seq_len + 1, found.unit, (found.train.size, found.validation.size)
+        need, unit, have = batch_size * seq_len + 1, split.unit, (split.train.size, split.validation.size)
         why = f"train.batch_size {batch_size} windows of model.seq_len {seq_len}, plus one"
     more = "prepare more" if config.data.format == "tokens" else "give more text"
     if config.data.format != "tokens" and config.data.validation_path is None:
         more += ", raise data.validation_fraction"
     raise InputError(
         f"data.path: expected at least {need} {unit} for training and {need} for validation ({why}), found {have[0]} and {have[1]} in "
-        f"{found.source}; {more}, or lower train.batch_size or model.seq_len"
+        f"{split.source}; {more}, or lower train.batch_size or model.seq_len"
     )
 
 
-def _check_some(config: Config, found: Split, rows: Rows) -> None:
+def _check_some(config: Config, split: Split, rows: Rows) -> None:
     """Check that there is at least one row."""
     if len(rows):
         return
     seq_len = config.model.seq_len
-    need, what, have = seq_len + 1, f"{found.unit} (a window of model.seq_len {seq_len}, plus one)", found.validation.size
+    need, what, have = seq_len + 1, f"{split.unit} (a window of model.seq_len {seq_len}, plus one)", split.validation.size
     if isinstance(rows, masked.Masked):
-        need, what = seq_len - masked.SPECIAL, f"{found.unit} (a window of model.seq_len {seq_len} without special tokens)"
+        need, what = seq_len - masked.SPECIAL, f"{split.unit} (a window of model.seq_len {seq_len} without special tokens)"
     elif isinstance(rows, windows.Examples):
         need, what, have = 1, "example with an answer", 0
-    raise InputError(f"data.path: expected at least {need} {what}, found {have} in {found.source}; give more")
+    raise InputError(f"data.path: expected at least {need} {what}, found {have} in {split.source}; give more")
 
 
-def _amount(found: Split, train: Rows, validation: Rows) -> str:
+def _amount(split: Split, train: Rows, validation: Rows) -> str:
     """Describe how much there is to train on."""
-    words = f"{found.train.size:,} tokens for training, {found.validation.size:,} for validation"
+    words = f"{split.train.size:,} tokens for training, {split.validation.size:,} for validation"
     if isinstance(train, windows.Examples):
         words += f"; {len(train):,} and {len(validation):,} rows of whole examples, {train.fill:.0%} full"
     return words
 
 
-def _remarks(found: Split, *rows: Rows) -> tuple[str, ...]:
+def _remarks(split: Split, *rows: Rows) -> tuple[str, ...]:
     """Describe what was left out."""
     left_out = sum(part.left_out for part in rows if isinstance(part, windows.Examples))
     too_long = f"{count(left_out, 'example')} left out: prompts so long that nothing of the answer remains"
-    return (*found.remarks, too_long) if left_out else found.remarks
+    return (*split.remarks, too_long) if left_out else split.remarks

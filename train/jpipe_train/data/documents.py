@@ -64,8 +64,8 @@ class Documents:
     @classmethod
     def of(cls, tokens: np.ndarray, vocab_size: int, ends: np.ndarray | None = None, answers: np.ndarray | None = None) -> "Documents":
         """Create documents from arrays in memory."""
-        given = None if ends is None else (lambda: ends), None if answers is None else (lambda: answers)
-        return cls([Shard("the text", tokens.size, lambda: tokens, *given)] if tokens.size else [], vocab_size)
+        arrays = None if ends is None else (lambda: ends), None if answers is None else (lambda: answers)
+        return cls([Shard("the text", tokens.size, lambda: tokens, *arrays)] if tokens.size else [], vocab_size)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -94,16 +94,16 @@ class Documents:
             InputError: one of them is out of range.
         """
         parts = [shard.tokens()[first:last] for shard, first, last, _ in self._parts(start, stop)]
-        found = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
-        unsigned = found.view(np.uint32)
-        if found.size and np.max(unsigned) >= self.vocab_size:
+        tokens = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
+        unsigned = tokens.view(np.uint32)
+        if tokens.size and np.max(unsigned) >= self.vocab_size:
             wrong = int(np.argmax(unsigned >= self.vocab_size))
             k = bisect.bisect_right(self.starts, start + wrong) - 1
             raise InputError(
                 f"data: expected every token of {self.shards[k].name} to be from 0 to {self.vocab_size - 1}, found {unsigned[wrong]} at "
                 f"{start + wrong - self.starts[k]}; write the file again"
             )
-        return found
+        return tokens
 
     def begins(self, start: int, stop: int) -> Bool[np.ndarray, " n"]:
         """Return for each position start .. stop - 1 whether a document begins there, found by binary search.
@@ -111,17 +111,17 @@ class Documents:
         Raises:
             InputError: ends that do not rise.
         """
-        found = np.zeros(stop - start, bool)
+        is_first = np.zeros(stop - start, bool)
         for shard, first, last, at in self._parts(start, stop):
             if first == 0:
-                found[at - start] = True
+                is_first[at - start] = True
             assert shard.ends is not None
             ends = shard.ends()
             inside = ends[_before(ends, first) : _before(ends, last)].astype(np.int64)
             if inside.size and (np.min(inside) < first or np.max(inside) >= last or np.any(np.diff(inside) <= 0)):
                 raise _disordered(shard.name)
-            found[inside - first + at - start] = True
-        return found
+            is_first[inside - first + at - start] = True
+        return is_first
 
     def number(self, position: int) -> tuple[int, int]:
         """Return the shard and the document in it to which this token belongs."""
@@ -136,7 +136,7 @@ class Documents:
         Raises:
             InputError: positions that do not rise.
         """
-        found: list[tuple[np.ndarray, ...]] = []
+        ranges: list[tuple[np.ndarray, ...]] = []
         for shard, start in zip(self.shards, self.starts, strict=False):
             assert shard.ends is not None
             assert shard.answers is not None
@@ -144,23 +144,23 @@ class Documents:
             begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
             if ends[-1] > shard.size or np.any(ends <= begins) or np.any(answers < begins) or np.any(answers > ends):
                 raise _disordered(shard.name)
-            found.append((begins + start, ends + start, answers + start))
-        columns = list(zip(*found, strict=True))
+            ranges.append((begins + start, ends + start, answers + start))
+        columns = list(zip(*ranges, strict=True))
         return np.concatenate(columns[0]), np.concatenate(columns[1]), np.concatenate(columns[2])
 
     def digest(self) -> str:
         """Hash all tokens and ends, or a sample if there are very many."""
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for shard in self.shards:
             for part in (shard.tokens, shard.ends, shard.answers):
                 if part is None:
-                    found.update(b"-")
+                    hasher.update(b"-")
                     continue
                 numbers = part()
-                found.update(f"{numbers.size} ".encode())
+                hasher.update(f"{numbers.size} ".encode())
                 for start in range(0, numbers.size, _HASHED * max(numbers.size // _MOST_HASHED, 1)):
-                    found.update(np.ascontiguousarray(numbers[start : start + _HASHED]).data)
-        return found.hexdigest()
+                    hasher.update(np.ascontiguousarray(numbers[start : start + _HASHED]).data)
+        return hasher.hexdigest()
 
     def _parts(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
         """List the shards that hold the positions start .. stop - 1.
@@ -168,26 +168,26 @@ class Documents:
         Returns:
             Each shard, the first position and the end in it, and the first position in the whole.
         """
-        found = []
+        parts = []
         k = bisect.bisect_right(self.starts, start) - 1
         while start < stop:
             end = min(stop, self.starts[k + 1])
-            found.append((self.shards[k], start - self.starts[k], end - self.starts[k], start))
+            parts.append((self.shards[k], start - self.starts[k], end - self.starts[k], start))
             start, k = end, k + 1
-        return found
+        return parts
 
 
 def _before(ends: Numbers, position: int) -> int:
     """Count the ends below this position by binary search, which reads only a few blocks of a file."""
     low, high = 0, ends.size
-    wanted = np.asarray(position, ends.dtype)  # of their own type, else all of them would be converted
+    target = np.asarray(position, ends.dtype)  # of their own type, else all of them would be converted
     while high - low > _BLOCK:
         middle = (low + high) // 2
-        if ends[middle : middle + 1][0] < wanted:
+        if ends[middle : middle + 1][0] < target:
             low = middle + 1
         else:
             high = middle
-    return low + int(np.searchsorted(ends[low:high], wanted))
+    return low + int(np.searchsorted(ends[low:high], target))
 
 
 def _disordered(name: str) -> InputError:

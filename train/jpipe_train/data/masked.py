@@ -28,9 +28,9 @@ def row_spec(seq_len: int) -> tuple[Tree, Tree]:
 class Masked:
     """The windows of a running text as rows, with other tokens masked in each round.
 
-    A row is full, as RoBERTa's are: it goes on over the end of a document, which has its [SEP]. Each row has the same number of masked
-    tokens, so that the mean of a batch is the mean of its rows. Of these 80% are [MASK], 10% a random token, 10% as they were; special
-    tokens are not among them. In half of the rows the second part is from somewhere else, another document if one is found.
+    A row is full, as RoBERTa's are: it continues over the end of a document, which has its [SEP]. Each row has the same number of masked
+    tokens, so that the mean of a batch is the mean of its rows. Of these 80% are [MASK], 10% a random token, 10% unchanged; special
+    tokens are not masked. In half of the rows the second part comes from elsewhere, from another document if possible.
 
     Args:
         documents: the text.
@@ -87,10 +87,10 @@ class Masked:
 
     def _elsewhere(self, end: int, size: int, random: np.random.Generator) -> int:
         """Choose where a second part of this size begins that does not follow the first, which ends at `end`."""
-        places = [int(place) for place in random.integers(0, self._documents.size - size + 1, _TRIES)]
-        other = [place for place in places if not self._same_document(place, end - 1)]
-        far = [place for place in places if abs(place - end) > size]
-        return (other or far or places)[0]
+        starts = [int(place) for place in random.integers(0, self._documents.size - size + 1, _TRIES)]
+        other = [place for place in starts if not self._same_document(place, end - 1)]
+        far = [place for place in starts if abs(place - end) > size]
+        return (other or far or starts)[0]
 
     def _same_document(self, one: int, other: int) -> bool:
         return not self._documents.have_ends or self._documents.number(one) == self._documents.number(other)
@@ -111,9 +111,9 @@ class Masked:
         """Mask the chosen tokens of a row."""
         at = np.flatnonzero(masked)
         draw, others = random.random(at.size), random.choice(self._symbols, at.size)
-        found = whole.copy()
-        found[at] = np.where(draw < 0.8, np.int32(self._mask), np.where(draw < 0.9, others, whole[at]))
-        return found
+        tokens = whole.copy()
+        tokens[at] = np.where(draw < 0.8, np.int32(self._mask), np.where(draw < 0.9, others, whole[at]))
+        return tokens
 
 
 class Drawn:

@@ -21,7 +21,7 @@ from jpipe_train.data.rows import Batch, when_sliced
 class OwnBatches:
     """The batches of a user's object, `batches[t]`; every mistake is reported in one line that begins with `name`.
 
-    The first is made in every process, for its shapes; each is made, or made again, where and when rows of it are read. In a run that
+    The first batch is made in every process, for its shapes; each is made, or made again, where and when its rows are read. In a run that
     resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, and a batch may have rows of two of these.
 
     Attributes:
@@ -41,8 +41,8 @@ class OwnBatches:
             return len(self.batches)
 
     def __getitem__(self, index: int) -> Batch:
-        found: Batch = when_sliced(self._specs, lambda: self._at(self.position(index).total))
-        return found
+        batch: Batch = when_sliced(self._specs, lambda: self._at(self.position(index).total))
+        return batch
 
     @property
     def order(self) -> Position:
@@ -60,10 +60,10 @@ class OwnBatches:
     def check_length(self, steps: int) -> None:
         """Check that there are enough batches for a run of that many steps.
 
-        An object may begin again after its last batch, whatever its `len()` is, so its last batch that is needed is made.
+        An object may start over after its last batch, whatever its `len()` is, so the last batch that the run needs is made.
 
         Raises:
-            InputError: there are too few.
+            InputError: there are fewer batches.
         """
         if not hasattr(self.batches, "__len__"):
             return
@@ -127,13 +127,13 @@ def _specs(batch: Batch) -> Any:
 
 def digest(train: OwnBatches, validation: OwnBatches) -> str:
     """Hash the first batch of each part: if the function ignores its seed, processes differ."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for leaf in jax.tree.leaves((train.made(0), validation.made(0))):
-        found.update(np.ascontiguousarray(leaf).tobytes())
-    return found.hexdigest()
+        hasher.update(np.ascontiguousarray(leaf).tobytes())
+    return hasher.hexdigest()
 
 
-def checked(found: Any, target: str, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
+def checked(result: Any, target: str, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
     """Check what `target(seed, batch_size, **arguments)` returned, and wrap it as (train, validation).
 
     `train[t]` is batch t, for any t < `train.steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
@@ -142,15 +142,15 @@ def checked(found: Any, target: str, batch_size: int) -> tuple[OwnBatches, OwnBa
     Raises:
         InputError: it returned something else.
     """
-    if not isinstance(found, Sequence) or len(found) != 2:
-        raise InputError(f"data.target: expected '{target}' to return (train, validation), found {type(found).__name__}; return two")
-    for name, batches in zip(("train", "validation"), found, strict=True):
+    if not isinstance(result, Sequence) or len(result) != 2:
+        raise InputError(f"data.target: expected '{target}' to return (train, validation), found {type(result).__name__}; return two")
+    for name, batches in zip(("train", "validation"), result, strict=True):
         if not hasattr(batches, "__getitem__") or (name == "validation" and not hasattr(batches, "__len__")):
             raise InputError(
                 f"data.target: expected the {name} batches of '{target}' to be indexable, {name}[t], found {type(batches).__name__}; "
                 "return a list, or an object with __getitem__ (and for validation __len__)"
             )
-    train, validation = (OwnBatches(found[i], name, batch_size) for i, name in enumerate(("train", "validation")))
+    train, validation = (OwnBatches(result[i], name, batch_size) for i, name in enumerate(("train", "validation")))
     if len(validation) == 0:
         raise InputError(f"data.target: expected at least one validation batch from '{target}', found none; return some")
     return train, validation

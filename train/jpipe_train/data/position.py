@@ -11,7 +11,7 @@ class Position(pydantic.BaseModel):
     """A place in the training data.
 
     Attributes:
-        batch: the number of the batch that begins there.
+        batch: the number of the batch that begins at this position.
         rows: how many rows come before it; one number per bucket if batches have several shapes.
         pieces: the batch size with which the run began: a running text is cut into that many pieces.
     """

@@ -79,15 +79,15 @@ def prepare(
     target = unused(out, "--out")
     loaded = tokenizers.load(tokenizer, "--tokenizer", end_of_text)
     with _told_if_interrupted(out), new_folder(target, "--out") as place:
-        index, made = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
-    if left_out := made.left_out():
+        index, assembler = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
+    if left_out := assembler.left_out():
         reporter.say(left_out)
-    for line in told(out, index):
+    for line in described(out, index):
         reporter.say(line)
     return index
 
 
-def told(out: str, index: Index) -> list[str]:
+def described(out: str, index: Index) -> list[str]:
     """Describe what a folder of tokens holds and how to train on it."""
     shards = [*index.train, *index.validation]
     tokens = sum(shard.tokens for shard in shards)
@@ -108,7 +108,7 @@ def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, 
 
     Args:
         files: what to read.
-        vocab_size: of how many tokens; fewer if the text has not as many pairs.
+        vocab_size: the number of tokens; fewer if the text has too few pairs.
         out: the file.
         reporter: prints the progress, and what was written.
         kind: of the model that it is for, which decides its special tokens.
@@ -169,19 +169,19 @@ def _written(
     small = tokenizer.vocab_size <= 2**16
     dtype: Literal["uint16", "uint32"] = "uint16" if small else "uint32"
     shards = [_Shards(place, part, token_files.DTYPES[dtype], shard_tokens) for part in ("train", "validation")]
-    made = texts.Assembler(tokenizer, {False: shards[0], True: shards[1]})
+    assembler = texts.Assembler(tokenizer, {False: shards[0], True: shards[1]})
     size = 0
     with _found(files, validation_fraction, reporter, "tokenizing") as (pieces, source):
         for piece, tokens in texts.tokenized(pieces, tokenizer):
-            made.add(piece, tokens)
+            assembler.add(piece, tokens)
             size += piece.size
     for part in shards:
         part.close()
     if not shards[0].facts or (validation_fraction and not shards[1].facts):
         what = "training" if not shards[0].facts else "validation"
         raise InputError(
-            f"data prepare: expected documents for training and for validation, found {_many(made.documents, 'document')} in {source}, "
-            f"none for {what}; give more text, or change --validation-fraction"
+            f"data prepare: expected documents for training and for validation, found {_many(assembler.documents, 'document')} in "
+            f"{source}, none for {what}; give more text, or change --validation-fraction"
         )
     index = Index(
         format="jpipe-tokens/1",
@@ -197,7 +197,7 @@ def _written(
     )
     write_atomically(place / tokenizers.FILE, tokenizer.content)
     write_atomically(place / token_files.INDEX, index.model_dump_json(indent=1) + "\n")
-    return index, made
+    return index, assembler
 
 
 class _Shards:

@@ -21,7 +21,7 @@ Tree = Any
 Batch = tuple[Tree, Tree]
 
 THREADS = ThreadPoolExecutor(usable_cores(), "rows")
-"""Make rows, several at a time, where that is work in which Python lets others go on."""
+"""Threads that make rows, for work that releases the GIL."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class BatchesOfRows:
             called when that array's row is read, with others at a time.
         batch_size: b.
         spec: shapes and dtypes of one of them.
-        begins: where the order of the batches begins; None: batch 0 is made of the first elements.
+        begins: the position of the first batch; None: batch 0 has the first elements.
     """
 
     elements: Elements
@@ -112,7 +112,7 @@ class BatchesOfRows:
         order = self.order
         first = order.total + (index - order.batch) * self.batch_size
 
-        @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, mostly alike
+        @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, mostly by the same rows
         def rows(start: int, stop: int) -> list[list[Any]]:
             return [jax.tree.leaves(self.elements[first + i]) for i in range(start, stop)]
 
@@ -123,10 +123,10 @@ class BatchesOfRows:
 
 def _stacked(rows: Callable[[int, int], list[list[Any]]], number: int, spec: Any, start: int, stop: int) -> np.ndarray:
     """Stack leaf `number` of some rows."""
-    found = [row[number] for row in rows(start, stop)]
-    if not found:
+    leaves = [row[number] for row in rows(start, stop)]
+    if not leaves:
         return np.zeros((0, *spec.shape), spec.dtype)
-    return np.stack(list(THREADS.map(lambda make: make(), found)) if callable(found[0]) else found)
+    return np.stack(list(THREADS.map(lambda make: make(), leaves)) if callable(leaves[0]) else leaves)
 
 
 def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:
@@ -188,8 +188,8 @@ class _Part(NamedTuple):
 class AllRows:
     """Full batches, followed by the remaining rows in one or two smaller batches, each of whole microbatches.
 
-    Rows that do not fill a microbatch are repeated until they fill some. Each of them is there equally often, so the mean over such a batch
-    is the mean over them, for any loss that is a sum over rows; a weight is as many times too large as there are copies.
+    Rows that do not fill a microbatch are repeated until they fill some. Each has the same number of copies, so the mean
+    over such a batch is the mean over the rows, for any loss that is a sum over rows; a weight is larger by the number of copies.
 
     Attributes:
         batches: the whole ones.

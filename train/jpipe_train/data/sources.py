@@ -63,7 +63,7 @@ def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], l
         where: the key or the option that names it, for messages.
 
     Raises:
-        InputError: there is no such file, or none that is a regular one.
+        InputError: the file does not exist, or there is no regular file.
     """
     if path is None:
         return _walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY)
@@ -87,14 +87,14 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset()) -> tuple[list[str], list[Path]]:
     """List every regular file under `root`, without hidden ones and symbolic links (loops, doubles)."""
-    found = {}
-    for folder, subfolders, files in os.walk(root, onerror=_raise):
+    files = {}
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
         subfolders[:] = [name for name in subfolders if name not in leave_out and not name.startswith(".")]
-        for name in files:
+        for name in names:
             file = Path(folder, name)
             if name.endswith(suffix) and not name.startswith(".") and file.is_file() and not file.is_symlink():
-                found[file.relative_to(root).as_posix()] = file
-    return sorted(found), [found[name] for name in sorted(found)]
+                files[file.relative_to(root).as_posix()] = file
+    return sorted(files), [files[name] for name in sorted(files)]
 
 
 def _raise(error: OSError) -> None:
@@ -106,5 +106,5 @@ def _match(pattern: str) -> tuple[list[str], list[Path]]:
     parts = Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
-    found = {Path(match).relative_to(root).as_posix(): Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()}
-    return sorted(found), [found[name] for name in sorted(found)]
+    files = {Path(match).relative_to(root).as_posix(): Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()}
+    return sorted(files), [files[name] for name in sorted(files)]

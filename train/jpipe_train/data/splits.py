@@ -34,10 +34,10 @@ class Split:
 
     Attributes:
         train: to learn from.
-        validation: held out.
+        validation: documents that are held out.
         source: a phrase that says where they come from.
-        digest: what it gives is the same in two processes only if their documents are, as far as a sample of large files tells.
-        tokenizer: that made their tokens, if there is one here.
+        digest: its result is the same in two processes only if their documents are, up to a sample of large files.
+        tokenizer: the one that made their tokens, or None.
         unit: what they are counted in.
         place: names an example of each for messages, if they are examples.
         remarks: what was left out, in words.
@@ -100,16 +100,16 @@ def _check_kinds(data: DataConfig) -> None:
 
 def _check_beside_weights(config: Config) -> None:
     """Check that tokens mean the same as those of the weights that the run starts from, if their tokenizer is known."""
-    own, file = tokenizers.file_of(config), config.warm_start.file
+    ours, file = tokenizers.file_of(config), config.warm_start.file
     beside = None if file is None else Path(file).expanduser() / tokenizers.FILE
-    if own is None or beside is None or config.warm_start.mode == "partial" or not (own.is_file() and beside.is_file()):
+    if ours is None or beside is None or config.warm_start.mode == "partial" or not (ours.is_file() and beside.is_file()):
         return
     key = "data.path" if config.data.format == "tokens" else "data.tokenizer"
-    mine, theirs = (tokenizers.load(path, where, None) for path, where in ((own, key), (beside, "warm_start.file")))
-    if mine.sha256 != theirs.sha256 and (wrong := mine.differing(theirs)):
+    our_tokenizer, their_tokenizer = (tokenizers.load(path, where, None) for path, where in ((ours, key), (beside, "warm_start.file")))
+    if our_tokenizer.sha256 != their_tokenizer.sha256 and (wrong := our_tokenizer.differing(their_tokenizer)):
         number, tokens = wrong[0]
         raise InputError(
-            f"{key}: expected the tokens of '{beside}', which the weights have learned, found {len(wrong):,} others in '{own}', the first "
+            f"{key}: expected the tokens of '{beside}', which the weights have learned, found {len(wrong):,} others in '{ours}', the first "
             f"is {number}, {tokens[0]!r} in place of {tokens[1]!r}; use that tokenizer, or leave out warm_start.file"
         )
 
@@ -153,8 +153,8 @@ def read_whole(config: Config, path: str) -> Split:
         return Split(documents, documents, source, functools.partial(_digest, "", documents), unit="bytes")
     if config.data.format == "tokens":
         return _whole_folder(config, path)
-    found = _of_texts(config, [(path, 0.0, "data.path")])
-    return replace(found, validation=found.train, place=(found.place[0], found.place[0]))
+    split = _of_texts(config, [(path, 0.0, "data.path")])
+    return replace(split, validation=split.train, place=(split.place[0], split.place[0]))
 
 
 class _Bytes(NamedTuple):
@@ -194,7 +194,7 @@ def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
     """Return a document for each file that is not empty."""
     files = [file for file in files if file.stop > file.start]
     sizes = [file.stop - file.start for file in files]
-    if sum(sizes) <= _MOST_IN_MEMORY:  # files that somebody edits while the run goes on change nothing
+    if sum(sizes) <= _MOST_IN_MEMORY:  # later edits of the files change nothing
         whole: UInt8[np.ndarray, " n"] = np.concatenate([np.zeros(0, np.uint8), *(file.opened()[:] for file in files)])
         return Documents.of(whole, BYTES, np.cumsum(sizes, dtype=np.int64))
     kept = functools.lru_cache(maxsize=token_files.MOST_OPEN)(_Bytes.opened)
@@ -296,12 +296,12 @@ def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) ->
     form: texts.Format = "prompts" if data.format == "prompts" else "text"
     keys = texts.Keys(prompt=data.prompt_key, answer=data.answer_key)
     memory = [_Memory(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)) for _ in range(2)]
-    made = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
+    assembler = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
     for path, share, where in reads:
         with sources.readable(where):
             names, files = sources.find_files(path, where)
             for piece, tokens in texts.tokenized(texts.pieces(names, files, form, share, keys, where), tokenizer):
-                made.add(piece._replace(held_out=piece.held_out or where == "data.validation_path"), tokens)
+                assembler.add(piece._replace(held_out=piece.held_out or where == "data.validation_path"), tokens)
     train, validation = (part.documents(tokenizer.vocab_size) for part in memory)
     return Split(
         train,
@@ -310,5 +310,5 @@ def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) ->
         functools.partial(_digest, tokenizer.sha256, train, validation),
         tokenizer,
         place=(memory[0].place, memory[1].place) if form == "prompts" else (None, None),
-        remarks=(made.left_out(),) if made.empty else (),
+        remarks=(assembler.left_out(),) if assembler.empty else (),
     )

@@ -45,7 +45,7 @@ class Piece(NamedTuple):
         held_out: whether the document is for validation.
         place: its file and line (0: the whole file), for messages.
         size: of the text in bytes, as it is in the file.
-        continues: whether it goes on where the piece before it ends.
+        continues: whether it continues the piece before it.
     """
 
     text: str
@@ -99,7 +99,7 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         yield from _of_text(file, 0, file.stat().st_size, name in held_out, where)
 
 
-def tokenized(found: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
+def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yield each piece with its tokens; all cores tokenize the next pieces meanwhile.
 
     Raises:
@@ -107,7 +107,7 @@ def tokenized(found: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Pi
     """
     with ThreadPoolExecutor(1, "tokenizer") as thread:
         ahead = None
-        for batch in _batches(found):
+        for batch in _batches(texts):
             following = batch, thread.submit(tokenizer.encoded, [piece.text for piece in batch], [piece.continues for piece in batch])
             if ahead is not None:
                 yield from zip(ahead[0], ahead[1].result(), strict=True)
@@ -123,7 +123,7 @@ class Assembler:
     Documents without tokens are counted and left out.
 
     Attributes:
-        tokenizer: that made the tokens.
+        tokenizer: the one that made the tokens.
         sinks: where documents for training (False) and for validation (True) go.
         documents: how many there were of either.
         tokens: how many tokens.
@@ -205,12 +205,12 @@ class Assembler:
         self.first_empty = self.first_empty or piece.place
 
 
-def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     size = 0
-    for piece in found:
+    for piece in texts:
         batch.append(piece)
-        size += len(piece.text) + 100  # so that many empty ones make a batch, too
+        size += len(piece.text) + 100  # so that many empty pieces make a batch, too
         if size >= _BATCH:
             yield batch
             batch, size = [], 0
@@ -221,7 +221,7 @@ def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
 def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> Iterator[Piece]:
     """Yield the document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers split the text too."""
     decode = codecs.getincrementaldecoder("utf-8")()
-    text, taken, at = "", 0, start
+    text, yielded, at = "", 0, start
     with open_to_read(file) as opened:
         opened.seek(start)
         while True:
@@ -237,11 +237,11 @@ def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> I
             at += len(block)
             while len(text) > 2 * PIECE:
                 end = _good_end(text)
-                yield Piece(text[:end], "text", False, held_out, (file, 0), at - start - taken, taken > 0)
-                text, taken = text[end:], at - start
+                yield Piece(text[:end], "text", False, held_out, (file, 0), at - start - yielded, yielded > 0)
+                text, yielded = text[end:], at - start
             if not block:
                 break
-    yield Piece(text, "text", True, held_out, (file, 0), at - start - taken, taken > 0)
+    yield Piece(text, "text", True, held_out, (file, 0), at - start - yielded, yielded > 0)
 
 
 def _good_end(text: str) -> int:
@@ -343,21 +343,21 @@ def _texts(line: bytes, keys: Sequence[str]) -> list[str]:
         _WrongLine: it is no such line.
     """
     try:
-        found = json.loads(line)
+        values = json.loads(line)
     except UnicodeDecodeError as error:
         raise _WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None
     except (ValueError, RecursionError) as error:
-        said = getattr(error, "msg", None) or str(error).split(";")[0]
-        raise _WrongLine(f"expected an object of JSON, found {short(line[:60].decode(errors='replace'))}: {said}") from None
-    if not isinstance(found, dict):
-        raise _WrongLine(f'expected an object of JSON such as {{"{keys[0]}": …}}, found {type(found).__name__}')
+        reason = getattr(error, "msg", None) or str(error).split(";")[0]
+        raise _WrongLine(f"expected an object of JSON, found {short(line[:60].decode(errors='replace'))}: {reason}") from None
+    if not isinstance(values, dict):
+        raise _WrongLine(f'expected an object of JSON such as {{"{keys[0]}": …}}, found {type(values).__name__}')
     for key in keys:
-        if key not in found:
-            raise _WrongLine(f"expected the key {key!r}, found {short(list(found)[:10])}")
-        if not isinstance(found[key], str):
-            raise _WrongLine(f"expected text in {key!r}, found {type(found[key]).__name__}")
+        if key not in values:
+            raise _WrongLine(f"expected the key {key!r}, found {short(list(values)[:10])}")
+        if not isinstance(values[key], str):
+            raise _WrongLine(f"expected text in {key!r}, found {type(values[key]).__name__}")
         try:
-            found[key].encode()
+            values[key].encode()
         except UnicodeEncodeError:
             raise _WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
-    return [found[key] for key in keys]
+    return [values[key] for key in keys]

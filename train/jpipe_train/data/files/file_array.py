@@ -46,9 +46,9 @@ class FileArray:
         """
         first, last, step = part.indices(self.size)
         assert step == 1, "only consecutive numbers are read"
-        found = np.empty(max(last - first, 0), self.dtype)
-        self._read_into(found.view(np.uint8).data, self._start + first * self.dtype.itemsize)
-        return found
+        array = np.empty(max(last - first, 0), self.dtype)
+        self._read_into(array.view(np.uint8).data, self._start + first * self.dtype.itemsize)
+        return array
 
     def _read_into(self, content: memoryview, at: int) -> None:
         end = at + len(content)

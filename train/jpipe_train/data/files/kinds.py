@@ -14,8 +14,8 @@ from jpipe.files import open_to_read
 JSON_LINES = "JSON lines"
 _HEAD = 2**16  # bytes at the beginning of a file that are looked at
 _ROWS = 50  # lines of them that are looked at
-_FEW_ROWS = 3  # a table has at least so many lines, the header included
-_MORE_ROWS = 5  # and a table without a header so many
+_FEW_ROWS = 3  # the least number of lines of a table, its header included
+_MORE_ROWS = 5  # the same of a table without a header
 
 _LINES = "convert it to JSON lines, such as with pandas"
 _THEN = (
@@ -90,13 +90,13 @@ def _is_tfrecord(head: bytes, size: int, _: BinaryIO) -> bool:
     length = int.from_bytes(head[:8], "little")
     if not 0 < length <= size - 16:
         return False
-    found = 0xFFFFFFFF
+    crc = 0xFFFFFFFF
     for byte in head[:8]:
-        found ^= byte
+        crc ^= byte
         for _bit in range(8):
-            found = found >> 1 ^ (0x82F63B78 if found & 1 else 0)
-    found ^= 0xFFFFFFFF
-    masked = ((found >> 15 | found << 17) + 0xA282EAD8) & 0xFFFFFFFF
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
     return int.from_bytes(head[8:12], "little") == masked
 
 
@@ -174,10 +174,10 @@ def _json(lines: Sequence[str], text: str, *, is_whole: bool) -> Kind | None:
         if not _OBJECT.match(line):  # cheaper than to parse, and few texts pass it
             return None
         try:
-            found = json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError):
             return None
-        keys |= dict.fromkeys(found)
+        keys |= dict.fromkeys(value)
     return Kind(JSON_LINES, _THEN.removeprefix(", of which "), tuple(keys))
 
 

@@ -77,8 +77,8 @@ class Index(_Part):
     @property
     def parts(self) -> tuple[tuple[str, np.dtype[Any]], ...]:
         """The ending and the dtype of each file of a shard."""
-        found: list[tuple[str, np.dtype[Any]]] = [(".bin", DTYPES[self.dtype]), (".ends", POSITIONS), (".answers", POSITIONS)]
-        return tuple(found[: 3 if self.kind == "prompts" else 2])
+        kinds: list[tuple[str, np.dtype[Any]]] = [(".bin", DTYPES[self.dtype]), (".ends", POSITIONS), (".answers", POSITIONS)]
+        return tuple(kinds[: 3 if self.kind == "prompts" else 2])
 
 
 def read_index(path: str, where: str) -> tuple[Path, Index]:
@@ -136,13 +136,13 @@ def digest(folder: Path, index: Index) -> str:
     Raises:
         InputError: a file cannot be read.
     """
-    found = hashlib.sha256(index.model_dump_json().encode())
+    hasher = hashlib.sha256(index.model_dump_json().encode())
     with sources.readable():
         for shard in (*index.train, *index.validation):
             for ending, _ in index.parts[: 1 if shard.documents is None else None]:
                 for block in _sample(folder / f"{shard.name}{ending}"):
-                    found.update(block)
-    return found.hexdigest()
+                    hasher.update(block)
+    return hasher.hexdigest()
 
 
 def _sample(path: Path) -> list[bytes]:
@@ -158,10 +158,10 @@ def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> F
         InputError: they do not rise, or do not end with the tokens; the file was cut off.
         OSError: it cannot be opened.
     """
-    found = FileArray(path, dtype, size=count)
+    array = FileArray(path, dtype, size=count)
     if size is None:
-        return found
-    first, last = found[:_SOME], found[-_SOME:]
+        return array
+    first, last = array[:_SOME], array[-_SOME:]
     if last[-1] != size:
         raise InputError(
             f"data: expected the last end in '{path}' to be {size:,}, all its tokens, found {last[-1]:,}; write the folder again"
@@ -169,7 +169,7 @@ def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> F
     for some in (first, last):
         if some[0] == 0 or np.any(some[1:] <= some[:-1]):
             raise InputError(f"data: expected rising ends in '{path}', found {some[:5].tolist()}; write the folder again")
-    return found
+    return array
 
 
 def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> None:
@@ -194,10 +194,10 @@ def _check_tokenizer(path: Path, index: Index, where: str) -> None:
     try:
         if index.tokenizer_sha256 is None or not path.exists():
             return
-        found = hashlib.sha256(read_bytes(path, MOST_BYTES)).hexdigest()
+        actual = hashlib.sha256(read_bytes(path, MOST_BYTES)).hexdigest()
     except OSError as error:
         raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give files that can be read") from None
-    if found != index.tokenizer_sha256:
+    if actual != index.tokenizer_sha256:
         raise InputError(
             f"{where}: expected '{path}' to be the tokenizer that made the tokens, as {INDEX} says, found another; copy the folder again, "
             "or prepare it with this tokenizer"
