@@ -1,4 +1,4 @@
-"""The picture of the packages in jpipe, planner and train, and of what they import, read from the code by Grimp (`make pictures`)."""
+"""Draw the packages in jpipe, planner and train with what they import, read from the code by Grimp (`make pictures`)."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ PACKAGES = "jpipe", "jpipe_planner", "jpipe_train"
 
 
 def rooms(package: str) -> tuple[dict[str, int], dict[str, set[str]]]:
-    """The children of a package with how many modules each has, and which others each of them imports."""
+    """Return the children of a package with the number of modules of each, and which others each of them imports."""
     graph = grimp.build_graph(package)
     children = sorted(graph.find_children(package))
     sizes = {child: sum(not graph.find_children(module) for module in {child, *graph.find_descendants(child)}) for child in children}
@@ -25,7 +25,7 @@ def _imports(graph: Any, importer: str, imported: str) -> bool:
 
 
 def heights(imports: dict[str, set[str]]) -> dict[str, int]:
-    """The level of each package: one more than the highest that it imports.
+    """Compute the level of each package: one more than the highest that it imports.
 
     Raises:
         ValueError: packages import each other in a circle.
@@ -40,7 +40,7 @@ def heights(imports: dict[str, set[str]]) -> dict[str, int]:
 
 
 def needed(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """The arrows to draw, without those that follow from others."""
+    """Return the arrows to draw, without those that follow from others."""
 
     def behind(name: str) -> set[str]:
         return imports[name].union(*(behind(other) for other in imports[name]))
@@ -49,7 +49,7 @@ def needed(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
 
 
 def draw(axes: matplotlib.axes.Axes, package: str) -> None:
-    """One package: a box for each of its packages, with importers above what they import."""
+    """Draw one package: a box for each of its packages, with importers above what they import."""
     sizes, imports = rooms(package)
     height = heights(imports)
     levels = [[name for name in sizes if height[name] == level] for level in range(max(height.values()) + 1)]
@@ -68,7 +68,7 @@ def draw(axes: matplotlib.axes.Axes, package: str) -> None:
 
 
 def picture() -> Figure:
-    """All packages side by side."""
+    """Draw all packages side by side."""
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     figure.suptitle("What imports what: arrows point to what is imported; those that follow from others are left out", fontsize=10)
     for axes, package in zip(figure.subplots(1, len(PACKAGES)), PACKAGES, strict=True):

@@ -1,4 +1,4 @@
-"""The cost of checkpoints with the default config: delay of training, bytes, and the time of a restore."""
+"""Measure the cost of checkpoints with the default config: the delay of training, bytes, and the time of a restore."""
 
 import contextlib
 import shutil
@@ -31,7 +31,7 @@ ALONE = Together(None)
 
 
 def main(folder: Path, rounds: int) -> dict[str, Any]:
-    """Measure, print, and give the figures.
+    """Measure, print and return the figures.
 
     Args:
         folder: where the checkpoints are written.
@@ -52,7 +52,7 @@ def main(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 class _Training:
-    """The training loop without evaluations and rows, in blocks of as many steps as there are between two checkpoints.
+    """The training loop without evaluations and rows, in blocks of as many steps as lie between two checkpoints.
 
     Args:
         config: of the run.
@@ -74,7 +74,11 @@ class _Training:
             self._step(saves=False)
 
     def block(self, saves: bool) -> tuple[float, float]:
-        """Run some steps, with a snapshot if `saves`: their seconds, and those that this thread spent on checkpoints."""
+        """Run some steps, with a snapshot if `saves`.
+
+        Returns:
+            Their seconds, and the seconds that this thread spent on checkpoints.
+        """
         began, self._stalled = time.perf_counter(), 0.0
         for _ in range(self.every):
             self._step(saves)
@@ -83,7 +87,11 @@ class _Training:
         return time.perf_counter() - began, self._stalled
 
     def turns(self, rounds: int) -> dict[str, float]:
-        """Blocks with a checkpoint and without by turns, the first two not counted: medians of seconds per step, and of their ratios."""
+        """Run blocks with and without a checkpoint in turn.
+
+        Returns:
+            Medians of the seconds per step and of their ratios, without the first two blocks.
+        """
         blocks = [(self.block(saves=True), self.block(saves=False)) for _ in range(rounds + 1)][1:]
         return {
             "step with": statistics.median(saving[0] for saving, _ in blocks) / self.every,
@@ -93,7 +101,7 @@ class _Training:
         }
 
     def bytes_written(self) -> dict[str, int]:
-        """Bytes of the newest checkpoint, and of what the workers hold: all versions, optimizer state and layer state."""
+        """Return the bytes of the newest checkpoint, and those that the workers hold: versions, optimizer state and layer state."""
         place = self._folder / "checkpoints" / f"{checkpoint_files.steps(self._folder)[-1]:08d}"
         held = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
         return {
@@ -140,7 +148,7 @@ def _ready(config: Config) -> tuple[jpipe.Pipeline, data.Data, Reporter]:
 
 
 def _restores(config: Config, times: int = 3) -> dict[str, float]:
-    """Medians of seconds until a run has its first state: fresh, and from its newest checkpoint; both compile."""
+    """Return median seconds until a run has its first state, fresh and from its newest checkpoint; both compile."""
     fresh, restored = [], []
     for _ in range(times):
         for taken, resumes in ((fresh, False), (restored, True)):

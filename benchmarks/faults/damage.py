@@ -1,4 +1,4 @@
-"""Files of the newest checkpoint cut off, deleted or changed: the run must name the file, and resume from the checkpoint before."""
+"""Truncate, delete or change files of the newest checkpoint: the run must name the file and resume from the checkpoint before."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ STOPPED, END = 3 * EVERY, 4 * EVERY  # steps
 
 
 def main(folder: Path, runs: int, seed: int) -> list[dict[str, Any]]:
-    """Damage, print, and give the figures.
+    """Damage, print and return the figures.
 
     Args:
         folder: where the runs are written.
@@ -50,12 +50,12 @@ def main(folder: Path, runs: int, seed: int) -> list[dict[str, Any]]:
 
 
 def newest(run: Path) -> Path:
-    """The folder of the newest complete checkpoint of a run."""
+    """Return the folder of the newest complete checkpoint of a run."""
     return run / "checkpoints" / f"{steps(run)[-1]:08d}"
 
 
 def damages(place: Path, chance: random.Random) -> Iterator[tuple[str, str, int]]:
-    """File, kind and place of damages of a checkpoint, without end; every file has each kind before any has one again.
+    """Yield file, kind and place of damages of a checkpoint, endlessly; every file has each kind before any has one again.
 
     Args:
         place: its folder.
@@ -84,7 +84,7 @@ def damage(path: Path, how: str, at: int) -> None:
 
 
 def trained(folder: Path, until: int) -> Path:
-    """A run of so many steps in `folder`."""
+    """Train a run of this many steps in `folder`."""
     config = Config.model_validate(config_of(folder, PLAN, until))
     with contextlib.redirect_stdout(io.StringIO()):
         loop.main(config)
@@ -92,7 +92,7 @@ def trained(folder: Path, until: int) -> Path:
 
 
 def outcome(folder: Path, name: str, expected: End) -> str | None:
-    """What is wrong with the resumed run in the damaged `folder`, or nothing."""
+    """Return what is wrong with the resumed run in the damaged `folder`, or None."""
     config = Config.model_validate(config_of(folder, PLAN, END))
     told = io.StringIO()
     try:

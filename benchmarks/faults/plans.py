@@ -1,4 +1,4 @@
-"""Checkpoints of each plan restored under every other plan, and the same run in different numbers of processes."""
+"""Restore checkpoints of each plan under every other plan, and compare one run in different numbers of processes."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ COUNTS = 1, 2, 4
 
 
 def pairs(folder: Path) -> list[dict[str, Any]]:
-    """Restore, go on, print, and give the figures.
+    """Restore, continue, print and return the figures.
 
     Args:
         folder: where the runs are written.
@@ -55,7 +55,7 @@ def pairs(folder: Path) -> list[dict[str, Any]]:
 
 
 def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
-    """What is wrong with the run in `folder` resumed under another plan, or nothing."""
+    """Return what is wrong with the run in `folder` resumed under another plan, or None."""
     config = Config.model_validate(config_of(folder, plan, STEPS + 2))
     together, reporter = Together(None), Reporter(STEPS, *data.portion(config), Console(quiet=True))
     try:
@@ -80,7 +80,7 @@ def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
 
 
 def by_processes(folder: Path) -> list[dict[str, Any]]:
-    """The same run by some numbers of processes, compared with the first; print, and give the figures.
+    """Compare one run in different numbers of processes with the first; print and return the figures.
 
     Args:
         folder: where the runs are written.
@@ -102,7 +102,7 @@ def by_processes(folder: Path) -> list[dict[str, Any]]:
 
 
 def _newest(state: jpipe.State) -> dict[str, Any]:
-    """By layer id the leaves of the newest weights and of the optimizer state, of each replica the same."""
+    """Return by layer id the leaves of the newest weights and of the optimizer state, checked to be equal in all replicas."""
     found: dict[str, Any] = {}
     for worker in state.workers:
         for layer_id, params in worker.versions[worker.latest].items():
@@ -112,5 +112,5 @@ def _newest(state: jpipe.State) -> dict[str, Any]:
 
 
 def _leaves(layer: Mapping[str, Any]) -> list[np.ndarray]:
-    """In the same order: the names of the parameters and of the momentum stand in alphabetical order."""
+    """Return leaves in the same order: parameters and momentum are sorted by name."""
     return jax.tree.leaves((layer["params"]["0"], layer["optimizer"]))

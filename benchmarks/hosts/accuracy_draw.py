@@ -1,4 +1,4 @@
-"""The picture of time to accuracy: validation loss over the seconds of training, a panel for each model and number of hosts."""
+"""Draw time to accuracy: validation loss over the seconds of training, a panel for each model and number of hosts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

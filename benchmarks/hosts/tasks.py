@@ -1,4 +1,4 @@
-"""What time to accuracy is measured with: three small models of the papers, their data, and how each of them is trained."""
+"""The tasks of time to accuracy: three small models of the papers, their data, and how they are trained."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ _QUIET = Reporter(1, 1, "samples", Console(quiet=True))
 
 
 class Task(NamedTuple):
-    """A model, its data and its links.
+    """A model with its data and links.
 
     Attributes:
         config: a file of `configs/papers/`.
@@ -85,7 +85,7 @@ TASKS: dict[str, Task] = {
 
 
 def load(task: Task, samples: Path) -> Config:
-    """The config of a task.
+    """Load the config of a task.
 
     Args:
         task: what is trained.
@@ -100,7 +100,7 @@ def load(task: Task, samples: Path) -> Config:
 
 
 def profile(config: Config) -> Profile:
-    """Times of the layers on one core, and their bytes.
+    """Measure the layers' times on one core, and their bytes.
 
     Args:
         config: of a task.
@@ -110,7 +110,7 @@ def profile(config: Config) -> Profile:
 
 
 def plans(config: Config, found: Profile, hosts: int, rate: float, cores: int) -> tuple[Ranked, ...]:
-    """The planner's plans that use all hosts, fastest first.
+    """Find the planner's plans that use all hosts, fastest first.
 
     Args:
         config: of a task.
@@ -127,7 +127,7 @@ def plans(config: Config, found: Profile, hosts: int, rate: float, cores: int) -
 
 
 def pipeline(config: Config, plan: jpipe.Plan) -> tuple[jpipe.Pipeline, Data]:
-    """As `jpipe train` makes it.
+    """Build the pipeline as `jpipe train` does.
 
     Args:
         config: of a task.

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(setting: Setting, variants: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Train variants; prints a row of a table for each.
+    """Train variants, and print a row of a table for each.
 
     Args:
         setting: what is trained.

@@ -1,4 +1,4 @@
-"""The pictures of docs/learning.md: mean over the seeds as a line, range over the seeds as an area."""
+"""Draw the pictures of docs/learning.md: the mean over the seeds as a line, their range as an area."""
 
 import pathlib
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""PipeDream with and without weight stashing, one microbatch after the other, with the stage functions of a pipeline."""
+"""Emulate PipeDream with and without weight stashing, one microbatch after the other, with the stage functions of a pipeline."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ Tree = Any
 
 
 class Updated(NamedTuple):
-    """What an update leaves.
+    """The results of an update.
 
     Attributes:
         loss: mean loss of its batch.
@@ -26,7 +26,7 @@ class Updated(NamedTuple):
 
 
 class Emulation:
-    """Trains as PipeDream does.
+    """A trainer that updates as PipeDream does.
 
     With weight stashing the backward of a microbatch reads the weights that its forward read. Without, it reads the newest
     weights, with the activations of its forward: then its gradient belongs to no one set of weights.
@@ -85,7 +85,7 @@ class Emulation:
 
 
 def merged(stages: Iterable[dict[str, Tree]]) -> dict[str, Tree]:
-    """The layers of all stages in one dict."""
+    """Merge the layers of all stages into one dict."""
     return {layer_id: tree for stage in stages for layer_id, tree in stage.items()}
 
 

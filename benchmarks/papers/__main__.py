@@ -1,4 +1,6 @@
-"""`python -m benchmarks.papers [NAME ...] [--document FILE] [--pictures FOLDER]`: the papers' tables and figures beside what is predicted.
+"""`python -m benchmarks.papers [NAME ...] [--document FILE] [--pictures FOLDER]`: compare the papers' tables and figures with predictions.
+
+No GPU is needed: profiles are analytic. Each part is a table or figure of PipeDream (SOSP 2019) or PipeDream-2BW (ICML 2021).
 
 No GPU is needed: profiles are analytic. Each part is a table or figure of PipeDream (SOSP 2019) or PipeDream-2BW (ICML 2021).
 """
@@ -52,14 +54,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _document(name: str) -> Path:
-    """A document that is there."""
+    """Return the path of an existing document."""
     if not (path := Path(name)).is_file():
         raise argparse.ArgumentTypeError(f"expected a document, found no file '{name}'; name one with a place for each table")
     return path
 
 
 def _shown(part: Callable[[argparse.Namespace], list[Table]], found: dict[str, Table]) -> Callable[[argparse.Namespace], Any]:
-    """The part, with its tables printed, put into the document, drawn with those that are found before, and given as data."""
+    """Wrap a part: print its tables, write them into the document, draw them with earlier ones, and return them as data."""
 
     def run(options: argparse.Namespace) -> Any:
         tables = part(options)

@@ -1,4 +1,4 @@
-"""The pictures of docs/papers.md, drawn from the cells of its tables, so that both show the same."""
+"""Draw the pictures of docs/papers.md from the cells of its tables, so that both show the same."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,7 +26,7 @@ class Picture(NamedTuple):
 
 
 def draw_all(tables: Mapping[str, Table], new: Collection[str], folder: Path) -> list[Path]:
-    """Write each picture that shows a new table and whose tables are all there.
+    """Write each picture that shows a new table and has all its tables.
 
     Args:
         tables: by name.
@@ -50,13 +50,13 @@ def draw_all(tables: Mapping[str, Table], new: Collection[str], folder: Path) ->
 
 
 def numbers(cell: object) -> list[float]:
-    """All numbers of a cell, in order: `15-1 (5.28)` has 15, 1 and 5.28, `-72%` has -72."""
+    """Return all numbers of a cell, in order: `15-1 (5.28)` has 15, 1 and 5.28, `-72%` has -72."""
     found = re.findall(r"(?:^[-+])?\d[\d,]*(?:\.\d+)?", str(cell))
     return [float(one.replace(",", "")) for one in found]
 
 
 def _last(cell: object) -> float | None:
-    """The last number of a cell: what is in brackets, or the only number."""
+    """Return the last number of a cell, which is in brackets or the only number."""
     return found[-1] if (found := numbers(cell)) else None
 
 
@@ -69,19 +69,19 @@ def _titled(axes: Any, title: str, across: str = "", up: str = "") -> None:
 
 
 def _legend(axes: Any, columns: int = 2, below: float = 0.2) -> None:
-    """Below the axes, where it hides nothing."""
+    """Put the legend below the axes, where it hides nothing."""
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -below), ncols=columns, fontsize=8, frameon=False)
 
 
 def _labelled_rows(axes: Any, names: Sequence[str]) -> None:
-    """A row for each name, from top to bottom."""
+    """Label a row for each name, from top to bottom."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(axis="x", alpha=0.3)
 
 
 def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], colours: Sequence[str]) -> None:
-    """Groups of upright bars, one group a name; there is no bar where there is no number."""
+    """Draw upright bars in groups, one group per name, without a bar if there is no number."""
     width = 0.8 / len(series)
     for n, ((label, values), colour) in enumerate(zip(series.items(), colours, strict=True)):
         places = [place + (n - (len(series) - 1) / 2) * width for place in range(len(names))]

@@ -1,4 +1,4 @@
-"""Analytic profiles of the models of `configs/papers/`, each made once in a run, and the papers' clusters.
+"""Analytic profiles of the models of `configs/papers/`, each computed once in a run, and the papers' clusters.
 
 Images need no files. The data of the other models is that of `examples.papers.samples`, which gives the shapes of a row.
 """
@@ -73,13 +73,13 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
 
 
 def topology(name: str) -> Topology:
-    """That of a file in `configs/topologies/`."""
+    """Read a topology of `configs/topologies/`."""
     file = CONFIGS / "topologies" / f"{name}.yaml"
     return Topology.from_yaml(file.read_text(encoding="utf-8"), file.name)
 
 
 def servers(cluster: str, count: int, bandwidth_inside: float | None = None) -> Topology:
-    """So many servers of a cluster of two levels.
+    """Return a number of servers of a cluster of two levels.
 
     Args:
         cluster: a name in `configs/topologies/`.
@@ -158,7 +158,7 @@ def _keys(name: str) -> dict[str, Any]:
 
 
 def with_blocks(profile: Profile, count: int, sizes: Sequence[int] = ()) -> Profile:
-    """Repeat the blocks of a profile; equal layers need no profile of their own.
+    """Repeat the blocks of a profile; equal blocks need no profiles of their own.
 
     Args:
         profile: of an embedding, at least two blocks and a head.

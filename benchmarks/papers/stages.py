@@ -1,4 +1,4 @@
-"""The fastest cuts for given replicas, and what a partition does: its speed-up over data parallelism, its bytes, its simulation."""
+"""Find the fastest cuts for given replicas, and evaluate partitions: speed-up over data parallelism, bytes, simulation."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ import jpipe
 
 
 def scaled(profile: Profile, seconds: float, size: float = 1.0) -> Profile:
-    """The same model with other times and sizes.
+    """Return the same model with scaled times and sizes.
 
     Args:
         profile: with one microbatch size.
@@ -42,7 +42,7 @@ def scaled(profile: Profile, seconds: float, size: float = 1.0) -> Profile:
 
 
 def rate(device: Device, dtype: str = "float32") -> float:
-    """FLOP/s that large matrix products reach."""
+    """Return the FLOP/s that large matrix products reach."""
     return device.flops[dtype] * device.efficiency
 
 
@@ -63,7 +63,7 @@ Seconds = Callable[[Problem, Placed], float]
 
 
 def waiting(slower: float) -> Seconds:
-    """Stages whose sums of gradients take so many times as long as on the link, and begin only after the computation."""
+    """Return stages whose gradient sums take several times as long as on the link, and start only after the computation."""
 
     def seconds(problem: Problem, stage: Placed) -> float:
         own = problem.layers[stage.start : stage.stop]
@@ -75,7 +75,7 @@ def waiting(slower: float) -> Seconds:
 
 
 def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds = placed_seconds) -> Partition | None:
-    """The fastest stages with so many replicas each, by dynamic programming over the cuts.
+    """Find the fastest stages with these replicas by dynamic programming over the cuts.
 
     Args:
         problem: the costs and the devices.
@@ -105,7 +105,7 @@ def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds =
 
 
 def waiting_speed_up(problem: Problem, replicas: tuple[int, ...], slower: float = 1.0) -> float:
-    """The throughput of the fastest stages with these replicas, divided by that of data parallelism, where no sum overlaps.
+    """Divide the throughput of the fastest stages with these replicas by that of data parallelism, without overlapping sums.
 
     Args:
         problem: the costs and the devices.
@@ -122,7 +122,7 @@ def waiting_speed_up(problem: Problem, replicas: tuple[int, ...], slower: float 
 
 
 def slowness(problem: Problem, replicas: tuple[int, ...], speed_up: float) -> float | None:
-    """How many times as long as on the link all sums must take for this `waiting_speed_up`; None: there is no such number.
+    """Find by what factor all sums must be slower than the link for this `waiting_speed_up`, or None if no factor gives it.
 
     Args:
         problem: the costs and the devices.
@@ -141,24 +141,24 @@ def slowness(problem: Problem, replicas: tuple[int, ...], speed_up: float) -> fl
 
 
 def data_parallel(problem: Problem) -> Partition:
-    """All layers on every device."""
+    """Return the partition with all layers on every device."""
     return evaluate_partition(problem, [Placed(0, len(problem.layers), 0, problem.topology.num_devices)])
 
 
 def configurations(devices: int, depth: int | None = None) -> list[tuple[int, ...]]:
-    """All ways to give the devices to stages, at least two of them, as replicas of each stage."""
+    """Yield all ways to distribute the devices over at least two stages, as the replicas of each stage."""
     depths = range(2, devices + 1) if depth is None else (depth,)
     return [split for d in depths for split in itertools.product(range(1, devices + 1), repeat=d) if sum(split) == devices]
 
 
 def best_pipeline(problem: Problem) -> Partition:
-    """The fastest partition of at least two stages; of a few devices only, because it tries all replicas."""
+    """Find the fastest partition of at least two stages, by trying all replicas, which takes long for many devices."""
     found = [best_cuts(problem, replicas) for replicas in configurations(problem.topology.num_devices)]
     return min((one for one in found if one), key=lambda one: (one.seconds, len(one.stages)))
 
 
 def least_bytes(problem: Problem, replicas: tuple[int, ...] | None = None) -> Partition:
-    """The partition of at least two stages that sends the fewest bytes, found by trying all cuts.
+    """Find the partition of at least two stages that sends the fewest bytes, by trying all cuts.
 
     Args:
         problem: the costs and the devices.
@@ -179,25 +179,25 @@ def least_bytes(problem: Problem, replicas: tuple[int, ...] | None = None) -> Pa
 
 
 def name_of(partition: Partition) -> str:
-    """`15-1`: the replicas of each stage; `straight`: more than one stage, none of them replicated."""
+    """Format the replicas of each stage, such as `15-1`, or `straight` for several stages without replicas."""
     replicas = [stage.replicas for stage in partition.stages]
     return "straight" if len(replicas) > 1 and max(replicas) == 1 else "-".join(map(str, replicas))
 
 
 def sum_share(problem: Problem) -> float:
-    """Seconds of the sum of all gradients over all devices, divided by those of a microbatch's forward and backward."""
+    """Divide the seconds of summing all gradients over all devices by those of a microbatch's forward and backward."""
     devices = problem.topology.num_devices
     summed = all_reduce_seconds(sum(layer.summed for layer in problem.layers), devices, problem.link(0, devices - 1))
     return float(summed) / sum(layer.forward + layer.backward for layer in problem.layers)
 
 
 def bytes_per_sample(problem: Problem, partition: Partition, rows: int) -> float:
-    """Bytes that all devices together send for each sample: outputs, their gradients, and the sums of the weights' gradients."""
+    """Return the bytes that all devices send per sample: outputs, their gradients, and sums of weight gradients."""
     return as_candidate(problem, partition, rows).sent
 
 
 def simulate(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream", extra: int = 0) -> Simulated:
-    """A partition under a schedule.
+    """Simulate a partition under a schedule.
 
     Args:
         profile: of the model.

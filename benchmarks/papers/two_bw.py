@@ -228,7 +228,7 @@ def largest_models(profile: Profile, where: Topology, rows: int) -> dict[int, fl
 
 
 def parameters(profile: Profile) -> float:
-    """Count them; each takes two bytes."""
+    """Count the parameters; each takes two bytes."""
     return sum(layer.weights for layer in profile.layers) / 2
 
 

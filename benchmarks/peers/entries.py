@@ -1,4 +1,4 @@
-"""The programs that are compared, how each is started, and its goals."""
+"""The compared programs, how each is started, and its goals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,11 +39,11 @@ class Entry:
 
     @property
     def is_torch(self) -> bool:
-        """Whether it needs PyTorch."""
+        """Whether the program needs PyTorch."""
         return self.module == "torch_program"
 
     def goal(self, microbatches: int) -> float | None:
-        """The share of the ceiling that it has to reach.
+        """Return the share of the ceiling that the program has to reach, or None if its bound is unknown.
 
         Args:
             microbatches: of a batch.
@@ -53,7 +53,7 @@ class Entry:
         return self.share_of_bound * (microbatches / (microbatches + WORKERS - 1) if self.flushes else 1)
 
     def commands(self, microbatches: int, python: str) -> list[list[str]]:
-        """The command line of each process.
+        """Return the command line of each process.
 
         Args:
             microbatches: of a batch.
@@ -110,7 +110,7 @@ ENTRIES: Sequence[Entry] = (
 
 
 def goals(microbatches: int, shares: dict[str, float]) -> list[tuple[str, float, float]]:
-    """Goals and measurements: (goal as text, its least value, the measured value) for each goal that was measured.
+    """Return (goal as text, its least value, the measured value) for each goal that was measured.
 
     Args:
         microbatches: of a batch.
@@ -137,8 +137,10 @@ def goals(microbatches: int, shares: dict[str, float]) -> list[tuple[str, float,
 
 
 def _goals_beside_others(entry: Entry, microbatches: int, shares: dict[str, float]) -> list[tuple[str, float, float]]:
-    """The goals of an entry whose bound is not known by itself: to be faster than another schedule, and to reach more of the ceiling than
-    its rival reaches of twice PyTorch's single core."""
+    """Return the goals of an entry whose bound is unknown.
+
+    It has to be faster than another schedule, and to reach more of the ceiling than its rival reaches of twice PyTorch's single core.
+    """
     found, share = [], shares[entry.name]
     if entry.times is not None and microbatches == 2 and entry.times[0] in shares:
         other, least = entry.times

@@ -1,4 +1,4 @@
-"""Plans of the default GPT over two and four processes of this machine: predicted, measured, and the planner's choice.
+"""Run plans of the default GPT over two and four processes of this machine: predicted, measured, and the planner's choice.
 
 All plans that use every process with a batch of 32: each cut, schedule and number of pipelines, microbatches of 4, 8 and 16 rows, and for
 PipeDream any replicas; without recomputation or additional microbatches in flight, which would make thousands of plans. Each process has
@@ -30,7 +30,7 @@ UNEVEN = ("pipedream",)  # schedules whose stages may have different replicas he
 
 
 class Row(NamedTuple):
-    """One plan.
+    """The measurement of one plan.
 
     Attributes:
         plan: what was run.
@@ -50,28 +50,28 @@ class Row(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Measured, on cores as fast as they were for the profile."""
+        """The measured seconds, corrected to cores as fast as they were for the profile."""
         return self.measured / self.slower
 
     @property
     def time_ratio(self) -> float:
-        """Measured ÷ predicted."""
+        """The measured seconds divided by the predicted ones."""
         return self.seconds / self.predicted.batch_seconds
 
     @property
     def memory_ratio(self) -> float:
-        """Measured ÷ predicted, of the rank where they differ most."""
+        """The measured bytes divided by the predicted ones, on the rank where they differ most."""
         return max((self.peaks[rank] / self.predicted.peak_bytes[rank] for rank in self.peaks), key=lambda ratio: abs(ratio - 1))
 
 
 def name_of(plan: jpipe.Plan, rows: int) -> str:
-    """`pipedream 2·1·1, 8 × 4 rows, 0 1 2`: schedule, replicas, microbatches, and the first layer of each stage."""
+    """Format schedule, replicas, microbatches, and the first layer of each stage: `pipedream 2·1·1, 8 × 4 rows, 0 1 2`."""
     starts = [0, *itertools.accumulate(len(stage.layers) for stage in plan.stages)][:-1]
     return f"{plan.schedule} {'·'.join(map(str, plan.replicas))}, {plan.microbatches} × {rows} rows, {' '.join(map(str, starts))}"
 
 
 def main(names: tuple[str, ...] = (), counts: tuple[int, ...] = COUNTS, every: Sequence[int] = (1, 4)) -> list[dict[str, Any]]:
-    """Measure, print, and give the figures.
+    """Measure, print and return the figures.
 
     Args:
         names: only plans whose names contain one of them.
@@ -82,7 +82,7 @@ def main(names: tuple[str, ...] = (), counts: tuple[int, ...] = COUNTS, every: S
 
 
 def legal_plans(workers: int) -> Iterator[tuple[jpipe.Plan, int]]:
-    """All plans of the default GPT on so many workers with the default batch, each with the rows of a microbatch."""
+    """Yield all plans of the default GPT on a number of workers with the default batch, each with the rows of a microbatch."""
     ids = layers.layers(MODEL).ids
     for depth in range(1, min(workers, len(ids)) + 1):
         splits = [split for split in itertools.product(range(1, workers + 1), repeat=depth) if sum(split) == workers]
@@ -130,7 +130,7 @@ def _measure(count: int, names: tuple[str, ...], one_of: int) -> dict[str, Any]:
 
 
 def _costs(profile: Profile, plan: jpipe.Plan, rows: int, answers: list[dict[str, Any]]) -> list[jpipe.programs.StageCost]:
-    """Times from the profile, sizes from the compiled stages, as `jpipe plan` has them in the end."""
+    """Combine times from the profile with sizes from the compiled stages, as `jpipe plan` does in the end."""
     times = profile.stage_costs(plan, rows)
     costs = []
     for s, (size, time) in enumerate(zip(answers[0]["costs"], times, strict=True)):

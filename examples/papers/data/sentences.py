@@ -53,7 +53,7 @@ class Words:
 
     @classmethod
     def of(cls, sentences: Iterable[Sequence[str]], most: int | None = None) -> "Words":
-        """Number the words of sentences.
+        """Assign numbers to the words of sentences.
 
         Args:
             sentences: words in their order.
