@@ -22,13 +22,13 @@ RUN_POSITIONS, RUN_WIDTH, REPEATS = 2048, 256, 5  # of what is run
 def measure() -> list[dict[str, Any]]:
     """Measure both vocabularies: XLA's memory for a large microbatch, and the time of a small one."""
     keep_freed_memory()
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for name, symbols in VOCABULARIES.items():
         what, width = f"{name}, {symbols:,} symbols", SIZES[name]
         for dtype in ("float32", "bfloat16"):
             plain, chunked = (temporary(MICROBATCH, width, symbols, dtype, chunk) for chunk in (None, CHUNK))
             of = f"{what}, width {width}, 8 × 1,024 positions, {dtype}: temporaries"
-            found += [
+            rows += [
                 {"figure": f"{of}, all at once, MB", "measured": plain / 1e6},
                 {"figure": f"{of}, chunks, MB", "measured": chunked / 1e6},
                 {"figure": f"{of}, all at once / chunks", "measured": plain / chunked},
@@ -36,10 +36,10 @@ def measure() -> list[dict[str, Any]]:
         both = [timed(symbols, chunk) for chunk in (None, CHUNK)]
         times = [tuple(run() for run in both) for _ in range(REPEATS + 1)][1:]
         ratio = statistics.median(plain / chunked for plain, chunked in times)
-        found.append({"figure": f"{what}, width {RUN_WIDTH}, {RUN_POSITIONS:,} positions: time, all at once / chunks", "measured": ratio})
+        rows.append({"figure": f"{what}, width {RUN_WIDTH}, {RUN_POSITIONS:,} positions: time, all at once / chunks", "measured": ratio})
         for which, mine in zip(("all at once", "chunks"), zip(*times, strict=True), strict=True):
-            found.append({"figure": f"{what}: s, {which}", "measured": statistics.median(mine)})
-    return found
+            rows.append({"figure": f"{what}: s, {which}", "measured": statistics.median(mine)})
+    return rows
 
 
 def gradients(chunk: int | None, dtype: str) -> Callable[[Any, Any, Any], Any]:

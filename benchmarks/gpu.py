@@ -90,8 +90,8 @@ def _measure(sizes: Sizes, options: argparse.Namespace) -> tuple[list[float], li
     for program in programs:
         program(2)  # compiles everything that is not compiled yet
     for _ in range(options.rounds):
-        for program, found in zip(programs, rates, strict=True):
-            found.append(steps_per_second([program(options.steps)["ends"]]) * sizes.rows * options.microbatches)
+        for program, rates_of_program in zip(programs, rates, strict=True):
+            rates_of_program.append(steps_per_second([program(options.steps)["ends"]]) * sizes.rows * options.microbatches)
     return rates
 
 

@@ -94,11 +94,11 @@ def _step_times(name: str, model: Model, stages: int, rounds: int, steps: int) -
             for each, seconds in pair.items():
                 times[each].append(seconds)
     label = f"{name}, {stages} stages"
-    found = [{"figure": f"{label}: s per step", "measured": statistics.median(times[plain])}]
+    rows = [{"figure": f"{label}: s per step", "measured": statistics.median(times[plain])}]
     for option in others:
         goal = "<= 1.01" if OPTIONS[option] else "1"
-        found.append({"figure": f"{label}: step time, {option} / without", "measured": statistics.median(ratios[option]), "goal": goal})
-    return found
+        rows.append({"figure": f"{label}: step time, {option} / without", "measured": statistics.median(ratios[option]), "goal": goal})
+    return rows
 
 
 class _Run:
@@ -141,9 +141,9 @@ def _held(model: Model, stages: int, precision: Precision) -> tuple[int, int]:
 
     def observe(event: Event) -> None:
         worker, state = event.instruction.worker, event.state
-        held = _alive_bytes(state.versions)
-        versions[worker] = max(versions[worker], held)
-        both[worker] = max(both[worker], held + _alive_bytes(state.optimizer))
+        alive = _alive_bytes(state.versions)
+        versions[worker] = max(versions[worker], alive)
+        both[worker] = max(both[worker], alive + _alive_bytes(state.optimizer))
 
     state = pipe.init(jax.random.key(0), batch)
     for _ in range(WARM_UP):

@@ -22,18 +22,18 @@ Half = Literal["backward", "backward_input", "backward_weight"]
 
 def measure() -> list[dict[str, Any]]:
     """Measure two blocks of the GPT, without recomputation and with it."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for recompute, most in (("none", "<= 1.01"), ("full", "<= 1.0105")):
         programs = {name: _Program(_stage(recompute), name) for name in ("backward", "backward_input", "backward_weight")}
         whole, halves = programs["backward"], (programs["backward_input"], programs["backward_weight"])
         times = [(whole.seconds(), sum(half.seconds() for half in halves)) for _ in range(REPEATS + 1)][1:]
         stage, what = _stage(recompute), f"two GPT blocks, recompute {recompute}: both halves / whole backward"
-        found += [
+        rows += [
             {"figure": f"{what}: FLOPs", "measured": sum(half.flops for half in halves) / whole.flops, "goal": most},
             {"figure": f"{what}: time", "measured": statistics.median(both / one for one, both in times), "goal": "<= 1.03"},
             {"figure": f"two GPT blocks, recompute {recompute}: stash / residuals", "measured": stage.stash_bytes / stage.cost.residuals},
         ]
-    return found
+    return rows
 
 
 def _stage(recompute: str) -> StandaloneStage:

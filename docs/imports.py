@@ -30,13 +30,13 @@ def heights(imports: dict[str, set[str]]) -> dict[str, int]:
     Raises:
         ValueError: packages import each other in a circle.
     """
-    found: dict[str, int] = {}
-    while len(found) < len(imports):
-        ready = [name for name, others in imports.items() if name not in found and others <= found.keys()]
+    levels: dict[str, int] = {}
+    while len(levels) < len(imports):
+        ready = [name for name, others in imports.items() if name not in levels and others <= levels.keys()]
         if not ready:
-            raise ValueError(f"import each other in a circle: {', '.join(sorted(imports.keys() - found.keys()))}")
-        found |= {name: 1 + max((found[other] for other in imports[name]), default=-1) for name in ready}
-    return found
+            raise ValueError(f"import each other in a circle: {', '.join(sorted(imports.keys() - levels.keys()))}")
+        levels |= {name: 1 + max((levels[other] for other in imports[name]), default=-1) for name in ready}
+    return levels
 
 
 def needed(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
@@ -53,15 +53,15 @@ def draw(axes: matplotlib.axes.Axes, package: str) -> None:
     sizes, imports = rooms(package)
     height = heights(imports)
     levels = [[name for name in sizes if height[name] == level] for level in range(max(height.values()) + 1)]
-    places = {name: ((n + 0.5) / len(level), y) for y, level in enumerate(levels) for n, name in enumerate(level)}
+    coordinates = {name: ((n + 0.5) / len(level), y) for y, level in enumerate(levels) for n, name in enumerate(level)}
     for importer, imported in sorted(needed(imports)):
-        (x, y), (below_x, below_y) = places[importer], places[imported]
+        (x, y), (below_x, below_y) = coordinates[importer], coordinates[imported]
         bend = 0.0 if y - below_y == 1 else 0.3 if below_x < x else -0.15  # around the boxes in between
         arrow = {"arrowstyle": "->", "color": "#777777", "shrinkA": 0, "shrinkB": 0, "connectionstyle": f"arc3,rad={bend}"}
         axes.annotate("", (below_x, below_y + 0.25), (x, y - 0.25), arrowprops=arrow)
-    for name, (x, y) in places.items():
-        own = name.removeprefix(f"{package}.")
-        label = own if sizes[name] == 1 else f"{own}\n{sizes[name]} modules"
+    for name, (x, y) in coordinates.items():
+        name_in_package = name.removeprefix(f"{package}.")
+        label = name_in_package if sizes[name] == 1 else f"{name_in_package}\n{sizes[name]} modules"
         axes.text(x, y, label, ha="center", va="center", fontsize=8, bbox={"boxstyle": "round,pad=0.4", "fc": "#EAF2FA", "ec": "#0072B2"})
     axes.set(title=package, xlim=(0, 1), ylim=(-0.6, len(levels) - 0.4))
     axes.axis("off")

@@ -94,8 +94,8 @@ def draw_plans() -> None:
     config = config_file.load(str(CONFIGS / "gpt-bytes.yaml"), (*(f"model.{key}" for key in LARGE), "plan.file=auto"), allow_code=False)
     parts, batch = Parts.of(config, reporter), 64
     profile = profile_of(parts, topology, batch, topology.num_devices, reporter)
-    found = search(profile, topology, batch, Request(up_to=True, schedules=("all",)), False, reporter)
-    draw_choice(found.choice, found.candidates, found.choice.ranked[0], found.known).savefig(FOLDER / "plans.png")
+    result = search(profile, topology, batch, Request(up_to=True, schedules=("all",)), False, reporter)
+    draw_choice(result.choice, result.candidates, result.choice.ranked[0], result.known).savefig(FOLDER / "plans.png")
 
 
 def main() -> None:

@@ -31,8 +31,8 @@ MODULES = (
 
 def public_names(module: str) -> list[str]:
     """Return the public names of a module, without its submodules, which have pages of their own."""
-    found = importlib.import_module(module)
-    return [name for name in found.__all__ if not inspect.ismodule(getattr(found, name))]
+    exporter = importlib.import_module(module)
+    return [name for name in exporter.__all__ if not inspect.ismodule(getattr(exporter, name))]
 
 
 def build(folder: Path) -> Path:

@@ -301,7 +301,7 @@ def test_the_table_compares_the_time_to_the_target(tmp_path):
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_what_is_trained_may_have_replicas(name, tmp_path):
     config = tasks.load(tasks.TASKS[name], tmp_path)
-    assert not config.model.carries
+    assert not tasks.model.layers(config.model, config.train.batch_size).carries_rows
     assert config.train.batch_size % (4 * min(tasks.SIZES)) == 0, "data parallelism on four hosts needs a microbatch each"
 
 

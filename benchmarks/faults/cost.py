@@ -37,18 +37,18 @@ def main(folder: Path, rounds: int) -> dict[str, Any]:
         folder: where the checkpoints are written.
         rounds: how often steps with and without checkpoints take turns.
     """
-    found: dict[str, Any] = {"bytes": {}}
+    figures: dict[str, Any] = {"bytes": {}}
     for schedule in SCHEDULES:
         training = _Training(_config(folder / schedule, schedule))
         if schedule == SCHEDULES[0]:
-            found |= training.turns(rounds)
+            figures |= training.turns(rounds)
         else:
             training.block(saves=True)
-        found["bytes"][schedule] = training.bytes_written()
+        figures["bytes"][schedule] = training.bytes_written()
         if schedule == SCHEDULES[0]:
-            found |= _restores(training.config)
-    print_table(("figure", "found"), list(_rows(found)))
-    return found
+            figures |= _restores(training.config)
+    print_table(("figure", "found"), list(_rows(figures)))
+    return figures
 
 
 class _Training:
@@ -103,10 +103,10 @@ class _Training:
     def bytes_written(self) -> dict[str, int]:
         """Return the bytes of the newest checkpoint, and those that the workers hold: versions, optimizer state and layer state."""
         place = self._folder / "checkpoints" / f"{checkpoint_files.steps(self._folder)[-1]:08d}"
-        held = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
+        state = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
         return {
             "files": sum(path.stat().st_size for path in place.rglob("*") if path.is_file()),
-            "state": sum(leaf.nbytes for leaf in jax.tree.leaves(held)),
+            "state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
         }
 
     def _step(self, saves: bool) -> None:
@@ -151,23 +151,23 @@ def _restores(config: Config, times: int = 3) -> dict[str, float]:
     """Return median seconds until a run has its first state, fresh and from its newest checkpoint; both compile."""
     fresh, restored = [], []
     for _ in range(times):
-        for taken, resumes in ((fresh, False), (restored, True)):
+        for durations, resumes in ((fresh, False), (restored, True)):
             pipe, batches, reporter = _ready(config)
             began = time.perf_counter()
             resumed = find(config, "must", ALONE, reporter.say) if resumes else None
             layers = None if resumed is None else starting.read_checkpoint(config, pipe, batches, ALONE, resumed)[0]
             jax.block_until_ready(starting.begin(config, pipe, batches, resumed, layers))
-            taken.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - began)
     return {"fresh": statistics.median(fresh), "restored": statistics.median(restored)}
 
 
-def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "a step without checkpoints", f"{found['step without'] * 1e3:.0f} ms"
-    yield "a step with a checkpoint every 10", f"{found['step with'] * 1e3:.0f} ms, {found['ratio']:.3f} times as long"
-    yield "time of the training thread for it", f"{found['stall']:.2%} of the interval"
-    for schedule, of in found["bytes"].items():
+def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "a step without checkpoints", f"{figures['step without'] * 1e3:.0f} ms"
+    yield "a step with a checkpoint every 10", f"{figures['step with'] * 1e3:.0f} ms, {figures['ratio']:.3f} times as long"
+    yield "time of the training thread for it", f"{figures['stall']:.2%} of the interval"
+    for schedule, of in figures["bytes"].items():
         yield f"bytes written ÷ bytes of state, `{schedule}`", f"{of['files'] / of['state']:.3f} ({of['files'] / 1e6:.1f} MB)"
     yield (
         "restore ÷ start without a checkpoint, both with compilation",
-        f"{found['restored'] / found['fresh']:.2f} ({found['restored']:.1f} s)",
+        f"{figures['restored'] / figures['fresh']:.2f} ({figures['restored']:.1f} s)",
     )

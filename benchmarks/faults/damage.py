@@ -33,7 +33,7 @@ def main(folder: Path, runs: int, seed: int) -> list[dict[str, Any]]:
     whole = trained(folder / "whole", END)
     expected = end_of(whole)
     stopped = trained(folder / "stopped", STOPPED)
-    found = []
+    results = []
     drawn = damages(newest(stopped), random.Random(seed))  # noqa: S311 - places, not secrets
     for number, (name, how, at) in enumerate(itertools.islice(drawn, runs)):
         again = folder / "again"
@@ -41,12 +41,12 @@ def main(folder: Path, runs: int, seed: int) -> list[dict[str, Any]]:
         shutil.copytree(stopped, again / "run")
         damage(newest(again / "run") / name, how, at)
         wrong = outcome(again, name, expected)
-        found.append({"file": name, "how": how, "at": at, "wrong": wrong})
+        results.append({"file": name, "how": how, "at": at, "wrong": wrong})
         place = "" if how == "deleted" else f" at byte {at:,}"
         print(f"{number}: {name} {how}{place}: {wrong or 'file named, checkpoint before used, identical'}", flush=True)
-    rows = [(how, *_counts([row for row in found if row["how"] == how])) for how in HOW]
+    rows = [(how, *_counts([row for row in results if row["how"] == how])) for how in HOW]
     print_table(("damage", "checkpoints", "files", "named, and identical"), rows)
-    return found
+    return results
 
 
 def newest(run: Path) -> Path:
@@ -94,13 +94,13 @@ def trained(folder: Path, until: int) -> Path:
 def outcome(folder: Path, name: str, expected: End) -> str | None:
     """Return what is wrong with the resumed run in the damaged `folder`, or None."""
     config = Config.model_validate(config_of(folder, PLAN, END))
-    told = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(told):
+        with contextlib.redirect_stdout(printed):
             loop.main(config)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    words = told.getvalue()
+    words = printed.getvalue()
     resumed = re.search(r"resumes at step (\d+)", words)
     if resumed is None or int(resumed[1]) != STOPPED - EVERY:
         return f"resumed at step {resumed and resumed[1]}"

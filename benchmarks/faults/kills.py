@@ -56,7 +56,7 @@ def main(folder: Path, runs: int, seed: int, names: Sequence[str] = ()) -> list[
         seed: of the moments and of who is killed.
         names: kinds; none: all.
     """
-    found = []
+    results = []
     for name in names or KINDS:
         config = config_of(folder / "alone", KINDS[name])
         expected, pace = _alone(config, folder / "alone")
@@ -65,21 +65,21 @@ def main(folder: Path, runs: int, seed: int, names: Sequence[str] = ()) -> list[
             chance = random.Random(f"{seed} {name} {number}")  # noqa: S311 - moments, not secrets
             kills.append(_killed(name, folder / "killed", expected, pace, chance))
             print(f"{name} {number}: {_told(kills[-1])}", flush=True)
-        found.append({"kind": name, "runs": len(kills), "identical": sum(kill.wrong is None for kill in kills)})
-        found[-1] |= {moment: sum(kill.moment == moment for kill in kills) for moment in MOMENTS}
-        found[-1] |= {"resumed at": _steps(kills), "wrong": [_told(kill) for kill in kills if kill.wrong]}
+        results.append({"kind": name, "runs": len(kills), "identical": sum(kill.wrong is None for kill in kills)})
+        results[-1] |= {moment: sum(kill.moment == moment for kill in kills) for moment in MOMENTS}
+        results[-1] |= {"resumed at": _steps(kills), "wrong": [_told(kill) for kill in kills if kill.wrong]}
         shutil.rmtree(folder / "alone")
     head = ("kind", "runs", *MOMENTS, "resumed at", "identical")
-    print_table(head, [[row[column] for column in head] for row in found])
-    return found
+    print_table(head, [[row[column] for column in head] for row in results])
+    return results
 
 
 def moment_of(run: Path) -> str:
     """Return what the run in the folder `run` is doing, one of `MOMENTS`."""
-    places = list((run / "checkpoints").glob("[0-9]*"))
-    if any(not (place / MARKER).exists() for place in places):
+    folders = list((run / "checkpoints").glob("[0-9]*"))
+    if any(not (folder / MARKER).exists() for folder in folders):
         return "during a save"
-    return "between saves" if places else "before the first"
+    return "between saves" if folders else "before the first"
 
 
 def _alone(config: dict[str, Any], folder: Path) -> tuple[End, _Pace]:
@@ -154,15 +154,15 @@ def _wait(happened: Callable[[], object], process: Popen[bytes]) -> bool:
 
 def _started(launcher: int) -> list[int] | None:
     """Return the process ids by the number of the process, or None if not all have started."""
-    found = {}
+    children = {}
     try:
         for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
             arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
             if b"--process-id" in arguments:
-                found[int(arguments[arguments.index(b"--process-id") + 1])] = int(child)
+                children[int(arguments[arguments.index(b"--process-id") + 1])] = int(child)
     except (FileNotFoundError, ProcessLookupError):  # one of them has just ended
         return None
-    return [found[number] for number in range(PROCESSES)] if len(found) == PROCESSES else None
+    return [children[number] for number in range(PROCESSES)] if len(children) == PROCESSES else None
 
 
 def _rows(run: Path) -> int:

@@ -53,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted; the hosts are removed", file=sys.stderr)
         return 130
     results["runs"].sort(key=lambda run: (list(TASKS).index(run["task"]), run["hosts"]))  # stable: data parallelism stays first
-    found = table(results["runs"])
-    print(f"\n{found.text}")
+    runs_table = table(results["runs"])
+    print(f"\n{runs_table.text}")
     if options.document:
-        write(options.document, {found.name: found.text})
+        write(options.document, {runs_table.name: runs_table.text})
     if options.pictures:
         accuracy_draw.draw(results["runs"], options.pictures / PICTURE)
     print(f"written to {options.json}")
@@ -108,17 +108,17 @@ def _profile(name: str, folder: Path) -> Profile:
     """Profile a task on one idle core."""
     begin, core = time.monotonic(), min(os.sched_getaffinity(0))
     with Program(name, [python_module("benchmarks.hosts.profile_program", name, folder)], [core], ENVIRONMENT) as program:
-        found = Profile.from_json(program.facts(_COMPILING)[0]["profile"])
+        profile = Profile.from_json(program.facts(_COMPILING)[0]["profile"])
     print(f"… {name}: profiled in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    return found
+    return profile
 
 
 def _chosen(name: str, folder: Path, profile: Profile, hosts: int) -> list[tuple[str, Ranked, bool]]:
     """Return data parallelism and the best pipeline, each with whether it is the planner's choice."""
     task = TASKS[name]
     ranked = plans(load(task, folder), profile, hosts, task.rate, len(os.sched_getaffinity(0)))
-    found = [next(one for one in ranked if (one.candidate.depth == 1) == alone) for alone in (True, False)]
-    return [(kind, one, one is ranked[0]) for kind, one in zip(("data parallelism", "pipeline"), found, strict=True)]
+    best = [next(one for one in ranked if (one.candidate.depth == 1) == alone) for alone in (True, False)]
+    return [(kind, one, one is ranked[0]) for kind, one in zip(("data parallelism", "pipeline"), best, strict=True)]
 
 
 def _train(network: Network, name: str, folder: Path, kind: str, ranked: Ranked, ids: tuple[str, ...]) -> dict[str, Any]:
@@ -141,8 +141,8 @@ def _train(network: Network, name: str, folder: Path, kind: str, ranked: Ranked,
         network.limit(task.rate)
         for steps in range(0, task.most + 1, task.every):
             answers = program.ask(str(task.every if steps else 0), _TRAINING)
-            taken = max(answer["seconds"] for answer in answers) if steps else 0.0
-            seconds = curve[-1]["seconds"] + taken if curve else 0.0
+            duration = max(answer["seconds"] for answer in answers) if steps else 0.0
+            seconds = curve[-1]["seconds"] + duration if curve else 0.0
             sent = [total + answer["sent_bytes"] * (steps > 0) for total, answer in zip(sent, answers, strict=True)]
             curve.append({"samples": steps * batch, "seconds": seconds, "loss": answers[0]["loss"]})
             if curve[-1]["loss"] <= task.target:

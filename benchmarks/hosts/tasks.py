@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jpipe_planner import Profile, Ranked, Topology, measure
+from jpipe_train.assemble import model
 from jpipe_train.assemble.build import build
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
@@ -92,10 +93,10 @@ def load(task: Task, samples: Path) -> Config:
         samples: the folder with the data set of each task, by its name.
     """
     folder = samples / task.sample
-    places = {"folder": folder}
+    folders = {"folder": folder}
     if task.sample == "images":
-        places = {"folder": folder / "train", "validation_folder": folder / "val"}
-    changes = [*task.changes, *(f"data.arguments.{key}={place}" for key, place in places.items())]
+        folders = {"folder": folder / "train", "validation_folder": folder / "val"}
+    changes = [*task.changes, *(f"data.arguments.{key}={path}" for key, path in folders.items())]
     return config_file.load(CONFIGS / f"{task.config}.yaml", changes, allow_code=True)
 
 
@@ -109,20 +110,21 @@ def profile(config: Config) -> Profile:
     return measure(parts.stack, parts.rows, parts.loss, parts.rule, SIZES, policies=("none",), seconds=10.0)
 
 
-def plans(config: Config, found: Profile, hosts: int, rate: float, cores: int) -> tuple[Ranked, ...]:
+def plans(config: Config, layer_costs: Profile, hosts: int, rate: float, cores: int) -> tuple[Ranked, ...]:
     """Find the planner's plans that use all hosts, fastest first.
 
     Args:
         config: of a task.
-        found: its profile.
+        layer_costs: its profile.
         hosts: a worker on each.
         rate: of each link, bits per second.
         cores: that the hosts share.
     """
     level = {"count": hosts, "bandwidth": rate / 8, "latency": LATENCY, "name": "network"}
     topology = Topology(name=f"{hosts} hosts", levels=(level,), cores=float(max(min(cores, hosts), 1)))
-    request = Request(all_devices=True, schedules=SCHEDULES, replicas=not config.model.carries)
-    choice = search(found, topology, config.train.batch_size, request, False, _QUIET).choice
+    carries_rows = model.layers(config.model, config.train.batch_size).carries_rows
+    request = Request(all_devices=True, schedules=SCHEDULES, replicas=not carries_rows)
+    choice = search(layer_costs, topology, config.train.batch_size, request, False, _QUIET).choice
     return tuple(ranked for ranked in choice.ranked)
 
 

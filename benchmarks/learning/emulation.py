@@ -57,7 +57,7 @@ class Emulation:
         """
         plan, functions, calls = self._pipe.plan, self._functions, self._calls
         workers = self._pipe.init(key, self._batch).workers
-        start = [jax.device_put(workers[own[0]], jax.devices()[0]) for own in plan.stage_workers]
+        start = [jax.device_put(workers[layers[0]], jax.devices()[0]) for layers in plan.stage_workers]
         m, d, last = plan.microbatches, plan.depth, plan.depth - 1
         every = 1 if plan.update_every == "replicas" else m
         versions, optimizer = [dict(w.versions) for w in start], [w.optimizer for w in start]
@@ -81,7 +81,7 @@ class Emulation:
             for s in range(d):
                 versions[s][g + 1], optimizer[s], sums[s], mean = calls[s]["update"](versions[s][g], optimizer[s], sums[s])
                 versions[s] = {v: w for v, w in versions[s].items() if v > g - d - 1}
-            yield Updated(float(mean[0]), merged(own[g + 1] for own in versions), merged(state))
+            yield Updated(float(mean[0]), merged(layers[g + 1] for layers in versions), merged(state))
 
 
 def merged(stages: Iterable[dict[str, Tree]]) -> dict[str, Tree]:

@@ -112,13 +112,13 @@ def _row(model: str, cluster: str, paper: str, speed_up: str) -> tuple[str, ...]
     return (*cells, *[""] * (8 - len(cells)))
 
 
-def _cell(problem: Problem, found: Partition | None) -> str:
+def _cell(problem: Problem, partition: Partition | None) -> str:
     """Format the stages, with the speed-up in brackets."""
-    assert found is not None, "fewer layers than stages"
-    name = stages.name_of(found)
-    if name == STRAIGHT and found.devices < problem.topology.num_devices:
-        name += f", {len(found.stages)} stages"
-    return f"{name} ({stages.data_parallel(problem).seconds / found.seconds:.2f})"
+    assert partition is not None, "fewer layers than stages"
+    name = stages.name_of(partition)
+    if name == STRAIGHT and partition.devices < problem.topology.num_devices:
+        name += f", {len(partition.stages)} stages"
+    return f"{name} ({stages.data_parallel(problem).seconds / partition.seconds:.2f})"
 
 
 ROWS = {"AWD-LM": (80, 20)}
@@ -128,11 +128,11 @@ ROWS = {"AWD-LM": (80, 20)}
 def _sums_row(model: str, cluster: str, paper: str, speed_up: str, rows: int) -> tuple[str, ...]:
     """Return the speed-up of the paper's stages with and without overlapping sums, and the rate of the sums that gives the paper's."""
     problem, replicas = problem_on(model, machine(cluster)), replicas_of(model, cluster, paper)
-    found, devices = stages.best_cuts(problem, replicas), problem.topology.num_devices
-    assert found is not None, "fewer layers than stages"
+    fastest, devices = stages.best_cuts(problem, replicas), problem.topology.num_devices
+    assert fastest is not None, "fewer layers than stages"
     often = PIPEDREAM[model].rows // rows if rows else 1  # how many sums data parallelism has in place of one
     share = stages.sum_share(problem)
-    overlap = stages.data_parallel(problem).seconds / found.seconds * max(1.0, often * share) / max(1.0, share)
+    overlap = stages.data_parallel(problem).seconds / fastest.seconds * max(1.0, often * share) / max(1.0, share)
     waiting = stages.waiting_speed_up(problem, replicas, often)
     slower, link = stages.slowness(problem, replicas, float(speed_up)), problem.link(0, devices - 1).bandwidth
     rates = (f"{often * link / slower / 1e9:.2f} GB/s", f"{often / slower:.0%}") if slower else ("none", "")
@@ -160,8 +160,8 @@ def figure_17() -> list[Table]:
         problem, size = problem_on(model, machine(cluster)), PIPEDREAM[model].rows
         alone = stages.bytes_per_sample(problem, stages.data_parallel(problem), size)
         cells = list[str]()
-        for found in (stages.best_pipeline(problem), stages.least_bytes(problem)):
-            cells += [stages.name_of(found), _difference(problem, found)]
+        for partition in (stages.best_pipeline(problem), stages.least_bytes(problem)):
+            cells += [stages.name_of(partition), _difference(problem, partition)]
         cells += [paper, *_both(problem, replicas_of(model, cluster, paper))] if paper else ["", "", ""]
         rows.append((model, f"{alone / 1e6:.1f} MB", *cells, says))
     claims_head = ("model", "cluster", "stages", "rows of a GPU under data parallelism", "fastest cuts", "fewest bytes", "paper")
@@ -191,10 +191,10 @@ def _both(problem: Problem, replicas: tuple[int, ...], more: int = 1) -> tuple[s
     return _difference(problem, fastest, more), _difference(problem, stages.least_bytes(problem, replicas), more)
 
 
-def _difference(problem: Problem, found: Partition, more: int = 1) -> str:
+def _difference(problem: Problem, partition: Partition, more: int = 1) -> str:
     """Compare the bytes per sample with those of data parallelism, which sums `more` times as often."""
     alone = more * stages.bytes_per_sample(problem, stages.data_parallel(problem), 1)
-    return f"{stages.bytes_per_sample(problem, found, 1) / alone - 1:+.0%}"
+    return f"{stages.bytes_per_sample(problem, partition, 1) / alone - 1:+.0%}"
 
 
 FIGURE_1 = ("AlexNet", "VGG-16", "ResNet-50", "GNMT-8", "GNMT-16", "AWD-LM")
@@ -204,7 +204,7 @@ SERVERS = {"8 × 1080Ti": ("gtx-1080ti-32", 4), "4 × V100, PCIe": ("cluster-a",
 
 def figure_1() -> list[Table]:
     """Compute the share of time that data parallelism waits, from fully overlapping sums to sums after the computation."""
-    columns = [(name, *found, count) for name, found in SERVERS.items() for count in (1, found[1])]
+    columns = [(name, *cluster, count) for name, cluster in SERVERS.items() for count in (1, cluster[1])]
     head = ("model", *(f"{name}, {_gpus(cluster, count)} GPUs" for name, cluster, _, count in columns))
     rows = []
     for model in FIGURE_1:
@@ -304,8 +304,8 @@ def _two_in_flight(four: Sequence[int], seven: Sequence[int]) -> list[float]:
 
     Stage s has 4 - s in flight of the four, and 7 - 2 s of the seven. Each takes as much memory as the one before.
     """
-    slopes = [(more - own) / max(3 - s, 1) for s, (own, more) in enumerate(zip(four, seven, strict=True))]
-    return [own - max(2 - s, 0) * slope for s, (own, slope) in enumerate(zip(four, slopes, strict=True))]
+    slopes = [(more - peak) / max(3 - s, 1) for s, (peak, more) in enumerate(zip(four, seven, strict=True))]
+    return [peak - max(2 - s, 0) * slope for s, (peak, slope) in enumerate(zip(four, slopes, strict=True))]
 
 
 def _gigabytes(size: float) -> str:

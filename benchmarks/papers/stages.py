@@ -32,13 +32,13 @@ def scaled(profile: Profile, seconds: float, size: float = 1.0) -> Profile:
         seconds: the factor of all times.
         size: the factor of weights, gradients and outputs.
     """
-    found = []
+    layers = []
     for layer in profile.layers:
         (one,) = layer.at
         times = {"forward": one.forward * seconds, "backward": one.backward * seconds, "outputs": int(one.outputs * size)}
         sizes = {"weights": int(layer.weights * size), "accumulators": int(layer.accumulators * size)}
-        found.append(layer.model_copy(update={**sizes, "update": layer.update * seconds, "at": (one.model_copy(update=times),)}))
-    return profile.model_copy(update={"layers": tuple(found)})
+        layers.append(layer.model_copy(update={**sizes, "update": layer.update * seconds, "at": (one.model_copy(update=times),)}))
+    return profile.model_copy(update={"layers": tuple(layers)})
 
 
 def rate(device: Device, dtype: str = "float32") -> float:
@@ -66,10 +66,10 @@ def waiting(slower: float) -> Seconds:
     """Return stages whose gradient sums take several times as long as on the link, and start only after the computation."""
 
     def seconds(problem: Problem, stage: Placed) -> float:
-        own = problem.layers[stage.start : stage.stop]
+        layers = problem.layers[stage.start : stage.stop]
         link = problem.link(stage.first, stage.first + stage.replicas - 1)
-        summed = slower * float(all_reduce_seconds(sum(layer.summed for layer in own), stage.replicas, link))
-        return (sum(layer.forward + layer.backward + layer.update for layer in own) + summed) / stage.replicas
+        summed = slower * float(all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, link))
+        return (sum(layer.forward + layer.backward + layer.update for layer in layers) + summed) / stage.replicas
 
     return seconds
 
@@ -87,20 +87,20 @@ def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds =
     """
     count, firsts = len(problem.layers), [0, *itertools.accumulate(replicas)]
     best: dict[int, tuple[float, tuple[Placed, ...]]] = {0: (0.0, ())}
-    for s, own in enumerate(replicas):
+    for s, copies in enumerate(replicas):
         last = s == len(replicas) - 1
-        found: dict[int, tuple[float, tuple[Placed, ...]]] = {}
+        longer: dict[int, tuple[float, tuple[Placed, ...]]] = {}
         for start, (before, placed) in best.items():
             cut = 0.0
             if s:
                 link = problem.link(firsts[s - 1], firsts[s + 1] - 1)
                 cut = float(cut_seconds(problem.layers[start - 1].outputs, link))
             for stop in range(count if last else start + 1, count + 1):
-                stage = Placed(start, stop, firsts[s], own)
+                stage = Placed(start, stop, firsts[s], copies)
                 seconds = max(before, cut, placed_seconds(problem, stage)) if start < stop else math.inf
-                if seconds < found.get(stop, (math.inf, ()))[0]:
-                    found[stop] = seconds, (*placed, stage)
-        best = found
+                if seconds < longer.get(stop, (math.inf, ()))[0]:
+                    longer[stop] = seconds, (*placed, stage)
+        best = longer
     return evaluate_partition(problem, best[count][1]) if count in best else None
 
 
@@ -113,12 +113,12 @@ def waiting_speed_up(problem: Problem, replicas: tuple[int, ...], slower: float 
         slower: how many times as long as on the link all sums take.
     """
     seconds = waiting(slower)
-    found = best_cuts(problem, replicas, seconds)
-    assert found is not None, f"too few layers for {replicas}"
-    links = [problem.link(one.first, after.first + after.replicas - 1) for one, after in itertools.pairwise(found.stages)]
-    cuts = [cut_seconds(problem.layers[one.stop - 1].outputs, link) for one, link in zip(found.stages, links, strict=False)]
+    fastest = best_cuts(problem, replicas, seconds)
+    assert fastest is not None, f"too few layers for {replicas}"
+    links = [problem.link(one.first, after.first + after.replicas - 1) for one, after in itertools.pairwise(fastest.stages)]
+    cuts = [cut_seconds(problem.layers[one.stop - 1].outputs, link) for one, link in zip(fastest.stages, links, strict=False)]
     (whole,) = data_parallel(problem).stages
-    return seconds(problem, whole) / max(*cuts, *(seconds(problem, stage) for stage in found.stages))
+    return seconds(problem, whole) / max(*cuts, *(seconds(problem, stage) for stage in fastest.stages))
 
 
 def slowness(problem: Problem, replicas: tuple[int, ...], speed_up: float) -> float | None:
@@ -153,8 +153,8 @@ def configurations(devices: int, depth: int | None = None) -> list[tuple[int, ..
 
 def best_pipeline(problem: Problem) -> Partition:
     """Find the fastest partition of at least two stages, by trying all replicas, which takes long for many devices."""
-    found = [best_cuts(problem, replicas) for replicas in configurations(problem.topology.num_devices)]
-    return min((one for one in found if one), key=lambda one: (one.seconds, len(one.stages)))
+    partitions = [best_cuts(problem, replicas) for replicas in configurations(problem.topology.num_devices)]
+    return min((one for one in partitions if one), key=lambda one: (one.seconds, len(one.stages)))
 
 
 def least_bytes(problem: Problem, replicas: tuple[int, ...] | None = None) -> Partition:
@@ -171,10 +171,10 @@ def least_bytes(problem: Problem, replicas: tuple[int, ...] | None = None) -> Pa
         firsts = (0, *itertools.accumulate(split))
         for cuts in itertools.combinations(range(1, count), len(split) - 1):
             ends = zip((0, *cuts), (*cuts, count), firsts, split, strict=False)
-            placed = [Placed(start, stop, first, own) for start, stop, first, own in ends]
+            placed = [Placed(start, stop, first, copies) for start, stop, first, copies in ends]
             sums = sum(2 * (one.replicas - 1) / one.replicas * (summed[one.stop] - summed[one.start]) for one in placed)
             sent = sums + sum(2 * problem.layers[cut - 1].outputs for cut in cuts)  # of a microbatch
-            best = min(best, (sent, placed), key=lambda found: found[0])
+            best = min(best, (sent, placed), key=lambda candidate: candidate[0])
     return evaluate_partition(problem, best[1])
 
 
@@ -211,6 +211,6 @@ def simulate(profile: Profile, problem: Problem, partition: Partition, schedule:
         plan = jpipe.Plan(schedule=schedule, microbatches=plan.microbatches, stages=[stage.model_dump() for stage in plan.stages])
     if extra:
         plan = jpipe.Plan(**{**plan.model_dump(), "extra_in_flight": extra})
-    found = simulate_plan(plan, profile.stage_costs(plan, profile.sizes[0]), problem.topology)
-    assert found is not None, "too long to simulate"
-    return found
+    result = simulate_plan(plan, profile.stage_costs(plan, profile.sizes[0]), problem.topology)
+    assert result is not None, "too long to simulate"
+    return result

@@ -137,8 +137,8 @@ def _print(microbatches: int, rows: list[dict[str, Any]]) -> None:
             milliseconds = " and ".join(f"{time * 1e3:.1f} ms" for time in times)
             print(f"{row['name']:<28} {milliseconds} per microbatch: balance {balance:.3f}")
     print(f"\n{'goal':<58} {'at least':>9} {'found':>8}")
-    for text, least, found in goals(microbatches, shares):
-        print(f"{text:<58} {least:>9.3f} {found:>8.3f}  {'met' if found >= least else 'MISSED'}")
+    for text, least, measured in goals(microbatches, shares):
+        print(f"{text:<58} {least:>9.3f} {measured:>8.3f}  {'met' if measured >= least else 'MISSED'}")
 
 
 if __name__ == "__main__":

@@ -116,24 +116,24 @@ def goals(microbatches: int, shares: dict[str, float]) -> list[tuple[str, float,
         microbatches: of a batch.
         shares: of the ceiling, by the name of the entry.
     """
-    found = []
+    results = []
     for entry in ENTRIES:
         if entry.name not in shares:
             continue
         goal, share = entry.goal(microbatches), shares[entry.name]
         if goal is None:
-            found += _goals_beside_others(entry, microbatches, shares)
+            results += _goals_beside_others(entry, microbatches, shares)
             continue
-        found.append((f"{entry.name} ÷ ceiling", goal, share))
+        results.append((f"{entry.name} ÷ ceiling", goal, share))
         for rival in (entry.rival, SPMD):
             if rival in shares:
-                found.append((f"{entry.name} ÷ {rival}", 1.0, share / shares[rival]))
+                results.append((f"{entry.name} ÷ {rival}", 1.0, share / shares[rival]))
     pipelines = [shares[name] for name in ("torch GPipe", "torch 1F1B") if name in shares]
     if microbatches == 2 and pipelines:
         for name in ("jpipe pipedream_2bw", "jpipe pipedream_2bw+1"):
             if name in shares:
-                found.append((f"{name} ÷ torch's best pipeline", 1.6, shares[name] / max(pipelines)))
-    return found
+                results.append((f"{name} ÷ torch's best pipeline", 1.6, shares[name] / max(pipelines)))
+    return results
 
 
 def _goals_beside_others(entry: Entry, microbatches: int, shares: dict[str, float]) -> list[tuple[str, float, float]]:
@@ -141,10 +141,10 @@ def _goals_beside_others(entry: Entry, microbatches: int, shares: dict[str, floa
 
     It has to be faster than another schedule, and to reach more of the ceiling than its rival reaches of twice PyTorch's single core.
     """
-    found, share = [], shares[entry.name]
+    results, share = [], shares[entry.name]
     if entry.times is not None and microbatches == 2 and entry.times[0] in shares:
         other, least = entry.times
-        found.append((f"{entry.name} ÷ {other}", least, share / shares[other]))
+        results.append((f"{entry.name} ÷ {other}", least, share / shares[other]))
     if entry.rival in shares and TORCH_ALONE in shares:
-        found.append((f"{entry.name} ÷ ceiling", shares[entry.rival] / (2 * shares[TORCH_ALONE]), share))
-    return found
+        results.append((f"{entry.name} ÷ ceiling", shares[entry.rival] / (2 * shares[TORCH_ALONE]), share))
+    return results

@@ -50,8 +50,8 @@ def main() -> None:
         count = torch.tensor(_count(model))
         if kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
-        own = slice(process, None, processes)
-        step = _plain_step(model, inputs.split(PEERS.rows)[own], labels.split(PEERS.rows)[own])
+        of_process = slice(process, None, processes)
+        step = _plain_step(model, inputs.split(PEERS.rows)[of_process], labels.split(PEERS.rows)[of_process])
     for _ in range(warm_up(microbatches)):
         step()
     serve(step_by_step(step), parameters=int(count))
@@ -129,12 +129,12 @@ def _pipeline_step(
     stages = [PipelineStage(part, number, parts, torch.device("cpu")) for part, number in zip(model, numbers, strict=True)]
     schedule = PIPELINES[kind][0](stages if parts > dist.get_world_size() else stages[0], microbatches, loss_fn=_loss)
     optimizer = _optimizer(model)
-    given = (inputs,) if 0 in numbers else ()
+    arguments = (inputs,) if 0 in numbers else ()
     wanted: dict[str, Any] = {"target": labels, "losses": []} if parts - 1 in numbers else {}
 
     def step() -> None:
         optimizer.zero_grad()
-        schedule.step(*given, **wanted)
+        schedule.step(*arguments, **wanted)
         optimizer.step()
 
     return step

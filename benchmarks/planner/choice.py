@@ -70,7 +70,7 @@ def _random(seed: int) -> Profile:
 def _measured(profile: Profile, topology: Topology, count: int) -> dict[str, Any]:
     begin = time.process_time()
     candidates = find_candidates(profile, topology, count)
-    found = time.process_time()
+    searched = time.process_time()
     choice = choose(profile, topology, candidates)
     chosen = time.process_time()
     # all of them, by the same simulator
@@ -90,8 +90,8 @@ def _measured(profile: Profile, topology: Topology, count: int) -> dict[str, Any
         "loss": 1 - fast[choice.ranked[0].candidate] / best,
         "closed_form_loss": 1 - max(fast.get(candidate, 0.0) for candidate in before) / best,
         "seconds": chosen - begin,
-        "closed_form_seconds": found - begin + sum(seconds[candidate] for candidate in before),
-        "all_seconds": found - begin + sum(seconds.values()),
+        "closed_form_seconds": searched - begin + sum(seconds[candidate] for candidate in before),
+        "all_seconds": searched - begin + sum(seconds.values()),
         "simulated": sum(one.simulated is not None for one in choice.ranked),
     }
 
@@ -106,10 +106,10 @@ def _by_closed_form(fitting: list[Candidate], fast: dict[Candidate, float]) -> l
     first: dict[tuple[object, ...], Candidate] = {}
     for candidate in fitting:
         first.setdefault(candidate.kind, candidate)
-    taken: list[Candidate] = []
+    chosen: list[Candidate] = []
     for candidate in first.values():
-        reached = max((fast.get(one, 0.0) for one in taken), default=0.0)
-        if len(taken) >= 4 * BY_CLOSED_FORM or (len(taken) >= BY_CLOSED_FORM and candidate.samples_per_second <= reached):
+        reached = max((fast.get(one, 0.0) for one in chosen), default=0.0)
+        if len(chosen) >= 4 * BY_CLOSED_FORM or (len(chosen) >= BY_CLOSED_FORM and candidate.samples_per_second <= reached):
             break
-        taken.append(candidate)
-    return taken
+        chosen.append(candidate)
+    return chosen

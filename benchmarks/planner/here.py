@@ -102,10 +102,10 @@ def _measure(count: int, names: tuple[str, ...], one_of: int) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))[:2]
     port = free_port()
     commands = [python_module("benchmarks.planner.plan_runner", index, count, port) for index in range(count)]
-    found: list[Row] = []
+    measurements: list[Row] = []
     with Program("plans", commands, [cores[index % len(cores)] for index in range(count)], ENVIRONMENT) as program:
-        said = program.facts()
-        facts = said[0]
+        facts_of_all = program.facts()
+        facts = facts_of_all[0]
         profile = Profile(**facts["profile"])
         topology = Topology(**(facts["topology"] | {"cores": len(cores)}))
         print(f"{count} processes on {len(cores)} cores: {profile.dispatch * 1e6:.0f} µs a dispatch, links {topology.levels[0]}")
@@ -118,15 +118,15 @@ def _measure(count: int, names: tuple[str, ...], one_of: int) -> dict[str, Any]:
             try:
                 answers = program.ask(json.dumps({"plan": plan.model_dump(mode="json"), "steps": steps}))
             except ProgramFailed as error:
-                sys.exit(f"bench-planner: {name_of(plan, rows)}, after {len(found)} plans: {error}")
+                sys.exit(f"bench-planner: {name_of(plan, rows)}, after {len(measurements)} plans: {error}")
             predicted = simulate_plan(plan, _costs(profile, plan, rows, answers), topology)
             assert predicted is not None
-            slower = statistics.fmean(answer["pace"] / told["pace"] for answer, told in zip(answers, said, strict=True))
+            slower = statistics.fmean(answer["pace"] / profiled["pace"] for answer, profiled in zip(answers, facts_of_all, strict=True))
             seconds = statistics.fmean(statistics.median(np.diff(answer["ends"]).tolist()) for answer in answers)
             peaks = {int(rank): size for answer in answers for rank, size in answer["peaks"].items()}
-            found.append(Row(plan, rows, predicted, seconds, slower, peaks))
-            _print(found[-1])
-    return {"legal plans": len(plans), **_summary(count, found, profile, topology)}
+            measurements.append(Row(plan, rows, predicted, seconds, slower, peaks))
+            _print(measurements[-1])
+    return {"legal plans": len(plans), **_summary(count, measurements, profile, topology)}
 
 
 def _costs(profile: Profile, plan: jpipe.Plan, rows: int, answers: list[dict[str, Any]]) -> list[jpipe.programs.StageCost]:
@@ -135,8 +135,8 @@ def _costs(profile: Profile, plan: jpipe.Plan, rows: int, answers: list[dict[str
     costs = []
     for s, (size, time) in enumerate(zip(answers[0]["costs"], times, strict=True)):
         temporary = max(answer["costs"][s]["temporary"] for answer in answers)
-        own = {"temporary": temporary, "forward": time.forward, "backward": time.backward, "update": time.update}
-        costs.append(jpipe.programs.StageCost(**{**size, **own}))
+        fields = {"temporary": temporary, "forward": time.forward, "backward": time.backward, "update": time.update}
+        costs.append(jpipe.programs.StageCost(**{**size, **fields}))
     return costs
 
 
@@ -148,26 +148,26 @@ def _print(row: Row) -> None:
     )
 
 
-def _summary(count: int, found: list[Row], profile: Profile, topology: Topology) -> dict[str, Any]:
-    predicted = [BATCH / row.predicted.batch_seconds for row in found]
-    measured, raw = [BATCH / row.seconds for row in found], [BATCH / row.measured for row in found]
-    ratios = [row.time_ratio for row in found]
-    memory_ratios = [row.memory_ratio for row in found]
-    worst = max(found, key=lambda row: abs(row.time_ratio - 1))
-    memory = max(found, key=lambda row: abs(row.memory_ratio - 1))
-    best = min(found, key=lambda row: row.seconds)
+def _summary(count: int, rows: list[Row], profile: Profile, topology: Topology) -> dict[str, Any]:
+    predicted = [BATCH / row.predicted.batch_seconds for row in rows]
+    measured, raw = [BATCH / row.seconds for row in rows], [BATCH / row.measured for row in rows]
+    ratios = [row.time_ratio for row in rows]
+    memory_ratios = [row.memory_ratio for row in rows]
+    worst = max(rows, key=lambda row: abs(row.time_ratio - 1))
+    memory = max(rows, key=lambda row: abs(row.memory_ratio - 1))
+    best = min(rows, key=lambda row: row.seconds)
     choice = choose(profile, topology, find_candidates(profile, topology, BATCH))
     first = choice.plan(choice.ranked[0])
-    chosen = next((row for row in found if _same(first, row.plan)), None)  # None: the planner's choice is not among those measured
+    chosen = next((row for row in rows if _same(first, row.plan)), None)  # None: the planner's choice is not among those measured
     figures: dict[str, Any] = {
         "processes": count,
-        "plans": len(found),
+        "plans": len(rows),
         "correlation": float(np.corrcoef(predicted, measured)[0, 1]),
         "correlation as measured": float(np.corrcoef(predicted, raw)[0, 1]),
         "median ratio": statistics.median(ratios),
-        "median ratio as measured": statistics.median(row.measured / row.predicted.batch_seconds for row in found),
+        "median ratio as measured": statistics.median(row.measured / row.predicted.batch_seconds for row in rows),
         "within 15%": sum(abs(ratio - 1) <= 0.15 for ratio in ratios) / len(ratios),
-        "memory within 5%": sum(abs(ratio - 1) <= 0.05 for ratio in memory_ratios) / len(found),
+        "memory within 5%": sum(abs(ratio - 1) <= 0.05 for ratio in memory_ratios) / len(rows),
         "worst": [name_of(worst.plan, worst.rows), worst.time_ratio],
         "worst memory": [name_of(memory.plan, memory.rows), memory.memory_ratio],
         "best measured": [name_of(best.plan, best.rows), best.seconds],

@@ -44,14 +44,14 @@ def main(index: int, count: int, port: int) -> None:
     paces.append(pace())
     if index == 0:
         processes.broadcast("profile", list(map(float, text.encode())))
-    found = Profile.from_json(bytes(map(int, processes.receive("profile", 0))).decode())
-    topology = local_topology(dispatch=found.dispatch)
-    facts = {"profile": json.loads(found.to_json()), "topology": topology.model_dump(mode="json")}
+    received = Profile.from_json(bytes(map(int, processes.receive("profile", 0))).decode())
+    topology = local_topology(dispatch=received.dispatch)
+    facts = {"profile": json.loads(received.to_json()), "topology": topology.model_dump(mode="json")}
     print(json.dumps({**facts, "pace": statistics.fmean(paces)}), flush=True)
     paces = [pace()]
     for line in sys.stdin:
-        told = json.loads(line)
-        answer = run(jpipe.Plan(**told["plan"]), told["steps"])
+        request = json.loads(line)
+        answer = run(jpipe.Plan(**request["plan"]), request["steps"])
         paces.append(pace())
         print(json.dumps({**answer, "pace": statistics.fmean(paces[-2:])}), flush=True)
 
