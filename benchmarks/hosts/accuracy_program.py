@@ -1,6 +1,6 @@
 """`python -m benchmarks.hosts.accuracy_program TASK SAMPLES PLAN HOSTS PROCESS COORDINATOR`: the training program of one host.
 
-PLAN is a file. For each number on standard input it trains so many steps and then validates.
+PLAN is a file. For each number on standard input it trains that many steps and then validates.
 """
 
 import sys

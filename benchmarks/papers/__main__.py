@@ -1,8 +1,6 @@
 """`python -m benchmarks.papers [NAME ...] [--document FILE] [--pictures FOLDER]`: compare the papers' tables and figures with predictions.
 
 No GPU is needed: profiles are analytic. Each part is a table or figure of PipeDream (SOSP 2019) or PipeDream-2BW (ICML 2021).
-
-No GPU is needed: profiles are analytic. Each part is a table or figure of PipeDream (SOSP 2019) or PipeDream-2BW (ICML 2021).
 """
 
 import argparse

@@ -31,7 +31,7 @@ def draw_all(tables: Mapping[str, Table], new: Collection[str], folder: Path) ->
     Args:
         tables: by name.
         new: the names of the new ones.
-        folder: of the pictures; made if it is not there.
+        folder: of the pictures; created if it does not exist.
 
     Returns:
         The files written.

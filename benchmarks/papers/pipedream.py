@@ -30,7 +30,7 @@ TABLE_1: tuple[tuple[str, str, str, str], ...] = (
 )
 """Model, cluster, the paper's configuration, and its speed-up over data parallelism in the time of an epoch."""
 DEPTHS = {("GNMT-16", "4 × 4 A"): 14, ("GNMT-16", "2 × 8 B"): 14, ("GNMT-8", "3 × 4 A"): 10}
-"""Stages of the straight pipelines that PipeDream's published code has for so many GPUs; the other GPUs are idle."""
+"""Stages of the straight pipelines that PipeDream's published code has for that many GPUs; the other GPUs are idle."""
 
 
 def machine(cluster: str, shared_pcie: bool = False) -> Topology:

@@ -47,7 +47,7 @@ def rate(device: Device, dtype: str = "float32") -> float:
 
 
 def problem_of(profile: Profile, topology: Topology, microbatches: int | Literal["replicas"] = "replicas") -> Problem:
-    """Return the search at the only microbatch size, without a limit of memory.
+    """Return the partition problem at the only microbatch size, without a limit of memory.
 
     Args:
         profile: with one microbatch size.
@@ -63,7 +63,7 @@ Seconds = Callable[[Problem, Placed], float]
 
 
 def waiting(slower: float) -> Seconds:
-    """Return stages whose gradient sums take several times as long as on the link, and start only after the computation."""
+    """Return a function that times a stage whose gradient sums start only after its computation, slowed down by a factor."""
 
     def seconds(problem: Problem, stage: Placed) -> float:
         layers = problem.layers[stage.start : stage.stop]

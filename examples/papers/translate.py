@@ -57,7 +57,7 @@ def translate(request: Request, write: Callable[[str], None], say: Callable[[str
     """Translate sentences with the checkpoint of a run.
 
     Args:
-        request: what is asked for.
+        request: the arguments of the command line.
         write: receives each translation, with a line break.
         say: receives each other message, a line.
 
@@ -65,8 +65,8 @@ def translate(request: Request, write: Callable[[str], None], say: Callable[[str
         BLEU, from 0 to 100; None without references.
 
     Raises:
-        InputError: no such run, or not one of GNMT on parallel text; a file that cannot be read; references without sacrebleu; an empty
-            sentence, or one that is too long.
+        InputError: the run does not exist, or is not one of GNMT on parallel text; a file cannot be read; sacrebleu is not installed but
+            there are references; a sentence is empty or too long.
     """
     folder = resolved(request.run, "translate")
     step = step_of(folder, request.step, "translate", say)

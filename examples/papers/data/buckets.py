@@ -26,7 +26,7 @@ class TrainingBatches:
         buckets: rows of each, without end.
         rows: how many rows of each bucket an epoch has.
         seed: of the order.
-        begins: where the order of the batches begins; None: at the first rows of all buckets.
+        begins: the position of the first batch; None: at the first rows of all buckets.
     """
 
     buckets: tuple[BatchesOfRows, ...]
@@ -42,7 +42,7 @@ class TrainingBatches:
         return self.buckets[bucket][number]
 
     @property
-    def order(self) -> Position:
+    def first_position(self) -> Position:
         """The position of the first batch."""
         return self.begins or position.start(self._batch_size, len(self.buckets))
 
@@ -50,9 +50,9 @@ class TrainingBatches:
         """Return the position of a batch: how many rows of each bucket come before it."""
         before, _, earlier = self._epoch_of(batch)
         counts = [count + int((earlier == bucket).sum()) for bucket, count in enumerate(before)]
-        order = self.order
-        rows = tuple(rows + count * self._batch_size for rows, count in zip(order.rows, counts, strict=True))
-        return Position(batch=batch, rows=rows, pieces=order.pieces)
+        first = self.first_position
+        rows = tuple(rows + count * self._batch_size for rows, count in zip(first.rows, counts, strict=True))
+        return Position(batch=batch, rows=rows, pieces=first.pieces)
 
     def continued(self, position: Position) -> "TrainingBatches":
         """Return the same rows in batches that begin at `position`.
@@ -77,9 +77,9 @@ class TrainingBatches:
         Returns:
             The number of batches of each bucket before the epoch, the batch's bucket, and the buckets of the epoch's earlier batches.
         """
-        order = self.order
-        ahead = index - order.batch
-        epoch = max((order.total + ahead * self._batch_size) // sum(self.rows), self._first_epoch)  # this one or a little later
+        first = self.first_position
+        ahead = index - first.batch
+        epoch = max((first.total + ahead * self._batch_size) // sum(self.rows), self._first_epoch)  # this one or a little later
         while sum(self._before(epoch + 1)) <= ahead:
             epoch += 1
         before = self._before(epoch)
@@ -94,13 +94,13 @@ class TrainingBatches:
     @cached_property
     def _first_epoch(self) -> int:
         """The epoch in which the first batch lies."""
-        return max(0, *(-(-seen // rows) - 1 for seen, rows in zip(self.order.rows, self.rows, strict=True) if rows))
+        return max(0, *(-(-seen // rows) - 1 for seen, rows in zip(self.first_position.rows, self.rows, strict=True) if rows))
 
     def _before(self, epoch: int) -> tuple[int, ...]:
         """Return the number of batches of each bucket before an epoch, counted from the first batch."""
         if epoch <= self._first_epoch:
             return (0,) * len(self.rows)
-        return tuple((epoch * rows - seen) // self._batch_size for rows, seen in zip(self.rows, self.order.rows, strict=True))
+        return tuple((epoch * rows - seen) // self._batch_size for rows, seen in zip(self.rows, self.first_position.rows, strict=True))
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def batches_of(
         buckets: of each the rows for both; it may have none for one of them.
         seed: of the order of rows and batches.
         batch_size: rows of a batch.
-        source: where they come from, in words.
+        source: a phrase that says where they come from.
 
     Raises:
         InputError: there is nothing to learn from, or less than a batch for validation.

@@ -71,7 +71,7 @@ class Split:
         train: to learn from.
         validation: images that are held out.
         source: a phrase that says where they come from.
-        remarks: what was left out, in words.
+        remarks: lines that say what was left out.
     """
 
     train: Images

@@ -147,8 +147,8 @@ def data_of(
         parts: rows for training, without end, and for validation.
         spec: shapes and dtypes of a row.
         batch_size: rows of a batch.
-        source: where they come from, in words.
-        amount: how much there is, in words.
+        source: a phrase that says where they come from.
+        amount: a phrase that says how much there is.
         arrays: what the digest is computed from.
         vocab_size: numbers that tokens may have.
         remarks: what was left out; None: nothing.

@@ -2,8 +2,6 @@
 
 Written in Flax Linen, whose modules learn the sizes of their inputs, and of the rows of a microbatch, when they are initialized.
 
-Written in Flax Linen, whose modules learn the sizes of their inputs, and of the rows of a microbatch, when they are initialized.
-
 The letters in the shapes: b rows, s positions, w width of the input, h hidden width, g = 4h gates, v symbols.
 """
 

@@ -48,7 +48,7 @@ def make(folder: Path, seed: int) -> str:
     """Write `train/CLASS/NUMBER.png` and `val/CLASS/NUMBER.png` into an empty folder; the same seed makes the same images.
 
     Returns:
-        What was written, in words.
+        A description of what was written.
     """
     first = 0
     for part, number in PARTS.items():

@@ -14,7 +14,7 @@ from jpipe.errors import nearest
 from jpipe.files import new_folder, unused
 
 Maker = Callable[[Path, int], str]
-"""Writes a data set into an empty folder. It is a pure function of the seed, from 0 to 2**32 - 1. It returns in words what it made."""
+"""Writes a data set into an empty folder, depending only on the seed, from 0 to 2**32 - 1, and returns a description."""
 
 SAMPLES: Mapping[str, Maker] = MappingProxyType(
     {

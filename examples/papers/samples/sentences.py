@@ -44,7 +44,7 @@ def make_translation(folder: Path, seed: int) -> str:
         seed: of the sentences.
 
     Returns:
-        What was written, in words.
+        A description of what was written.
     """
     rng = np.random.default_rng(seed)
     for part, number in PAIRS.items():
@@ -65,7 +65,7 @@ def make_words(folder: Path, seed: int) -> str:
         seed: of the sentences.
 
     Returns:
-        What was written, in words.
+        A description of what was written.
     """
     rng = np.random.default_rng(seed)
     for part, number in LINES.items():
@@ -89,7 +89,7 @@ def make_captions(folder: Path, seed: int) -> str:
         seed: of the videos; the directions are the same for all.
 
     Returns:
-        What was written, in words.
+        A description of what was written.
     """
     rng = np.random.default_rng(seed)
     meaning = np.random.default_rng(0).normal(size=(3, len(NOUNS), FEATURES))

@@ -37,10 +37,10 @@ class Checked:
         return len(self.batches)
 
     @property
-    def order(self) -> Position:
+    def first_position(self) -> Position:
         """Where the order of the batches begins."""
-        order: Position = self.batches.order
-        return order
+        first: Position = self.batches.first_position
+        return first
 
     def position(self, batch: int) -> Position:
         """Return where this batch begins."""

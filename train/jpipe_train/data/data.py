@@ -2,9 +2,6 @@
 
 Batch t is a pure function of (seed, t): `batches[t]` may be read in any order, twice, or by another process, and its rows are read when
 they are needed.
-
-Batch t is a pure function of (seed, t): `batches[t]` may be asked for in any order, twice, or by another process, and its rows are
-read when they are needed.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,9 +42,9 @@ class Data:
         train: batches to learn from.
         validation: batches that are held out.
         source: a phrase that says where they come from.
-        amount: how much that is, in words.
+        amount: a phrase that says how much that is.
         digest: its result is the same in two processes only if their data is, up to what can be known without making all of it.
-        remarks: what was left out, in words.
+        remarks: lines that say what was left out.
         vocab_size: numbers that tokens or classes may have, where built-in data tells; otherwise they are looked at when they are read.
         shapes: where batches have several shapes, these, as shapes and dtypes; the largest first.
         first: the first batch to learn from that can be read; those before it are of an earlier part of a resumed run.

@@ -28,7 +28,7 @@ class OwnBatches:
         batches: the user's object.
         name: of it, for messages.
         batch_size: b.
-        begins: where the order of the batches begins; None: batch t is `batches[t]`.
+        begins: the position of the first batch; None: batch t is `batches[t]`.
     """
 
     batches: Any
@@ -45,13 +45,13 @@ class OwnBatches:
         return batch
 
     @property
-    def order(self) -> Position:
+    def first_position(self) -> Position:
         """The position of the first batch."""
         return self.begins or position.start(self.batch_size)
 
     def position(self, batch: int) -> Position:
         """Return the position of a batch."""
-        return self.order.later(batch, self.batch_size)
+        return self.first_position.later(batch, self.batch_size)
 
     def continued(self, position: Position) -> "OwnBatches":
         """Return the same data in batches that begin at `position`."""

@@ -42,12 +42,12 @@ class Ordered(Protocol):
     """Training batches that know which rows are in which batch."""
 
     @property
-    def order(self) -> Position:
+    def first_position(self) -> Position:
         """The position of the first batch; no earlier batch can be read."""
         ...
 
     def position(self, batch: int) -> Position:
-        """Return the position of a batch, not earlier than `order`."""
+        """Return the position of a batch, not earlier than `first_position`."""
         ...
 
     def continued(self, position: Position) -> Any:

@@ -71,7 +71,7 @@ class Pieces(Protocol):
 
 @dataclass(frozen=True)
 class BatchesOfRows:
-    """Batch t has the elements t·b to (t + 1)·b - 1, each read together with its row; another `order` shifts them.
+    """Batch t has the elements t·b to (t + 1)·b - 1, each read together with its row; another first position shifts them.
 
     Attributes:
         elements: pairs of (inputs, labels), each an array or a tree of arrays. In place of an array may be a function that gives it: it is
@@ -90,13 +90,13 @@ class BatchesOfRows:
         return len(self.elements) // self.batch_size
 
     @property
-    def order(self) -> Position:
+    def first_position(self) -> Position:
         """The position of the first batch."""
         return self.begins or position.start(self.batch_size)
 
     def position(self, batch: int) -> Position:
         """Return the position of a batch."""
-        return self.order.later(batch, self.batch_size)
+        return self.first_position.later(batch, self.batch_size)
 
     def continued(self, position: Position) -> "BatchesOfRows":
         """Return the same rows in batches that begin at `position`."""
@@ -109,8 +109,8 @@ class BatchesOfRows:
 
     def __getitem__(self, index: int) -> Batch:
         specs, structure = jax.tree.flatten(self.spec)
-        order = self.order
-        first = order.total + (index - order.batch) * self.batch_size
+        start = self.first_position
+        first = start.total + (index - start.batch) * self.batch_size
 
         @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, mostly by the same rows
         def rows(start: int, stop: int) -> list[list[Any]]:

@@ -41,8 +41,6 @@ def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
     """Choose the validation files among two or more: those whose hashed name falls under `fraction`.
 
     So other files change nothing. At least one file is chosen, and never all.
-
-    At least one, and never all.
     """
     rank = {name: place_of(os.fsencode(name)) for name in names}
     ordered = sorted(rank, key=lambda name: rank[name])

@@ -40,7 +40,7 @@ class Split:
         tokenizer: the one that made their tokens, or None.
         unit: what they are counted in.
         place: names an example of each for messages, if they are examples.
-        remarks: what was left out, in words.
+        remarks: lines that say what was left out.
     """
 
     train: Documents
