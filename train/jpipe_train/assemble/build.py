@@ -15,7 +15,7 @@ import jpipe
 from jpipe.files import expanded, read_text
 from jpipe_train.assemble import labels, meshes, model
 from jpipe_train.assemble.optimizer import optimizer
-from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, ModelConfig, PlanConfig, PrecisionConfig
+from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 
@@ -40,7 +40,6 @@ def build(
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         check_accumulation(plan, config.optimizer.accumulate_batches)
-        check_carried(plan, config.model)
         plan.check_layers(stack.ids)
         meshes.check_heads(config.model, plan)
         with reporter.phase("reading the data"):
@@ -168,15 +167,6 @@ def check_accumulation(plan: jpipe.Plan, batches: int) -> None:
         raise jpipe.InputError(
             f"optimizer.accumulate_batches: expected 1 for a plan with update_every '{plan.update_every}', whose stages update several "
             f"times per batch, found {batches}; leave it out, or use update_every: batch"
-        )
-
-
-def check_carried(plan: jpipe.Plan, model: ModelConfig) -> None:
-    """Check that stages have one replica if their layers carry state for each row: others would have the state of other rows."""
-    if model.carries and max(plan.replicas) > 1:
-        raise jpipe.InputError(
-            f"plan.replicas: expected 1 for each stage of model.target {model.target}, whose layers carry state from batch to batch, "
-            f"found {max(plan.replicas)}; use more stages instead, or set model.arguments.carries to false"
         )
 
 

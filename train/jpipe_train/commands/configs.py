@@ -17,7 +17,7 @@ def configs(
     """List the configs and examples that come with jpipe, or copy them to the current folder.
 
     Args:
-        words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, an example with its Python file.
+        words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, with the Python files that it names.
         to: The folder in which the folders configs and examples are created.
         overwrite: Replace existing files that differ.
     """

@@ -1,4 +1,4 @@
-"""`jpipe data prepare`, `tokenizer` and `make`: prepare data to train on."""
+"""`jpipe data prepare` and `jpipe data tokenizer`: prepare text to train on."""
 
 from typing import Annotated, Literal
 
@@ -6,10 +6,9 @@ import tyro
 
 from jpipe_train.commands.parsing import Count
 from jpipe_train.console import interrupt
-from jpipe_train.console.terminal import printable
 
 app = tyro.extras.SubcommandApp()
-app.__doc__ = "Make a tokenizer, write text as files of tokens, or make a small data set, to train on."
+app.__doc__ = "Make a tokenizer, or write text as files of tokens, to train on."
 
 Source = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]", help_behavior_hint="")]
 Form = Annotated[Literal["auto", "text", "jsonl-text", "prompts"], tyro.conf.arg(name="format")]
@@ -87,24 +86,4 @@ def make_tokenizer(
 
     files = preparing.Files(source, form, Keys(text_key, prompt_key, answer_key))
     preparing.make_tokenizer(files, vocab_size, out, Reporter(1, 1, "bytes"), kind)
-    return 0
-
-
-@app.command
-def make(
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
-    out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    seed: Count = 0,
-) -> int:
-    """Write a small generated data set, to try a kind of data offline. It is written completely or not at all.
-
-    Args:
-        name: images: drawn shapes, a folder of PNG files per class. translation, words, captions: see docs/data.md.
-        out: The folder, a new one; by default samples/NAME.
-        seed: The seed of the data.
-    """
-    with interrupt.importing():
-        from jpipe_train.data.samples import make as making
-
-    making.make(name, out, seed, lambda line: print(printable(line)))
     return 0

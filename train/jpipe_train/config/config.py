@@ -3,20 +3,19 @@
 import re
 import reprlib
 import warnings
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import jpipe
 from jpipe.errors import nearest
-from jpipe_train.config import built_in, entry_point, optax_names
+from jpipe_train.config import entry_point, optax_names
 from jpipe_train.config.data_config import DataConfig as DataConfig
 from jpipe_train.config.model_config import ModelConfig as ModelConfig
 from jpipe_train.config.plan_config import MOST_MICROBATCHES as MOST_MICROBATCHES
 from jpipe_train.config.plan_config import PlanConfig as PlanConfig
 from jpipe_train.config.section import AUTO as AUTO
-from jpipe_train.config.section import Arguments, BuiltIn, Count, FilePath, OwnCode, Section
+from jpipe_train.config.section import Arguments, Count, FilePath, OwnCode, Section
 
 MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
@@ -133,15 +132,14 @@ class PrecisionConfig(Section):
 
 
 class LossConfig(OwnCode):
-    """The mean cross-entropy of integer labels, one of `built_in.LOSSES`, or a function of the user's.
+    """The mean cross-entropy of integer labels, or `target(outputs, labels, **arguments)`, which returns (sum of the losses, weight).
 
     `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed `chunk` positions
     at a time, and again in the backward, so that they are never all in memory; null: all at once; "auto": all at once for small
     vocabularies.
     """
 
-    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.LOSSES
-    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can override a file that has all keys
+    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can be set over a file with all keys
 
     chunk: Count | Literal["auto"] | None = "auto"
 
@@ -309,8 +307,8 @@ class Config(Section):
 
     @property
     def code(self) -> dict[str, str]:
-        """The user's functions that this run calls, by config key."""
-        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss") if not getattr(self, name).is_built_in}
+        """The functions of the user's own that this run calls, by the key that names them."""
+        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss")}
         optimizer = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
         metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
         return {key: target for key, target in named.items() if target} | optimizer | metrics

@@ -10,6 +10,7 @@ from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"
 _PACKAGE = Path(__file__).parents[1]
+_PAPERS = "examples.papers"
 
 
 def list_all(say: Callable[[str], None]) -> None:
@@ -27,7 +28,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
     """Copy files to `folder`/configs and `folder`/examples.
 
     Args:
-        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`; all files if empty. An example is copied with its Python file.
+        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`, with the Python files that each names; all if empty.
         folder: the destination.
         overwrite: whether to replace existing files that differ.
         say: prints a line for each file.
@@ -64,14 +65,20 @@ def shipped() -> dict[str, Path]:
     return {file.relative_to(root).as_posix(): file for file in files}
 
 
-def _files_for(name: str, available: Sequence[str] | dict[str, Path]) -> list[str]:
+def _files_for(name: str, available: dict[str, Path]) -> list[str]:
     """Return the files that a user's name refers to."""
     configs = [file for file in available if file.endswith(".yaml")]
     files = [file for file in configs if name in (file, Path(file).name, Path(file).stem)]
     if not files:
         raise InputError(f"configs copy: unknown config '{name}'; {nearest(name, [Path(file).stem for file in configs])}")
-    code = [f"{files[0].removesuffix('.yaml')}.py", "examples/__init__.py"] if files[0].startswith("examples/") else []
-    return files + code
+    return files + _code(available[files[0]].read_text(encoding="utf-8"), available)
+
+
+def _code(config: str, available: dict[str, Path]) -> list[str]:
+    """Return the Python files that a config needs: the modules that it names, and those of a package that import each other."""
+    modules = {name: name.removesuffix(".py").replace("/", ".") for name in available if name.endswith(".py")}
+    code = [name for name, module in modules.items() if f"{module}:" in config or (module.startswith(_PAPERS) and _PAPERS in config)]
+    return [*code, "examples/__init__.py"] if code else []
 
 
 def _content(path: Path) -> bytes | None:
