@@ -34,7 +34,8 @@ from jpipe.runtime._lanes import arrived
 from jpipe.runtime._nan_check import checked, is_on
 from jpipe.runtime._state import WorkerState
 from jpipe.runtime._transport import Transport, rows
-from jpipe.stages._compile import CompiledStage, update_kind
+from jpipe.stages._compiled_stage import CompiledStage, update_kind
+from jpipe.stages.functions._sums import shared_with
 
 Tree = Any
 
@@ -290,7 +291,7 @@ class _Worker:
         (gradient, stash), self.done = stage.calls["backward_input"](
             held.versions[version], kept, saved, message, self.rng(k), held.scale(version)
         )
-        held.buffers["stash", k] = stage.functions.rest(kept, saved, message), stash
+        held.buffers["stash", k] = stage.functions.halves.late_inputs(kept, saved, message), stash
         self.keep_gradient(k, gradient)
 
     def forward_backward_input(self, i: ForwardBackwardInput) -> None:
@@ -300,7 +301,7 @@ class _Worker:
         arguments = held.versions[version], before, x, labels, self.rng(k), held.scale(version)
         (gradient, changed, made), self.done = stage.calls["forward_backward_input"](*arguments)
         held.layer_state = stage.functions.changed.joined(changed, before)
-        held.buffers["stash", k] = stage.functions.stash_of((before, x, labels), held.layer_state, made)
+        held.buffers["stash", k] = stage.functions.halves.stash_of((before, x, labels), held.layer_state, made)
         self.keep_gradient(k, gradient)
 
     def backward_weight(self, i: BackwardWeight) -> None:
@@ -395,7 +396,7 @@ class _Worker:
             case "squares":
                 tree, held.squares = held.squares, ()
             case "shared":
-                tree = self.functions.shared_with(self.plan.workers[i.to][0], held.buffers["shared", k // self.plan.microbatches])
+                tree = shared_with(self.functions, self.plan.workers[i.to][0], held.buffers["shared", k // self.plan.microbatches])
             case "weights":
                 assert self.compiled.share is not None
                 tree = self.compiled.share.given(self.functions.trained.part(held.versions[k // self.plan.microbatches + 1]))

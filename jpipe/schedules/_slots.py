@@ -20,7 +20,7 @@ def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[S
 
     Args:
         plan: the plan.
-        p: the rank.
+        p: the pipeline rank.
         microbatches: those of one of its replicas, in order.
         slots: for as many microbatches, or for more.
     """
@@ -30,5 +30,5 @@ def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[S
         n = done[halves[0], chunk]
         done.update((half, chunk) for half in halves)
         if n < len(microbatches):
-            order.append(Compute(op, plan.rank_stages[p][chunk], microbatches[n]))
+            order.append(Compute(op, plan.pipeline_ranks[p][chunk], microbatches[n]))
     return iter(fused(plan, order))

@@ -19,7 +19,7 @@ from jpipe.schedules._schedule import Compute, Schedule, Shape, fused
 
 
 def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
-    stages = plan.rank_stages[p]
+    stages = plan.pipeline_ranks[p]
     forwards = [Compute("F", s, k) for s in stages for k in microbatches]
     backwards = [Compute("B", s, k) for s in reversed(stages) for k in microbatches]
     return iter(fused(plan, [*forwards, *backwards]))

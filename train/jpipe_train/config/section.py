@@ -1,4 +1,4 @@
-"""What sections of a config are made of: their base classes, and the types of keys that several of them have."""
+"""Base classes for the sections of a config, and types of keys that several sections share."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value 
 
 
 def _usable_path(path: str) -> str:
-    """The path as it is, or an error where no file can have that name."""
+    """Return the path unchanged, or raise ValueError if no file can have that name."""
     try:
         os.fsencode(path)
     except UnicodeEncodeError:  # an escape in YAML
@@ -42,11 +42,11 @@ def _usable_path(path: str) -> str:
 
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-AUTO: Final = "auto"  # in place of a plan's file, a size or a token: found when the run starts
+AUTO: Final = "auto"  # a plan's file, a size or a token that is chosen when the run starts
 
 
 class Section(BaseModel):
-    """Keys with fixed types; others are refused."""
+    """A section with typed keys; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -71,12 +71,12 @@ MOVED: Final[Mapping[str, str]] = MappingProxyType(
 
 
 class OwnCode(Section):
-    """A section in which a `target`, a function of the user's own with its `arguments`, can replace what the other keys describe."""
+    """A section that a `target` with `arguments` can replace: a function of the user's."""
 
     target: str | None = None
     arguments: Arguments = {}
 
-    keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # beside a target
+    keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # keys that still apply with a target
 
     @field_validator("target")
     @classmethod
@@ -88,14 +88,14 @@ class OwnCode(Section):
         return None if target is None else entry_point.check_form(target)
 
     @model_validator(mode="after")
-    def _nothing_is_said_in_vain(self) -> "OwnCode":
+    def _no_key_is_ignored(self) -> "OwnCode":
         if self.arguments and self.target is None:
             raise ValueError("arguments are those of a target, and there is none; name one as module:function, or leave them out")
-        if self.target is not None and (idle := sorted(self.model_fields_set - self.keeps_meaning)):
-            raise ValueError(f"{', '.join(idle)} would mean nothing to '{self.target}'; leave it out, or give it in arguments")
+        if self.target is not None and (ignored := sorted(self.model_fields_set - self.keeps_meaning)):
+            raise ValueError(f"{', '.join(ignored)} would mean nothing to '{self.target}'; leave it out, or give it in arguments")
         return self
 
     @model_serializer(mode="wrap")
-    def _leave_out_what_means_nothing(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        said = {"target", "arguments", *self.model_fields_set} if self.target is not None else set(type(self).model_fields)
-        return {key: value for key, value in write(self).items() if key in said}
+    def _leave_out_ignored_keys(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        written = {"target", "arguments", *self.model_fields_set} if self.target is not None else set(type(self).model_fields)
+        return {key: value for key, value in write(self).items() if key in written}
