@@ -125,7 +125,7 @@ def test_a_vocabulary_larger_than_the_outputs_is_refused(folder):
     with pytest.raises(
         InputError, match=r"model\.arguments: expected at least \d+ outputs for each label, .*, found 100; raise their number"
     ):
-        labels.checked(config(folder), found, outputs)
+        labels.check_labels(config(folder), found, outputs)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ class CheckedBatches:
 
     @property
     def first_position(self) -> Position:
-        """The position at which the order of the batches begins."""
+        """The position of the first batch."""
         first: Position = self.batches.first_position
         return first
 

@@ -132,14 +132,14 @@ class PrecisionConfig(Section):
 
 
 class LossConfig(OwnCode):
-    """The mean cross-entropy of integer labels, or `target(outputs, labels, **arguments)`, which returns (sum of the losses, weight).
+    """The mean cross-entropy of integer labels, or a function of the user's.
 
     `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed `chunk` positions
     at a time, and again in the backward, so that they are never all in memory; null: all at once; "auto": all at once for small
     vocabularies.
     """
 
-    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can be set over a file with all keys
+    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can override a file that has all keys
 
     chunk: Count | Literal["auto"] | None = "auto"
 
@@ -307,8 +307,8 @@ class Config(Section):
 
     @property
     def code(self) -> dict[str, str]:
-        """The functions of the user's own that this run calls, by the key that names them."""
+        """The user's functions that this run calls, by config key."""
         named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss")}
-        optimizer = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
+        own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
         metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
         return {key: target for key, target in named.items() if target} | optimizer | metrics

@@ -91,9 +91,9 @@ def call(
     Args:
         target: `module:function`.
         key: the key of the config that names it, for messages.
-        arguments: those of the config.
-        supplied: those that jpipe supplies.
-        optional: those that jpipe supplies to a function with a parameter of that name, unless the config does.
+        arguments: arguments of the config.
+        supplied: arguments that jpipe supplies.
+        optional: arguments that jpipe supplies if the function has a parameter of that name and the config does not set it.
 
     Raises:
         InputError: as in `load`; the arguments do not fit; the function raises an exception, which is reported with the user's line.

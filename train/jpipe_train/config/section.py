@@ -71,12 +71,12 @@ MOVED: Final[Mapping[str, str]] = MappingProxyType(
 
 
 class OwnCode(Section):
-    """A section in which a `target`, a function of the user's own with its `arguments`, can replace what the other keys describe."""
+    """A section that a `target` with `arguments` can replace: a function of the user's."""
 
     target: str | None = None
     arguments: Arguments = {}
 
-    keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # beside a target
+    keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # keys that still apply with a target
 
     @field_validator("target")
     @classmethod

@@ -28,7 +28,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
     """Copy files to `folder`/configs and `folder`/examples.
 
     Args:
-        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`, with the Python files that each names; all if empty.
+        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`; all files if empty. A config brings the Python files it names.
         folder: the destination.
         overwrite: whether to replace existing files that differ.
         say: prints a line for each file.
@@ -75,9 +75,9 @@ def _files_for(name: str, available: dict[str, Path]) -> list[str]:
 
 
 def _code(config: str, available: dict[str, Path]) -> list[str]:
-    """Return the Python files that a config needs: the modules that it names, and those of a package that import each other."""
-    modules = {name: name.removesuffix(".py").replace("/", ".") for name in available if name.endswith(".py")}
-    code = [name for name, module in modules.items() if f"{module}:" in config or (module.startswith(_PAPERS) and _PAPERS in config)]
+    """Return the Python files that a config needs: the modules that it names, and all of a package whose modules import each other."""
+    modules = {file: file.removesuffix(".py").replace("/", ".") for file in available if file.endswith(".py")}
+    code = [file for file, module in modules.items() if f"{module}:" in config or (module.startswith(_PAPERS) and _PAPERS in config)]
     return [*code, "examples/__init__.py"] if code else []
 
 

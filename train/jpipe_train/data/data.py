@@ -139,15 +139,15 @@ def held_out(config: Config, path: str | None = None) -> Data:
     return Data(batches, batches, split.source, f"{split.validation.size:,} tokens", split.digest, _remarks(split, rows))
 
 
-def _from_target(config: Config, **offered: bool) -> Data:
+def _from_target(config: Config, **optional: bool) -> Data:
     """Call `data.target` and return its data.
 
     Raises:
         InputError: as `load`.
     """
     target, batch_size = str(config.data.target), config.train.batch_size
-    filled = {"seed": config.seed, "batch_size": batch_size}
-    result = entry_point.call(target, "data.target", config.data.arguments, filled, offered)
+    supplied = {"seed": config.seed, "batch_size": batch_size}
+    result = entry_point.call(target, "data.target", config.data.arguments, supplied, optional)
     if isinstance(result, Data):
         return result
     train, validation = own_data.checked(result, target, batch_size)
