@@ -46,7 +46,7 @@ class Emulation:
                 "expected a plan of pipedream with one replica a stage and no vertical sync, and no extra microbatches in flight"
             )
         self._pipe, self._batch, self._stashing = pipe, batch, stashing
-        self._functions = pipe._functions(batch)
+        self._functions = pipe.stage_functions(batch)
         names = ("forward", "backward", "forward_backward")
         calls = [{name: getattr(f, name) for name in names} | {"update": partial(update, f)} for f in self._functions]
         self._calls = [{name: jax.jit(call) for name, call in of_stage.items()} for of_stage in calls]

@@ -1,0 +1,10 @@
+"""What to run, as plain JSON data: stages, schedule, microbatches, recomputation. Only plans that can run are built."""
+
+from jpipe.plan._axes import RULES, mesh_rules
+from jpipe.plan._plan import Plan as Plan
+from jpipe.plan._stage import RECOMPUTE, Predicted
+from jpipe.plan._stage import Stage as Stage
+from jpipe.plan._text import html_of_plan as html_of_plan
+from jpipe.plan._text import read_json
+
+__all__ = ["RECOMPUTE", "RULES", "Predicted", "mesh_rules", "read_json"]  # the others are in jpipe itself

@@ -1,0 +1,157 @@
+"""Checks of a whole plan: each raises ValueError with what was expected, what was found and what to change."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jpipe.errors import InputError, nearest, short
+from jpipe.plan._axes import mesh_rules
+from jpipe.plan._stage import Stage
+from jpipe.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    import jpipe
+
+
+def check(plan: "jpipe.Plan") -> None:
+    """Check that a plan can run.
+
+    Raises:
+        ValueError: its parts do not fit together, or its schedule cannot run it.
+    """
+    if plan.schedule not in SCHEDULES:
+        raise ValueError(f"unknown schedule {plan.schedule!r}; {nearest(plan.schedule, SCHEDULES)}")
+    _check_layers(plan.stages)
+    _check_ranks(plan)
+    _check_per_rank(plan)
+    _check_meshes(plan)
+    _check_options(plan)
+    _check_microbatches(plan)
+    if reason := SCHEDULES[plan.schedule].refuses(plan):
+        raise ValueError(reason)
+
+
+def _check_layers(stages: Sequence[Stage]) -> None:
+    """Refuse names that cannot be shown, and layers that are in two stages."""
+    owner: dict[str, int] = {}
+    for s, stage in enumerate(stages):
+        for layer_id in stage.layers:
+            if not layer_id or not layer_id.isprintable():  # a plan may be a stranger's, and ids are shown on a terminal
+                raise ValueError(f"stages.{s}.layers: expected names of printable characters, found {short(layer_id)}")
+            if layer_id in owner:
+                raise ValueError(
+                    f"layer '{layer_id}' is in stage {owner[layer_id]} and again in stage {s}; every layer is in one stage, once"
+                )
+            owner[layer_id] = s
+
+
+def _check_ranks(plan: "jpipe.Plan") -> None:
+    """Refuse ranks that do not run each stage once, or whose stages have different replicas."""
+    if plan.ranks is None:
+        return
+    found, shown = sorted(s for stages in plan.ranks for s in stages), [list(stages) for stages in plan.ranks]
+    if found != list(range(plan.depth)) or not all(plan.ranks):
+        expected = f"each of the stages 0 to {plan.depth - 1} once, on ranks of one stage or more"
+        raise ValueError(f"ranks: expected {expected}, found {shown}; put each of them on one rank, or leave out ranks")
+    for p, stages in enumerate(plan.ranks):
+        if list(stages) != sorted(stages):
+            raise ValueError(f"ranks.{p}: expected the stages of a rank in order, found {list(stages)}; use {sorted(stages)}")
+        if len({plan.stages[s].replicas for s in stages}) > 1:
+            counts = [plan.stages[s].replicas for s in stages]
+            expected = f"expected as many replicas of each of its stages {list(stages)}, found {counts}"
+            raise ValueError(f"ranks.{p}: {expected}; give these stages the same replicas, or put them on different ranks")
+
+
+def _check_meshes(plan: "jpipe.Plan") -> None:
+    """Refuse meshes that nothing is sharded over, different ones on a rank, and rules for meshes that there are not."""
+    axes = {axis for stage in plan.stages for axis in stage.mesh}
+    rules = mesh_rules(plan)
+    for s, stage in enumerate(plan.stages):
+        for axis in stage.mesh:
+            if axis not in rules.values():
+                named = ", ".join(sorted({f"'{name}'" for name in rules.values() if name is not None}))
+                raise ValueError(
+                    f"stages.{s}.mesh: expected axes that the rules name, {named}, found '{axis}', over which nothing would be sharded; "
+                    f"rename it, or add a rule such as {{'mlp': '{axis}'}}"
+                )
+        if stage.fsdp and rules["batch"] not in stage.mesh:
+            expected = f"a mesh with the axis '{rules['batch']}', over which the rows are sharded"
+            raise ValueError(f"stages.{s}.fsdp: expected {expected}, found {dict(stage.mesh)}; add it, or remove fsdp")
+    for name, found in plan.rules.items():
+        if found is not None and found not in axes:
+            meshes = ", ".join(f"'{axis}'" for axis in sorted(axes)) or "no mesh"
+            raise ValueError(
+                f"rules.{name}: expected an axis of the stages' meshes, {meshes}, found '{found}'; remove the rule or add the axis"
+            )
+    for p, stages in enumerate(plan.rank_stages):
+        if len({(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages}) > 1:
+            found_meshes = [dict(plan.stages[s].mesh) for s in stages]
+            expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
+            raise ValueError(f"ranks.{p}: expected {expected}, found {found_meshes}; they take turns on its devices")
+    if plan.shard_optimizer and max(plan.replicas) == 1:
+        raise ValueError("shard_optimizer: expected a stage with replicas, found none; remove it, or give a stage replicas")
+    if plan.shard_optimizer and not SCHEDULES[plan.schedule].flushes:
+        names = ", ".join(f"'{name}'" for name, schedule in SCHEDULES.items() if schedule.flushes)
+        raise ValueError(
+            f"shard_optimizer: expected a schedule that flushes, {names}, found '{plan.schedule}', whose replicas update at different "
+            "times, while forwards go on; remove it, or use one of these"
+        )
+
+
+def _check_per_rank(plan: "jpipe.Plan") -> None:
+    """Refuse a placement or a prediction of other ranks."""
+    of = "stages" if plan.depth == len(plan.rank_stages) else "ranks"
+    if plan.placement is not None:
+        found, expected = [len(devices) for devices in plan.placement], [plan.replicas[stages[0]] for stages in plan.rank_stages]
+        if found != expected:
+            raise ValueError(f"placement names {found} devices for the {of}, expected {expected} (one for each replica)")
+    if plan.predicted is not None and len(plan.predicted.peak_bytes) != len(plan.rank_stages):
+        peaks, ranks = len(plan.predicted.peak_bytes), len(plan.rank_stages)
+        raise ValueError(f"predicted.peak_bytes: expected one number for each of {ranks} {of}, found {peaks}; plan again")
+
+
+def _check_options(plan: "jpipe.Plan") -> None:
+    """Refuse options that other schedules read and this one does not, and options that exclude each other."""
+    own = SCHEDULES[plan.schedule].options
+    for option in dict.fromkeys(option for schedule in SCHEDULES.values() for option in schedule.options):
+        if option in own or getattr(plan, option) == type(plan).model_fields[option].default:
+            continue
+        if option == "extra_in_flight":
+            limit = f"expected extra_in_flight 0, found {plan.extra_in_flight}"
+            raise ValueError(f"the schedule '{plan.schedule}' has no in-flight limit to raise: {limit}")
+        others = [f"'{name}'" for name, schedule in SCHEDULES.items() if option in schedule.options]
+        of = f"schedule{'s' if len(others) > 1 else ''} {', '.join(others)}"
+        raise ValueError(f"{option} is an option of the {of}, found schedule '{plan.schedule}'; remove it")
+    if plan.noam and plan.extra_in_flight:
+        raise ValueError(f"noam fixes the number in flight: expected extra_in_flight 0, found {plan.extra_in_flight}")
+    if plan.flush_first and plan.update_every != "batch":
+        raise ValueError(f"flush_first needs update_every 'batch', found {plan.update_every!r}; change one of them")
+    if plan.scale_learning_rate and plan.update_every != "replicas":
+        raise ValueError("scale_learning_rate is for update_every 'replicas', found 'batch'; remove it")
+
+
+def _check_microbatches(plan: "jpipe.Plan") -> None:
+    """Refuse a number of microbatches that the replicas of a stage cannot share evenly."""
+    common = math.lcm(*plan.replicas)
+    if plan.microbatches % common:
+        raise ValueError(
+            f"microbatches: expected a multiple of the replicas of each stage, {list(plan.replicas)}, so of {common}, "
+            f"found {plan.microbatches}; use {-(-plan.microbatches // common) * common}, or other replicas"
+        )
+
+
+def check_layers_of_model(layers: Sequence[str], ids: Sequence[str]) -> None:
+    """Check that the layers of a plan are those of a model, in the same order.
+
+    Raises:
+        InputError: a layer is missing, unknown or in another place.
+    """
+    missing = [layer_id for layer_id in ids if layer_id not in layers]
+    unknown = [layer_id for layer_id in layers if layer_id not in ids]
+    if missing:
+        raise InputError(f"plan: layer '{missing[0]}' of the model is in no stage; add it to one")
+    if unknown:
+        raise InputError(f"plan: layer '{unknown[0]}' is not in the model; {nearest(unknown[0], ids)}")
+    for actual, expected in zip(layers, ids, strict=True):
+        if actual != expected:
+            raise InputError(f"plan: the stages hold layer '{actual}' where the model has '{expected}'; keep the model's order")

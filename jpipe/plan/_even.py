@@ -1,0 +1,70 @@
+"""Even stages: what `Plan.even` fills in."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jpipe.errors import InputError, short
+from jpipe.schedules import SCHEDULES, Ranks, arranged
+
+
+def even_stages(layers: Sequence[str], num_stages: Any, recompute: Any, replicas: Any, mesh: Any, fsdp: bool) -> list[dict[str, Any]]:
+    """Return the fields of stages that hold equally many layers, with the arguments of `Plan.even`."""
+    layers = _layer_ids(layers)
+    if not isinstance(num_stages, (int, np.integer)) or isinstance(num_stages, bool):
+        raise InputError(f"plan: num_stages: expected an integer, found {short(num_stages)}")
+    num_stages = int(num_stages)
+    if not 1 <= num_stages <= len(layers):
+        raise InputError(f"plan: expected between 1 and {len(layers)} stages (the number of layers), found {num_stages}")
+    policies = _for_each(recompute, str, num_stages, "recompute")
+    counts = _for_each(replicas, (int, np.integer), num_stages, "replicas")
+    meshes = _for_each({} if mesh is None else mesh, Mapping, num_stages, "mesh")
+    for what, found in (("recomputation policy", policies), ("number of replicas", counts), ("mesh", meshes)):
+        if len(found) != num_stages:
+            raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(found)}")
+    size, rest = divmod(len(layers), num_stages)
+    starts = [s * size + min(s, rest) for s in range(num_stages + 1)]
+    return [
+        {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy, "mesh": sizes, "fsdp": fsdp}
+        # The last start is an end only.
+        for a, b, count, policy, sizes in zip(starts, starts[1:], counts, policies, meshes, strict=False)
+    ]
+
+
+def _layer_ids(layers: Any) -> Sequence[str]:
+    """What was given as all layer ids, in order."""
+    if not isinstance(layers, (Sequence, Mapping)):
+        hint = "its ids, as stack.ids" if hasattr(layers, "ids") else "a list of them"
+        raise InputError(f"plan: expected the layer ids in order, found {type(layers).__name__}; give {hint}")
+    return list(layers)
+
+
+def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> Ranks | None:
+    """The ranks of `chunks` stages each, as the schedule lays them out."""
+    if not isinstance(chunks, (int, np.integer)) or isinstance(chunks, bool) or chunks < 1:
+        raise InputError(f"plan: chunks_per_rank: expected an integer of 1 or more, found {short(chunks)}")
+    if schedule not in SCHEDULES:
+        return None  # which the plan refuses
+    rules = SCHEDULES[schedule]
+    if reason := rules.refuses_chunks(int(chunks)):
+        raise InputError(f"plan: chunks_per_rank: {reason}")
+    if num_stages % chunks:
+        whole = [count for count in (-(-num_stages // chunks) * chunks, num_stages // chunks * chunks) if 1 <= count <= num_layers]
+        fewer = next(count for count in range(int(min(chunks, num_stages)), 0, -1) if num_stages % count == 0)
+        # a V has no other number of chunks
+        change = [*(f"{count} stages" for count in whole[:1]), *([] if rules.layout == "v" else [f"chunks_per_rank {fewer}"])]
+        raise InputError(
+            f"plan: expected stages that are a multiple of chunks_per_rank {chunks}, found {num_stages}; "
+            f"use {' or '.join(change) or 'more layers'}"
+        )
+    return None if chunks == 1 else arranged(rules.layout, num_stages, int(chunks))
+
+
+def _for_each(value: Any, kind: Any, num_stages: int, what: str) -> list[Any]:
+    """One value for all stages, or what was given for each of them."""
+    if isinstance(value, kind):
+        return [value] * num_stages
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise InputError(f"plan: {what}: expected one for all stages or a list of one for each, found {short(value)}")
+    return list(value)

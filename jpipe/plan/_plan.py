@@ -1,0 +1,271 @@
+"""The plan of a run: its fields, the numbers that follow from them, and how it is written and read."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal, SupportsIndex
+
+import pydantic
+from pydantic import Field
+
+from jpipe._frozen import NOTHING
+from jpipe.errors import InputError, explain, short
+from jpipe.plan._axes import ParamAxes, Rules
+from jpipe.plan._checks import check, check_layers_of_model
+from jpipe.plan._even import even_ranks, even_stages
+from jpipe.plan._stage import Int, Predicted, Stage
+from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
+from jpipe.schedules import SCHEDULES, Ranks, arranged
+
+Numbers = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
+"""Lists of numbers: for each rank its stages, or for each rank the devices of its replicas."""
+
+
+class Plan(pydantic.BaseModel):
+    """Stages, schedule, microbatches and recomputation of one run. A plan that was built or read is legal for its schedule.
+
+    Fields are given by keyword and cannot be changed afterwards.
+
+    Attributes:
+        format: "jpipe-plan/1", which marks the JSON as a plan.
+        schedule: a name of `jpipe.schedules.SCHEDULES`.
+        microbatches: m, the number of microbatches between two updates over all replicas, 1 to 10^9; a multiple of each stage's
+            replicas. Microbatch k runs on replica k mod r of a stage with r replicas.
+        stages: a `Stage` for each, or a dict of its fields; every layer exactly once, in order, cut anywhere.
+        extra_in_flight: additional microbatches in flight a link, 0 (n_s = d - s) to 64, to hide the latency of slow links.
+        vertical_sync: for `pipedream`: every stage reads the version that the first stage read. False by default.
+        noam: for `pipedream` with replicas: the paper's number in flight (NOAM, section 3.2), sums over replicas waited for at
+            once. False, the default: as many as keep every worker busy, sums hidden behind one more microbatch.
+        update_every: "batch", the default: all stages update after each batch. "replicas": stage s updates after r_s microbatches,
+            as in the original PipeDream; stages with different replicas update at different rates. For `pipedream`.
+        flush_first: for schedules that do not flush: flush after each of the first so many batches, so that these read the newest
+            weights; then run freely. A warm-up without staleness. 0 by default; needs update_every "batch".
+        split_backward: "joint", the default, or "early": compute each backward in two halves, and send the input gradient after the first.
+            For `pipedream_flush`, `pipedream` and `pipedream_2bw`; the zero-bubble schedules always split.
+        scale_learning_rate: with update_every "replicas", multiply the updates of stage s by r_s / r_0, as the original does.
+        sync_state: whether replicas average the state that forwards update (batch statistics): with each update under schedules
+            that flush, else when it is read out of the run; without, each replica keeps its own. True by default; False for state
+            that belongs to rows, such as a carried recurrent state.
+        keep_together: what gets neighbouring devices, so that it stays inside a host: "replicas", the default, those of a stage (the
+            sums of gradients, 2BW section 3.3); "stages", those of a pipeline (the activations).
+        ranks: for each rank the stages that it runs by turns on its device, in order; None: one stage for each rank, or what the schedule
+            needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
+        order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
+            microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
+        order_limit: for `auto_zero_bubble`: the most microbatches that a rank may hold between forward and the end of the backward, those
+            of all its stages added up; an order that holds more is refused. None: no limit.
+        rules: by logical axis the axis of the meshes over which it is sharded, None for none: what differs from `RULES`.
+        param_axes: for models that name no logical axes: for parameters whose "layer id/path" matches a pattern (`fnmatch`), a logical
+            axis or None for each dim. A parameter that matches several has the first.
+        shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
+            other what they have updated. The numbers are the same. For schedules that flush. False by default.
+        placement: for each rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
+            process; with a mesh the first device of each, the others follow it. None: in order, as `keep_together` says.
+        predicted: what a planner expects of the plan; None: it was not asked.
+
+    Raises:
+        InputError: any part that is wrong, with what was expected.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    format: Literal["jpipe-plan/1"] = "jpipe-plan/1"
+    schedule: str
+    microbatches: Annotated[Int, Field(ge=1, le=10**9)]
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1, strict=False)]
+    extra_in_flight: Annotated[Int, Field(ge=0, le=64)] = 0
+    vertical_sync: bool = False
+    noam: bool = False
+    update_every: Literal["batch", "replicas"] = "batch"
+    flush_first: Annotated[Int, Field(ge=0, le=10**9)] = 0
+    split_backward: Literal["joint", "early"] = "joint"
+    scale_learning_rate: bool = False
+    sync_state: bool = True
+    keep_together: Literal["replicas", "stages"] = "replicas"
+    ranks: Numbers | None = None
+    order: Annotated[tuple[str, ...], Field(strict=False)] | None = None
+    order_limit: Annotated[Int, Field(ge=1)] | None = None
+    rules: Rules = NOTHING
+    param_axes: ParamAxes = NOTHING
+    shard_optimizer: bool = False
+    placement: Numbers | None = None
+    predicted: Predicted | None = None
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except pydantic.ValidationError as error:
+            raise explain(error, Plan, "plan") from None
+
+    @pydantic.field_validator("order", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        if isinstance(value, (str, bytes)):
+            raise ValueError(f"expected a list of texts, one for each rank, found {short(value)}; put it into a list")
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _legal(self) -> "Plan":
+        check(self)
+        return self
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Plan":
+        """A copy with other values of some fields, which are not checked. What was computed from the old ones is computed again."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in vars(copied).keys() - Plan.model_fields.keys():
+            del vars(copied)[name]
+        return copied
+
+    @property
+    def depth(self) -> int:
+        """d, the number of stages."""
+        return len(self.stages)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All layer ids, in order."""
+        return tuple(layer_id for stage in self.stages for layer_id in stage.layers)
+
+    @cached_property
+    def replicas(self) -> tuple[int, ...]:
+        """r_s, the number of replicas of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @cached_property
+    def workers(self) -> tuple[tuple[int, int], ...]:
+        """(stage, replica) of each worker. Workers are numbered stage by stage, the replicas of a stage one after the other."""
+        return tuple((s, replica) for s, count in enumerate(self.replicas) for replica in range(count))
+
+    @cached_property
+    def stage_workers(self) -> tuple[tuple[int, ...], ...]:
+        """The workers of each stage, replica by replica; microbatch k is with number k mod r of them."""
+        numbers = iter(range(sum(self.replicas)))
+        return tuple(tuple(itertools.islice(numbers, count)) for count in self.replicas)
+
+    @cached_property
+    def rank_stages(self) -> Ranks:
+        """For each rank, counted without replicas, the stages that it runs, in order."""
+        if self.ranks is not None:
+            return self.ranks
+        layout = SCHEDULES[self.schedule].layout
+        return arranged("v", self.depth, 2) if layout == "v" and self.depth % 2 == 0 else arranged("straight", self.depth, 1)
+
+    @cached_property
+    def rank_places(self) -> tuple[tuple[int, int], ...]:
+        """(number in `rank_stages`, replica) of each rank: with replicas each replica is a rank, those of the first stages first."""
+        return tuple((p, replica) for p, stages in enumerate(self.rank_stages) for replica in range(self.replicas[stages[0]]))
+
+    @cached_property
+    def rank_workers(self) -> tuple[tuple[int, ...], ...]:
+        """The workers of each rank, as `rank_places` counts them, which take turns on its device."""
+        return tuple(tuple(self.stage_workers[s][replica] for s in self.rank_stages[p]) for p, replica in self.rank_places)
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of each worker, as `rank_places` counts them."""
+        found = {w: rank for rank, workers in enumerate(self.rank_workers) for w in workers}
+        return tuple(found[w] for w in range(len(found)))
+
+    @property
+    def placing_order(self) -> tuple[int, ...]:
+        """The ranks in the order in which they take devices where `placement` names none, as `keep_together` says."""
+        key = (lambda rank: rank) if self.keep_together == "replicas" else (lambda rank: self.rank_places[rank][::-1])
+        return tuple(sorted(range(len(self.rank_places)), key=key))
+
+    def worker(self, s: int, k: int) -> int:
+        """The worker of stage s that runs microbatch k."""
+        return self.stage_workers[s][k % self.replicas[s]]
+
+    def microbatches_per_update(self, s: int) -> int:
+        """M_s, how many microbatches, over all its replicas, an update of stage s sees: m, or r_s with update_every "replicas"."""
+        return self.microbatches if self.update_every == "batch" else self.replicas[s]
+
+    def updates_per_batch(self, s: int) -> int:
+        """m / M_s, how many updates stage s makes a batch: 1, or more with update_every "replicas"."""
+        return self.microbatches // self.microbatches_per_update(s)
+
+    @classmethod
+    def even(
+        cls,
+        layers: Sequence[str],
+        num_stages: SupportsIndex,
+        schedule: str = "pipedream_flush",
+        microbatches: SupportsIndex = 4,
+        *,
+        replicas: SupportsIndex | Sequence[SupportsIndex] = 1,
+        chunks_per_rank: SupportsIndex | None = None,
+        recompute: str | Sequence[str] = "none",
+        mesh: Mapping[str, SupportsIndex] | Sequence[Mapping[str, SupportsIndex]] | None = None,
+        fsdp: bool = False,
+        **fields: Any,
+    ) -> "Plan":
+        """A plan whose stages hold equally many layers (the first ones take the remainder).
+
+        Args:
+            layers: all layer ids in order.
+            num_stages: number of stages, at most the number of layers.
+            schedule: a name of `jpipe.schedules.SCHEDULES`; by default one that flushes, so that training is as without a pipeline.
+            microbatches: microbatches per update, over all replicas; by default 4.
+            replicas: of every stage, or one number for each.
+            chunks_per_rank: how many stages each rank runs, in the layout of the schedule; by default 1, or 2 where it needs a V. The
+                stages are a multiple of it.
+            recompute: a policy for all stages, or one for each.
+            mesh: axes and sizes of the devices of every stage, or of each; None: one device.
+            fsdp: for all stages, as in `Stage`.
+            fields: the other fields of `Plan`.
+
+        Raises:
+            InputError: more stages than layers, a number of policies or replicas that is not that of the stages, or an illegal plan.
+
+        Example:
+            >>> Plan.even(["a", "b", "c"], num_stages=2, schedule="gpipe", microbatches=4).stages[0].layers
+            ('a', 'b')
+        """
+        stages = even_stages(layers, num_stages, recompute, replicas, mesh, fsdp)
+        if chunks_per_rank is not None and "ranks" not in fields:
+            fields["ranks"] = even_ranks(schedule, len(stages), len(layers), chunks_per_rank)
+        return cls(schedule=schedule, microbatches=microbatches, stages=stages, **fields)
+
+    def __repr__(self) -> str:
+        return text_of_plan(self)
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        if self.placement is None:
+            return html_of_plan(self, "Plan")
+        of_ranks = [str(number) for numbers in self.placement for number in numbers]
+        return html_of_plan(self, "Plan", devices=[of_ranks[rank] for rank in self.rank_of])
+
+    def check_layers(self, ids: Sequence[str]) -> None:
+        """Check that the plan is for a model.
+
+        Args:
+            ids: the layer ids of the model, in order.
+
+        Raises:
+            InputError: the plan does not hold exactly these layers in this order.
+        """
+        check_layers_of_model(self.layers, ids)
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` reads it back."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str = "plan") -> "Plan":
+        """Read a plan from JSON text.
+
+        Args:
+            text: what `to_json` wrote, or a person.
+            where: names the source (a file, say) in error messages.
+
+        Raises:
+            InputError: no JSON (with line and column), not a plan of this format, or an illegal plan.
+        """
+        data = read_json(text, FORMAT, where)
+        try:
+            return cls(**data)
+        except InputError as error:
+            raise InputError(*(where + line.removeprefix("plan") for line in error.args)) from None

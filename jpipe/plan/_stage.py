@@ -1,0 +1,84 @@
+"""The stages of a plan and the numbers that a planner predicts for it."""
+
+import math
+from typing import Annotated, Any
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from jpipe._frozen import NOTHING, FrozenMapping
+from jpipe.errors import nearest
+from jpipe.plan._axes import Mesh
+
+RECOMPUTE = (
+    "none",
+    "full",
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+)
+"""Recomputation of a stage: `none`, `full` (only the stage input is kept), or a policy of `jax.checkpoint_policies` by name."""
+
+
+def _as_int(value: Any) -> Any:
+    return int(value) if isinstance(value, np.integer) else value
+
+
+Int = Annotated[int, pydantic.BeforeValidator(_as_int)]
+"""An integer, Python's or NumPy's; in a JSON file Python's."""
+
+
+class Stage(pydantic.BaseModel):
+    """Consecutive layers, by id, that one worker (or several replicas of it) runs.
+
+    Attributes:
+        layers: ids of the layers, in order, of printable characters; at least one.
+        replicas: number of workers that share the stage, 1 by default, at most 65536.
+        recompute: one of `RECOMPUTE`, "none" by default.
+        mesh: axes and sizes of the devices of each replica, such as `{"data": 2, "model": 4}`; empty, the default: one device. The axes
+            that the rules of the plan name shard the rows of a microbatch and the weights.
+        fsdp: shard the weights over the axis of the rows, too; they are gathered where they are used. False by default.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    layers: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    replicas: Annotated[Int, Field(ge=1, le=65536)] = 1
+    recompute: str = "none"
+    mesh: Mesh = NOTHING
+    fsdp: bool = False
+
+    @property
+    def shape(self) -> FrozenMapping[int]:
+        """The mesh without axes of size 1, which shard nothing."""
+        return FrozenMapping({axis: size for axis, size in self.mesh.items() if size > 1})
+
+    @property
+    def devices_each(self) -> int:
+        """How many devices each replica has: the size of its mesh."""
+        return math.prod(self.mesh.values())
+
+    @pydantic.field_validator("recompute")
+    @classmethod
+    def _known_policy(cls, name: str) -> str:
+        if name not in RECOMPUTE:
+            raise ValueError(f"unknown recomputation policy {name!r}; {nearest(name, RECOMPUTE)}")
+        return name
+
+
+class Predicted(pydantic.BaseModel):
+    """What a planner expects of a plan, to be held against the run; nothing runs differently for it.
+
+    Attributes:
+        batch_seconds: of one batch.
+        bubble: share of the workers' time in which they do not compute.
+        peak_bytes: for each rank, without replicas, the most bytes that a device holds, scratch memory of its programs included.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    batch_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    bubble: Annotated[float, Field(ge=0, le=1)]
+    peak_bytes: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]

@@ -1,0 +1,111 @@
+"""Plans as JSON, in a notebook and on a terminal."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jpipe._html import html_table
+from jpipe.errors import InputError, short, shortened
+from jpipe.plan._stage import Stage
+
+if TYPE_CHECKING:
+    import jpipe
+
+FORMAT = "jpipe-plan/1"
+
+
+def text_of_plan(plan: "jpipe.Plan") -> str:
+    """Return the plan in one line, as it prints."""
+    stages = shortened([f"[{shortened(s.layers)}]{_mesh_text(s)}" + (f" × {s.replicas}" if s.replicas > 1 else "") for s in plan.stages])
+    return f"Plan({plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages: {stages}{_options_text(plan)})"
+
+
+def _options_text(plan: "jpipe.Plan") -> str:
+    shown = type(plan).model_fields.keys() - {"placement", "predicted", "order", "rules", "param_axes"}
+    special = ((name, field) for name, field in type(plan).model_fields.items() if name in shown and not field.is_required())
+    return "".join(f", {name}={getattr(plan, name)!r}" for name, field in special if getattr(plan, name) != field.default)
+
+
+def _mesh_text(stage: Stage) -> str:
+    """The mesh of a stage in a few words, after a space; nothing where it has none."""
+    sizes = ", ".join(f"{axis} {size}" for axis, size in stage.mesh.items())
+    return f" on ({sizes}{', fsdp' if stage.fsdp else ''})" if stage.mesh else ""
+
+
+def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequence[str] | None = None) -> str:
+    """The stages of a plan as a table for a notebook, the rest in its caption.
+
+    Args:
+        plan: what to show.
+        name: of what has the plan.
+        facts: what else to say of it, from a comma on.
+        devices: the device of each worker; None: no such column.
+    """
+    caption = f"{name}: {plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages{_options_text(plan)}{facts}"
+    shares = plan.depth > len(plan.rank_stages)
+    meshes = any(stage.mesh for stage in plan.stages)
+    head = [
+        "stage",
+        "layers",
+        "replicas",
+        "recompute",
+        *(("mesh",) if meshes else ()),
+        *(("rank",) if shares else ()),
+        *(() if devices is None else ("devices",)),
+    ]
+    rows = [[str(s), shortened(stage.layers), str(stage.replicas), stage.recompute] for s, stage in enumerate(plan.stages)]
+    if meshes:
+        for row, stage in zip(rows, plan.stages, strict=True):
+            row.append(_mesh_text(stage).strip() or "–")
+    if shares:
+        for row, workers in zip(rows, plan.stage_workers, strict=True):
+            row.append(shortened([str(plan.rank_of[w]) for w in workers]))
+    if devices is not None:
+        for row, workers in zip(rows, plan.stage_workers, strict=True):
+            row.append(shortened([devices[w] for w in workers]))
+    return html_table(caption, head, rows)
+
+
+def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
+    """The JSON object in a text, if its key `format` says that it is what is expected.
+
+    Args:
+        text: somebody's; a key that occurs twice gets a value that no field takes.
+        expected: the format, such as "jpipe-plan/1".
+        where: names the source (a file, say) in error messages.
+
+    Raises:
+        InputError: no JSON (with line and column), no object, or of another format.
+    """
+    kind = expected.removeprefix("jpipe-").partition("/")[0]
+    if not isinstance(text, (str, bytes, bytearray)):
+        raise InputError(f"{where}: expected a {kind} as JSON text, found {type(text).__name__}")
+    try:
+        data = json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{where}: expected a {kind} as JSON, found text that is none or is cut off "
+            f"at line {error.lineno}, column {error.colno} ({error.msg})"
+        ) from None
+    except UnicodeDecodeError:
+        raise InputError(f"{where}: expected a {kind} as JSON, found bytes that are no text in UTF-8; give what to_json wrote") from None
+    except (RecursionError, ValueError):
+        raise InputError(f"{where}: expected a {kind} as JSON, found text nested too deeply, or a number of thousands of digits") from None
+    if not isinstance(data, dict) or data.get("format") != expected:
+        found = short(data.get("format") if isinstance(data, dict) else type(data).__name__)
+        raise InputError(f'{where}: expected a JSON object with "format": "{expected}", found {found}; is this a {kind} of jpipe?')
+    return data
+
+
+class _Twice:
+    """What JSON says of a key that occurs twice. No field takes it, so that it is refused in its place."""
+
+    def __repr__(self) -> str:
+        return "the key twice"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; of a key that occurs twice, `json` by itself silently takes the last."""
+    times = Counter(key for key, _ in pairs)
+    return {key: value if times[key] == 1 else _Twice() for key, value in pairs}
