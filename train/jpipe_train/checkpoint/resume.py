@@ -244,8 +244,8 @@ def find(
         The run at that checkpoint; None if it begins at step 0.
 
     Raises:
-        InputError: `resume` is "must" and there is no checkpoint, there are only incomplete ones, a newer jpipe wrote them, or there is none
-            of `step`.
+        InputError: `resume` is "must" and there is no checkpoint, there are only incomplete ones, a newer jpipe wrote them, or none is of
+            `step`.
     """
 
     def look() -> str:

@@ -108,7 +108,8 @@ def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:
             raise InputError(f"{source.where}: nothing fits: expected '{same}' as in the model, {wanted[same]}, found {source.specs[same]}")
         stored, expected = (next(iter(names), "none at all") for names in (source.specs, wanted))
         raise InputError(
-            f"{source.where}: expected names and shapes as in the model ('{expected}', …), found '{stored}', …; rename them (warm_start.names)"
+            f"{source.where}: expected names and shapes as in the model ('{expected}', …), found '{stored}', …; "
+            "rename them (warm_start.names)"
         )
     return matching
 

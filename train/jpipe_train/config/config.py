@@ -84,10 +84,10 @@ class ResumeConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """The initial parameters, from `file`: safetensors, an export, a run folder or an Orbax checkpoint; null for random ones.
+    """The initial parameters: those in `file`, a safetensors file, an export, the folder of a run or an Orbax checkpoint; null for random.
 
-    `mode: strict` requires exactly the parameters of the model; `partial` uses those that match by name and shape. `names` maps the
-    beginnings of names in the model to those in the file; `{n}` stands for any number.
+    `mode: strict` requires exactly the parameters of the model; `partial` uses those that match by name and shape. `names` maps the starts
+    of names in the model to those in the file; `{n}` is any number.
     """
 
     file: FilePath | None = None
