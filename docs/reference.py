@@ -18,6 +18,7 @@ import jpipe
 MODULES = (
     "jpipe",
     "jpipe.plan",
+    "jpipe.ops",
     "jpipe.schedules",
     "jpipe.model",
     "jpipe.programs",
@@ -112,7 +113,7 @@ def _readable(text: str) -> str:
     """Types without the modules they are kept in, and the union of all instructions by its name."""
     text = re.sub(r"\b(jax\.)?jaxlib\._jax\.", "jax.", text)
     text = re.sub(r"\b(typing|collections\.abc|jpipe|pydantic(_core)?)\.([a-z_]+\.)*(?=[A-Z])", "", text)
-    return re.sub(r"Load \| .* \| Evaluate", "Instruction", text)
+    return re.sub(r"Load \| .* \| Release", "Instruction", text)
 
 
 if __name__ == "__main__":

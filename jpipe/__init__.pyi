@@ -1,4 +1,4 @@
-from . import checkpoints, errors, files, meshes, model, plan, processes, programs, runtime, schedules, stages
+from . import checkpoints, errors, files, meshes, model, ops, plan, processes, programs, runtime, schedules, stages
 from ._host_memory import keep_freed_memory
 from .errors import InputError, PeerLost
 from .model._layer import Layer
@@ -46,6 +46,7 @@ __all__ = [
     "lower",
     "meshes",
     "model",
+    "ops",
     "plan",
     "processes",
     "programs",

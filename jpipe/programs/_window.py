@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jpipe.errors import InputError
+from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import Link, Network, StageCost, shared_stages
 from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
-from jpipe.schedules._schedule import PARTS
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
         InputError: the run does not hold the entry of batch `first` or of batch `first + batches`.
     """
     entries: dict[int, float] = {}  # when each microbatch enters the first stage
-    for span in (span for spans in timeline for span in spans if "F" in PARTS[span.op]):
+    for span in (span for spans in timeline for span in spans if OPS[span.op].begins):
         entries[span.microbatch] = min(span.start, entries.get(span.microbatch, span.start))
     try:
         begin, end = (entries[batch * microbatches] for batch in (first, first + batches))

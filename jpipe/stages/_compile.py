@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,11 +18,12 @@ from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._losses import Loss
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._wanted import without_effects
+from jpipe.ops import OPS, Leaves, Op
 from jpipe.plan import Plan
 from jpipe.programs._instructions import (
-    COMPUTATIONS,
     AddShared,
     AllReduce,
+    Compute,
     Instruction,
     Program,
     SumSquares,
@@ -57,11 +57,14 @@ CompiledPrograms = dict[tuple[Place, str], jax.stages.Compiled]
 """Compiled programs by their place and the hash of their text."""
 
 
-_CHOOSING = {"forward": "saved", "backward_input": "stash", "forward_backward_input": "both"}
-"""The calls that give arrays for a later call, which XLA shards as it likes: by name what they give, in the order in which they choose."""
+def _computations() -> dict[str, Op]:
+    """Return the ops of training by the name of their call: `forward`, `backward`, …"""
+    return {op.function: op for op in OPS.values() if op.trains}
 
-_COMPUTATIONS: dict[type, str] = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in COMPUTATIONS.values()}
-"""The call of each computation: `forward`, `backward`, …"""
+
+def _choosing() -> dict[str, Op]:
+    """Return the ops that leave arrays for a later op, which XLA shards as it likes, in the order in which they choose."""
+    return {name: op for name, op in _computations().items() if {"residuals", "stash"} & {*op.leaves}}
 
 
 def update_kind(update: Update) -> UpdateKind:
@@ -73,9 +76,7 @@ def update_kind(update: Update) -> UpdateKind:
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """What the runtime calls, by name: `evaluate`, the computations and an update of each kind that are used.
-
-    The computations are `forward`, `backward`, `forward_backward`, `backward_input`, `backward_weight` and `forward_backward_input`.
+    """What the runtime calls, by name: the functions of `jpipe.ops.OPS` and an update of each kind, those that are used.
 
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
     With the global norm there is also `sum_squares`, and at the first stage `norm`; with a dynamic loss scale `next_scale`; if gradients
@@ -92,7 +93,7 @@ class CompiledStage:
     def chosen(self) -> dict[str, Sequence[Any]]:
         """How XLA sharded what stays from one program to a later one, as in `Arrays`; nothing on one device."""
         found: dict[str, Sequence[Any]] = {}
-        for name in _CHOOSING if self.place.mesh else ():
+        for name in _choosing() if self.place.mesh else ():
             if name in self.calls:
                 found = {**_choices(self.functions, name, self.calls[name]), **found}
         return found
@@ -169,7 +170,7 @@ def compile_workers(
         for instruction in program.instructions:
             if instruction.worker in workers:
                 for name in _calls(instruction, program):
-                    if like is not None and name not in _COMPUTATIONS.values():
+                    if like is not None and name not in _computations():
                         continue
                     key = keys[instruction.worker]
                     used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
@@ -196,13 +197,13 @@ def _compile_in_turns(
     before: Sequence[Mapping[str, jax.stages.Lowered]] = (),
     known: CompiledPrograms | None = None,
 ) -> list[dict[str, jax.stages.Compiled]]:
-    """The named calls of each stage compiled. On a mesh the calls of `_CHOOSING` come before those that take what they give.
+    """The named calls of each stage compiled. On a mesh the calls of `_choosing` come before those that take what they give.
 
     `before` are calls that are lowered already, for nothing chosen. Programs in `known` are not compiled again; new ones are added.
     """
     found: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
-    for turn in (*_CHOOSING, None):
+    for turn in (*_choosing(), None):
         lowered = {}
         for i, (f, place, share, names) in enumerate(stages):
             for name in names:
@@ -226,12 +227,13 @@ def _compile_in_turns(
 def _choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str, Sequence[Any]]:
     """How a compiled call shards what stays for later calls, as `Arrays.chosen`."""
     result, _ = call.output_shardings
-    match _CHOOSING[name]:
-        case "saved":
-            return {"saved": result[2]}
-        case "stash":
-            return {"stash": result[1]}
-    _, own, stash = result[2]
+    op = _computations()[name]
+    left = result[op.leaves.index("residuals" if "residuals" in op.leaves else "stash")]
+    if "residuals" in op.leaves:
+        return {"saved": left}
+    if not op.begins:
+        return {"stash": left}
+    _, own, stash = left
     # What the halves do not read is in no array that is given: any sharding will do in its place.
     held = dict(zip(f.rest_of_saved, own, strict=True))
     return {"saved": [held.get(i) for i in range(f.residuals.count)], "stash": stash}
@@ -286,9 +288,9 @@ def compile_stages(
 def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
     """The computations that an instruction needs."""
     stage = program.plan.workers[instruction.worker][0]
-    if computation := _COMPUTATIONS.get(type(instruction)):
-        return (computation,)
     match instruction:
+        case Compute(op=op):
+            return (OPS[op].function,)
         case AllReduce():
             return "add", "finish"
         case TakeShared():
@@ -401,7 +403,7 @@ def trace_call(
     """
     call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name, counts)
     function, outputs = call.function, call.outputs
-    if name in (*_COMPUTATIONS.values(), *get_args(UpdateKind)):
+    if name in (*_computations(), *get_args(UpdateKind)):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
     if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # without arguments that are used JAX would take the first device
@@ -414,28 +416,15 @@ def trace_call(
 
 def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     """A call by name."""
-    f, scale = a.functions, None if a.scale is None else a.scale.value
-    saved, stash = (a.saved if "saved" in a.chosen else None), (a.stash[1] if "stash" in a.chosen else None)
+    f = a.functions
+    if name in (computations := _computations()):
+        return _call_of_op(a, computations[name])
     own_params, own_optimizer, own_gradients = (_own(f, tree) for tree in (a.updated(a.trained), a.optimizer, a.accumulators["gradients"]))
     own = own_params, own_optimizer, {**a.accumulators, "gradients": own_gradients}
     number = a.whole(jax.ShapeDtypeStruct((), f.loss_dtype))
     loss = (number, number) if f.last else None
-    made = None if saved is None or stash is None else ([a.saved[i] for i in f.rest_of_saved], stash)
     updated = (*own, loss)
     calls: dict[str, Callable[[], Call]] = {
-        "forward": lambda: Call(f.forward, (), (a.params, *a.arguments, a.rng), (a.outputs, a.changed, saved)),
-        "backward": lambda: Call(f.backward, (4,), (a.params, *a.between, a.accumulators, a.rng, scale), (a.gradient, a.accumulators)),
-        "backward_input": lambda: Call(f.backward_input, (), (a.params, *a.between, a.rng, scale), (a.gradient, stash)),
-        "backward_weight": lambda: Call(f.backward_weight, (3,), (a.params, *a.stash, a.accumulators, a.rng, scale), a.accumulators),
-        "forward_backward_input": lambda: Call(
-            f.forward_backward_input,
-            (),
-            (a.params, *a.arguments, a.rng, scale),
-            (a.gradient, a.changed, (a.outputs, *(made or (None, None)))),
-        ),
-        "forward_backward": lambda: Call(
-            f.forward_backward, (4,), (a.params, *a.arguments, a.accumulators, a.rng, scale), (a.gradient, a.accumulators, a.changed)
-        ),
         "in_place": lambda: Call(f.update, (0, 1, 2), (*own, a.norm), updated),
         "into_new": lambda: Call(f.update, (1, 2), (*own, a.norm), updated),
         "into_retired": lambda: Call(_into(f.update), (0, 2, 3), (own_params, *own, a.norm), updated),
@@ -456,6 +445,30 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     }
     shared = _calls_for_shared(a)
     return shared[name] if name in shared else calls[name]()
+
+
+def _call_of_op(a: Arrays, op: Op) -> Call:
+    """Return the call of an op, with the arguments and results that its row of the table says."""
+    f, scale = a.functions, None if a.scale is None else a.scale.value
+    reads = {"inputs": lambda: a.arguments, "residuals": lambda: a.between, "stash": lambda: a.stash}[op.reads]()
+    results = tuple(_result_of_op(a, op, kind) for kind in op.leaves)
+    sums, donated = ((a.accumulators,), (1 + len(reads),)) if op.finishes else ((), ())
+    inputs = a.params, *reads, *sums, a.rng, *(() if op.parts == "F" else (scale,))
+    return Call(getattr(f, op.function), donated, inputs, results if len(results) > 1 else results[0])
+
+
+def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
+    """Return the specs of one kind of result of an op; None for what XLA is to shard as it likes."""
+    if kind == "residuals":
+        return a.saved if "saved" in a.chosen else None
+    if kind == "stash":
+        stash = a.stash[1] if "stash" in a.chosen else None
+        if not op.begins:
+            return stash
+        chosen = "saved" in a.chosen and stash is not None
+        return a.outputs, *(([a.saved[i] for i in a.functions.rest_of_saved], stash) if chosen else (None, None))
+    results = {"output": a.outputs, "state": a.changed, "gradient": a.gradient, "accumulators": a.accumulators}
+    return results[kind]
 
 
 def _calls_for_shared(a: Arrays) -> dict[str, Call]:

@@ -84,7 +84,7 @@ def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
     found = []
     for workers, row in zip(plan.rank_workers, timeline, strict=True):
         own = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
-        starts = [span.start for span in row if span.op[0] == "F"]
+        starts = [span.start for span in row if jpipe.ops.OPS[span.op].begins]
         found.append(starts[(first + batches) * own] - starts[first * own])
     return sum(found) / len(found) / batches
 
