@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 import jpipe
 from benchmarks.machine import describe
-from jpipe.processes._collectives import Group
-from jpipe.processes._connections import Connection, Reduction
+from jpipe.processes import Connection, Group, Reduction
 
 SIZES = {"4 B": (1, 1000), "64 KB": (1 << 14, 500), "1 MB": (1 << 18, 200), "16 MB": (1 << 22, 40)}  # floats, and how often
 LEAVES, LEAF = 50, 131072

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jpipe_planner.ranking.draw import draw_choice
+from jpipe_planner import draw_choice
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
 from jpipe_train.plan.planning import Parts, Request, profile_of, read_topology, search

@@ -1,4 +1,4 @@
-from . import checkpoints, errors, files, meshes, model, ops, plan, processes, programs, runtime, schedules, stages
+from . import checkpoints, context, errors, files, meshes, model, ops, plan, processes, programs, runtime, schedules, stages
 from ._host_memory import keep_freed_memory
 from .errors import InputError, PeerLost
 from .model._layer import Layer
@@ -37,6 +37,7 @@ __all__ = [
     "Tie",
     "Tracer",
     "checkpoints",
+    "context",
     "draw_memory",
     "draw_timeline",
     "errors",

@@ -7,6 +7,10 @@ import jax
 
 from jpipe.errors import InputError
 
+__all__ = [
+    "without_mesh",
+]
+
 
 @contextlib.contextmanager
 def without_mesh() -> Iterator[None]:

@@ -17,6 +17,22 @@ from typing import BinaryIO
 
 from jpipe.errors import InputError
 
+__all__ = [
+    "TEMPORARY",
+    "create",
+    "expanded",
+    "make_folder",
+    "new_folder",
+    "open_to_append",
+    "open_to_read",
+    "read_bytes",
+    "read_text",
+    "resolved",
+    "shown",
+    "unused",
+    "write_atomically",
+]
+
 TEMPORARY = ".jpipe-*.tmp"
 """The names of files that are being written; those that a killed process leaves can be removed."""
 

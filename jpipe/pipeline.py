@@ -195,7 +195,7 @@ class Pipeline:
             InputError: a batch that is no (inputs, labels), rows not divisible by the microbatches, layers that do not fit, an
                 optimizer that cannot be applied layer by layer, a metric that does not fit.
         """
-        check_metrics(self._functions(batch)[-1], checked_metrics(metrics))
+        check_metrics(self.stage_functions(batch)[-1], checked_metrics(metrics))
 
     @own_context()
     def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None, *, buckets: Sequence[Batch] = ()) -> State:
@@ -281,7 +281,7 @@ class Pipeline:
         Raises:
             InputError: a layer that is missing, or of another shape, or optimizer state of another optimizer.
         """
-        functions = self._functions(batch)
+        functions = self.stage_functions(batch)
         for w, (s, replica) in enumerate(self.plan.workers):
             if self.places[w].process_index == jax.process_index():
                 fitting(self.plan, w, functions[s], shares_of(self.plan, functions[s])[replica], layers, at, fresh_optimizer)
@@ -512,7 +512,7 @@ class Pipeline:
         Raises:
             InputError: a batch or layers that do not fit; see `check`.
         """
-        functions = self._functions(batch)
+        functions = self.stage_functions(batch)
         splits = [SCHEDULES[self.plan.schedule].splits(self.plan, s) for s in range(self.plan.depth)]
         shares = [shares_of(self.plan, f) for f in functions]
         compiled: dict[int, CompiledStage] = {}
@@ -554,7 +554,8 @@ class Pipeline:
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
-    def _functions(self, batch: Batch) -> list[StageFunctions]:
+    def stage_functions(self, batch: Batch) -> list[StageFunctions]:
+        """Return the pure functions of each stage (forward, backward, update, …) for batches of this shape, for tools."""
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
 
     def _compile(self, batch: Batch, others: Sequence[Batch], facts: Mapping[str, str]) -> Executor:

@@ -13,9 +13,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.search.partition import Placed, Problem, evaluate
+from jpipe_planner import Placed, Problem, Profile, Topology, evaluate_partition
 from jpipe_train.data.samples import make
 from matplotlib.figure import Figure
 
@@ -520,17 +518,17 @@ def test_the_cuts_for_given_replicas_are_the_fastest():
     ]
     problem = Problem(costs, Topology.flat(4, 1.0))
     for replicas in stages.configurations(4):
-        every = [evaluate(problem, placed) for placed in placements(replicas, 6)]
+        every = [evaluate_partition(problem, placed) for placed in placements(replicas, 6)]
         assert stages.best_cuts(problem, replicas).seconds == min(one.seconds for one in every)
     assert stages.best_pipeline(problem).seconds == min(stages.best_cuts(problem, one).seconds for one in stages.configurations(4))
     sent = [
-        stages.bytes_per_sample(problem, evaluate(problem, placed), 1)
+        stages.bytes_per_sample(problem, evaluate_partition(problem, placed), 1)
         for replicas in stages.configurations(4)
         for placed in placements(replicas, 6)
     ]
     assert stages.bytes_per_sample(problem, stages.least_bytes(problem), 1) == pytest.approx(min(sent))
     assert stages.best_cuts(Problem(costs[:2], Topology.flat(4, 1.0)), (2, 1, 1)) is None
-    only = [stages.bytes_per_sample(problem, evaluate(problem, placed), 1) for placed in placements((2, 1, 1), 6)]
+    only = [stages.bytes_per_sample(problem, evaluate_partition(problem, placed), 1) for placed in placements((2, 1, 1), 6)]
     assert stages.bytes_per_sample(problem, stages.least_bytes(problem, (2, 1, 1)), 1) == pytest.approx(min(only))
 
 

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from jpipe_planner.profile.profile import Profile
+from jpipe_planner import Profile
 from jpipe_train.cli import main
 
 import jpipe

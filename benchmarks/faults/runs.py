@@ -93,7 +93,7 @@ def launched(config: Mapping[str, Any], folder: Path, processes: int, restarts: 
     }
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(  # noqa: S603 - our own program
-            [sys.executable, "-P", "-m", "jpipe_train.cli", *arguments], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "jpipe_train.cli", *arguments], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
     try:
         yield process

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.ranking.choose import Ranked
+from jpipe_planner import Profile, Ranked
 from jpipe_train.data.samples import make
 
 import jpipe

@@ -3,10 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.measure import measure
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.ranking.choose import Ranked
+from jpipe_planner import Profile, Ranked, Topology, measure
 from jpipe_train.assemble.build import build
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config

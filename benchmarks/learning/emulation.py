@@ -44,7 +44,7 @@ class Emulation:
                 "expected a plan of pipedream with one replica a stage and no vertical sync, and no extra microbatches in flight"
             )
         self._pipe, self._batch, self._stashing = pipe, batch, stashing
-        self._functions = pipe._functions(batch)
+        self._functions = pipe.stage_functions(batch)
         names = ("forward", "backward", "forward_backward", "update")
         self._calls = [{name: jax.jit(getattr(f, name)) for name in names} for f in self._functions]
 

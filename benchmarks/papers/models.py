@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jpipe_planner.machine.topology import Level, Topology
-from jpipe_planner.profile.analyze import analyze
-from jpipe_planner.profile.profile import LayerProfile, Profile
+from jpipe_planner import LayerProfile, Level, Profile, Topology, analyze
 from jpipe_train.config import config_file
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.config.presets import PRESETS

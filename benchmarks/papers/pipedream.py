@@ -2,11 +2,7 @@
 
 from collections.abc import Sequence
 
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.search.paper import search_paper
-from jpipe_planner.search.partition import Partition, Problem, evaluate
-from jpipe_planner.search.pipedream import search
+from jpipe_planner import Partition, Problem, Profile, Topology, evaluate_partition, search_paper, search_pipedream
 
 from benchmarks.papers import stages
 from benchmarks.papers.document import Table
@@ -101,8 +97,8 @@ def _recurrence_row(model: str, cluster: str, paper: str, speed_up: str) -> tupl
     where = machine(cluster)
     profile = profile_on(model, where)
     problem, uniform = stages.problem_of(profile, where), stages.problem_of(profile, where, MICROBATCHES * where.num_devices)
-    cells = [_cell(each, search(each)) for each in (problem, uniform)]
-    cells += [_cell(problem, evaluate(problem, search_paper(problem, price).stages)) for price in ("text", "code")]
+    cells = [_cell(each, search_pipedream(each)) for each in (problem, uniform)]
+    cells += [_cell(problem, evaluate_partition(problem, search_paper(problem, price).stages)) for price in ("text", "code")]
     return (model, cluster, f"{paper} ({speed_up})", *cells)
 
 
@@ -110,7 +106,7 @@ def _row(model: str, cluster: str, paper: str, speed_up: str) -> tuple[str, ...]
     cells = [model, cluster, f"{paper} ({speed_up})"]
     for shared in (False, True) if cluster.endswith("A") else (False,):
         problem = problem_on(model, machine(cluster, shared))
-        cells += [_cell(problem, search(problem)), _cell(problem, stages.best_cuts(problem, replicas_of(model, cluster, paper)))]
+        cells += [_cell(problem, search_pipedream(problem)), _cell(problem, stages.best_cuts(problem, replicas_of(model, cluster, paper)))]
         if not shared:
             cells.append(f"{stages.sum_share(problem):.2f}")
     return (*cells, *[""] * (8 - len(cells)))

@@ -5,12 +5,21 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from jpipe_planner.cost.price import all_reduce_seconds, cut_seconds
-from jpipe_planner.cost.simulated import Simulated, simulated
-from jpipe_planner.machine.topology import Device, Topology
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.search.candidates import as_candidate
-from jpipe_planner.search.partition import Partition, Placed, Problem, evaluate, seconds_of
+from jpipe_planner import (
+    Device,
+    Partition,
+    Placed,
+    Problem,
+    Profile,
+    Simulated,
+    Topology,
+    all_reduce_seconds,
+    as_candidate,
+    cut_seconds,
+    evaluate_partition,
+    placed_seconds,
+    simulate_plan,
+)
 
 import jpipe
 
@@ -65,7 +74,7 @@ def waiting(slower: float) -> Seconds:
     return seconds
 
 
-def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds = seconds_of) -> Partition | None:
+def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds = placed_seconds) -> Partition | None:
     """The fastest stages with so many replicas each, by dynamic programming over the cuts.
 
     Args:
@@ -88,11 +97,11 @@ def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds =
                 cut = float(cut_seconds(problem.layers[start - 1].outputs, link))
             for stop in range(count if last else start + 1, count + 1):
                 stage = Placed(start, stop, firsts[s], own)
-                seconds = max(before, cut, seconds_of(problem, stage)) if start < stop else math.inf
+                seconds = max(before, cut, placed_seconds(problem, stage)) if start < stop else math.inf
                 if seconds < found.get(stop, (math.inf, ()))[0]:
                     found[stop] = seconds, (*placed, stage)
         best = found
-    return evaluate(problem, best[count][1]) if count in best else None
+    return evaluate_partition(problem, best[count][1]) if count in best else None
 
 
 def waiting_speed_up(problem: Problem, replicas: tuple[int, ...], slower: float = 1.0) -> float:
@@ -133,7 +142,7 @@ def slowness(problem: Problem, replicas: tuple[int, ...], speed_up: float) -> fl
 
 def data_parallel(problem: Problem) -> Partition:
     """All layers on every device."""
-    return evaluate(problem, [Placed(0, len(problem.layers), 0, problem.topology.num_devices)])
+    return evaluate_partition(problem, [Placed(0, len(problem.layers), 0, problem.topology.num_devices)])
 
 
 def configurations(devices: int, depth: int | None = None) -> list[tuple[int, ...]]:
@@ -166,7 +175,7 @@ def least_bytes(problem: Problem, replicas: tuple[int, ...] | None = None) -> Pa
             sums = sum(2 * (one.replicas - 1) / one.replicas * (summed[one.stop] - summed[one.start]) for one in placed)
             sent = sums + sum(2 * problem.layers[cut - 1].outputs for cut in cuts)  # of a microbatch
             best = min(best, (sent, placed), key=lambda found: found[0])
-    return evaluate(problem, best[1])
+    return evaluate_partition(problem, best[1])
 
 
 def name_of(partition: Partition) -> str:
@@ -202,6 +211,6 @@ def simulate(profile: Profile, problem: Problem, partition: Partition, schedule:
         plan = jpipe.Plan(schedule=schedule, microbatches=plan.microbatches, stages=[stage.model_dump() for stage in plan.stages])
     if extra:
         plan = jpipe.Plan(**{**plan.model_dump(), "extra_in_flight": extra})
-    found = simulated(plan, profile.stage_costs(plan, profile.sizes[0]), problem.topology)
+    found = simulate_plan(plan, profile.stage_costs(plan, profile.sizes[0]), problem.topology)
     assert found is not None, "too long to simulate"
     return found

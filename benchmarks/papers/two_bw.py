@@ -9,11 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jpipe_planner.cost.simulated import Simulated, simulated
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.search.candidate import Candidate
-from jpipe_planner.search.parallel import sweep
+from jpipe_planner import Candidate, Profile, Simulated, Topology, search_parallel, simulate_plan
 
 from benchmarks.papers.document import Table
 from benchmarks.papers.models import topology, transformer_profile, two_blocks, with_blocks
@@ -81,7 +77,7 @@ class Chosen(NamedTuple):
 def best_plans(profile: Profile, where: Topology, batches: Sequence[int]) -> Iterator[Chosen]:
     """Sweep the plans of 2BW for each batch."""
     for batch in batches:
-        fitting = [c for c in sweep(profile, where, batch, exact=True, schedules=("pipedream_2bw",)) if c.over is None]
+        fitting = [c for c in search_parallel(profile, where, batch, exact=True, schedules=("pipedream_2bw",)) if c.over is None]
         best = fitting[0]
         other = next((c for c in fitting if c.depth != best.depth), None)
         slower = f"{other.depth}, {1 - other.samples_per_second / best.samples_per_second:.1%} slower" if other else ""
@@ -145,10 +141,10 @@ def same_policy(profile: Profile, where: Topology, schedule: str, depth: int, ro
         batch: rows between two updates.
         policy: of all stages.
     """
-    plans = sweep(profile, where, batch, exact=True, schedules=(schedule,))
+    plans = search_parallel(profile, where, batch, exact=True, schedules=(schedule,))
     plan = next(c for c in plans if (c.depth, c.rows, c.extra_in_flight) == (depth, rows, 0) and c.devices == where.num_devices)
     plan = dataclasses.replace(plan, policies=(policy,) * depth)
-    found = simulated(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), where)
+    found = simulate_plan(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), where)
     assert found is not None, "too long to simulate"
     return found
 
@@ -223,7 +219,7 @@ def largest_models(profile: Profile, where: Topology, rows: int) -> dict[int, fl
         fits, fails = 0, 1024
         while fails - fits > 1:
             blocks = (fits + fails) // 2
-            plans = sweep(with_blocks(profile, blocks, (rows,)), where, batch, exact=True, schedules=("pipedream_2bw",))
+            plans = search_parallel(with_blocks(profile, blocks, (rows,)), where, batch, exact=True, schedules=("pipedream_2bw",))
             enough = any(c.over is None and c.depth == depth for c in plans)
             fits, fails = (blocks, fails) if enough else (fits, blocks)
         found[depth] = parameters(with_blocks(profile, fits, (rows,))) if fits else 0.0

@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jpipe_planner.cost.simulated import simulated
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.graph_txt import read_graph_txt
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.ranking.choose import Ranked, choose
-from jpipe_planner.search.candidate import Candidate
-from jpipe_planner.search.candidates import find_candidates
+from jpipe_planner import Candidate, Profile, Ranked, Topology, choose, find_candidates, read_graph_txt, simulate_plan
 
 from benchmarks.planner.markdown import print_table
 
@@ -101,7 +95,7 @@ def _measured(profile: Profile, topology: Topology, count: int) -> dict[str, Any
 
 def _simulated(profile: Profile, topology: Topology, candidate: Candidate) -> Ranked:
     plan = candidate.plan(profile.ids)
-    return Ranked(candidate, simulated(plan, profile.stage_costs(plan, candidate.rows), topology))
+    return Ranked(candidate, simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology))
 
 
 def _by_closed_form(fitting: list[Candidate], fast: dict[Candidate, float]) -> list[Candidate]:

@@ -16,12 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jpipe_planner.cost.shape import is_planned
-from jpipe_planner.cost.simulated import Simulated, simulated
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.ranking.choose import choose
-from jpipe_planner.search.candidates import find_candidates
+from jpipe_planner import Profile, Simulated, Topology, choose, find_candidates, is_planned, simulate_plan
 from jpipe_train.models import layers
 
 import jpipe
@@ -118,13 +113,13 @@ def _measure(count: int, names: tuple[str, ...], one_of: int) -> dict[str, Any]:
         for plan, rows in plans[::one_of]:
             if names and not any(name in name_of(plan, rows) for name in names):
                 continue
-            roughly = simulated(plan, profile.stage_costs(plan, rows), topology)
+            roughly = simulate_plan(plan, profile.stage_costs(plan, rows), topology)
             steps = 8 if roughly is None else max(8, round(SECONDS / roughly.batch_seconds))
             try:
                 answers = program.ask(json.dumps({"plan": plan.model_dump(mode="json"), "steps": steps}))
             except ProgramFailed as error:
                 sys.exit(f"bench-planner: {name_of(plan, rows)}, after {len(found)} plans: {error}")
-            predicted = simulated(plan, _costs(profile, plan, rows, answers), topology)
+            predicted = simulate_plan(plan, _costs(profile, plan, rows, answers), topology)
             assert predicted is not None
             slower = statistics.fmean(answer["pace"] / told["pace"] for answer, told in zip(answers, said, strict=True))
             seconds = statistics.fmean(statistics.median(np.diff(answer["ends"]).tolist()) for answer in answers)

@@ -17,12 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jpipe_planner.machine.local import local_topology
-from jpipe_planner.profile.measure import measure
-from jpipe_planner.profile.profile import Profile
+from jpipe_planner import Profile, local_topology, measure
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.models import cross_entropy, layers
-from jpipe_train.report.report import temporary_of_ranks
+from jpipe_train.report.comparison import temporary_of_ranks
 
 import jpipe
 from benchmarks.pipelines import Runner

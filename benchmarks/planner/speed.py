@@ -11,11 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.search.parallel import sweep
-from jpipe_planner.search.partition import Problem
-from jpipe_planner.search.pipedream import search
+from jpipe_planner import Problem, Profile, Topology, search_parallel, search_pipedream
 
 import jpipe
 from benchmarks.planner.markdown import print_table
@@ -37,14 +33,14 @@ def main() -> list[dict[str, Any]]:
     rows = []
     for what, goal, original, layers, topology, limited_too in searches:
         problem = invented(layers, topology)
-        rows.append(_row(what, partial(search, problem), goal=goal, original=original))
+        rows.append(_row(what, partial(search_pipedream, problem), goal=goal, original=original))
         if limited_too:  # half a minute and more for the larger ones
-            rows.append(_row(f"{what}, memory limited", partial(search, with_limit(problem))))
+            rows.append(_row(f"{what}, memory limited", partial(search_pipedream, with_limit(problem))))
     gpt, cluster = blocks(96), _servers(8, 512)
-    rows.append(_row("2BW sweep, all schedules: 98 layers, 8 × 512 devices", partial(sweep, gpt, cluster, 16384), goal=1.0))
-    most = max(sweep(gpt, cluster, 16384)[0].memory)
+    rows.append(_row("2BW sweep, all schedules: 98 layers, 8 × 512 devices", partial(search_parallel, gpt, cluster, 16384), goal=1.0))
+    most = max(search_parallel(gpt, cluster, 16384)[0].memory)
     small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory": SHARE * most})})
-    rows.append(_row("the same, memory limited", partial(sweep, gpt, small, 16384)))
+    rows.append(_row("the same, memory limited", partial(search_parallel, gpt, small, 16384)))
     shown = [(row["what"], f"{row['seconds']:.3f} s", f"{row['goal']:g} s" if row["goal"] else "", row["original"]) for row in rows]
     print_table(("search", "found", "goal", "the original program"), shown)
     return rows
@@ -70,7 +66,7 @@ def invented(count: int, topology: Topology) -> Problem:
 
 def with_limit(problem: Problem) -> Problem:
     """The same with less memory than the fastest plan takes."""
-    return dataclasses.replace(problem, memory=SHARE * max(search(problem).memory))
+    return dataclasses.replace(problem, memory=SHARE * max(search_pipedream(problem).memory))
 
 
 def blocks(count: int) -> Profile:

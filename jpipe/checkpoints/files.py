@@ -30,6 +30,20 @@ from jpipe.checkpoints.records import MARKER, ROWS, Damaged, Item, describe, mar
 from jpipe.files import make_folder, resolved, to_disk, write_atomically
 from jpipe.runtime._snapshot import layer_of, with_optimizers
 
+__all__ = [
+    "begin",
+    "digest",
+    "is_all_there",
+    "layer_specs",
+    "newest_good",
+    "prune",
+    "read_facts",
+    "read_layers",
+    "read_metrics",
+    "steps",
+    "verify",
+]
+
 
 def begin(folder: Path, step: int | None) -> list[str]:
     """Make room for what a run that goes on after `step` will write again; process 0 calls this before any process writes.

@@ -12,6 +12,12 @@ import pydantic
 
 from jpipe import InputError, files
 
+__all__ = [
+    "MARKER",
+    "Damaged",
+    "describe",
+]
+
 FORMAT = "jpipe-checkpoint/1"
 MARKER = "checkpoint.json"
 ROWS = "metrics.jsonl"

@@ -1,5 +1,5 @@
-"""Between processes: who is there, how they talk, and the links that carry arrays."""
+"""The processes of a run: which take part, how they communicate, and connections that carry arrays. `__init__.pyi` lists the names."""
 
-from jpipe.processes._membership import Processes
+import lazy_loader
 
-__all__ = ["Processes"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,6 +4,12 @@ import ipaddress
 import secrets
 import socket
 
+__all__ = [
+    "is_loopback",
+    "listen_everywhere",
+    "own_loopback",
+]
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches that host, given as an address or `localhost`; other names may mean other hosts elsewhere."""

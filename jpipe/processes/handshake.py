@@ -29,6 +29,17 @@ from typing import Self
 
 from jpipe.errors import InputError
 
+__all__ = [
+    "VARIABLE",
+    "Caller",
+    "Door",
+    "NotOfThisRun",
+    "UnknownHere",
+    "call",
+    "find_secret",
+    "key",
+]
+
 VARIABLE = "JPIPE_SECRET"
 SHORTEST = 16  # bytes of a secret: a proof that was overheard can be tried against guesses
 

@@ -6,6 +6,12 @@ JAX is imported late: the channel between the processes needs none of it.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+__all__ = [
+    "detect_cluster",
+    "distributed_state",
+    "keep_gloo_at",
+]
+
 
 def distributed_state() -> Any:
     """The state of `jax.distributed`, with `process_id`, `num_processes`, `coordinator_address` and `client`, its key-value store.

@@ -9,7 +9,7 @@ from jpipe.schedules.gpipe import GPIPE
 from jpipe.schedules.interleaved_1f1b import INTERLEAVED_1F1B
 from jpipe.schedules.looped_bfs import LOOPED_BFS
 from jpipe.schedules.naive import NAIVE
-from jpipe.schedules.pipedream import PIPEDREAM
+from jpipe.schedules.pipedream import PIPEDREAM, pipedream_versions
 from jpipe.schedules.pipedream_2bw import PIPEDREAM_2BW
 from jpipe.schedules.pipedream_flush import PIPEDREAM_FLUSH
 from jpipe.schedules.zero_bubble._greedy import StageTimes
@@ -55,6 +55,7 @@ __all__ = [
     "arranged",
     "greedy_order",
     "one_forward_one_backward",
+    "pipedream_versions",
     "pipeline_in_flight",
     "written_order",
 ]

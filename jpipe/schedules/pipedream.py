@@ -58,13 +58,13 @@ def _version(plan: Shape, s: int, k: int) -> int:
 def _versions_alive(plan: Shape, s: int) -> int:
     leader, every = _leader(plan, s), plan.microbatches_per_update(s)
     if plan.depth == len(plan.rank_stages):
-        return versions_held(pipeline_in_flight(plan, leader), plan.replicas[leader], _sync_delay(plan, leader), every)
+        return pipedream_versions(pipeline_in_flight(plan, leader), plan.replicas[leader], _sync_delay(plan, leader), every)
     replicas = plan.replicas[s]
     late = range(100 * plan.depth, 100 * plan.depth + endless_period(plan) * plan.microbatches)  # numbers of a replica's backwards
     return max(done * replicas // every - _version(plan, s, done * replicas) + 1 for done in late)
 
 
-def versions_held(in_flight: Any, replicas: Any, delay: Any, microbatches: Any) -> Any:
+def pipedream_versions(in_flight: Any, replicas: Any, delay: Any, microbatches: Any) -> Any:
     """The number of versions from the one that the next microbatch reads to the newest, ceil((n - 1 + l) / (M / r)) + 1.
 
     A stage with l = 1 reaches this number only when it is drained. All arguments may be numbers or NumPy arrays.

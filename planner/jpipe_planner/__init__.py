@@ -1,4 +1,11 @@
-"""The planner: finds the fastest plan that fits, from a model's profile and a topology, and explains the choice.
+"""jpipe_planner: find the fastest pipeline plan that fits, from a model's profile and a topology, and explain the choice.
 
-topology, profile → search (PipeDream's stages, parallel pipelines) → candidates → simulation, compiled memory → the plan.
+topology, profile → search (equal pipelines, PipeDream's stages) → candidates → simulation, compiled memory → the plan.
+
+Every name is imported when it is first used, so reading a topology or a profile needs no JAX. `__init__.pyi` lists the names. Two modules
+are public by themselves: `jpipe_planner.machine.plain_yaml` and `jpipe_planner.ranking.table`.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

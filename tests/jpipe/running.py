@@ -82,7 +82,7 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
     fresh = pipe.init(jax.random.key(KEY), batches[0])
     key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, optimizer, *options.items()
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
-        functions = pipe._functions(batches[0])
+        functions = pipe.stage_functions(batches[0])
         names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight", "update", "sum_squares")
         add = {"add": jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b))}
         JITTED[key] = functions, [{name: jax.jit(getattr(f, name)) for name in names} | add for f in functions]

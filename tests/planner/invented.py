@@ -1,7 +1,7 @@
 """Profiles and machines that are drawn at random, and what simulating every candidate says."""
 
 import numpy as np
-from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Ranked
@@ -12,7 +12,7 @@ def simulate_all(profile, topology, candidates):
     fitting = [candidate for candidate in candidates if candidate.over is None]
     plans = [candidate.plan(profile.ids) for candidate in fitting]
     return [
-        Ranked(candidate, simulated(plan, profile.stage_costs(plan, candidate.rows), topology))
+        Ranked(candidate, simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology))
         for candidate, plan in zip(fitting, plans, strict=True)
     ]
 

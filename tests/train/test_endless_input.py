@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
+from jpipe_planner import Topology, read_graph_txt
 from jpipe_planner.machine.plain_yaml import dump, parse
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.graph_txt import read_graph_txt
 from jpipe_train import cli
 from jpipe_train.plan.planning import sizes_for
 from jpipe_train.report.metrics_log import mean_loss, means

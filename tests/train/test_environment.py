@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(("name", "value"), [("JAX_ENABLE_X64", "maybe"), ("JAX_NUM_CPU_DEVICES", "few")])
 def test_a_variable_that_jax_refuses_is_named_in_one_line(name, value):
     environment = os.environ | {"PYTHONPATH": str(ROOT), name: value}
-    command = [sys.executable, "-P", "-m", "jpipe_train.cli", "train", "none.yaml"]
+    command = [sys.executable, "-m", "jpipe_train.cli", "train", "none.yaml"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stdout == ""

@@ -1,9 +1,5 @@
-"""What comes with an installed jpipe: its command, which no file of the user's stands in for, and its configs and examples."""
+"""What comes with an installed jpipe: its configs and examples."""
 
-import os
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,23 +7,6 @@ from jpipe_train.cli import main
 from jpipe_train.config import shipped_configs
 
 ROOT = Path(__file__).parents[2]
-SAME_NAMES = ("planner", "train")
-
-
-@pytest.mark.slow
-def test_files_of_the_users_stand_in_for_nothing_of_jpipes(tmp_path):
-    """An empty entry of PYTHONPATH is the current folder, before all others; the processes of `launch` have it too."""
-    for name in SAME_NAMES:
-        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} in place of ours')\n")
-    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["jpipe"]
-    module, _, function = script.partition(":")
-    command = [sys.executable, "-P", "-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
-    environment = os.environ | {"PYTHONPATH": f"{os.pathsep}{ROOT}"}
-    command += ["launch", "-n", "1", "--", "train", "missing.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "")
-    refusal = "jpipe: missing.yaml: cannot read the config: No such file or directory; give a YAML file such as configs/gpt-bytes.yaml"
-    assert done.stderr.splitlines()[0] == refusal
 
 
 def test_configs_are_listed_with_what_they_are(capsys):

@@ -1,10 +1,12 @@
 """The entry point of `jpipe`: exit codes 0 done or saved, 1 failed, 2 bad input, 130 interrupted. Commands: `jpipe_train.commands`."""
 
+import importlib.util
 import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from jpipe_train.console import interrupt, output, signals
 from jpipe_train.console.terminal import fail, first_line, printable
@@ -17,6 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     trains = given[:1] in (["train"], ["launch"])
     with signals.as_usual_in_process_1(), output.steady(ends=not trains), interrupt.watched():
+        if (shadow := _shadow_of_jpipe()) is not None:
+            kind = "file" if shadow.suffix else "folder"
+            return fail(f"'{shadow}' is imported in place of the package jpipe; rename this {kind}, or start in another folder", 2)
         if given == ["--version"]:
             from jpipe import __version__  # which imports no JAX
 
@@ -27,9 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:  # most of Python fails there
             return fail(f"the current folder cannot be used: {error.strerror}; change to another one (cd), and try again", 2)
         try:
-            with interrupt.held():  # modules in C may crash when interrupted
+            with interrupt.importing():
                 from jpipe_train import commands
-            interrupt.check()
             return commands.run(arguments)
         except BaseException as error:
             if (words := interrupt.words(error)) is not None:
@@ -38,6 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if (problem := _refused_by_jax(error)) is not None:
                 return fail(problem, 2)
             raise
+
+
+def _shadow_of_jpipe() -> Path | None:
+    """Return the module or package of another project that `import jpipe` would find, if there is one."""
+    spec = importlib.util.find_spec("jpipe")
+    if spec is None or spec.origin is None or Path(spec.origin).with_name("pipeline.py").is_file():
+        return None
+    return Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
 
 
 def _refused_by_jax(error: BaseException) -> str | None:

@@ -33,7 +33,7 @@ class Simulated:
     sent_bytes: tuple[float, ...]
 
 
-def simulated(
+def simulate_plan(
     plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology, global_norm: bool = False
 ) -> Simulated | None:
     """Simulate a plan on a topology, with rank n on device n, or placed by the plan's `keep_together`.

@@ -8,6 +8,8 @@ import yaml
 
 from jpipe import InputError
 
+__all__ = ["dump", "parse"]
+
 
 def parse(text: str, where: str, remedy: str = "correct the text") -> Any:
     """YAML to plain data. `1e-3` is a number; a key given twice, or a value that can be read in two ways (`010`, `yes`), is an error.

@@ -74,12 +74,12 @@ def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...
     for model in (size for size in powers if size <= MOST_TENSOR):
         for data in powers:
             degrees = Degrees(data, model, fsdp=data > 1)
-            if degrees.size > 1 and topology.most_in_mesh % degrees.size == 0 and not why_not(profile, degrees):
+            if degrees.size > 1 and topology.most_in_mesh % degrees.size == 0 and not mesh_refusal(profile, degrees):
                 found.append(degrees)
     return tuple(found)
 
 
-def why_not(profile: Profile, degrees: Degrees) -> str:
+def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
     """Why layers of a profile cannot be on meshes; "" if they can."""
     if degrees.size == 1:
         return ""
@@ -110,11 +110,11 @@ class Meshes:
         """What the layers cost on such meshes, and what joins these; without meshes, the profile and topology themselves."""
         if degrees not in self._known:
             profile, topology = self._known[NO_MESH]
-            self._known[degrees] = sharded(profile, degrees, topology), topology.groups(degrees.size)
+            self._known[degrees] = shard_profile(profile, degrees, topology), topology.groups(degrees.size)
         return self._known[degrees]
 
 
-def sharded(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
+def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
     """The profile as one device of a mesh sees it, without the microbatch sizes whose rows cannot be sharded.
 
     Seconds are those of its share of the work, and of the sums and gathers inside the mesh, which wait for nothing and nothing waits for:
@@ -122,7 +122,7 @@ def sharded(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
     `data`, too; with FSDP the gathers of weights for both, and a scattered sum of the gradients.
 
     Args:
-        profile: of the layers on one device; `why_not` has no objection.
+        profile: of the layers on one device; `mesh_refusal` has no objection.
         degrees: of the mesh.
         topology: the devices; the first of them make up the mesh.
     """

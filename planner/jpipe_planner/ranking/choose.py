@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jpipe
-from jpipe_planner.cost.simulated import Simulated, simulated
+from jpipe_planner.cost.simulated import Simulated, simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import Meshes
@@ -187,7 +187,7 @@ def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidat
 
 def _simulated(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> Simulated | None:
     plan = candidate.plan(profile.ids)
-    return simulated(plan, profile.stage_costs(plan, candidate.rows), topology, global_norm)
+    return simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology, global_norm)
 
 
 def _explained(profile: Profile, topology: Topology, one: Ranked, global_norm: bool) -> Ranked:

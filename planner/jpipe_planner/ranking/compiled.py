@@ -9,7 +9,7 @@ import jax
 
 import jpipe
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
-from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.ranking.choose import Choice, Ranked
 
 _AT_ONCE = 8  # stages that are compiled without a look at the fullest first
@@ -47,7 +47,7 @@ Programs = dict[Any, Any]
 """What is compiled already, as `jpipe.Pipeline.costs` keeps it."""
 
 
-def compiled(
+def compile_stages(
     choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device, programs: Programs | None = None
 ) -> Compiled:
     """Compile the stages of a plan for a device of this machine, run nothing, and simulate the plan again with the exact memory.
@@ -85,7 +85,7 @@ def _with_compiled(
     for s, (size, estimate) in enumerate(zip(sizes, estimates, strict=True)):
         names = _TIMES if s in stages else (*_TIMES, "residuals", "stash", "temporary")
         costs.append(dataclasses.replace(size, **{name: getattr(estimate, name) for name in names}))
-    exact = dataclasses.replace(ranked, simulated=simulated(plan, costs, topology, choice.global_norm))
+    exact = dataclasses.replace(ranked, simulated=simulate_plan(plan, costs, topology, choice.global_norm))
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
     ranks = tuple(p for p, own in enumerate(plan.rank_stages) if set(own) <= set(stages))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jpipe_planner.cost.bound import computing_seconds
-from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Choice, Ranked, choose, in_order
@@ -218,7 +218,10 @@ def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ..
     candidate = dataclasses.replace(candidate, policies=policies, over=None)
     plan = candidate.plan(profile.ids)
     costs = profile.stage_costs(plan, candidate.rows)
-    known, has_closed_form = simulated(plan, costs, topology, choice.global_norm), candidate.has_whole_backwards and candidate.chunks == 1
+    known, has_closed_form = (
+        simulate_plan(plan, costs, topology, choice.global_norm),
+        candidate.has_whole_backwards and candidate.chunks == 1,
+    )
     if known is None and not has_closed_form:
         return None
     seconds = closed_form(profile, topology, candidate) if has_closed_form or known is None else known.batch_seconds

@@ -9,6 +9,23 @@ from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.confirm import Attempt
 from jpipe_planner.search.candidate import Candidate
 
+__all__ = [
+    "WHY_HEAD",
+    "WORDS",
+    "attempt",
+    "head",
+    "how_known",
+    "links",
+    "name",
+    "rate",
+    "rows",
+    "rows_of",
+    "size",
+    "what_would_fit",
+    "why_chosen",
+    "why_rejected",
+]
+
 _EQUAL = 0.005  # relative difference up to which plans count as equally fast, as in `choose`
 WORDS = ("schedule", "recompute", "bound by", "why not", "peak memory of each rank")  # columns of words, which begin at the left
 HEAD = (

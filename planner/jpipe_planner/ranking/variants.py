@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import jpipe
 from jpipe import InputError
 from jpipe_planner.cost.shape import is_planned
-from jpipe_planner.cost.simulated import Simulated, forwards, network, simulated
+from jpipe_planner.cost.simulated import Simulated, forwards, network, simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
 from jpipe_planner.search.balance import balance
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import on_meshes
-from jpipe_planner.search.parallel import sweep
+from jpipe_planner.search.parallel import search_parallel
 
 BASES = 4  # plans of one stage on each rank that are varied
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
@@ -77,7 +77,7 @@ def find_variants(
     profile, topology = Meshes(profile, topology).of(degrees)
     planned = [dataclasses.replace(candidate, degrees=NO_MESH) for candidate in planned if candidate.degrees == degrees]
     schedules = variant_schedules() if schedules is None else [name for name in schedules if name in variant_schedules()]
-    straight = sweep(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
+    straight = search_parallel(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
     run = _Variants(profile, topology, schedules, global_norm)
     for candidate in _early_bases(_usable(planned, topology, all_devices)):
         run.add(run.early(candidate))
@@ -130,7 +130,7 @@ class _Variants:
         for candidate in candidates:
             plan = candidate.plan(self.profile.ids)
             costs = self.profile.stage_costs(plan, candidate.rows)
-            known = simulated(plan, costs, self.topology, self.global_norm)
+            known = simulate_plan(plan, costs, self.topology, self.global_norm)
             if known is not None:
                 self.found[_priced(candidate, plan, costs, known, self.topology)] = known
 

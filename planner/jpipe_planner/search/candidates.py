@@ -13,9 +13,9 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.paper import search_paper
-from jpipe_planner.search.parallel import EXTRA, pipelines_seconds, sweep
-from jpipe_planner.search.partition import SCHEDULE, Partition, Placed, Problem, evaluate
-from jpipe_planner.search.pipedream import search
+from jpipe_planner.search.parallel import EXTRA, pipelines_seconds, search_parallel
+from jpipe_planner.search.partition import SCHEDULE, Partition, Placed, Problem, evaluate_partition
+from jpipe_planner.search.pipedream import search_pipedream
 
 Updates = Literal["batch", "replicas", "text", "code"]
 """How PipeDream's stages update and are found; see `find_candidates`."""
@@ -32,10 +32,10 @@ def find_candidates(
     meshes: Sequence[Degrees] = (NO_MESH,),
     replicas: bool = True,
 ) -> list[Candidate]:
-    """All plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
+    """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
 
-    Schedules that do not flush are tried with 0 to 2 additional microbatches in flight. Those that `cannot_share` are left out if layers
-    share a parameter.
+    Schedules that do not flush are tried with 0 to 2 additional microbatches in flight. If layers share a parameter, schedules with a
+    `sharing_refusal` are left out.
 
     Args:
         profile: the model's costs.
@@ -51,10 +51,10 @@ def find_candidates(
     """
     schedules = planned_schedules() if schedules is None else schedules
     if profile.shared:
-        schedules = tuple(name for name in schedules if not cannot_share(name))
+        schedules = tuple(name for name in schedules if not sharing_refusal(name))
     views, found = Meshes(profile, topology), list[Candidate]()
     for degrees in meshes:
-        own = sweep(*views.of(degrees), batch, exact=exact, schedules=schedules, replicas=replicas)
+        own = search_parallel(*views.of(degrees), batch, exact=exact, schedules=schedules, replicas=replicas)
         if SCHEDULE.name in schedules:
             own += _pipedream(*views.of(degrees), batch, exact, pipedream)
         found += own if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in own]
@@ -69,7 +69,7 @@ def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:
     return dataclasses.replace(candidate, degrees=degrees, sent=candidate.sent * degrees.size)
 
 
-def cannot_share(schedule: str) -> str:
+def sharing_refusal(schedule: str) -> str:
     """Why the stages of a schedule cannot share parameters, in plans like those of `find_candidates`; "" if they can."""
     return jpipe.schedules.SCHEDULES[schedule].norm_refusal(jpipe.Plan.even("ab", 2, schedule, 2)) if is_planned(schedule) else ""
 
@@ -91,9 +91,9 @@ def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, ho
             memory=topology.device.memory,
             policies=policies,
         )
-        partition = search_paper(problem, how) if how == "text" or how == "code" else search(problem)
+        partition = search_paper(problem, how) if how == "text" or how == "code" else search_pipedream(problem)
         for extra in EXTRA if len(partition.stages) > 1 else (0,):
-            held = evaluate(dataclasses.replace(problem, extra_in_flight=extra), partition.stages)
+            held = evaluate_partition(dataclasses.replace(problem, extra_in_flight=extra), partition.stages)
             same = dataclasses.replace(partition, memory=held.memory, over=held.over)
             candidate = as_candidate(dataclasses.replace(problem, extra_in_flight=extra), same, rows)
             if candidate.batch <= batch:
@@ -117,7 +117,7 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
         ends = (*candidate.starts[1:], len(profile.ids))
         firsts = (0, *accumulate(candidate.replicas))
         placed = map(Placed, candidate.starts, ends, firsts, candidate.replicas, candidate.policies)
-        seconds = evaluate(problem, list(placed)).seconds * candidate.microbatches
+        seconds = evaluate_partition(problem, list(placed)).seconds * candidate.microbatches
     computing = 0.0
     for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
         updates = plan.microbatches / plan.microbatches_per_update(s)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jpipe_planner.machine.topology import Level
-from jpipe_planner.search.partition import Partition, Placed, Problem, evaluate
+from jpipe_planner.search.partition import Partition, Placed, Problem, evaluate_partition
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def search_paper(problem: Problem, price: Literal["text", "code"] = "text") -> P
     for start, stop, replicas in pieces:
         stages.append(Placed(start, stop, first, replicas))
         first += replicas
-    return replace(evaluate(problem, stages), seconds=float(inside[0, count]))
+    return replace(evaluate_partition(problem, stages), seconds=float(inside[0, count]))
 
 
 def _alone(inside: Any, sizes: Any, m: int, level: Level, price: str) -> Any:

@@ -34,7 +34,7 @@ EXTRA = (0, 1, 2)  # additional microbatches in flight, tried for schedules that
 _ORIENTATIONS: tuple[Literal["replicas", "stages"], ...] = ("replicas", "stages")
 
 
-def sweep(
+def search_parallel(
     profile: Profile,
     topology: Topology,
     batch: int,
@@ -76,7 +76,7 @@ def sweep(
 
 
 def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate) -> float:
-    """Seconds per batch of a plan from `sweep` in closed form, without the effect of shared cores.
+    """Seconds per batch of a plan from `search_parallel` in closed form, without the effect of shared cores.
 
     Args:
         profile: the costs, possibly others than in the search.

@@ -13,13 +13,12 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import jpipe
-from jpipe.schedules.pipedream import PIPEDREAM, versions_held
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
 from jpipe_planner.cost.shape import Shape
 from jpipe_planner.machine.topology import Topology
 
-SCHEDULE = PIPEDREAM
+SCHEDULE = jpipe.schedules.SCHEDULES["pipedream"]
 """That of all answers."""
 
 
@@ -85,7 +84,7 @@ class Problem:
 
     def versions(self, in_flight: Number, replicas: Number) -> Number:
         """Weight versions alive at a stage; for arrays too."""
-        return versions_held(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
+        return jpipe.schedules.pipedream_versions(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
 
     def shape(self, replicas: tuple[int, ...]) -> Shape:
         """The part of a solution that the schedule reads, for these numbers of replicas."""
@@ -154,7 +153,7 @@ class Partition:
         )
 
 
-def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
+def evaluate_partition(problem: Problem, stages: Sequence[Placed]) -> Partition:
     """Price any stages and count their memory, one by one: the reference for the searches.
 
     Args:
@@ -162,7 +161,7 @@ def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
         stages: all layers in order, on devices without a gap.
     """
     times: list[tuple[float, tuple[Literal["stage", "cut"], int]]] = []
-    times += [(seconds_of(problem, stage), ("stage", s)) for s, stage in enumerate(stages)]
+    times += [(placed_seconds(problem, stage), ("stage", s)) for s, stage in enumerate(stages)]
     for s, (before, after) in enumerate(pairwise(stages)):
         link = problem.link(before.first, after.first + after.replicas - 1)
         times.append((cut_seconds(problem.layers[before.stop - 1].outputs, link), ("cut", s)))
@@ -173,7 +172,7 @@ def evaluate(problem: Problem, stages: Sequence[Placed]) -> Partition:
     return Partition(tuple(stages), seconds, bound, memory, (memory.index(most), lacking) if lacking > 0 else None)
 
 
-def seconds_of(problem: Problem, stage: Placed) -> float:
+def placed_seconds(problem: Problem, stage: Placed) -> float:
     """Seconds per microbatch of one stage.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from jpipe_planner.search.fast_ranges import FastPlacement, FastRanges
 from jpipe_planner.search.fitting_placement import FittingPlacement
 from jpipe_planner.search.fitting_ranges import FittingRanges
-from jpipe_planner.search.partition import Partition, Placed, Problem, evaluate, seconds_of
+from jpipe_planner.search.partition import Partition, Placed, Problem, evaluate_partition, placed_seconds
 from jpipe_planner.search.ranges import Ranges
 
 TIE = 1e-9
@@ -21,7 +21,7 @@ _ENOUGH = 1e-2  # relative precision of the least memory, for a problem in which
 _SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0, math.inf)  # bounds to try first with limited memory: loose bounds take long
 
 
-def search(problem: Problem) -> Partition:
+def search_pipedream(problem: Problem) -> Partition:
     """The stages and devices that train fastest and fit.
 
     Ties go to fewer stages, then fewer devices, then, from the front, earlier cuts and fewer replicas.
@@ -76,7 +76,7 @@ def _smallest(problem: Problem, fast: FastRanges, fastest: Partition) -> Partiti
         found = within(2 * low)
         low = low if found else 2 * low
     least = _squeeze(low, found or fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
-    return evaluate(problem, least.stages)
+    return evaluate_partition(problem, least.stages)
 
 
 class _Fitting:
@@ -137,9 +137,9 @@ def _squeeze(
 def _recompute(problem: Problem, stages: Sequence[Placed], bound: float) -> Partition:
     """Give each stage the cheapest policy that fits and is fast enough, or the cheapest of all if none fits."""
     policies = sorted(problem.policies, key=lambda policy: policy != "none")
-    options = [evaluate(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in policies]
+    options = [evaluate_partition(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in policies]
     chosen = []
     for s in range(len(stages)):
         fitting = (option.stages[s] for option in options if problem.memory is None or option.memory[s] <= problem.memory)
-        chosen.append(next((stage for stage in fitting if seconds_of(problem, stage) <= bound), options[0].stages[s]))
-    return evaluate(problem, chosen)
+        chosen.append(next((stage for stage in fitting if placed_seconds(problem, stage) <= bound), options[0].stages[s]))
+    return evaluate_partition(problem, chosen)

@@ -50,7 +50,7 @@ def pipeline(stack=STACK, **fields) -> Pipeline:
 
 def specs(pipe: Pipeline, batch=BATCH) -> dict:
     """By "layer/path" how each parameter of the first stage is sharded; those that are whole are left out."""
-    first = pipe._functions(batch)[0].partition
+    first = pipe.stage_functions(batch)[0].partition
     return {f"{entry}/{path}": spec for entry, own in first.params.items() for path, spec in own.items()}
 
 

@@ -255,7 +255,7 @@ def test_initialization_the_probe_and_a_profile_show_no_made_up_values():
     pipe.init(jax.random.key(0), batch)
     found = seen()
     assert {name: len(values) for name, values in found.items()} == {"kernel": 1, "start": 2}
-    functions = pipe._functions(batch)[0]
+    functions = pipe.stage_functions(batch)[0]
     alone = StandaloneStage(stack, pipe.plan.stages[0], stack.specs(batch[0][:ROWS]), None, models.squares, functions.optimizer)
     for name in ("forward", "backward", "update"):
         assert not alone.trace(name, jax.devices()[0]).jaxpr.effects

@@ -67,7 +67,7 @@ def functions_of(blocks, recompute):
     plan = models.cut(stack.ids, (2, *[1] * (len(blocks) - 1)), microbatches=2, recompute=recompute, schedule="gpipe")
     pipe = Pipeline(stack, plan, loss, optax.sgd(0.1))
     batch = (np.zeros((2 * ROWS, WIDTH), np.float32),) * 2
-    return pipe._functions(batch)
+    return pipe.stage_functions(batch)
 
 
 def shapes(tree) -> set:
@@ -102,7 +102,7 @@ def test_full_recomputation_keeps_the_stage_input_only(blocks, recompute):
 def test_full_recomputation_keeps_the_layer_state_that_the_forward_read():
     stack = models.rich_stack()
     pipe = Pipeline(stack, Plan.even(stack.ids, 4, "pipedream", 1, recompute="full"), models.masked_squares, optax.sgd(0.1))
-    first = pipe._functions(models.masked_batches(1, 1)[0])[0]
+    first = pipe.stage_functions(models.masked_batches(1, 1)[0])[0]
     arguments, outputs = first.residuals.keep(first.specs.arguments, first.specs.arguments[::-1])
     assert outputs == ()
     assert [a.shape for a in arguments] == [first.specs.state["track"]["mean"].shape, first.specs.x.shape]
@@ -122,7 +122,7 @@ def test_an_array_is_kept_once_though_several_layers_need_it():
 
     stack = LayerStack({"a": models.dense(WIDTH, unchanged), "b": models.dense(HIDDEN, unchanged), "c": lambda x: x * x, "d": jnp.sin})
     pipe = Pipeline(stack, models.cut(stack.ids, (3, 1), microbatches=2, schedule="gpipe"), models.squares, optax.sgd(0.1))
-    f = pipe._functions((np.zeros((2 * ROWS, 3), np.float32), np.zeros((2 * ROWS, HIDDEN), np.float32)))[0]
+    f = pipe.stage_functions((np.zeros((2 * ROWS, 3), np.float32), np.zeros((2 * ROWS, HIDDEN), np.float32)))[0]
     y, state, saved = jax.eval_shape(f.forward, f.specs.params, *f.specs.arguments, f.specs.rng)
     arguments, outputs = f.residuals.keep(f.specs.arguments, (y, state))
     assert [a.shape for a in arguments] == [(ROWS, 3)]

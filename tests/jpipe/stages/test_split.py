@@ -164,7 +164,7 @@ def functions_of(layers: dict, sizes=None, *, inputs=None, recompute="none", **o
     plan = models.cut(stack.ids, sizes or [1] * len(stack.ids), microbatches=2, recompute=recompute, schedule="zb_h1")
     x = np.zeros((2 * ROWS, STEPS, WIDTH), np.float32) if inputs is None else inputs
     pipe = Pipeline(stack, plan, loss, optax.sgd(0.1), **options)
-    return pipe._functions((x, np.zeros((2 * ROWS, STEPS, WIDTH), np.float32)))
+    return pipe.stage_functions((x, np.zeros((2 * ROWS, STEPS, WIDTH), np.float32)))
 
 
 def middle(kind: str, recompute: str = "none", **options) -> StageFunctions:

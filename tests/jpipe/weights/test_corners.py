@@ -114,7 +114,7 @@ def test_a_scan_over_layers_leaves_no_weights_behind():
     stack = LayerStack({"tower": Tower(), "out": lambda x: x})
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), squares, momentum())
     batch = batches_of(1, 8)[0]
-    functions = pipe._functions(batch)[0]
+    functions = pipe.stage_functions(batch)[0]
     saved = jax.eval_shape(functions.forward, functions.specs.params, *functions.specs.arguments, functions.specs.rng)[2]
     assert [leaf.shape for leaf in saved] == [(5, 4, 3)]  # the activations of the five layers; their kernels are (5, 3, 3)
     state = pipe.init(jax.random.key(0), batch)

@@ -184,7 +184,7 @@ def test_nothing_is_kept_or_sent_for_frozen_parameters(schedule):
 
 def test_a_backward_of_frozen_layers_computes_nothing_but_what_passes_through():
     pipe = pipeline(["track", "mix"], even(num_stages=4))
-    functions = pipe._functions(models.masked_batches(1, 4)[0])
+    functions = pipe.stage_functions(models.masked_batches(1, 4)[0])
 
     def products(f):
         spec = f.specs.params, *f.between_specs, f.accumulators_spec, f.specs.rng

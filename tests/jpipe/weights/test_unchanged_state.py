@@ -48,7 +48,7 @@ def test_unchanged_state_is_the_same_array_after_a_step(fields, recompute):
         state, _ = pipe.step(state, batch)
     after = [own[layer_id]["scale"] for own in state_of(state) for layer_id in own]
     assert all(one is other for one, other in zip(before, after, strict=True))
-    for f in pipe._functions(batches[0]):
+    for f in pipe.stage_functions(batches[0]):
         assert all(flags == (True, False) for flags in f.changed.chosen.values())  # count, scale
 
 
@@ -91,7 +91,7 @@ class FrozenInLinen(linen.Module):
 def test_frozen_batch_statistics_are_not_copied(make):
     stack = LayerStack({"a": make(), "b": make()})
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, optax.sgd(0.1), precision=Precision(params="bfloat16"))
-    for f in pipe._functions(models.batches_of(1, 4)[0]):
+    for f in pipe.stage_functions(models.batches_of(1, 4)[0]):
         assert not f.changed.has_any(f.specs.state)
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.search.partition import Placed, Problem, evaluate
+from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
 
 import jpipe
 
@@ -40,7 +40,7 @@ def shares(replicas, rng):
     cuts = [0, *sorted(rng.sample(range(1, depth + 2), depth - 1)), depth + 2]
     stages = [Placed(cuts[s], cuts[s + 1], sum(replicas[:s]), replicas[s], policy) for s in range(depth)]
     ids = [f"layer{i}" for i in range(len(layers))]
-    found = evaluate(problem, stages)
+    found = evaluate_partition(problem, stages)
     plan = found.plan(ids, problem)
     costs = jpipe.programs.sum_layer_costs(plan, dict(zip(ids, layers, strict=True)), inputs=problem.inputs, labels=problem.labels)
     prediction = jpipe.simulate(jpipe.lower(plan, batches=max(2, math.ceil(40 / plan.microbatches))), costs)

@@ -8,13 +8,13 @@ import optax
 import pytest
 from flax import nnx
 from jpipe_planner.cost.bound import port_seconds
-from jpipe_planner.cost.simulated import network, simulated
+from jpipe_planner.cost.simulated import network, simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.search.candidates import cannot_share, find_candidates
-from jpipe_planner.search.parallel import sweep
+from jpipe_planner.search.candidates import find_candidates, sharing_refusal
+from jpipe_planner.search.parallel import search_parallel
 
 import jpipe
 from jpipe import InputError
@@ -72,11 +72,11 @@ def test_the_bytes_of_a_profile_are_those_of_the_pipeline(precision):
 def test_what_plans_hold_and_send_is_what_the_simulator_counts():
     topology = Topology.flat(4, bandwidth=1e9)
     for profile in shared_profile(1, "layer_0", "layer_7"), shared_profile(2, "layer_1", "layer_2", "layer_6"):
-        candidates = sweep(profile, topology, 8, exact=True, schedules=("gpipe", "pipedream_flush", "pipedream_2bw"))
+        candidates = search_parallel(profile, topology, 8, exact=True, schedules=("gpipe", "pipedream_flush", "pipedream_2bw"))
         assert {candidate.depth for candidate in candidates} == {1, 2, 4}
         for candidate in candidates:
             plan = candidate.plan(profile.ids)
-            found = simulated(plan, profile.stage_costs(plan, 1), topology)
+            found = simulate_plan(plan, profile.stage_costs(plan, 1), topology)
             assert candidate.sent * candidate.batch == pytest.approx(sum(found.sent_bytes), rel=1e-3)
             peaks = [max(found.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
             # Gradients of the next update may come before those of the last one are used.
@@ -107,12 +107,12 @@ def test_no_simulation_is_faster_than_the_ports_that_carry_shared_gradients():
     least = port_seconds(plan, costs, network(plan, topology))
     alone = port_seconds(plan, [dataclasses.replace(cost, shared=()) for cost in costs], network(plan, topology))
     assert least == pytest.approx(alone + profile.shared[0].accumulators / 1e7)
-    assert simulated(plan, costs, topology).batch_seconds >= least
+    assert simulate_plan(plan, costs, topology).batch_seconds >= least
 
 
 def test_weight_stashing_is_left_out():
     profile, topology = shared_profile(1, "layer_0", "layer_7"), Topology.flat(2, bandwidth=1e9)
-    assert "under weight stashing the last stage updates before" in cannot_share("pipedream")
+    assert "under weight stashing the last stage updates before" in sharing_refusal("pipedream")
     candidates = find_candidates(profile, topology, 4)
     assert "pipedream" not in {candidate.schedule for candidate in candidates}
     assert choose(profile, topology, candidates).ranked[0].simulated is not None

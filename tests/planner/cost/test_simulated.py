@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from jpipe_planner.cost.simulated import places, simulated
+from jpipe_planner.cost.simulated import places, simulate_plan
 from jpipe_planner.machine.topology import Topology
 
 import jpipe
@@ -24,8 +24,8 @@ def _servers(count, size, inner, outer, **fields):
 def test_a_link_that_takes_longer_than_the_computation_decides():
     plan = _plan()
     costs = _costs(plan, outputs=60, inputs=60, message=60, gradient=60)
-    fast = simulated(plan, costs, Topology.flat(2, bandwidth=1e9))
-    slow = simulated(plan, costs, Topology.flat(2, bandwidth=10.0))
+    fast = simulate_plan(plan, costs, Topology.flat(2, bandwidth=1e9))
+    slow = simulate_plan(plan, costs, Topology.flat(2, bandwidth=10.0))
     assert fast.batch_seconds == pytest.approx(4 * 3.0)
     assert slow.batch_seconds == pytest.approx(4 * (3.0 + 6.0))  # a period of F + B + l
     assert fast.bubble == pytest.approx(0.0, abs=1e-6)
@@ -35,17 +35,17 @@ def test_a_link_that_takes_longer_than_the_computation_decides():
 def test_pipelines_that_leave_a_server_by_one_port_share_it():
     plan = _plan(replicas=2, extra_in_flight=8, microbatches=8)
     costs = _costs(plan, outputs=60, inputs=60, message=60, gradient=60)
-    across = simulated(plan, costs, _servers(2, 2, inner=1e9, outer=20.0))  # the replicas of a stage in one server
+    across = simulate_plan(plan, costs, _servers(2, 2, inner=1e9, outer=20.0))  # the replicas of a stage in one server
     assert across.batch_seconds == pytest.approx(8 * 3.0, rel=0.15)  # 3 s each, one after the other, where computing takes 1.5
-    inside = simulated(plan.model_copy(update={"keep_together": "stages"}), costs, _servers(2, 2, inner=1e9, outer=20.0))
+    inside = simulate_plan(plan.model_copy(update={"keep_together": "stages"}), costs, _servers(2, 2, inner=1e9, outer=20.0))
     assert inside.batch_seconds == pytest.approx(4 * 3.0, rel=0.05)
 
 
 def test_a_sum_over_servers_takes_the_slow_link():
     plan = _plan(replicas=2, schedule="pipedream_flush", stages=1)
     costs = _costs(plan, accumulators=100)
-    one = simulated(plan, costs, _servers(1, 2, inner=10.0, outer=1.0))
-    two = simulated(plan, costs, _servers(2, 1, inner=10.0, outer=1.0))
+    one = simulate_plan(plan, costs, _servers(1, 2, inner=10.0, outer=1.0))
+    two = simulate_plan(plan, costs, _servers(2, 1, inner=10.0, outer=1.0))
     assert one.batch_seconds == pytest.approx(2 * 3.0 + 10.0)
     assert two.batch_seconds == pytest.approx(2 * 3.0 + 100.0)
 
@@ -53,13 +53,13 @@ def test_a_sum_over_servers_takes_the_slow_link():
 def test_workers_that_share_cores_take_turns():
     plan = _plan(stages=4)
     costs = [dataclasses.replace(cost, update=0.5) for cost in _costs(plan)]
-    alone = simulated(plan, costs, Topology.flat(4, 1e9))
-    shared = simulated(plan, costs, Topology(levels=({"count": 4, "bandwidth": 1e9},), cores=2))
+    alone = simulate_plan(plan, costs, Topology.flat(4, 1e9))
+    shared = simulate_plan(plan, costs, Topology(levels=({"count": 4, "bandwidth": 1e9},), cores=2))
     assert alone.batch_seconds == pytest.approx(4 * 3.0 + 0.5)
     assert shared.batch_seconds == pytest.approx(2 * alone.batch_seconds)
     naive = _plan(stages=4, schedule="naive")
-    one_at_a_time = simulated(naive, _costs(naive), Topology(levels=({"count": 4, "bandwidth": 1e9},), cores=2))
-    assert one_at_a_time.batch_seconds == pytest.approx(simulated(naive, _costs(naive), Topology.flat(4, 1e9)).batch_seconds)
+    one_at_a_time = simulate_plan(naive, _costs(naive), Topology(levels=({"count": 4, "bandwidth": 1e9},), cores=2))
+    assert one_at_a_time.batch_seconds == pytest.approx(simulate_plan(naive, _costs(naive), Topology.flat(4, 1e9)).batch_seconds)
 
 
 def test_workers_are_where_the_plan_places_them():
@@ -69,14 +69,14 @@ def test_workers_are_where_the_plan_places_them():
 
 
 def test_what_would_take_minutes_is_not_simulated():
-    assert simulated(_plan(microbatches=10**6), _costs(_plan()), Topology.flat(2, 1e9)) is None
+    assert simulate_plan(_plan(microbatches=10**6), _costs(_plan()), Topology.flat(2, 1e9)) is None
 
 
 def test_sums_that_leave_a_server_by_one_port_go_one_after_the_other():
     plan = _plan(replicas=2, schedule="gpipe", stages=2)
     costs = _costs(plan, accumulators=100)
-    apart = simulated(plan, costs, _servers(2, 2, inner=1e9, outer=10.0))  # the replicas of a stage in one server
-    together = simulated(plan.model_copy(update={"keep_together": "stages"}), costs, _servers(2, 2, inner=1e9, outer=10.0))
-    free = simulated(plan, costs, Topology.flat(4, 1e9))
+    apart = simulate_plan(plan, costs, _servers(2, 2, inner=1e9, outer=10.0))  # the replicas of a stage in one server
+    together = simulate_plan(plan.model_copy(update={"keep_together": "stages"}), costs, _servers(2, 2, inner=1e9, outer=10.0))
+    free = simulate_plan(plan, costs, Topology.flat(4, 1e9))
     assert apart.batch_seconds == pytest.approx(free.batch_seconds, rel=1e-3)
     assert together.batch_seconds > free.batch_seconds + 17  # two sums of 10 s, the first of them begun while stage 0 still computes

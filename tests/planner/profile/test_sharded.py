@@ -5,7 +5,7 @@ import re
 import pytest
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile, SharedProfile
-from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_degrees, sharded, why_not
+from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes, mesh_refusal, possible_degrees, shard_profile
 
 import jpipe
 
@@ -28,7 +28,7 @@ SERVERS = Topology(levels=({"count": 8, "bandwidth": 1000.0, "latency": 0.25}, {
 
 
 def test_a_device_of_a_mesh_has_a_share_of_what_is_sharded():
-    found = sharded(profile(), Degrees(model=4), SERVERS).layers[0]
+    found = shard_profile(profile(), Degrees(model=4), SERVERS).layers[0]
     left = 0.5 + 0.5 / 4
     assert (found.weights, found.accumulators, found.optimizer) == (1600 * left, 3200 * left, 4800 * left)
     assert found.update == 4.0 * left
@@ -40,7 +40,7 @@ def test_a_device_of_a_mesh_has_a_share_of_what_is_sharded():
 
 
 def test_the_rows_are_sharded_over_data_and_sizes_that_cannot_be_are_left_out():
-    found = sharded(profile(sizes=(2, 3, 4)), Degrees(data=2), SERVERS)
+    found = shard_profile(profile(sizes=(2, 3, 4)), Degrees(data=2), SERVERS)
     assert found.sizes == (2, 4)
     assert found.inputs == (8, 16)
     layer = found.layers[0]
@@ -51,21 +51,21 @@ def test_the_rows_are_sharded_over_data_and_sizes_that_cannot_be_are_left_out():
 
 
 def test_a_layer_takes_the_sums_of_its_partial_products_longer():
-    plain, summed = (sharded(profile(**own), Degrees(model=4), SERVERS).layers[0].at[0] for own in ({}, SUMS))
+    plain, summed = (shard_profile(profile(**own), Degrees(model=4), SERVERS).layers[0].at[0] for own in ({}, SUMS))
     ring = 2 * 3 / 4 * 1600 / 1000 + 2 * 2 * 3 * 0.25  # 800 bytes for each of two rows, in two sums
     assert summed.forward == pytest.approx(plain.forward + ring)
     assert summed.backward == pytest.approx(plain.backward + ring)
 
 
 def test_across_servers_sums_have_the_links_between_them():
-    inside, across = (sharded(profile(**{**SUMS, "divides": 16}), Degrees(model=n), SERVERS).layers[0].at[0] for n in (8, 16))
+    inside, across = (shard_profile(profile(**{**SUMS, "divides": 16}), Degrees(model=n), SERVERS).layers[0].at[0] for n in (8, 16))
     work = [16 * (0.5 + 0.5 / n) for n in (8, 16)]
     assert inside.forward - work[0] == pytest.approx(2 * 7 / 8 * 1600 / 1000 + 2 * 2 * 7 * 0.25)
     assert across.forward - work[1] == pytest.approx(2 * 15 / 16 * 1600 / 100 + 2 * 2 * 15 * 1.0)
 
 
 def test_fsdp_keeps_a_share_of_the_weights_and_gathers_them_for_each_microbatch():
-    plain, found = (sharded(profile(), Degrees(data=2, fsdp=fsdp), SERVERS).layers[0] for fsdp in (False, True))
+    plain, found = (shard_profile(profile(), Degrees(data=2, fsdp=fsdp), SERVERS).layers[0] for fsdp in (False, True))
     assert (found.weights, found.accumulators, found.optimizer) == (800, 1600, 2400)
     gather, scatter = 1600 / 2 / 1000 + 0.25, 3200 / 2 / 1000 + 0.25
     assert found.at[0].forward == pytest.approx(plain.at[0].forward + gather)
@@ -76,14 +76,14 @@ def test_fsdp_keeps_a_share_of_the_weights_and_gathers_them_for_each_microbatch(
 
 def test_a_shared_parameter_is_sharded_as_its_layers_are():
     tied = profile().model_copy(update={"shared": (SharedProfile(layers=("a", "b"), weights=160, accumulators=320, optimizer=480),)})
-    one = sharded(tied, Degrees(data=2, model=4, fsdp=True), SERVERS).shared[0]
+    one = shard_profile(tied, Degrees(data=2, model=4, fsdp=True), SERVERS).shared[0]
     assert (one.weights, one.accumulators, one.optimizer) == (50, 100, 150)
 
 
 def test_no_mesh_is_the_profile_itself():
     own = profile()
     assert Meshes(own, SERVERS).of(NO_MESH) == (own, SERVERS)
-    assert sharded(own, NO_MESH, SERVERS).costs(2)["a"].forward == own.costs(2)["a"].forward
+    assert shard_profile(own, NO_MESH, SERVERS).costs(2)["a"].forward == own.costs(2)["a"].forward
 
 
 def test_meshes_are_inside_a_server_and_divide_heads():
@@ -105,7 +105,7 @@ def test_there_are_no_meshes_where_topology_or_profile_do_not_allow_them():
     unknown = profile().model_copy(update={"layers": tuple(one.model_copy(update={"tensor": None}) for one in profile().layers)})
     assert possible_degrees(unknown, SERVERS) == (NO_MESH,)
     assert possible_degrees(profile(), Topology.flat(1, 1e9)) == (NO_MESH,)
-    assert "does not say" in why_not(unknown, Degrees(model=2))
+    assert "does not say" in mesh_refusal(unknown, Degrees(model=2))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,6 @@ def test_what_is_no_mesh_is_refused(text):
     [(Degrees(model=5), "divides 12, .* layer 'a' shards .* found 5"), (Degrees(data=3), "one of the microbatch sizes, 2, 4, found 3")],
 )
 def test_a_mesh_that_does_not_fit_the_layers_is_explained(degrees, why):
-    assert re.search(why, why_not(profile(), degrees))
-    assert not why_not(profile(), Degrees(model=4))
-    assert "logical axis" in why_not(profile(divides=0), Degrees(model=2))
+    assert re.search(why, mesh_refusal(profile(), degrees))
+    assert not mesh_refusal(profile(), Degrees(model=4))
+    assert "logical axis" in mesh_refusal(profile(divides=0), Degrees(model=2))

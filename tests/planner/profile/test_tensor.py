@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jpipe_planner.machine.topology import Device, Topology
 from jpipe_planner.profile.analyze import analyze
-from jpipe_planner.profile.sharded import Degrees, sharded
+from jpipe_planner.profile.sharded import Degrees, shard_profile
 from jpipe_planner.profile.tensor import Walk, sharded_params, tensor_profile
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import loss
@@ -109,7 +109,7 @@ def test_bytes_on_a_mesh_are_those_of_the_compiled_stage():
     profile = analyze(stack, lambda _: (rows, rows), loss, rule, [ROWS], device, policies=[])
     degrees = Degrees(model=2)
     plan = jpipe.Plan.even(stack.ids, 3, "gpipe", 2, mesh=degrees.mesh)
-    found = sharded(profile, degrees, Topology.flat(2, 1e9)).stage_costs(plan, ROWS)
+    found = shard_profile(profile, degrees, Topology.flat(2, 1e9)).stage_costs(plan, ROWS)
     batch = jax.ShapeDtypeStruct((2 * ROWS, SEQ), np.int32)
     exact = jpipe.Pipeline(stack, plan, loss, rule).costs((batch, batch), compiled_for=jax.devices()[0])
     for part in ("weights", "optimizer", "inputs", "outputs", "residuals"):

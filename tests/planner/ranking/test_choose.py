@@ -4,7 +4,7 @@ import dataclasses
 
 import jpipe_planner.ranking.choose
 import pytest
-from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking import table
@@ -47,7 +47,7 @@ def test_what_is_chosen_is_what_the_simulator_finds_fastest_of_all():
     everything = [
         candidate.batch / found.batch_seconds
         for candidate in candidates
-        if (found := simulated(candidate.plan(profile.ids), profile.stage_costs(candidate.plan(profile.ids), candidate.rows), topology))
+        if (found := simulate_plan(candidate.plan(profile.ids), profile.stage_costs(candidate.plan(profile.ids), candidate.rows), topology))
     ]
     assert choice.ranked[0].samples_per_second == pytest.approx(max(everything), rel=0.02)
     speeds = [ranked.samples_per_second for ranked in choice.ranked if ranked.simulated]
@@ -142,6 +142,6 @@ def test_what_really_differs_is_called_by_its_name(why):
 
 def test_the_explanation_waits_for_the_norm_where_the_plan_does(monkeypatch):
     asked = []
-    monkeypatch.setattr(jpipe_planner.ranking.choose, "simulated", lambda *args: asked.append(args[3]) or simulated(*args))
+    monkeypatch.setattr(jpipe_planner.ranking.choose, "simulate_plan", lambda *args: asked.append(args[3]) or simulate_plan(*args))
     choose(*TRULY_DIFFERENT["sum"], global_norm=True)
     assert asked == [True] * 3  # as it is, on free links, without sums

@@ -12,7 +12,7 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.ranking import compiled as module
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.ranking.compiled import compiled
+from jpipe_planner.ranking.compiled import compile_stages
 from jpipe_planner.search.candidates import find_candidates
 
 import jpipe
@@ -36,14 +36,14 @@ def compiled_choice(schedule, memory=1e9):
     choice = choose(profile, roomy, find_candidates(profile, roomy, 8, schedules=[schedule]))
     ranked = next(one for one in choice.ranked if one.candidate.depth == 2)
     pipe = jpipe.Pipeline(STACK, choice.plan(ranked), loss, optax.adam(1e-3))
-    return compiled(dataclasses.replace(choice, topology=topology), ranked, pipe, batch(8), jax.devices()[0]), pipe
+    return compile_stages(dataclasses.replace(choice, topology=topology), ranked, pipe, batch(8), jax.devices()[0]), pipe
 
 
 @pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_flush", "pipedream_2bw"])
 def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(schedule, monkeypatch):
     exact, pipe = compiled_choice(schedule)
-    monkeypatch.setattr(module, "simulated", lambda *_: None)
+    monkeypatch.setattr(module, "simulate_plan", lambda *_: None)
     closed, _ = compiled_choice(schedule)
     costs = pipe.costs(batch(8), compiled_for=jax.devices()[0])
     for s, (found, truth) in enumerate(zip(closed.ranked.memory, exact.ranked.memory, strict=True)):

@@ -8,14 +8,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking import confirm as module
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.ranking.compiled import Compiled, compiled
+from jpipe_planner.ranking.compiled import Compiled, compile_stages
 from jpipe_planner.ranking.confirm import confirm
 from jpipe_planner.search.candidates import find_candidates
 
@@ -48,7 +48,7 @@ def confirmed(memory: float, actual: Profile, schedules=("pipedream_flush",), es
     def compile_stages(choice, ranked):
         asked.append(ranked.candidate)
         plan = choice.plan(ranked)
-        found = simulated(plan, actual.stage_costs(plan, ranked.candidate.rows), topology)
+        found = simulate_plan(plan, actual.stage_costs(plan, ranked.candidate.rows), topology)
         exact = dataclasses.replace(ranked, simulated=found)
         return Compiled(exact, ranked.candidate.memory, max(exact.memory) - memory, tuple(range(len(exact.memory))))
 
@@ -154,7 +154,7 @@ def test_programs_that_were_compiled_for_another_plan_are_not_compiled_again(mon
         found = []
         for known in (programs, None):
             compiled_ones.clear()
-            found.append(compiled(choice, ranked, pipe, batch(8), jax.devices()[0], known).ranked.memory)
+            found.append(compile_stages(choice, ranked, pipe, batch(8), jax.devices()[0], known).ranked.memory)
             counts[ranked.candidate.schedule, known is None] = len(compiled_ones)
         assert found[0] == found[1]
     (first, _), *_ = counts

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from jpipe_planner.cost.shape import planned_schedules
-from jpipe_planner.cost.simulated import forwards, simulated
+from jpipe_planner.cost.simulated import forwards, simulate_plan
 from jpipe_planner.ranking import table, variants
 from jpipe_planner.ranking.choose import Ranked, choose
 from jpipe_planner.ranking.variants import MOST_CHUNKS, find_variants, variant_schedules
@@ -36,7 +36,7 @@ def test_variants_are_priced_as_simulated_with_memory_of_each_rank():
     for candidate, known in itertools.islice(found.items(), 0, None, 7):
         plan = candidate.plan(profile.ids)
         costs = profile.stage_costs(plan, candidate.rows)
-        again = simulated(plan, costs, slow)
+        again = simulate_plan(plan, costs, slow)
         assert (candidate.seconds, candidate.bubble) == (again.batch_seconds, again.bubble) == (known.batch_seconds, known.bubble)
         assert len(candidate.memory) == len(plan.rank_stages) == candidate.ranks
         assert max(candidate.memory) == max(again.peak_bytes)
@@ -146,7 +146,7 @@ def test_early_gradients_with_unequal_replicas_have_the_memory_of_each_rank():
     uneven = dataclasses.replace(joint, starts=(0, 3, 4), replicas=(2, 1, 1), policies=("none",) * 3, extra_in_flight=0)
     (candidate,) = find_variants(profile, slow, 16, schedules=[], planned=[uneven]).simulated
     plan = candidate.plan(profile.ids)
-    peaks = simulated(plan, profile.stage_costs(plan, 1), slow).peak_bytes
+    peaks = simulate_plan(plan, profile.stage_costs(plan, 1), slow).peak_bytes
     assert candidate.memory == (max(peaks[:2]), peaks[2], peaks[3])
 
 

@@ -3,14 +3,14 @@
 import dataclasses
 
 import pytest
-from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile, TensorProfile
-from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_degrees, sharded
+from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes, possible_degrees, shard_profile
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.search.candidates import as_candidate, find_candidates
-from jpipe_planner.search.parallel import sweep
-from jpipe_planner.search.partition import Placed, Problem, evaluate
+from jpipe_planner.search.parallel import search_parallel
+from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
 
 
 def blocks(count: int = 4, weights: int = 1_000) -> Profile:
@@ -30,12 +30,12 @@ def placed(profile, topology, *replicas, microbatches):
     ends = [*range(1, len(replicas)), count]
     stages = [Placed(s, ends[s], sum(replicas[:s]), r) for s, r in enumerate(replicas)]
     problem = Problem(list(profile.costs(1).values()), topology, microbatches, inputs=10, labels=4)
-    return as_candidate(problem, evaluate(problem, stages), 1)
+    return as_candidate(problem, evaluate_partition(problem, stages), 1)
 
 
 def simulate(profile, topology, candidate):
     plan = candidate.plan(profile.ids)
-    found = simulated(plan, profile.stage_costs(plan, candidate.rows), topology)
+    found = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
     assert found is not None
     return found
 
@@ -50,14 +50,14 @@ def test_what_stages_of_their_own_replicas_send_is_what_the_simulator_counts(rep
 @pytest.mark.slow
 def test_what_equal_pipelines_send_is_what_the_simulator_counts():
     profile, topology = blocks(), machines(4)
-    for candidate in sweep(profile, topology, 8, exact=True):
+    for candidate in search_parallel(profile, topology, 8, exact=True):
         assert candidate.sent * candidate.batch == pytest.approx(sum(simulate(profile, topology, candidate).sent_bytes), rel=1e-3)
 
 
 @pytest.mark.slow
 def test_workers_of_both_searches_share_cores():
     profile, topology = blocks(), machines(4, cores=1)
-    equal = [candidate for candidate in sweep(profile, topology, 16, exact=True) if not candidate.extra_in_flight]
+    equal = [candidate for candidate in search_parallel(profile, topology, 16, exact=True) if not candidate.extra_in_flight]
     plans = [((2, 1, 1), 8), ((3, 1), "replicas"), ((2, 2), 8)]
     own = [placed(profile, topology, *replicas, microbatches=microbatches) for replicas, microbatches in plans]
     for candidate in (*equal, *own):
@@ -94,7 +94,7 @@ def test_candidates_on_meshes_are_those_of_devices_that_have_a_share():
     profile, topology = meshes_of(1000)
     degrees = Degrees(model=4)
     found = find_candidates(profile, topology, 8, meshes=[degrees])
-    alone = find_candidates(sharded(profile, degrees, topology), topology.groups(4), 8)
+    alone = find_candidates(shard_profile(profile, degrees, topology), topology.groups(4), 8)
     assert [dataclasses.replace(one, degrees=NO_MESH, sent=one.sent / 4) for one in found] == alone
     assert {one.devices for one in found} <= {4, 8}
     plan = found[0].plan(profile.ids)

@@ -5,8 +5,8 @@ import json
 import pytest
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.search.paper import search_paper
-from jpipe_planner.search.partition import evaluate
-from jpipe_planner.search.pipedream import search
+from jpipe_planner.search.partition import evaluate_partition
+from jpipe_planner.search.pipedream import search_pipedream
 
 from benchmarks.papers import pipedream, stages, two_bw
 from benchmarks.papers.models import with_blocks
@@ -26,7 +26,7 @@ def problem_of(name, cluster):
 
 
 def speed_up(problem, found):
-    return stages.data_parallel(problem).seconds / evaluate(problem, found.stages).seconds
+    return stages.data_parallel(problem).seconds / evaluate_partition(problem, found.stages).seconds
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_profiles_are_of_the_models_that_everybody_knows(name, parameters):
 @pytest.mark.parametrize("cluster", ["4 × 4 A", "16, 10 Gbit/s"])
 def test_the_dense_layers_of_vgg_on_one_worker(cluster):
     vgg, problem = read("vgg16"), problem_of("vgg16", cluster)
-    found = search(problem)
+    found = search_pipedream(problem)
     assert stages.name_of(found) == "15-1"
     replicated, alone = (vgg.layers[stage.start : stage.stop] for stage in found.stages)
     assert sum(layer.weights for layer in replicated) < 0.15 * sum(layer.weights for layer in alone)
@@ -55,14 +55,14 @@ def test_the_dense_layers_of_vgg_on_one_worker(cluster):
 def test_the_recurrence_of_the_paper_on_vgg():
     of_16, of_four = (problem_of("vgg16", cluster) for cluster in ("16, 25 Gbit/s", "4, 25 Gbit/s"))
     assert stages.name_of(search_paper(of_16, "text")) == "15-1"
-    assert stages.name_of(search(of_16)) == "16"  # its sums are hidden
+    assert stages.name_of(search_pipedream(of_16)) == "16"  # its sums are hidden
     assert [stages.name_of(search_paper(of_four, price)) for price in ("text", "code")] == ["3-1", "3-1"]
 
 
 @pytest.mark.parametrize("cluster", ["4 × 4 A", "2 × 8 B"])
 def test_resnet_gains_nothing_over_data_parallelism(cluster):
     problem = problem_of("resnet50", cluster)
-    assert speed_up(problem, search(problem)) == pytest.approx(1, abs=0.1)
+    assert speed_up(problem, search_pipedream(problem)) == pytest.approx(1, abs=0.1)
 
 
 def test_gnmt_is_straight_on_one_server_by_the_recurrence():
@@ -122,12 +122,12 @@ def test_half_of_the_rate_at_half_rows(bert):
 
 def test_invented_models_are_cut(monkeypatch):
     problem = speed.invented(40, Topology.flat(16, 1e9))
-    assert len(search(problem).stages) > 1
+    assert len(search_pipedream(problem).stages) > 1
     assert problem.layers == speed.invented(40, Topology.flat(16, 1e9)).layers
     limited = speed.with_limit(problem)
-    found = search(limited)
+    found = search_pipedream(limited)
     assert found.over is None
-    assert max(found.memory) <= limited.memory < max(search(problem).memory)
+    assert max(found.memory) <= limited.memory < max(search_pipedream(problem).memory)
 
 
 def test_parts_by_name(tmp_path, monkeypatch, capsys):

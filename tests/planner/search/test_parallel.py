@@ -9,11 +9,11 @@ import pytest
 from jpipe_planner.cost.crossings import Crossings
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.shape import planned_schedules
-from jpipe_planner.cost.simulated import simulated
+from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.balance import balance
-from jpipe_planner.search.parallel import EXTRA, sweep
+from jpipe_planner.search.parallel import EXTRA, search_parallel
 from jpipe_planner.search.stages import Layers
 
 import jpipe
@@ -56,7 +56,7 @@ TWO_LEVELS = levels((2, 20_000.0, 0.02), (3, 5_000.0, 0.1))
 def price(profile, topology, candidate):
     """Seconds of a batch, as simulated."""
     plan = candidate.plan(profile.ids)
-    found = simulated(plan, profile.stage_costs(plan, candidate.rows), topology)
+    found = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
     assert found is not None
     return found.batch_seconds
 
@@ -127,7 +127,7 @@ def test_stages_cost_what_their_layers_sum_up_to():
 
 def test_every_legal_plan_is_there_and_no_other():
     profile, batch = gpt(3), 22
-    found = sweep(profile, TWO_LEVELS, batch)
+    found = search_parallel(profile, TWO_LEVELS, batch)
     seen = [(c.schedule, c.replicas, c.rows, c.microbatches, c.extra_in_flight, c.keep_together) for c in found]
     assert len(set(seen)) == len(seen)
     expected = set()
@@ -157,7 +157,7 @@ def _is_legal(profile, key):
 def test_each_stage_takes_the_cheapest_recomputation_that_fits(limit):
     profile = gpt()
     topology = levels((2, 20_000.0, 0.0), (2, 20_000.0, 0.0), memory=limit)
-    candidates = sweep(profile, topology, 16)
+    candidates = search_parallel(profile, topology, 16)
     for candidate in candidates:
         sizes = [_memory(profile, candidate, policy) for policy in POLICIES]
         lacking = [candidate.memory[s] - (limit or np.inf) for s in range(candidate.depth)]
@@ -203,7 +203,7 @@ def test_prices_are_those_of_the_simulator(schedule):
     for blocks, outer, head, memory in ((6, 5_000.0, 0.5, 250_000.0), (4, 50_000.0, 2.0, None)):
         profile = gpt(blocks, head=head)
         topology = levels((2, 20_000.0, 0.02), (2, outer, 0.1), memory=memory)
-        candidates = sweep(profile, topology, 12, schedules=[schedule])
+        candidates = search_parallel(profile, topology, 12, schedules=[schedule])
         for candidate in random.Random(2).sample(candidates, min(len(candidates), 5)):
             expected = price(profile, topology, candidate)
             assert expected * 0.95 <= candidate.seconds <= expected * 1.05
@@ -212,12 +212,12 @@ def test_prices_are_those_of_the_simulator(schedule):
 def test_links_that_pipelines_share_carry_the_bytes_of_all():
     profile = gpt(7, outputs=20_000, sizes=(1,), weights=1_000)
     topology = levels((4, 1e9, 0.0), (2, 20_000.0, 0.0))  # a message takes as long as a forward; four pipelines share a card
-    wide = [c for c in sweep(profile, topology, 32, exact=True) if c.depth == 2 and c.keep_together == "replicas"]
+    wide = [c for c in search_parallel(profile, topology, 32, exact=True) if c.depth == 2 and c.keep_together == "replicas"]
     for candidate in (c for c in wide if jpipe.schedules.SCHEDULES[c.schedule].flushes):
         assert candidate.seconds == pytest.approx(price(profile, topology, candidate))
     assert {c.bound for c in wide if not jpipe.schedules.SCHEDULES[c.schedule].flushes} == {"stage 0 computes"}
     narrow = levels((4, 1e9, 0.0), (2, 4_000.0, 0.0))
-    wide = [c for c in sweep(profile, narrow, 32, exact=True) if c.depth == 2 and c.keep_together == "replicas"]
+    wide = [c for c in search_parallel(profile, narrow, 32, exact=True) if c.depth == 2 and c.keep_together == "replicas"]
     asynchronous = [c for c in wide if not jpipe.schedules.SCHEDULES[c.schedule].flushes]
     assert {c.bound for c in asynchronous} == {"cut 0"}
     for candidate in asynchronous[:3]:
@@ -228,14 +228,16 @@ def test_links_that_pipelines_share_carry_the_bytes_of_all():
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "pipedream_flush"])
 @pytest.mark.parametrize(("bandwidth", "bound"), [(1e30, "bubble"), (20_000.0, "bubble"), (50.0, "cut")])
 def test_a_cut_is_to_blame_only_for_what_its_link_adds(schedule, bandwidth, bound):
-    found = [c for c in sweep(gpt(7, head=0.5), levels((4, bandwidth, 0.0)), 4, exact=True, schedules=[schedule]) if c.depth == 4]
+    found = [c for c in search_parallel(gpt(7, head=0.5), levels((4, bandwidth, 0.0)), 4, exact=True, schedules=[schedule]) if c.depth == 4]
     assert {candidate.bound.split()[0] for candidate in found} == {bound}
 
 
 def test_more_in_flight_hides_a_slow_link():
     profile = gpt(2, head=0.1, sizes=(1,))
     found = {
-        c.extra_in_flight: c for c in sweep(profile, levels((2, 1e9, 1.0)), 32, exact=True, schedules=["pipedream_2bw"]) if c.depth == 2
+        c.extra_in_flight: c
+        for c in search_parallel(profile, levels((2, 1e9, 1.0)), 32, exact=True, schedules=["pipedream_2bw"])
+        if c.depth == 2
     }
     assert found[0].bound == "cut 0"
     period = (
@@ -249,7 +251,7 @@ def test_more_in_flight_hides_a_slow_link():
 
 def test_data_parallelism_computes_sums_and_updates():
     profile, topology = gpt(sizes=(2,)), levels((4, 10_000.0, 0.5))
-    found = [c for c in sweep(profile, topology, 24, exact=True, schedules=["pipedream_flush"]) if c.depth == 1]
+    found = [c for c in search_parallel(profile, topology, 24, exact=True, schedules=["pipedream_flush"]) if c.depth == 1]
     weights, own, update = 140_000, 2 * 3 * 4.6 + 2 * profile.dispatch, 1.4 + profile.dispatch
     expected = 3 * own + 2 * 3 / 4 * weights / 10_000 + 2 * 3 * 0.5 + update
     assert [c.seconds for c in found] == [pytest.approx(expected)]
@@ -261,7 +263,7 @@ def test_a_sum_without_a_flush_is_waited_for_as_far_as_it_is_not_hidden():
     profile, topology = gpt(sizes=(1,)), levels((2, 800.0, 0.0), (2, 1e9, 0.0))
     found = {
         c.schedule: c.seconds
-        for c in sweep(profile, topology, 8, exact=True)
+        for c in search_parallel(profile, topology, 8, exact=True)
         if c.depth == 2 and c.keep_together == "replicas" and not c.extra_in_flight
     }
     summed, update = 80_000 / 800, 0.8 + profile.dispatch
@@ -275,7 +277,7 @@ def test_a_sum_of_a_later_stage_hides_behind_the_drain_and_the_fill():
     back_to_front = profile.model_copy(update={"layers": profile.layers[::-1]})  # most weights in the last stage
     found = [
         c
-        for c in sweep(back_to_front, topology, 8, exact=True, schedules=["naive", "pipedream_flush"])
+        for c in search_parallel(back_to_front, topology, 8, exact=True, schedules=["naive", "pipedream_flush"])
         if c.depth == 2 and c.keep_together == "replicas"
     ]
     assert [c.bound for c in found] == ["sum of stage 1", "sum of stage 1"]
@@ -288,7 +290,7 @@ def test_the_price_of_the_paper(bandwidth):
     profile, topology = gpt(sizes=(1,)), levels((2, bandwidth, 0.0), (2, 2_000.0, 0.0))
     found = {
         c.schedule: c.seconds
-        for c in sweep(profile, topology, 16, exact=True, price="paper")
+        for c in search_parallel(profile, topology, 16, exact=True, price="paper")
         if c.depth == 2 and c.keep_together == "replicas" and not c.extra_in_flight
     }
     slot = 3 * 2.5 + 2 * profile.dispatch + 1_000 / 2_000  # the last stage, and what it gets over the cut
@@ -297,13 +299,15 @@ def test_the_price_of_the_paper(bandwidth):
     assert found["pipedream_flush"] == found["gpipe"] == pytest.approx(max(9 * slot, sums * 9 / 8))
     assert found["naive"] == pytest.approx(max(16 * slot, sums * 2))
     light = gpt(head=0.1, sizes=(1,))  # its second stage is one block between two cuts
-    straight = [c for c in sweep(light, levels((4, 2_000.0, 0.0)), 16, exact=True, schedules=["gpipe"], price="paper") if c.depth == 4]
+    straight = [
+        c for c in search_parallel(light, levels((4, 2_000.0, 0.0)), 16, exact=True, schedules=["gpipe"], price="paper") if c.depth == 4
+    ]
     assert straight[0].seconds == pytest.approx(19 * (3 * 1 + 2 * profile.dispatch + 2 * 1_000 / 2_000))
 
 
 def test_more_memory_is_never_slower():
     profile = gpt(6)
-    best = [sweep(profile, levels((4, 20_000.0, 0.0), memory=memory), 32)[0] for memory in (2.6e5, 3e5, 4e5, 6e5, 1e6, None)]
+    best = [search_parallel(profile, levels((4, 20_000.0, 0.0), memory=memory), 32)[0] for memory in (2.6e5, 3e5, 4e5, 6e5, 1e6, None)]
     speeds = [candidate.samples_per_second for candidate in best]
     assert speeds == sorted(speeds)
     assert speeds[0] < speeds[-1]
@@ -313,30 +317,30 @@ def test_more_memory_is_never_slower():
 @pytest.mark.parametrize("batch", [7, 12, 30])
 def test_the_batch_is_kept(batch):
     profile, topology = gpt(), levels((3, 20_000.0, 0.0))
-    assert max(candidate.batch for candidate in sweep(profile, topology, batch)) <= batch
-    for candidate in sweep(profile, topology, batch, exact=True):
+    assert max(candidate.batch for candidate in search_parallel(profile, topology, batch)) <= batch
+    for candidate in search_parallel(profile, topology, batch, exact=True):
         assert candidate.batch == candidate.plan(profile.ids).microbatches * candidate.rows == batch
 
 
 def test_workers_are_left_over_only_where_no_other_plan_is_possible():
-    assert {c.devices for c in sweep(gpt(1), levels((5, 20_000.0, 0.0)), 10, exact=True)} == {5}
-    found = sweep(gpt(1), levels((5, 20_000.0, 0.0)), 4, exact=True)
+    assert {c.devices for c in search_parallel(gpt(1), levels((5, 20_000.0, 0.0)), 10, exact=True)} == {5}
+    found = search_parallel(gpt(1), levels((5, 20_000.0, 0.0)), 4, exact=True)
     assert {(c.depth, c.replicas[0]) for c in found} == {(1, 4), (1, 2), (2, 2), (3, 1)}
-    assert sweep(gpt(1, sizes=(3,)), levels((5, 20_000.0, 0.0)), 4, exact=True) == []
+    assert search_parallel(gpt(1, sizes=(3,)), levels((5, 20_000.0, 0.0)), 4, exact=True) == []
 
 
 def test_what_does_not_fit_comes_last_and_says_how_much_it_lacks():
-    found = sweep(gpt(), levels((4, 20_000.0, 0.0), memory=250_000), 16)
+    found = search_parallel(gpt(), levels((4, 20_000.0, 0.0), memory=250_000), 16)
     lacks = [candidate.over[1] if candidate.over else 0 for candidate in found]
     assert lacks == sorted(lacks)
     assert lacks[0] == 0 < lacks[-1]
-    nowhere = sweep(gpt(), levels((4, 20_000.0, 0.0), memory=1_000), 16)
+    nowhere = search_parallel(gpt(), levels((4, 20_000.0, 0.0), memory=1_000), 16)
     assert all(candidate.over for candidate in nowhere)
 
 
 def test_equally_fast_plans_rank_by_stages_and_flush():
-    base = sweep(gpt(), levels((4, 20_000.0, 0.0)), 16)[0]
-    assert sweep(gpt(), levels((4, 20_000.0, 0.0)), 16)[0] == base
+    base = search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 16)[0]
+    assert search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 16)[0] == base
     fewer = dataclasses.replace(
         base, starts=(0,), replicas=(4,), schedule="pipedream_flush", memory=(9,), seconds=base.seconds * (1 + 1e-14)
     )
@@ -348,20 +352,20 @@ def test_equally_fast_plans_rank_by_stages_and_flush():
 def test_workers_that_share_cores_compute_no_faster_than_these():
     profile = gpt(sizes=(1,))
     topology = levels((4, 1e9, 0.0), cores=2)
-    for candidate in sweep(profile, topology, 16, exact=True, schedules=["pipedream_2bw", "pipedream_flush"]):
+    for candidate in search_parallel(profile, topology, 16, exact=True, schedules=["pipedream_2bw", "pipedream_flush"]):
         if not candidate.extra_in_flight:
             assert candidate.seconds == pytest.approx(price(profile, topology, candidate), rel=0.12)
-    assert sweep(profile, topology, 16)[0].bound == "the cores"
+    assert search_parallel(profile, topology, 16)[0].bound == "the cores"
 
 
 @pytest.mark.parametrize("schedule", planned_schedules())
 def test_memory_is_no_less_than_the_simulator_counts(schedule):
     profile, topology = gpt(6), levels((4, 50_000.0, 0.02))
-    candidates = [c for c in sweep(profile, topology, 8, schedules=[schedule]) if c.microbatches <= 8]
+    candidates = [c for c in search_parallel(profile, topology, 8, schedules=[schedule]) if c.microbatches <= 8]
     assert {candidate.replicas[0] for candidate in candidates} >= {1, 2}
     for candidate in random.Random(3).sample(candidates, min(len(candidates), 12)):
         plan = candidate.plan(profile.ids)
-        found = simulated(plan, profile.stage_costs(plan, candidate.rows), topology)
+        found = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
         assert found is not None
         peaks = [max(found.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
         shares = [memory / peak for memory, peak in zip(candidate.memory, peaks, strict=True)]
@@ -372,12 +376,12 @@ def test_memory_is_no_less_than_the_simulator_counts(schedule):
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_weights_versions_and_both_sets_of_gradients_are_what_the_simulator_counts(schedule):
     profile = gpt(6, sizes=(1,), weights=10**9)
-    candidates = [c for c in sweep(profile, levels((6, 1e9, 0.0)), 12, schedules=[schedule]) if c.replicas[0] > 1]
+    candidates = [c for c in search_parallel(profile, levels((6, 1e9, 0.0)), 12, schedules=[schedule]) if c.replicas[0] > 1]
     assert {candidate.replicas[0] for candidate in candidates} == {2, 3, 6}
     for bandwidth in (1e30, 1e9):  # it is the order that counts, not when the sums are there
         for candidate in random.Random(4).sample(candidates, 3):
             plan = candidate.plan(profile.ids)
-            found = simulated(plan, profile.stage_costs(plan, 1), levels((6, bandwidth, 0.0)))
+            found = simulate_plan(plan, profile.stage_costs(plan, 1), levels((6, bandwidth, 0.0)))
             assert found is not None
             peaks = [max(found.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
             assert candidate.memory == pytest.approx(peaks, rel=1e-4)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jpipe_planner.machine.topology import Topology
-from jpipe_planner.search.partition import Placed, Problem, evaluate
-from jpipe_planner.search.pipedream import TIE, search
+from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
+from jpipe_planner.search.pipedream import TIE, search_pipedream
 from jpipe_planner.search.ranges import Ranges
 
 import jpipe
@@ -77,13 +77,13 @@ def exhaustive(problem):
     """The best of `everything`, ties broken; None where none fits. And the least memory with which one would."""
     fitting, least = [], np.inf
     for stages in everything(problem):
-        options = [evaluate(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in problem.policies]
+        options = [evaluate_partition(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in problem.policies]
         options.sort(key=lambda option: option.stages[0].recompute != "none")
         least = min(least, max(min(option.memory[s] for option in options) for s in range(len(stages))))
         limit = problem.memory or np.inf
         chosen = [next((o.stages[s] for o in options if o.memory[s] <= limit), None) for s in range(len(stages))]
         if None not in chosen:
-            fitting.append((evaluate(problem, chosen).seconds, stages))
+            fitting.append((evaluate_partition(problem, chosen).seconds, stages))
     best = min((seconds for seconds, _ in fitting), default=None)
     ties = [stages for seconds, stages in fitting if seconds <= best * (1 + TIE)]
 
@@ -103,10 +103,10 @@ def without_policies(partition):
 def test_search_without_a_limit_equals_exhaustive_search(numbers):
     problem = build(**numbers)
     seconds, stages, _ = exhaustive(problem)
-    found = search(problem)
+    found = search_pipedream(problem)
     assert found.seconds == pytest.approx(seconds, rel=1e-12)
     assert without_policies(found) == stages
-    assert found == evaluate(problem, found.stages)
+    assert found == evaluate_partition(problem, found.stages)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -114,9 +114,9 @@ def test_search_without_a_limit_equals_exhaustive_search(numbers):
 @pytest.mark.slow
 def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
     problem = build(**numbers)
-    problem = replace(problem, memory=max(max(search(problem).memory) * share, 1.0))
+    problem = replace(problem, memory=max(max(search_pipedream(problem).memory) * share, 1.0))
     seconds, stages, least = exhaustive(problem)
-    found = search(problem)
+    found = search_pipedream(problem)
     if seconds is None:
         stage, lacking = found.over
         assert max(found.memory) == found.memory[stage]
@@ -127,7 +127,7 @@ def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
         assert max(found.memory) <= problem.memory
         assert found.seconds == pytest.approx(seconds, rel=1e-12)
         assert without_policies(found) == stages
-        assert found == evaluate(problem, found.stages)
+        assert found == evaluate_partition(problem, found.stages)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_stages_that_keep_less_than_their_input_equal_exhaustive_search(devices,
     costs = [jpipe.programs.LayerCost(f, f, outputs=out, weights=weights, residuals={"none": kept}) for f, out, weights, kept in layers]
     problem = Problem(costs, Topology.flat(devices, bandwidth=20.0), 12, memory=float(memory))
     seconds, stages, _ = exhaustive(problem)
-    found = search(problem)
+    found = search_pipedream(problem)
     assert (found.seconds, found.stages, found.over) == (pytest.approx(seconds, rel=1e-12), stages, None)
 
 
@@ -166,15 +166,15 @@ def test_the_price_by_hand():
     stages = [Placed(0, 1, 0, 3), Placed(1, 2, 3, 1, "full")]
     # first: 2 microbatches of 13 s each and an update; its sum takes 2 · 2/3 · 10 / 5 + 4 · 1 < 13; second: 4 + 1 again, and 0.5 an update;
     # cut: 30 / 5
-    assert evaluate(problem, stages).seconds == pytest.approx(6.0)
-    assert evaluate(problem, stages).bound == ("cut", 0)
+    assert evaluate_partition(problem, stages).seconds == pytest.approx(6.0)
+    assert evaluate_partition(problem, stages).bound == ("cut", 0)
     cheap = replace(problem, layers=[replace(layers[0], outputs=3), layers[1]])
-    assert evaluate(cheap, stages).bound == ("stage", 1)
-    assert evaluate(cheap, stages).seconds == pytest.approx(5.0 + 0.5 / 6)
-    assert evaluate(cheap, [stages[0], Placed(1, 2, 3, 1)]).seconds == pytest.approx((2 * 13 + 1.5) / 6)
-    assert evaluate(replace(cheap, microbatches="replicas"), [Placed(0, 2, 0, 2)]).seconds == pytest.approx((16 + 1.5) / 2)
+    assert evaluate_partition(cheap, stages).bound == ("stage", 1)
+    assert evaluate_partition(cheap, stages).seconds == pytest.approx(5.0 + 0.5 / 6)
+    assert evaluate_partition(cheap, [stages[0], Placed(1, 2, 3, 1)]).seconds == pytest.approx((2 * 13 + 1.5) / 6)
+    assert evaluate_partition(replace(cheap, microbatches="replicas"), [Placed(0, 2, 0, 2)]).seconds == pytest.approx((16 + 1.5) / 2)
     # four replicas: 2 · 3/4 · 100 / 5 + 6 · 1 s to sum, 20 more than to compute
-    assert evaluate(replace(cheap, microbatches="replicas"), [Placed(0, 2, 0, 4)]).seconds == pytest.approx((36 + 1.5) / 4)
+    assert evaluate_partition(replace(cheap, microbatches="replicas"), [Placed(0, 2, 0, 4)]).seconds == pytest.approx((36 + 1.5) / 4)
 
 
 # VGG-16: GFLOP an image forward, million parameters, million output numbers an image
@@ -191,14 +191,14 @@ def test_vgg_has_its_convolutions_on_fifteen_workers_and_its_dense_layers_on_one
         for flops, weights, out in VGG
     ]
     topology = Topology(levels=[{"count": count, "bandwidth": "25 Gbit/s"} for count in levels])
-    found = search(Problem(layers, topology))
+    found = search_pipedream(Problem(layers, topology))
     assert [stage.replicas for stage in found.stages] == [15, 1]
     assert found.stages[0].stop in (12, 13)  # whether the last convolution is with the dense layers
 
 
 def test_a_topology_with_more_workers_than_can_be_used_is_left_idle_in_part():
     layers = [jpipe.programs.LayerCost(1.0, 2.0, weights=1000), jpipe.programs.LayerCost(2.0, 4.0, weights=1000)]
-    found = search(Problem(layers, Topology.flat(64, bandwidth=1e-3), microbatches=1))
+    found = search_pipedream(Problem(layers, Topology.flat(64, bandwidth=1e-3), microbatches=1))
     assert found.devices == 2
     assert found.bound == ("stage", 1)
 
@@ -209,7 +209,9 @@ def test_of_equally_fast_and_deep_ways_the_one_with_fewer_workers_is_taken():
         jpipe.programs.LayerCost(1.0, 2.0, outputs=9),
         jpipe.programs.LayerCost(3.0, 6.0),
     ]
-    found = search(Problem(layers, Topology.flat(3, bandwidth=1.0)))  # any cut takes 9 s, so does 1, 2 of 2 replicas, on one more device
+    found = search_pipedream(
+        Problem(layers, Topology.flat(3, bandwidth=1.0))
+    )  # any cut takes 9 s, so does 1, 2 of 2 replicas, on one more device
     assert [(stage.stop, stage.replicas) for stage in found.stages] == [(2, 1), (3, 1)]
     assert (found.seconds, found.bound) == (9.0, ("stage", 1))
 
@@ -218,11 +220,11 @@ def test_the_plan_of_a_partition():
     layers = [jpipe.programs.LayerCost(1.0, 1.0, residuals={"none": 5}, weights=8)] * 3
     stages = [Placed(0, 1, 0, 3), Placed(1, 3, 3, 2, "full")]
     problem = Problem(layers, Topology.flat(6, bandwidth=1.0), policies=("none", "full"), sync_state=False)
-    plan = evaluate(problem, stages).plan("abc", problem)
+    plan = evaluate_partition(problem, stages).plan("abc", problem)
     assert (plan.microbatches, plan.update_every, plan.sync_state) == (6, "replicas", False)
     assert [(s.layers, s.replicas, s.recompute) for s in plan.stages] == [(("a",), 3, "none"), (("b", "c"), 2, "full")]
-    assert evaluate(replace(problem, microbatches=12), stages).plan("abc", problem) == plan
-    plan = evaluate(problem, stages).plan("abc", replace(problem, microbatches=12))
+    assert evaluate_partition(replace(problem, microbatches=12), stages).plan("abc", problem) == plan
+    plan = evaluate_partition(problem, stages).plan("abc", replace(problem, microbatches=12))
     assert (plan.microbatches, plan.update_every) == (12, "batch")
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from jpipe_train import commands
 from jpipe_train.cli import main
+from jpipe_train.commands import train
 from jpipe_train.launch import distributed, rendezvous
 from jpipe_train.launch.distributed import Membership, membership
 from jpipe_train.launch.rendezvous import Address, host, join
@@ -333,7 +333,7 @@ def test_jax_runs_across_processes_and_survives_one(address):
     assert told == [("left\n", ""), ("", ""), ("later than process 0\nleft\n", "")]
 
 
-@pytest.mark.parametrize("waits", [distributed.start, distributed.membership, loop.main, commands.train, join_processes])
+@pytest.mark.parametrize("waits", [distributed.start, distributed.membership, loop.main, train.train, join_processes])
 def test_processes_wait_for_each_other_as_long_as_jax_does(waits):
     parameters = inspect.signature(waits).parameters
     assert parameters.get("connect_limit", parameters.get("limit")).default == 300

@@ -293,7 +293,7 @@ def test_what_cannot_be_launched_is_refused_in_one_line(arguments, message, caps
 
 @pytest.mark.slow
 def test_a_bad_config_is_refused_by_the_processes(tmp_path):
-    command = [sys.executable, "-P", "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "train", "missing.yaml"]
+    command = [sys.executable, "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "train", "missing.yaml"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout) == (2, "")
@@ -373,7 +373,7 @@ def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     arguments = ["launch", "-n", "2", "--max-restarts", "1", "--", "train", "config.yaml", "--allow-code"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-P", "-m", "jpipe_train.cli", *arguments]
+    command = [sys.executable, "-m", "jpipe_train.cli", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3 * LIMIT)
     assert done.returncode == 0, done.stderr
     assert "jpipe: process 1 was ended by SIGKILL; ending the others; starting all again in 1 s (1 of 1)" in done.stderr.splitlines()

@@ -146,7 +146,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 def jpipe(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
     """The command line, in a process of its own on one core, so that the same numbers come; ended whatever happens."""
     with subprocess.Popen(
-        [sys.executable, "-c", ON_ONE_CORE, "-P", "-m", "jpipe_train.cli", *arguments],
+        [sys.executable, "-c", ON_ONE_CORE, "-m", "jpipe_train.cli", *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -4,12 +4,8 @@ import random
 
 import pytest
 import yaml
-from jpipe_planner.cost.shape import planned_schedules
+from jpipe_planner import choose, draw_choice, find_candidates, planned_schedules, search_parallel
 from jpipe_planner.ranking import table
-from jpipe_planner.ranking.choose import choose
-from jpipe_planner.ranking.draw import draw_choice
-from jpipe_planner.search.candidates import find_candidates
-from jpipe_planner.search.parallel import sweep
 from jpipe_train import cli
 from jpipe_train.run import loop
 
@@ -29,14 +25,14 @@ def schedule(two_by_two):
 @pytest.mark.parametrize("batch", [12, pytest.param(400, marks=pytest.mark.slow)])
 def test_it_is_priced_like_its_simulation(schedule, batch):
     profile = gpt(6, head=0.5)
-    candidates = sweep(profile, TOPOLOGY, batch, schedules=[schedule])
+    candidates = search_parallel(profile, TOPOLOGY, batch, schedules=[schedule])
     assert {candidate.depth for candidate in candidates} == {2, 4}  # data parallelism is another schedule's
     for candidate in random.Random(2).sample(candidates, 12):
         assert candidate.seconds == pytest.approx(price(profile, TOPOLOGY, candidate), rel=0.01)
 
 
 def test_the_price_of_very_many_microbatches_is_found_at_once(schedule):
-    found = sweep(gpt(), levels((4, 20_000.0, 0.0)), 10**6, exact=True, schedules=[schedule, "pipedream_flush"])
+    found = search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 10**6, exact=True, schedules=[schedule, "pipedream_flush"])
     seconds = {c.schedule: c.seconds for c in found if c.microbatches == 10**6 and c.depth == 4}
     assert seconds[schedule] == pytest.approx(seconds["pipedream_flush"], rel=1e-4)  # the slowest stage is always busy in both
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from jpipe_planner.profile.analyze import analyze
+from jpipe_planner import analyze
 from jpipe_train import cli
 from jpipe_train.assemble.build import check_carried, make_plan
 from jpipe_train.config import config_file
@@ -124,7 +124,7 @@ def test_two_processes_train_as_one(samples, tmp_path):
         few = ["train.steps=4", "train.eval_every=4", "train.trace_batches=0", "log=[]", "data.arguments.length=8"]
         options = [f"--set={key}" for key in (*few, f"run.dir={tmp_path / name}")]
         train = ["train", str(CONFIGS / "papers" / "awd-lm-small.yaml"), *options]
-        command = [sys.executable, "-P", "-m", "jpipe_train.cli", *launch, *train]
+        command = [sys.executable, "-m", "jpipe_train.cli", *launch, *train]
         subprocess.run(
             command, check=True, timeout=300, cwd=samples, env=os.environ | {"PYTHONPATH": str(CONFIGS.parent), "JAX_PLATFORMS": "cpu"}
         )

@@ -9,8 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
+from jpipe_planner import Profile, Topology
 from jpipe_planner.ranking import variants
 from jpipe_train import cli
 from jpipe_train.console.progress import Reporter

@@ -10,11 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.ranking.compiled import Compiled
-from jpipe_planner.ranking.variants import find_variants
-from jpipe_planner.search.candidates import find_candidates
+from jpipe_planner import Compiled, Profile, Topology, find_candidates, find_variants
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
@@ -65,7 +61,7 @@ def fits(monkeypatch):
             asked.append(ranked.candidate)
             return Compiled(ranked, ranked.candidate.memory, 0.0 if answer(ranked.candidate) else 2000.0, ())
 
-        monkeypatch.setattr(planning, "compiled", compiled)
+        monkeypatch.setattr(planning, "compile_stages", compiled)
         return asked
 
     return use

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from jpipe_planner.profile.analyze import analyze
+from jpipe_planner import analyze
 from jpipe_train import cli
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter

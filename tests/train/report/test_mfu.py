@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jpipe_planner.profile.flops import count_products
+from jpipe_planner import count_products
 from jpipe_train.assemble.build import build
 from jpipe_train.console.progress import Reporter
 from jpipe_train.report import mfu

@@ -9,9 +9,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 from jpipe_train.checkpoint.history import Part
-from jpipe_train.report import loss_curve, stage_times
+from jpipe_train.report import comparison, loss_curve, stage_times
 from jpipe_train.report import report as report_module
-from jpipe_train.report.report import Comparison, Report, as_predicted, compare, compare_with_plan, why_slower, write_report
+from jpipe_train.report.comparison import Comparison, as_predicted, compare, compare_with_plan, why_slower
+from jpipe_train.report.report import Report, write_report
 from jpipe_train.report.stage_times import Stage
 
 import jpipe
@@ -204,9 +205,9 @@ def test_a_comparison_is_of_what_both_know():
 
 def test_temporaries_of_other_processes_are_said_to_be_unknown():
     whole = "peak memory is held memory and the temporaries of the largest program, as compiled: 5 B at rank 0"
-    assert report_module.temporary_words([5]) == whole
-    assert report_module.temporary_words([5, None]) == f"{whole}; those of other ranks are known in their processes only"
-    assert report_module.temporary_words([None, None]) == ""
+    assert comparison.temporary_words([5]) == whole
+    assert comparison.temporary_words([5, None]) == f"{whole}; those of other ranks are known in their processes only"
+    assert comparison.temporary_words([None, None]) == ""
 
 
 def test_what_was_measured_stands_beside_what_was_planned():

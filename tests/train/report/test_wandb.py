@@ -141,7 +141,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_run_that_is_killed_leaves_no_process(tmp_path):
     """And its rows."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    killed = subprocess.run([sys.executable, "-P", "-c", KILLED], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     process, end = int(killed.stdout), time.monotonic() + 60
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < end:

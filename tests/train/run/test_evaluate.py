@@ -152,7 +152,7 @@ def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):
 @pytest.mark.slow
 def test_two_processes_find_the_same(home):
     """Started as a person does; each reads only the rows and the layers that its stages need."""
-    command = [sys.executable, "-P", "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "evaluate", str(home.run), "--wait-limit", "60"]
+    command = [sys.executable, "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "evaluate", str(home.run), "--wait-limit", "60"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=home.folder)
     assert ended.returncode == 0, ended.stderr

@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 import optax
-from jpipe_planner.machine.local import host_memory, usable_cores
-from jpipe_planner.search.balance import balance
+from jpipe_planner import balance, host_memory, usable_cores
 
 import jpipe
 from jpipe.files import expanded, read_text

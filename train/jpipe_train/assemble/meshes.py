@@ -48,6 +48,6 @@ def check_heads(model: ModelConfig, plan: jpipe.Plan) -> None:
                 )
 
 
-def _words(stage: jpipe.plan.Stage) -> str:
+def _words(stage: jpipe.Stage) -> str:
     sizes = ", ".join(f"{axis} {size}" for axis, size in stage.mesh.items())
     return f"({sizes}{', fsdp' if stage.fsdp else ''})" if stage.mesh else "one device"

@@ -48,6 +48,14 @@ def held() -> Iterator[None]:
         _held = False
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Finish the imports in this context before a Ctrl-C takes effect: modules in C may crash when interrupted."""
+    with held():
+        yield
+    check()
+
+
 def check() -> None:
     """Raise KeyboardInterrupt if Ctrl-C was pressed, even if the first KeyboardInterrupt was lost."""
     if _pressed:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
-from jpipe_planner.search.balance import balance
+from jpipe_planner import balance
 
 from jpipe import InputError
 

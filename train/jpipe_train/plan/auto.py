@@ -3,8 +3,7 @@
 import os
 
 import jax
-from jpipe_planner.machine.local import local_topology
-from jpipe_planner.profile.profile import Profile
+from jpipe_planner import Profile, local_topology
 from jpipe_planner.ranking import table
 
 import jpipe

@@ -5,14 +5,8 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
-from jpipe_planner.machine.local import local_topology
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.profile.sharded import NO_MESH
+from jpipe_planner import NO_MESH, Choice, Compiled, Profile, Ranked, Topology, draw_choice, local_topology
 from jpipe_planner.ranking import table
-from jpipe_planner.ranking.choose import Choice, Ranked
-from jpipe_planner.ranking.compiled import Compiled
-from jpipe_planner.ranking.draw import draw_choice
 from rich.console import Console
 
 import jpipe

@@ -8,25 +8,38 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jpipe_planner
 import numpy as np
 import optax
-from jpipe_planner.cost.shape import is_planned, planned_schedules
-from jpipe_planner.machine.local import usable_cores
-from jpipe_planner.machine.topology import Topology
-from jpipe_planner.profile.analyze import analyze
-from jpipe_planner.profile.graph_txt import read_graph_txt
-from jpipe_planner.profile.measure import measure
-from jpipe_planner.profile.profile import Profile
-from jpipe_planner.profile.sharded import Degrees, Meshes, mesh_seconds, possible_degrees, why_not
-from jpipe_planner.ranking import confirm as confirming
+from jpipe_planner import (
+    Attempt,
+    Candidate,
+    Choice,
+    Compiled,
+    Degrees,
+    Meshes,
+    Profile,
+    Ranked,
+    Topology,
+    Updates,
+    analyze,
+    choose,
+    compile_stages,
+    find_candidates,
+    find_variants,
+    is_planned,
+    measure,
+    mesh_refusal,
+    mesh_seconds,
+    on_meshes,
+    planned_schedules,
+    possible_degrees,
+    read_graph_txt,
+    search_parallel,
+    sharing_refusal,
+    usable_cores,
+)
 from jpipe_planner.ranking import table
-from jpipe_planner.ranking.choose import Choice, Ranked, choose
-from jpipe_planner.ranking.compiled import Compiled, compiled
-from jpipe_planner.ranking.confirm import Attempt
-from jpipe_planner.ranking.variants import find_variants
-from jpipe_planner.search.candidate import Candidate
-from jpipe_planner.search.candidates import Updates, cannot_share, find_candidates, on_meshes
-from jpipe_planner.search.parallel import sweep
 
 import jpipe
 from jpipe import InputError, files
@@ -57,9 +70,9 @@ class Request:
         schedules: those to try; "all": all of them; none: those that flush, with which training is as without a pipeline, and pipedream
             if `pipedream` is given.
         devices: how many of "local"; None: all, on CPUs as many as there are cores.
-        pipedream: how PipeDream's stages are found, see `jpipe_planner.search.candidates.find_candidates`; None: "batch".
+        pipedream: how PipeDream's stages are found, see `jpipe_planner.find_candidates`; None: "batch".
         all_devices: whether none may stay idle, as where each is a process of its own.
-        meshes: those of a stage to try, as `jpipe_planner.profile.sharded.Degrees.read` takes them; none: those inside a server that the
+        meshes: those of a stage to try, as `jpipe_planner.Degrees.read` takes them; none: those inside a server that the
             profile allows, with a file as the topology, and "local" without meshes.
         replicas: whether stages may have some; not those whose layers carry a state of each row from batch to batch.
     """
@@ -230,7 +243,7 @@ def _possible(profile: Profile, request: Request, global_norm: bool, reporter: R
     """
     allowed = request.allowed
     used = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
-    refusals = {name: why for name in allowed if used and (why := cannot_share(name))}
+    refusals = {name: why for name in allowed if used and (why := sharing_refusal(name))}
     schedules = tuple(name for name in allowed if name not in refusals)
     if schedules:
         for name, why in refusals.items():
@@ -296,8 +309,10 @@ def _faster_with_delay(
 ) -> Candidate | None:
     """The fastest equal pipelines of the schedules that do not flush, by closed form; None if they are not faster than `best`."""
     used, degrees = global_norm or bool(profile.shared), best.candidate.degrees
-    names = [name for name in planned_schedules() if not jpipe.schedules.SCHEDULES[name].flushes and not (used and cannot_share(name))]
-    found = sweep(*Meshes(profile, topology).of(degrees), batch, exact=not request.up_to, schedules=names, replicas=request.replicas)
+    names = [name for name in planned_schedules() if not jpipe.schedules.SCHEDULES[name].flushes and not (used and sharing_refusal(name))]
+    found = search_parallel(
+        *Meshes(profile, topology).of(degrees), batch, exact=not request.up_to, schedules=names, replicas=request.replicas
+    )
     used_devices = [c for c in found if c.workers * degrees.size == topology.num_devices or not request.all_devices]
     fitting = [c for c in used_devices if c.over is None and c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
     fastest = max(fitting, key=lambda candidate: candidate.samples_per_second, default=None)
@@ -337,7 +352,7 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
     if request.degrees is None:
         return possible_degrees(profile, topology)
     for degrees in request.degrees:
-        if reason := why_not(profile, degrees):
+        if reason := mesh_refusal(profile, degrees):
             raise InputError(f"--mesh: {reason}")
         topology.groups(degrees.size)  # refuses what does not fill the machine
         if degrees.size > topology.most_in_mesh:
@@ -379,9 +394,9 @@ def confirm(found: Found, parts: Parts, report: Callable[[Attempt], None]) -> tu
 
     def compile(choice: Choice, ranked: Ranked) -> Compiled:
         pipe = parts.pipeline(choice.plan(ranked))
-        return compiled(choice, ranked, pipe, parts.rows(ranked.candidate.batch), device, programs)
+        return compile_stages(choice, ranked, pipe, parts.rows(ranked.candidate.batch), device, programs)
 
-    result = confirming.confirm(found.choice, found.candidates, found.known, compile, report)
+    result = jpipe_planner.confirm(found.choice, found.candidates, found.known, compile, report)
     if not result.attempts and not result.fitting:
         raise nothing_fits(found.choice)
     if not result.fitting:

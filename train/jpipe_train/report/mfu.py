@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jpipe_planner.profile.flops import count_products
+from jpipe_planner import count_products
 
 import jpipe
 from jpipe_train.assemble.build import layer_specs

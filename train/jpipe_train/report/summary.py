@@ -20,7 +20,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, duration, first_line
 from jpipe_train.data import data
-from jpipe_train.report import report
+from jpipe_train.report import comparison, report
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.stage_times import Stage
 
@@ -30,7 +30,7 @@ class Summary:
     """The result of a run: validation losses and duration; in process 0 also its folder and the last measured window.
 
     If a signal, `stopped_by`, ended the run, there is no loss after it, and `steps` is the step of the checkpoint from which it resumes.
-    `temporary` has for each rank the bytes that its programs need while they run, as from `report.temporary_bytes`.
+    `temporary` has for each rank the bytes that its programs need while they run, as from `comparison.temporary_bytes`.
     """
 
     steps: int
@@ -40,7 +40,7 @@ class Summary:
     folder: Path | None
     predicted: jpipe.programs.Window | None
     measured: jpipe.programs.Window | None
-    planned: tuple[report.Comparison, ...] = ()  # with the planner's prediction
+    planned: tuple[comparison.Comparison, ...] = ()  # with the planner's prediction
     stopped_by: int | None = None
     temporary: tuple[int | None, ...] = ()
 
@@ -125,10 +125,10 @@ def _durations(parts: Sequence[Part]) -> str:
 def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
     """The closing lines of a run."""
     if summary.measured is not None:
-        reporter.table(("", *report.Comparison._fields[1:]), report.compare(summary.predicted, summary.measured, summary.temporary))
-        if words := report.temporary_words(summary.temporary):
+        reporter.table(("", *comparison.Comparison._fields[1:]), comparison.compare(summary.predicted, summary.measured, summary.temporary))
+        if words := comparison.temporary_words(summary.temporary):
             reporter.say(words)
-        if why := report.why_slower(summary.predicted, summary.measured, jax.process_count()):
+        if why := comparison.why_slower(summary.predicted, summary.measured, jax.process_count()):
             reporter.say(why)
     if summary.planned:
         reporter.table(("", "planned", "measured", "ratio"), summary.planned)

@@ -30,7 +30,7 @@ from jpipe_train.data import data
 from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together, facts, joined
 from jpipe_train.plan.auto import find_plan
-from jpipe_train.report import logs, mfu, report
+from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.summary import Summary, print_summary, stages_of, write_report
@@ -231,7 +231,7 @@ def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: boo
     """
     here = not alone and writes and pipe.plan.predicted is not None
     sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)
-    return sizes, report.temporary_bytes(pipe.plan, sizes, range(pipe.plan.depth) if here or alone else own_stages(pipe))
+    return sizes, comparison.temporary_bytes(pipe.plan, sizes, range(pipe.plan.depth) if here or alone else own_stages(pipe))
 
 
 def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
@@ -276,9 +276,9 @@ def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.progr
     """The summary with what was planned beside what was measured, which is kept in the folder as well."""
     if summary.measured is None or plan.predicted is None:
         return summary
-    measured = report.as_predicted(plan, summary.measured, sizes)
+    measured = comparison.as_predicted(plan, summary.measured, sizes)
     folder.keep_planned(plan.predicted, measured)
-    return dataclasses.replace(summary, planned=tuple(report.compare_with_plan(plan, plan.predicted, measured)))
+    return dataclasses.replace(summary, planned=tuple(comparison.compare_with_plan(plan, plan.predicted, measured)))
 
 
 def newest_of(folder: RunFolder | None) -> str:

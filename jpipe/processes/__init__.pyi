@@ -1,0 +1,6 @@
+from . import addresses, handshake, jax_internals
+from ._collectives import Group
+from ._connections import Connection, Reduction
+from ._membership import Processes
+
+__all__ = ["Connection", "Group", "Processes", "Reduction", "addresses", "handshake", "jax_internals"]

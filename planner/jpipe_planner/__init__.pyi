@@ -1,0 +1,80 @@
+from .cost.price import all_reduce_seconds, cut_seconds
+from .cost.shape import is_planned, planned_schedules
+from .cost.simulated import Simulated, simulate_plan
+from .machine.local import host_memory, local_topology, usable_cores
+from .machine.topology import Device, Level, Topology
+from .profile.analyze import analyze
+from .profile.flops import count_products
+from .profile.graph_txt import read_graph_txt
+from .profile.measure import measure
+from .profile.profile import AtSize, LayerProfile, Profile, SharedProfile, TensorProfile
+from .profile.sharded import NO_MESH, Degrees, Meshes, mesh_refusal, mesh_seconds, possible_degrees
+from .ranking.choose import Choice, Ranked, choose
+from .ranking.compiled import Compiled, compile_stages
+from .ranking.confirm import Attempt, Confirmation, confirm
+from .ranking.draw import draw_choice
+from .ranking.variants import Variants, find_variants, variant_schedules
+from .search.balance import balance
+from .search.candidate import Candidate
+from .search.candidates import Updates, as_candidate, find_candidates, on_meshes, sharing_refusal
+from .search.paper import search_paper
+from .search.parallel import search_parallel
+from .search.partition import Partition, Placed, Problem, evaluate_partition, placed_seconds
+from .search.pipedream import search_pipedream
+
+__all__ = [
+    "NO_MESH",
+    "AtSize",
+    "Attempt",
+    "Candidate",
+    "Choice",
+    "Compiled",
+    "Confirmation",
+    "Degrees",
+    "Device",
+    "LayerProfile",
+    "Level",
+    "Meshes",
+    "Partition",
+    "Placed",
+    "Problem",
+    "Profile",
+    "Ranked",
+    "SharedProfile",
+    "Simulated",
+    "TensorProfile",
+    "Topology",
+    "Updates",
+    "Variants",
+    "all_reduce_seconds",
+    "analyze",
+    "as_candidate",
+    "balance",
+    "choose",
+    "compile_stages",
+    "confirm",
+    "count_products",
+    "cut_seconds",
+    "draw_choice",
+    "evaluate_partition",
+    "find_candidates",
+    "find_variants",
+    "host_memory",
+    "is_planned",
+    "local_topology",
+    "measure",
+    "mesh_refusal",
+    "mesh_seconds",
+    "on_meshes",
+    "placed_seconds",
+    "planned_schedules",
+    "possible_degrees",
+    "read_graph_txt",
+    "search_paper",
+    "search_parallel",
+    "search_pipedream",
+    "sharing_refusal",
+    "simulate_plan",
+    "usable_cores",
+    "variant_schedules",
+]

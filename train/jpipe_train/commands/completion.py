@@ -1,0 +1,21 @@
+"""`jpipe completion SHELL`: print a completion script."""
+
+import contextlib
+from typing import Annotated, Literal
+
+import tyro
+
+from jpipe_train.commands.parsing import app
+
+
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")]) -> int:
+    """Print a script with which a shell completes these commands and their options; docs/configuration.md says where to put it.
+
+    Args:
+        shell: bash, zsh or fish.
+    """
+    with contextlib.suppress(SystemExit):  # how the library ends when it has printed it
+        app.cli(prog="jpipe", args=["--tyro-print-completion", shell])
+    if shell == "bash":
+        print("complete -o default -F _tyro_jpipe jpipe  # names of files, too")
+    return 0

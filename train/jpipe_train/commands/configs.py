@@ -1,0 +1,35 @@
+"""`jpipe configs`: list or copy the shipped configs and examples."""
+
+from typing import Annotated
+
+import tyro
+
+import jpipe
+from jpipe_train.commands.parsing import Flag
+from jpipe_train.console.terminal import printable
+
+
+def configs(
+    words: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[copy [NAME …]]", help_behavior_hint="")] = (),
+    to: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = ".",
+    overwrite: Flag = False,
+) -> int:
+    """List the configs and examples that come with jpipe, or copy them to where you are.
+
+    Args:
+        words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, an example with its Python file.
+        to: The folder that gets the folders configs and examples.
+        overwrite: Replace existing files that differ.
+    """
+    from jpipe.files import expanded
+    from jpipe_train.config import shipped_configs
+
+    if not words and (to != "." or overwrite):
+        raise jpipe.InputError("configs: --to and --overwrite are for copy; did you mean jpipe configs copy?")
+    if not words:
+        shipped_configs.list_all(print)
+    elif words[0] == "copy":
+        shipped_configs.copy(words[1:], expanded(to, "configs copy --to"), overwrite, lambda line: print(printable(line)))
+    else:
+        raise jpipe.InputError(f"configs: expected nothing or copy, found '{words[0]}'; did you mean jpipe configs copy {words[0]}?")
+    return 0

@@ -1,0 +1,47 @@
+"""`jpipe export RUN`: write the weights of a run for inference."""
+
+import os
+from typing import Annotated, Literal
+
+import tyro
+
+import jpipe
+from jpipe_train.commands.parsing import OptionalCount, Overrides, Weights
+from jpipe_train.console import interrupt
+from jpipe_train.console.terminal import printable
+
+
+def export(
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CONFIG")],
+    to: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE.safetensors|FOLDER]")] = None,
+    out: Annotated[str | None, tyro.conf.arg(metavar="FILE.safetensors|FOLDER")] = None,
+    step: OptionalCount = None,
+    weights: Weights = "newest",
+    layout: Literal["jpipe", "huggingface"] = "jpipe",
+    overrides: Overrides = (),
+) -> int:
+    """Write the weights of a run into one file, for inference or for another run to begin with; or as transformers loads them.
+
+    Args:
+        folder: The folder of the run, such as runs/0001. With --layout huggingface also a config, for the weights that its run begins with.
+        to: What to write, a new file. It holds the parameters and the layer state, by layer id and path. With --layout a new folder.
+        out: The same as an option.
+        step: Of the checkpoint after so many steps; by default of the newest that is whole.
+        weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
+        layout: Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for GPT-2, Llama and BERT.
+        overrides: Replace one key of a config, such as model.preset=gpt2-124m.
+    """
+    with interrupt.importing():
+        import jpipe_train.checkpoint.export as exporting
+        from jpipe_train.checkpoint.huggingface import writing
+
+    if (to is None) == (out is None):
+        raise jpipe.InputError("export: expected the file or folder to write, once, such as --out gpt.safetensors")
+    if overrides and not os.path.isfile(folder):
+        raise jpipe.InputError(f"--set {overrides[0]}: would mean nothing for a run; leave it out")
+    place, report = to or out or "", lambda line: print(printable(line))
+    if layout == "jpipe":
+        exporting.main(folder, place, step, report, weights)
+    else:
+        writing.main(folder, place, step, report, weights, overrides)
+    return 0

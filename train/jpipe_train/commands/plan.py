@@ -1,0 +1,61 @@
+"""`jpipe plan CONFIG`: find the fastest plan that fits."""
+
+from typing import Annotated, Literal
+
+import tyro
+
+from jpipe_train.commands.parsing import Flag, OptionalCount, OptionalFile, Overrides
+from jpipe_train.console import interrupt
+
+
+def plan(
+    config: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG]")] = None,
+    overrides: Overrides = (),
+    topology: Annotated[str, tyro.conf.arg(metavar="FILE|local")] = "local",
+    profile: OptionalFile = None,
+    batch: Annotated[int | None, tyro.conf.arg(metavar="ROWS")] = None,
+    up_to: Flag = False,
+    rows: Annotated[int | None, tyro.conf.arg(metavar="ROWS")] = None,
+    schedules: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "",
+    devices: OptionalCount = None,
+    mesh: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="MESH|none")] = (),
+    pipedream: Literal["batch", "replicas", "text", "code"] | None = None,
+    out: OptionalFile = None,
+    profile_out: OptionalFile = None,
+    png: OptionalFile = None,
+    explain: Flag = False,
+    allow_code: Flag = False,
+) -> int:
+    """Find the plan that trains a model fastest on given machines, and fits. Nothing is trained.
+
+    Args:
+        config: The YAML file of a run, such as configs/gpt-bytes.yaml; its plan is left aside.
+        overrides: Replace one key of the config, such as model.depth=8.
+        topology: The machines: a YAML file, such as configs/topologies/cluster-a.yaml, or local: the devices of this one.
+        profile: What the layers cost, from --profile-out, or a graph.txt of the original PipeDream; by default profiled here.
+        batch: Rows between two updates; by default the config's batch size.
+        up_to: Fewer rows than that will do, where they train faster.
+        rows: Of a microbatch of a graph.txt; by default 1.
+        schedules: Only these, such as pipedream_2bw,pipedream_flush, or all. By default those that flush, which train as without a
+            pipeline; under the others weights are delayed.
+        devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
+        mesh: Only stages on meshes like this, such as model=4 or data=2,model=4,fsdp, or none: on one device each. May be given several
+            times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
+        pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
+            as in the original; or that by the recurrence of its paper, at the price of the text or of the released code, for comparison.
+        out: Write the plan into this file, a JSON for plan.file.
+        profile_out: Write the profile into this file.
+        png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
+        explain: Tell why the plan was chosen, which plans do not fit, and by how much.
+        allow_code: Import and run the functions that a config names, as in train.
+    """
+    with interrupt.importing():
+        from jpipe import keep_freed_memory
+        from jpipe_train.plan.plan import Files, main
+        from jpipe_train.plan.planning import Request
+
+    keep_freed_memory()
+    files = Files(config, profile, out, profile_out, png)
+    request = Request(topology, batch, up_to, tuple(name for name in schedules.split(",") if name), devices, pipedream, meshes=mesh)
+    main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
+    return 0

@@ -1,0 +1,104 @@
+"""The section `plan` of the YAML file."""
+
+import math
+import operator
+import reprlib
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from jpipe.errors import nearest
+from jpipe.plan import RECOMPUTE
+from jpipe.schedules import SCHEDULES
+from jpipe_train.config.section import MOST_ROWS, Count, FilePath, Section
+
+MOST_MICROBATCHES = 1024
+
+
+class PlanConfig(Section):
+    """How the model is cut and scheduled: even stages from these keys, or a plan's JSON from `file`, which then says it all.
+
+    The keys are the arguments of `jpipe.Plan.even`, and `layer_costs`: the cost of layers relative to the others, which cost 1, to make
+    stages of equal cost. With "auto" as the file the run begins with finding the best plan.
+
+    `mesh` has the axes and sizes of the devices of each replica of every stage, or a list with one mesh for each stage; {}: one device.
+    """
+
+    schedule: str = "pipedream_flush"
+    num_stages: Count = 4
+    layer_costs: Annotated[dict[str, Annotated[float, Field(ge=0, le=10**6)]], Field(max_length=10**5)] = {}
+    microbatches: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = 4
+    chunks_per_rank: Count | None = None
+    replicas: int | list[int] = 1
+    recompute: str | list[str] = "none"
+    mesh: dict[str, int] | list[dict[str, int]] = {}
+    fsdp: bool = False
+    extra_in_flight: Annotated[int, Field(ge=0, le=64)] = 0
+    vertical_sync: bool = False
+    noam: bool = False
+    update_every: Literal["batch", "replicas"] = "batch"
+    flush_first: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0
+    split_backward: Literal["joint", "early"] = "joint"
+    scale_learning_rate: bool = False
+    sync_state: bool = True
+    keep_together: Literal["replicas", "stages"] = "replicas"
+    rules: dict[str, str | None] = {}
+    param_axes: dict[str, list[str | None]] = {}
+    shard_optimizer: bool = False
+    file: FilePath | None = None
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, name: str) -> str:
+        if name not in SCHEDULES:
+            raise ValueError(f"unknown schedule {name!r}; {nearest(name, SCHEDULES)}")
+        return name
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _counts_of_replicas(cls, value: object) -> object:
+        counts = value if isinstance(value, list) else [value]
+        if not all(type(count) is int and 1 <= count <= MOST_MICROBATCHES for count in counts):
+            expected = f"a number from 1 to {MOST_MICROBATCHES} or a list of them, one for each stage"
+            raise ValueError(f"expected {expected}, found {reprlib.repr(value)}")
+        return value
+
+    @field_validator("mesh", mode="before")
+    @classmethod
+    def _meshes(cls, value: object) -> object:
+        meshes = value if isinstance(value, list) else [value]
+        if not all(isinstance(mesh, dict) and all(type(size) is int and size >= 1 for size in mesh.values()) for mesh in meshes):
+            expected = "axes and sizes, such as {data: 2, model: 4}, or a list of them, one for each stage"
+            raise ValueError(f"expected {expected}, found {reprlib.repr(value)}; {{}} is one device")
+        return value
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the keys ask for, each replica counted, those of a file left aside."""
+        return max(sum(self._replicas_of_stages) // self._stages_each, 1)
+
+    @property
+    def devices(self) -> int:
+        """How many devices the keys ask for: those of the mesh of each rank."""
+        meshes = self.mesh if isinstance(self.mesh, list) else [self.mesh] * self.num_stages
+        sizes = [math.prod(mesh.values()) for mesh in meshes]
+        return max(sum(map(operator.mul, self._replicas_of_stages, sizes)) // self._stages_each, 1)
+
+    @property
+    def _replicas_of_stages(self) -> list[int]:
+        return [self.replicas] * self.num_stages if isinstance(self.replicas, int) else self.replicas
+
+    @property
+    def _stages_each(self) -> int:
+        return self.chunks_per_rank or (2 if SCHEDULES[self.schedule].layout == "v" else 1)
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _known_policies(cls, value: object) -> object:
+        names = value if isinstance(value, list) else [value]
+        for name in names:
+            if not isinstance(name, str):
+                raise ValueError(f"expected a policy's name or a list of names, one for each stage, found {reprlib.repr(value)}")
+            if name not in RECOMPUTE:
+                raise ValueError(f"unknown recomputation policy {name!r}; {nearest(name, RECOMPUTE)}")
+        return value

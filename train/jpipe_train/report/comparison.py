@@ -1,0 +1,146 @@
+"""The comparison of measured step times and memory with the simulation and with the planner's prediction."""
+
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import jpipe
+
+HELD = "held memory"
+_MUCH_SLOWER = 1.5  # times the prediction
+_SHORT = 2e-3  # seconds
+_MOST_RANKS = 8  # whose temporaries are listed
+
+
+class Comparison(NamedTuple):
+    """One quantity, predicted and measured, as text; `ratio` is measured / predicted. Unknown values are `–`."""
+
+    quantity: str
+    predicted: str
+    measured: str
+    ratio: str
+
+
+def compare(
+    predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None, temporary: Sequence[int | None] = ()
+) -> list[Comparison]:
+    """Step time, bubble, and what each rank holds and its peak memory, predicted and measured.
+
+    Args:
+        predicted: the prediction.
+        measured: the measurement.
+        temporary: by rank, as from `temporary_bytes`; the peak memory of a rank is shown only with its number.
+    """
+    windows = predicted, measured
+    ranks = max((len(window.memory) for window in windows if window), default=0)
+    rows = [
+        _comparison("time of a step", time_text, [None if window is None else window.step_seconds for window in windows]),
+        _comparison("bubble (idle share)", share_text, [None if window is None else window.bubble for window in windows]),
+    ]
+    for rank in range(ranks):
+        held = [window.held_bytes[rank] if window and len(window.memory) > rank and window.memory[rank] else None for window in windows]
+        if any(held):
+            rows.append(_comparison(f"{HELD}, rank {rank}", bytes_text, held))
+            more = temporary[rank] if rank < len(temporary) else None
+            if more is not None:
+                peaks = [None if size is None else size + more for size in held]
+                rows.append(_comparison(f"peak memory, rank {rank}", bytes_text, peaks))
+    return rows
+
+
+def temporary_words(temporary: Sequence[int | None]) -> str:
+    """What the peak memory has in addition to what is held, as a sentence; "" where nothing is known."""
+    known = [f"{bytes_text(size)} at rank {rank}" for rank, size in enumerate(temporary) if size is not None]
+    if not known:
+        return ""
+    sizes = known[:_MOST_RANKS] + (["…"] if len(known) > _MOST_RANKS else [])
+    others = "; those of other ranks are known in their processes only" if len(known) < len(temporary) else ""
+    return f"peak memory is held memory and the temporaries of the largest program, as compiled: {', '.join(sizes)}{others}"
+
+
+def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Sequence[jpipe.programs.StageCost]) -> jpipe.plan.Predicted:
+    """The measurement of a plan, in the form of the planner's prediction.
+
+    Args:
+        plan: the plan of the run.
+        measured: a window of the run.
+        costs: for each stage the sizes that a window does not include, see `temporary_of_ranks`.
+    """
+    ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.rank_stages]
+    held = [max(measured.held_bytes[rank] for rank in replicas) for replicas in ranks]
+    peaks = tuple(size + more for size, more in zip(held, temporary_of_ranks(plan, costs), strict=True))
+    return jpipe.plan.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
+
+
+def temporary_of_ranks(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
+    """Bytes that each rank, counted without replicas, needs only while a program runs.
+
+    These are scratch memory, and what a program that begins with a forward takes and leaves nothing of.
+    """
+    schedule = jpipe.schedules.SCHEDULES[plan.schedule]
+    found = [cost.temporary for cost in costs]
+    if schedule.begins_fused(plan, plan.depth - 1):
+        found[-1] += costs[-1].inputs + costs[-1].labels
+    return [max(found[s] for s in stages) for stages in plan.rank_stages]
+
+
+def temporary_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], compiled: Collection[int]) -> tuple[int | None, ...]:
+    """Bytes that each rank, replicas included, needs only while a program runs; None where its stages are not among the compiled ones."""
+    found = temporary_of_ranks(plan, costs)
+    return tuple(found[place] if set(plan.rank_stages[place]) <= set(compiled) else None for place, _ in plan.rank_places)
+
+
+def compare_with_plan(plan: jpipe.Plan, predicted: jpipe.plan.Predicted, measured: jpipe.plan.Predicted) -> list[Comparison]:
+    """The planner's prediction beside the measurement."""
+    rows = [
+        _comparison("time of a step", time_text, [predicted.batch_seconds, measured.batch_seconds]),
+        _comparison("bubble (idle share)", share_text, [predicted.bubble, measured.bubble]),
+    ]
+    for stages, *peaks in zip(plan.rank_stages, predicted.peak_bytes, measured.peak_bytes, strict=True):
+        named = f"stage {stages[0]}" if len(stages) == 1 else f"stages {' '.join(map(str, stages))}"
+        rows.append(_comparison(f"peak memory, {named}", bytes_text, peaks))
+    return rows
+
+
+def why_slower(predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None, processes: int = 1) -> str | None:
+    """Why the measured steps take much longer than predicted, as text; None if they do not."""
+    if predicted is None or measured is None or measured.step_seconds <= _MUCH_SLOWER * predicted.step_seconds:
+        return None
+    median = statistics.median(span.end - span.start for spans in measured.timeline for span in spans)
+    if median < _SHORT:
+        return (
+            f"Steps take longer than predicted: the computations are so short (median {time_text(median)}) that starting them from the "
+            "host takes longer than running them; with larger microbatches or a larger model the difference vanishes."
+        )
+    if processes > 1:
+        return (
+            "Steps take longer than predicted: the prediction ignores transfers between processes, and that processes of one machine "
+            "share its cores; plan.extra_in_flight=1 hides transfers between stages by one more microbatch in flight."
+        )
+    return "Steps take longer than predicted: other programs used the cores at the same time."
+
+
+def _comparison(quantity: str, words: Callable[[int | float], str], values: Sequence[int | float | None]) -> Comparison:
+    predicted, measured = values
+    first, second = ("–" if value is None else words(value) for value in values)
+    return Comparison(quantity, first, second, "–" if not predicted or measured is None else f"{measured / predicted:.2f}")
+
+
+def time_text(seconds: int | float) -> str:
+    """Return a duration with its unit, such as `1.5 ms`."""
+    return _scaled(seconds, {1.0: "s", 1e-3: "ms", 1e-6: "µs"})
+
+
+def bytes_text(size: int | float) -> str:
+    """Return a size with its unit, such as `1.5 MB`."""
+    return _scaled(size, {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"})
+
+
+def share_text(part: int | float) -> str:
+    """Return a fraction as a percentage."""
+    return f"{part:.1%}"
+
+
+def _scaled(value: int | float, units: Mapping[float, str]) -> str:
+    factor = next((factor for factor in units if abs(value) >= factor), list(units)[-1])
+    return f"{value / factor:.3g} {units[factor]}"
