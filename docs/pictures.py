@@ -7,7 +7,9 @@ from typing import Any
 from jpipe_planner import draw_choice
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
-from jpipe_train.plan.planning import Parts, Request, profile_of, read_topology, search
+from jpipe_train.plan.inputs import Request, read_topology
+from jpipe_train.plan.profiling import Parts, profile_of
+from jpipe_train.plan.search import search
 
 import jpipe
 from docs import imports

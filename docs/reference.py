@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jpipe_planner
 import pdoc.doc
 import pdoc.render
 import pdoc.render_helpers
@@ -27,6 +28,10 @@ MODULES = (
     "jpipe.processes",
     "jpipe.runtime",
     "jpipe.errors",
+    "jpipe.context",
+    "jpipe.checkpoints",
+    "jpipe.files",
+    "jpipe_planner",
 )
 
 
@@ -38,11 +43,13 @@ def public_names(module: str) -> list[str]:
 
 def build(folder: Path) -> Path:
     """Write the pages into `folder`, and return the path of the first one."""
-    elsewhere = _documented_variables()
-    pages = {name: _Page(importlib.import_module(name)) for name in MODULES}
-    for name, page in pages.items():
+    modules = {name: importlib.import_module(name) for name in MODULES}
+    for name, module in modules.items():
         for member in public_names(name):  # pdoc looks into the module, where names that are imported on first use are not
-            setattr(page.obj, member, getattr(page.obj, member))
+            setattr(module, member, getattr(module, member))
+    elsewhere = _documented_variables()
+    pages = {name: _Page(module) for name, module in modules.items()}
+    for page in pages.values():
         for variable in page.variables:  # pdoc looks for their docstrings only in the module that shows them
             variable.docstring = variable.docstring or elsewhere.get(variable.name, "")
         for described in page.classes:
@@ -72,8 +79,9 @@ class _Page(pdoc.doc.Module):
 
 
 def _documented_variables() -> dict[str, str]:
-    """The docstrings that stand below variables, in all modules of jpipe."""
-    names = [module.name for module in pkgutil.walk_packages(jpipe.__path__, "jpipe.")]
+    """Return the docstrings that stand below variables, in all modules of the two libraries."""
+    packages = (jpipe, jpipe_planner)
+    names = [module.name for package in packages for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     variables = [variable for name in names for variable in pdoc.doc.Module(importlib.import_module(name)).variables]
     return {variable.name: variable.docstring for variable in variables if variable.docstring}
 
@@ -112,7 +120,7 @@ class _Written:
 def _readable(text: str) -> str:
     """Types without the modules they are kept in, and the union of all instructions by its name."""
     text = re.sub(r"\b(jax\.)?jaxlib\._jax\.", "jax.", text)
-    text = re.sub(r"\b(typing|collections\.abc|jpipe|pydantic(_core)?)\.([a-z_]+\.)*(?=[A-Z])", "", text)
+    text = re.sub(r"\b(typing|collections\.abc|jpipe|jpipe_planner|pydantic(_core)?)\.([a-z_]+\.)*(?=[A-Z])", "", text)
     return re.sub(r"Load \| .* \| Release", "Instruction", text)
 
 

@@ -57,9 +57,12 @@ from jpipe.stages._batch import (
 )
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
-from jpipe.stages._compile import CompiledPrograms, CompiledStage, compile_initializers, compile_stages, compile_start
-from jpipe.stages._functions import StageFunctions, check_metrics
+from jpipe.stages._compile import CompiledPrograms, compile_stages, compile_start
+from jpipe.stages._compiled_stage import CompiledStage
+from jpipe.stages._initializers import compile_initializers
 from jpipe.stages._shares import shares_of, with_shares
+from jpipe.stages.functions._evaluation import check_metrics
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 
@@ -527,7 +530,7 @@ class Pipeline:
         recompute = [f.stage.recompute != "none" for f in functions]
         costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
         costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
-        for own in self.plan.rank_stages:
+        for own in self.plan.pipeline_ranks:
             for s in own:
                 if s + 1 in own:
                     passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))

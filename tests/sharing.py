@@ -15,8 +15,7 @@ import pytest
 from jpipe_train.assemble import build, model
 
 from jpipe import pipeline
-from jpipe.stages import _builder, _compile
-from jpipe.stages import _functions as _stage
+from jpipe.stages import _builder, _compile, _initializers
 from tests.jpipe import running
 
 SETTINGS = (
@@ -80,7 +79,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
         "_lower_call",
         lambda f, place, name, counts, chosen, part: ((f.stage.layers, place, name, tuple(counts), part), f, chosen),
     )
-    share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
+    share(_initializers, "_lower_initializer", lambda layer, x, device: (device, layer, x))
     share(
         _builder,
         "check_gradients",
@@ -88,7 +87,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     )
     share(_builder, "find_layerwise", lambda rule, params, masters, ties: ((tuple(params), masters), rule, params, ties))
     share(pipeline, "measure_bytes", lambda f, recomputes, splits, chosen: ((f.stage.layers, recomputes, splits), f, chosen))
-    share(_stage, "check_summed", lambda loss, where, f, outputs: ((where, f.stage.layers), loss, f, outputs))
+    share(_builder, "check_loss", lambda loss, where, layer_id, y, labels: ((where, layer_id), loss, y, labels))
     # What users name may be another function in the next test: only what is built in is shared.
     share(
         model,

@@ -136,7 +136,7 @@ def _config(folder: Path, schedule: str) -> Config:
 
 def _ready(config: Config) -> tuple[jpipe.Pipeline, data.Data, Reporter]:
     reporter = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
-    return *loop.ready(config, reporter), reporter
+    return *loop.build_and_check(config, reporter), reporter
 
 
 def _restores(config: Config, times: int = 3) -> dict[str, float]:

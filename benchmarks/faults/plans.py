@@ -61,7 +61,7 @@ def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
     try:
         resumed = find(config, "must", together, reporter.say)
         assert resumed is not None
-        pipe, batches = loop.ready(config, reporter)
+        pipe, batches = loop.build_and_check(config, reporter)
         layers, damaged = starting.read_checkpoint(config, pipe, batches, together, resumed)
         if layers is None:
             return damaged

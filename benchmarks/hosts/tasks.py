@@ -9,7 +9,9 @@ from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data.data import Data
-from jpipe_train.plan.planning import Parts, Request, search
+from jpipe_train.plan.inputs import Request
+from jpipe_train.plan.profiling import Parts
+from jpipe_train.plan.search import search
 from rich.console import Console
 
 import jpipe

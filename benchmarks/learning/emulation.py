@@ -1,12 +1,14 @@
 """PipeDream with and without weight stashing, one microbatch after the other, with the stage functions of a pipeline."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import jpipe
+from jpipe.stages import update
 
 Tree = Any
 
@@ -45,8 +47,9 @@ class Emulation:
             )
         self._pipe, self._batch, self._stashing = pipe, batch, stashing
         self._functions = pipe.stage_functions(batch)
-        names = ("forward", "backward", "forward_backward", "update")
-        self._calls = [{name: jax.jit(getattr(f, name)) for name in names} for f in self._functions]
+        names = ("forward", "backward", "forward_backward")
+        calls = [{name: getattr(f, name) for name in names} | {"update": partial(update, f)} for f in self._functions]
+        self._calls = [{name: jax.jit(call) for name, call in of_stage.items()} for of_stage in calls]
 
     def run(self, key: jax.Array, batches: Iterable[Any]) -> Iterator[Updated]:
         """Train from fresh weights, one item per update.

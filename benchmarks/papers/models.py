@@ -21,7 +21,7 @@ from jpipe_train.config.presets import PRESETS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data.samples import make
 from jpipe_train.models import cross_entropy, layers
-from jpipe_train.plan.planning import Parts
+from jpipe_train.plan.profiling import Parts
 from rich.console import Console
 
 import jpipe

@@ -120,7 +120,7 @@ def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
     here = [rank for rank, workers in enumerate(plan.rank_workers) if pipe.devices[workers[0]].process_index == jax.process_index()]
     unseen = [
         size
-        for stages, size in zip(plan.rank_stages, temporary_of_ranks(plan, costs), strict=True)
+        for stages, size in zip(plan.pipeline_ranks, temporary_of_ranks(plan, costs), strict=True)
         for _ in range(plan.replicas[stages[0]])
     ]
     peaks = {rank: max(sample.total for sample in memory[rank]) + unseen[rank] for rank in here}

@@ -168,13 +168,13 @@ class SharedCost:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two workers; each direction carries one message at a time.
+    """What joins two ranks; each direction carries one message at a time.
 
     Attributes:
         bandwidth: bytes per second.
         latency: seconds from the end of sending to the arrival; it does not keep the link busy.
         ports: what a message occupies while it is sent, and other links may share, such as the network card of a host; none: the
-            direction from the one worker to the other.
+            direction from the one rank to the other.
     """
 
     bandwidth: float = float("inf")
@@ -208,7 +208,7 @@ def check_costs(costs: Sequence[StageCost]) -> None:
 
 
 Network = Callable[[int, int], Link]
-"""The link from one worker to another, by their numbers."""
+"""The link from one rank to another, by their numbers."""
 
 
 def unit_costs(plan: Plan) -> tuple[StageCost, ...]:

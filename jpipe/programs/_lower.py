@@ -306,7 +306,7 @@ class _Run:
         self.workers = [_Worker(plan, w, start, self.ranks[plan.rank_of[w]]) for w in range(len(plan.workers))]
         self.available, self.listing = _Availability(), _Listing()
         # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
-        several = not self.schedule.flushes and plan.depth > len(plan.rank_stages)
+        several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
         self.shares = [[group for group, stages in enumerate(shared) if s in stages] for s in range(plan.depth)]
         self.waits = [global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
@@ -369,7 +369,7 @@ class _Run:
         """The schedule's order up to the first forward that needs batch `batches`."""
         plan, end = self.plan, batches * self.plan.microbatches
         stop = batches if drain else batches + self.schedule.period(plan)
-        order = self.schedule.computations(plan, *plan.rank_places[rank], start, stop)
+        order = self.schedule.computations(plan, *plan.rank_positions[rank], start, stop)
         return list(takewhile(lambda entry: not entry.is_forward or entry.microbatch < end, order))
 
     def _compute(self, entry: Action, workers: Sequence[_Worker]) -> bool:

@@ -25,10 +25,10 @@ from jpipe.schedules import SCHEDULES, Action
 
 
 def rank_computations(program: Program) -> list[Iterator[Action]]:
-    """For each rank, replicas counted, the computations of its schedule in the batches of the program."""
+    """For each rank the computations of its schedule in the batches of the program."""
     plan = program.plan
     schedule = SCHEDULES[plan.schedule]
-    return [schedule.computations(plan, p, replica, program.start, program.end) for p, replica in plan.rank_places]
+    return [schedule.computations(plan, p, replica, program.start, program.end) for p, replica in plan.rank_positions]
 
 
 def versions_before(plan: Plan, worker: int, batch: int) -> set[int]:

@@ -29,7 +29,8 @@ from jpipe.runtime._lanes import arrived
 from jpipe.runtime._nan_check import checked, is_on
 from jpipe.runtime._state import WorkerState
 from jpipe.runtime._transport import Transport, rows
-from jpipe.stages._compile import CompiledStage, update_kind
+from jpipe.stages._compiled_stage import CompiledStage, update_kind
+from jpipe.stages.functions._sums import shared_with
 
 Tree = Any
 
@@ -267,9 +268,9 @@ class _Worker:
         if "residuals" in left:
             held.buffers["residuals", k] = functions.residuals.keep(reads, (left["output"], held.layer_state)), left["residuals"]
         if "stash" in left and op.begins:
-            held.buffers["stash", k] = functions.stash_of(reads, held.layer_state, left["stash"])
+            held.buffers["stash", k] = functions.halves.stash_of(reads, held.layer_state, left["stash"])
         elif "stash" in left:
-            held.buffers["stash", k] = functions.rest(*reads), left["stash"]
+            held.buffers["stash", k] = functions.halves.late_inputs(*reads), left["stash"]
         if op.gives_gradient and not self.functions.first:
             held.buffers["gradient", k] = left["gradient"]
         if op.finishes:
@@ -358,7 +359,7 @@ class _Worker:
             case "squares":
                 tree, held.squares = held.squares, ()
             case "shared":
-                tree = self.functions.shared_with(self.plan.workers[i.to][0], held.buffers["shared", k // self.plan.microbatches])
+                tree = shared_with(self.functions, self.plan.workers[i.to][0], held.buffers["shared", k // self.plan.microbatches])
             case "weights":
                 assert self.compiled.share is not None
                 tree = self.compiled.share.given(self.functions.trained.part(held.versions[k // self.plan.microbatches + 1]))

@@ -11,7 +11,7 @@ import numpy as np
 from jpipe.errors import shortened
 from jpipe.ops import OPS, Op
 from jpipe.plan import Plan
-from jpipe.stages._compile import CompiledStage
+from jpipe.stages._compiled_stage import CompiledStage
 
 Tree = Any
 

@@ -20,8 +20,9 @@ from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, over
 from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, Share, shardings_of
-from jpipe.stages._compile import CompiledStage
-from jpipe.stages._functions import StageFunctions, floats_of, with_floats
+from jpipe.stages._compiled_stage import CompiledStage
+from jpipe.stages.functions._floats import floats_of, with_floats
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 

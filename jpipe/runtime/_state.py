@@ -14,7 +14,7 @@ from jpipe.model._layer import describe
 from jpipe.model._precision import LossScale
 from jpipe.plan import Plan
 from jpipe.stages._batch import Batch
-from jpipe.stages._functions import StageFunctions
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 Fingerprint = tuple[tuple[str, str], ...]

@@ -38,7 +38,7 @@ def written_order(plan: Shape) -> tuple[str, ...]:
         A text for each rank.
     """
     found = []
-    for p, stages in enumerate(plan.rank_stages):
+    for p, stages in enumerate(plan.pipeline_ranks):
         replicas = plan.replicas[stages[0]]
         order = SCHEDULES[plan.schedule].computations(plan, p, 0, 0, 1)
         found.append(as_text(entry._replace(microbatch=entry.microbatch // replicas) for entry in order))

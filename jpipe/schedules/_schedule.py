@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 from jpipe.ops import OPS
 
 Ranks = tuple[tuple[int, ...], ...]
-"""For each rank the stages that it runs, in order."""
+"""For each pipeline rank (each rank of one pipeline, replicas not counted) the stages that it runs, in order."""
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Shape(Protocol):
     @property
     def flush_first(self) -> int: ...
     @property
-    def rank_stages(self) -> Ranks: ...
+    def pipeline_ranks(self) -> Ranks: ...
     @property
     def order(self) -> tuple[str, ...] | None: ...
     @property
@@ -105,7 +105,7 @@ class Schedule:
     Attributes:
         name: its name in plans.
         flushes: whether the pipeline is empty after each batch.
-        order: `(plan, p, microbatches) -> computations`, what one replica of rank p computes, from an empty pipeline to an empty one, for
+        order: `(plan, p, microbatches) -> computations` of one replica of pipeline rank p, from an empty pipeline to an empty one, for
             the given microbatches (in order, at least one): those of one batch if the schedule flushes, of several otherwise. At each
             stage forwards are in the order of the microbatches, and so are backwards, and both halves of them.
         in_flight: `(plan, s) -> n_s`, the largest number of microbatches that a replica of stage s has begun but not finished.
@@ -157,16 +157,16 @@ class Schedule:
         return self.flushes or batch < plan.flush_first
 
     def computations(self, plan: Shape, p: int, replica: int, start: int, stop: int) -> Iterator[Action]:
-        """The computations of one replica of rank p for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
+        """Yield the computations of one replica of pipeline rank p for batches start .. stop - 1; the pipeline begins and ends empty.
 
         Args:
             plan: the plan.
-            p: the rank, counted without replicas.
+            p: the pipeline rank.
             replica: number of the replica.
             start: the first batch.
             stop: one past the last batch.
         """
-        m, replicas = plan.microbatches, plan.replicas[plan.rank_stages[p][0]]
+        m, replicas = plan.microbatches, plan.replicas[plan.pipeline_ranks[p][0]]
         while start < stop:
             end = start + 1 if self.flushes_after(plan, start) else stop
             yield from self.order(plan, p, range(start * m + replica, end * m, replicas))
@@ -212,7 +212,7 @@ _SEVERAL = "an interleaved schedule such as 'interleaved_1f1b'"
 def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:
     """For each stage the ops that it computes in a batch, in the order in which each is first used."""
     found: list[dict[str, None]] = [{} for _ in range(plan.depth)]
-    for p in range(len(plan.rank_stages)):
+    for p in range(len(plan.pipeline_ranks)):
         for entry in schedule.computations(plan, p, 0, 0, 1):
             found[entry.stage].setdefault(entry.op)
     return tuple(map(tuple, found))
@@ -234,7 +234,7 @@ def arranged(layout: str, stages: int, chunks: int) -> Ranks:
 
 def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
     """Why the schedule cannot use the ranks of a plan, or ""."""
-    found, depth = plan.rank_stages, plan.depth
+    found, depth = plan.pipeline_ranks, plan.depth
     chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(found[0]))
     if schedule.layout == "any" or (depth % chunks == 0 and found == arranged(schedule.layout, depth, chunks)):
         return ""
@@ -256,7 +256,7 @@ def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]])
     """The `in_flight` of a schedule that flushes, counted in its order."""
 
     def in_flight(plan: Shape, s: int) -> int:
-        p = next(p for p, stages in enumerate(plan.rank_stages) if s in stages)
+        p = next(p for p, stages in enumerate(plan.pipeline_ranks) if s in stages)
         begun = most = 0
         for entry in order(plan, p, range(0, plan.microbatches, plan.replicas[s])):
             if entry.stage == s:

@@ -20,7 +20,7 @@ def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[S
 
     Args:
         plan: the plan.
-        p: the rank.
+        p: the pipeline rank.
         microbatches: those of one of its replicas, in order.
         slots: for as many microbatches, or for more.
     """
@@ -30,5 +30,5 @@ def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[S
         n = done[parts[0], chunk]
         done.update((part, chunk) for part in parts)
         if n < len(microbatches):
-            order.append(Action(op, plan.rank_stages[p][chunk], microbatches[n]))
+            order.append(Action(op, plan.pipeline_ranks[p][chunk], microbatches[n]))
     return iter(fused(plan, order))

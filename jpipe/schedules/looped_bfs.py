@@ -19,7 +19,7 @@ from jpipe.schedules._schedule import Action, Schedule, Shape, fused
 
 
 def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    stages = plan.rank_stages[p]
+    stages = plan.pipeline_ranks[p]
     forwards = [Action("F", s, k) for s in stages for k in microbatches]
     backwards = [Action("B", s, k) for s in reversed(stages) for k in microbatches]
     return iter(fused(plan, [*forwards, *backwards]))

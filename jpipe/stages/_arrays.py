@@ -8,7 +8,10 @@ from typing import Any
 import jax
 
 from jpipe.meshes._place import NoPlace, Place
-from jpipe.stages._functions import StageFunctions, floats_of
+from jpipe.stages.functions._floats import floats_of
+from jpipe.stages.functions._loss import loss_dtype
+from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._update import norm_spec
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct
@@ -143,7 +146,7 @@ class Arrays:
     def gradient(self) -> Tree:
         """The gradient message that leaves."""
         f = self.functions
-        return floats_of(self.x) if f.input_gradient else [], self.whole(Spec((), f.loss_dtype))
+        return floats_of(self.x) if f.input_gradient else [], self.whole(Spec((), loss_dtype()))
 
     @property
     def between(self) -> tuple[Any, Any, Any]:
@@ -153,12 +156,12 @@ class Arrays:
     @cached_property
     def stash(self) -> tuple[Any, Any]:
         """(rest, stash): what the second half of a backward gets."""
-        return self.functions.rest(*self.between), self._chosen("stash", self.functions.stash_spec[1])
+        return self.functions.halves.late_inputs(*self.between), self._chosen("stash", self.functions.halves.stash_spec[1])
 
     @cached_property
     def norm(self) -> Tree:
         """The norm of all gradients, if updates use it."""
-        return self.whole(self.functions.norm_spec) if self.functions.global_norm else None
+        return self.whole(norm_spec()) if self.functions.global_norm else None
 
     @cached_property
     def scale(self) -> Tree:

@@ -9,8 +9,9 @@ from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import NoPlace
 from jpipe.programs._costs import Passed, StageCost
 from jpipe.stages._arrays import Arrays
-from jpipe.stages._functions import StageFunctions
 from jpipe.stages._gradients import has_gradient
+from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._update import squares_spec
 
 
 def measure_bytes(
@@ -51,7 +52,7 @@ def measure_bytes(
         optimizer=nbytes(a.optimizer),
         state=nbytes(a.state),
         accumulators=nbytes(a.accumulators),
-        squares=nbytes(f.squares_spec([len(f.counted)])),
+        squares=nbytes(squares_spec([len(f.counted)])),
         shared=tuple(
             nbytes([a.accumulators["gradients"][name] for name in names]) if f.number in stages else 0 for stages, names in f.sharing.groups
         ),
@@ -70,7 +71,7 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
     for i, leaf in zip(f.residuals.arguments, arguments, strict=True):
         if i not in unchanged:
             own.append(leaf)
-        elif splits and f.reads_argument_late(i):
+        elif splits and f.halves.reads_argument_late(i):
             late += nbytes(leaf)
     made = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
     return (own, made), late
@@ -93,9 +94,11 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
     found = []
     for i, size in enumerate(sizes):
         if i in before.residuals.outputs:
-            late = splits[0] and before.reads_output_late(i)
+            late = splits[0] and before.halves.reads_output_late(i)
             is_kept = state + i in after.residuals.arguments
-            receiver: Literal["F", "I", "W"] = "F" if not is_kept else "W" if splits[1] and after.reads_argument_late(state + i) else "I"
+            receiver: Literal["F", "I", "W"] = (
+                "F" if not is_kept else "W" if splits[1] and after.halves.reads_argument_late(state + i) else "I"
+            )
             found.append(Passed(size, "W" if late else "I", receiver))
     return tuple(found)
 

@@ -14,7 +14,8 @@ from jpipe.model._layer import Layer, LayerSpec, key_spec
 from jpipe.model._losses import Loss, called
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset
-from jpipe.stages._functions import StageFunctions, floats_of
+from jpipe.stages.functions._floats import floats_of
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 

@@ -6,7 +6,7 @@ from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost, deal
 from jpipe.stages._arrays import Share
 from jpipe.stages._bytes import arrays_of, nbytes
-from jpipe.stages._functions import StageFunctions
+from jpipe.stages.functions._stage import StageFunctions
 
 
 def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:

@@ -15,10 +15,11 @@ from jpipe.model._precision import PLAIN, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.plan import Stage
 from jpipe.programs._costs import StageCost
+from jpipe.stages._builder import stage_functions
 from jpipe.stages._bytes import measure_bytes, nbytes
-from jpipe.stages._compile import trace_call
-from jpipe.stages._functions import StageFunctions, stage_functions
+from jpipe.stages._calls import trace_call
 from jpipe.stages._gradients import with_gradients
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 Name = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
@@ -57,7 +58,7 @@ class StandaloneStage:
     @property
     def stash_bytes(self) -> int:
         """What stays from the first half of a backward to the second, exactly."""
-        return nbytes(self._functions.stash_spec)
+        return nbytes(self._functions.halves.stash_spec)
 
     def trace(self, name: Name, device: jax.Device) -> jax.stages.Traced:
         """Trace one of the programs for a device; `.lower().compile()` gives what a pipeline runs.

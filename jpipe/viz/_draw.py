@@ -276,7 +276,7 @@ def _names(where: str, count: int, plan: Plan | None, between: str) -> tuple[lis
         raise InputError(
             f"{where}: plan: expected {ranks}, as many as there are rows, found {len(plan.rank_workers)}; give the plan that ran"
         )
-    replicated, chunks = len(plan.workers) > plan.depth, plan.depth > len(plan.rank_stages)
+    replicated, chunks = len(plan.workers) > plan.depth, plan.depth > len(plan.pipeline_ranks)
     if not replicated and not chunks:
         return names, ""
     named = []

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._functions import norm_of
+from jpipe.stages.functions._update import norm_of
 
 NORM = jax.jit(norm_of)
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")  # all others flush
@@ -49,13 +49,13 @@ def version(plan, s: int, k: int) -> int:
     leader = 0 if plan.vertical_sync else s
     r = plan.replicas[leader]
     late = 1 if r > 1 and not plan.noam else 0
-    done = k // r - in_flight(plan, leader) + 1 if plan.depth == len(plan.rank_stages) else done_interleaved(plan, leader, k // r)
+    done = k // r - in_flight(plan, leader) + 1 if plan.depth == len(plan.pipeline_ranks) else done_interleaved(plan, leader, k // r)
     return max(done - late, 0) * r // every(plan, leader)
 
 
 def done_interleaved(plan, s: int, n: int) -> int:
     """The backwards that a rank of several chunks has done for stage s before the forward of its n-th microbatch: by doing them all."""
-    ranks = len(plan.rank_stages)
+    ranks = len(plan.pipeline_ranks)
     chunks, warm_up = plan.depth // ranks, (plan.depth // ranks - 1) * ranks + 2 * (ranks - 1 - s % ranks)
     forward = backward = done = 0
     while True:
@@ -153,7 +153,7 @@ def in_halves(f, calls, params, arguments, sums, rest):
     """A forward and a backward in two halves at the last stage: (gradient message, new state, accumulators)."""
     message, changed, made = calls["forward_backward_input"](params, *arguments, *rest)
     state = f.changed.joined(changed, arguments[0])
-    return message, state, calls["backward_weight"](params, *f.stash_of(arguments, state, made), sums, *rest)
+    return message, state, calls["backward_weight"](params, *f.halves.stash_of(arguments, state, made), sums, *rest)
 
 
 def mean_states(state: list[Any]) -> list[Any]:

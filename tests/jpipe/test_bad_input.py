@@ -354,7 +354,7 @@ UNTYPED = {
     "jpipe.simulate(plan)": "simulate: expected a program, found Plan; give jpipe.lower(plan, batches)",
     "jpipe.simulate(jpipe.lower(plan, 1), [1])": "simulate: expected a list of jpipe.programs.StageCost as costs, found [1]",
     "jpipe.simulate(jpipe.lower(plan, 1), None, 3)": (
-        "simulate: expected a jpipe.Link, or a function of two workers that gives one, found 3"
+        "simulate: expected a jpipe.Link, or a function of two ranks that gives one, found 3"
     ),
     "jpipe.lower(stack, 1)": "lower: expected a jpipe.Plan, found LayerStack; make one with Plan.even(…)",
     **{

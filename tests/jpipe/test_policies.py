@@ -143,7 +143,7 @@ def test_a_changed_copy_of_data_keeps_nothing_that_was_computed_from_the_old_fie
     }
     assert caching == {jpipe.Plan}
     plan = jpipe.Plan.even("abcd", 2, "gpipe", 2)
-    assert (plan.replicas, len(plan.workers), plan.rank_of, plan.rank_stages) == ((1, 1), 2, (0, 1), ((0,), (1,)))
+    assert (plan.replicas, len(plan.workers), plan.rank_of, plan.pipeline_ranks) == ((1, 1), 2, (0, 1), ((0,), (1,)))
     changed = plan.model_copy(update={"stages": (plan.stages[0].model_copy(update={"replicas": 2}), plan.stages[1])})
     assert vars(changed).keys() == jpipe.Plan.model_fields.keys()
     assert (changed.replicas, len(changed.workers), changed.rank_of) == ((2, 1), 3, (0, 1, 2))

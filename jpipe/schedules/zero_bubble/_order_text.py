@@ -37,8 +37,8 @@ class _WrongOrder(Exception):
 def read_order(plan: Shape) -> Read:
     """The order of a plan that has one."""
     assert plan.order is not None
-    own = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.rank_stages)
-    return _read(plan.order, plan.rank_stages, own, plan.order_limit)
+    own = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.pipeline_ranks)
+    return _read(plan.order, plan.pipeline_ranks, own, plan.order_limit)
 
 
 @lru_cache(maxsize=16)  # plans ask for it at each step
@@ -58,7 +58,7 @@ class _Checks:
     """Reads and checks the text of one rank.
 
     Args:
-        p: the rank.
+        p: the pipeline rank.
         stages: that it runs.
         microbatches: their number, for one replica.
         last: the last stage of all.

@@ -59,7 +59,7 @@ def greedy_order(
         >>> greedy_order(plan, [StageCost(), StageCost()], limits=2)
         ('F0.0 F0.1 B0.0 B0.1', 'F1.0 I1.0 F1.1 I1.1 W1.0 W1.1')
     """
-    ranks = plan.rank_stages
+    ranks = plan.pipeline_ranks
     if len(set(plan.replicas)) > 1:
         raise InputError(f"greedy_order: expected as many replicas of each stage, found {list(plan.replicas)}; use one number")
     if len(costs) != plan.depth:
@@ -87,7 +87,7 @@ def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
     """The orders of the static zero-bubble schedules that suit the ranks and keep the limits."""
     for schedule in (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE):
         if schedule.refuses(plan) == "":
-            order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.rank_stages)))
+            order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.pipeline_ranks)))
             if all(_most_held(entries) <= limit for entries, limit in zip(order, problem.limits, strict=True)):
                 yield order
 

@@ -24,7 +24,7 @@ from jpipe.schedules._slots import in_turn, numbered
 
 def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     """Chunk 0 is on the way down, chunk 1 on the way back."""
-    ranks = len(plan.rank_stages)
+    ranks = len(plan.pipeline_ranks)
     count = max(len(microbatches), 2 * ranks - 1)
     slots = [
         *in_turn("F0", 2 * (ranks - p) - 1),

@@ -20,7 +20,7 @@ from jpipe.runtime import _interpreter as interpreter
 from jpipe.runtime import _metrics
 from jpipe.runtime._metrics import MetricsExchange
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._functions import StageFunctions
+from jpipe.stages.functions._stage import StageFunctions
 from jpipe.viz import _draw as draw
 from tests.jpipe import models
 

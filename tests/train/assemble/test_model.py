@@ -14,7 +14,7 @@ from jpipe_train.config import config_file, entry_point
 from jpipe_train.config.config import Config, EvalConfig, LossConfig, ModelConfig
 
 import jpipe
-from jpipe.stages._functions import asked_for, called
+from jpipe.model._losses import asked_for, called
 from tests.train.run.test_loop import rows_of
 
 OWN = '''

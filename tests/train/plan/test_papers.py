@@ -16,7 +16,9 @@ from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import prepare, texts
 from jpipe_train.data.samples import make
-from jpipe_train.plan.planning import Parts, Request, read_topology, search
+from jpipe_train.plan.inputs import Request, read_topology
+from jpipe_train.plan.profiling import Parts
+from jpipe_train.plan.search import search
 from jpipe_train.plan.simulate import plan_and_costs
 from rich.console import Console
 

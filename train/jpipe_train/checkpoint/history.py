@@ -87,7 +87,7 @@ def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, 
     """A part of which neither beginning nor duration is known yet; `config` is that of the run as plain data."""
     replicas = "" if len(plan.workers) == plan.depth else f", replicas {', '.join(str(stage.replicas) for stage in plan.stages)}"
     schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
-    ranks = f" on {count(len(plan.rank_stages), 'rank')}" if plan.depth > len(plan.rank_stages) else ""
+    ranks = f" on {count(len(plan.pipeline_ranks), 'rank')}" if plan.depth > len(plan.pipeline_ranks) else ""
     meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
     words = f"{schedule}, {count(plan.depth, 'stage')}{ranks}{meshes}{replicas}, {count(plan.microbatches, 'microbatch', 'es')}"
     words += f", {count(plan.flush_first, 'batch', 'es')} flushed first" if plan.flush_first else ""

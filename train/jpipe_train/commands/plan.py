@@ -51,8 +51,8 @@ def plan(
     """
     with interrupt.importing():
         from jpipe import keep_freed_memory
+        from jpipe_train.plan.inputs import Request
         from jpipe_train.plan.plan import Files, main
-        from jpipe_train.plan.planning import Request
 
     keep_freed_memory()
     files = Files(config, profile, out, profile_out, png)

@@ -1,4 +1,4 @@
-"""Built-in parts that a config names in place of code of its own: `model.target: gnmt` with its `model.arguments`, and so on."""
+"""The built-in parts that a config can name as a `target` in place of a user's function, such as `model.target: gnmt`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""What sections of a config are made of: their base classes, and the types of keys that several of them have."""
+"""Base classes for the sections of a config, and types of keys that several sections share."""
 
 import importlib
 import os
@@ -30,7 +30,7 @@ Arguments = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value 
 
 
 def _usable_path(path: str) -> str:
-    """The path as it is, or an error where no file can have that name."""
+    """Return the path unchanged, or raise ValueError if no file can have that name."""
     try:
         os.fsencode(path)
     except UnicodeEncodeError:  # an escape in YAML
@@ -46,11 +46,11 @@ def _usable_path(path: str) -> str:
 
 FilePath = Annotated[str, Field(min_length=1), AfterValidator(_usable_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-AUTO: Final = "auto"  # in place of a plan's file, a size or a token: found when the run starts
+AUTO: Final = "auto"  # a plan's file, a size or a token that is chosen when the run starts
 
 
 class Section(BaseModel):
-    """Keys with fixed types; others are refused."""
+    """A section with typed keys; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -60,52 +60,52 @@ class BuiltIn:
     """A built-in part that a config can name as a `target`.
 
     Attributes:
-        arguments: which it has, and what they may be.
-        function: that makes it, as `module:function`: text, because this room knows no models.
+        arguments: the schema of its arguments.
+        function: the function that makes it, as `module:function`, because this package does not import models.
     """
 
     arguments: type[Section]
     function: str
 
     def load(self) -> Callable[..., Any]:
-        """The function, imported."""
+        """Import and return the function."""
         module, _, name = self.function.partition(":")
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return found
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
 
-    def parsed(self, name: str, given: Mapping[str, Any]) -> Any:
-        """The arguments, defaults filled in.
+    def parse(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Validate the arguments and fill in defaults.
 
         Args:
-            name: of the part, for messages.
-            given: in the config.
+            name: the name of the part, for messages.
+            arguments: the arguments in the config.
 
         Raises:
-            ValueError: it has no such arguments.
+            ValueError: an argument is unknown, missing or invalid.
         """
         try:
-            return self.arguments.model_validate(dict(given))
+            return self.arguments.model_validate(dict(arguments))
         except ValidationError as error:
-            wrong = error.errors()[0]
-        key, said = ".".join(map(str, wrong["loc"])), wrong["msg"].removeprefix("Value error, ")
-        if wrong["type"] == "extra_forbidden":
+            first = error.errors()[0]
+        key, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
             raise ValueError(f"arguments: '{name}' has no '{key}'; {nearest(key, self.arguments.model_fields)}")
-        if wrong["type"] == "missing":
+        if first["type"] == "missing":
             raise ValueError(f"arguments: '{name}' needs '{key}'; add it")
-        raise ValueError(f"arguments: {key}: {said}, found {reprlib.repr(wrong['input'])}; change it" if key else f"arguments: {said}")
+        raise ValueError(
+            f"arguments: {key}: {message}, found {reprlib.repr(first['input'])}; change it" if key else f"arguments: {message}"
+        )
 
 
 class OwnCode(Section):
-    """A section in which a `target` with its `arguments` can replace what the other keys describe: a function of the user's own, or a part
-    of `built_in` by name.
-    """
+    """A section that a `target` with `arguments` can replace: a function of the user's, or a part of `built_in` by name."""
 
     target: str | None = None
     arguments: Arguments = {}
 
     built_in: ClassVar[Mapping[str, BuiltIn]] = {}
 
-    keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # beside a target
+    keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # keys that still apply with a target
 
     @property
     def is_built_in(self) -> bool:
@@ -114,14 +114,14 @@ class OwnCode(Section):
 
     @property
     def carries(self) -> bool:
-        """Whether layers carry a state of each row from batch to batch, so that a stage has one replica only: a built-in model may."""
+        """Whether the layers carry state for each row from batch to batch, which limits each stage to one replica."""
         return self.is_built_in and getattr(self.parsed, "carries", False)
 
     @property
     def parsed(self) -> Any:
-        """The arguments of a built-in target, defaults filled in."""
+        """The arguments of a built-in target, with defaults filled in."""
         assert self.target is not None
-        return self.built_in[self.target].parsed(self.target, self.arguments)
+        return self.built_in[self.target].parse(self.target, self.arguments)
 
     @field_validator("target")
     @classmethod
@@ -139,14 +139,14 @@ class OwnCode(Section):
         return self
 
     @model_validator(mode="after")
-    def _nothing_is_said_in_vain(self) -> "OwnCode":
+    def _no_key_is_ignored(self) -> "OwnCode":
         if self.arguments and self.target is None:
             raise ValueError("arguments are those of a target, and there is none; name one as module:function, or leave them out")
-        if self.target is not None and (idle := sorted(self.model_fields_set - self.keeps_meaning)):
-            raise ValueError(f"{', '.join(idle)} would mean nothing to '{self.target}'; leave it out, or give it in arguments")
+        if self.target is not None and (ignored := sorted(self.model_fields_set - self.keeps_meaning)):
+            raise ValueError(f"{', '.join(ignored)} would mean nothing to '{self.target}'; leave it out, or give it in arguments")
         return self
 
     @model_serializer(mode="wrap")
-    def _leave_out_what_means_nothing(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        said = {"target", "arguments", *self.model_fields_set} if self.target is not None else set(type(self).model_fields)
-        return {key: value for key, value in write(self).items() if key in said}
+    def _leave_out_ignored_keys(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        written = {"target", "arguments", *self.model_fields_set} if self.target is not None else set(type(self).model_fields)
+        return {key: value for key, value in write(self).items() if key in written}

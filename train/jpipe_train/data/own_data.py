@@ -37,7 +37,7 @@ class OwnBatches:
     begins: Position | None = None
 
     def __len__(self) -> int:
-        with entry_point.reported(f"data.target: len({self.name}) fails"):
+        with entry_point.user_errors(f"data.target: len({self.name}) fails"):
             return len(self.batches)
 
     def __getitem__(self, index: int) -> Batch:
@@ -108,7 +108,7 @@ class OwnBatches:
         Raises:
             InputError: that fails, or gives something else.
         """
-        with entry_point.reported(f"data.target: {self.name}[{index}] fails"):
+        with entry_point.user_errors(f"data.target: {self.name}[{index}] fails"):
             batch = self.batches[index]
         expected = f"expected {self.name}[{index}] to be (inputs, labels) of NumPy arrays with {self.batch_size} rows"
         if not isinstance(batch, tuple) or len(batch) != 2:

@@ -1,4 +1,4 @@
-"""The report of a run: pictures of losses, metrics, timeline and memory, trace.json for Perfetto, and report.html, which needs no other."""
+"""Write the report of a run: pictures of losses, metrics, timeline and memory, trace.json for Perfetto, and report.html."""
 
 import base64
 import html
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 _PAGE = Path(__file__).with_name("report_page.html")
-_MOST_PARTS = 50  # the last parts of a resumed run
-_MOST_METRICS, _MOST_RESULTS = 24, 4  # metrics of validation that are drawn, and those that the top of the page shows
+_MOST_PARTS = 50  # of a resumed run, the last ones
+_MOST_METRICS, _MOST_RESULTS = 24, 4  # validation metrics that are drawn, and that the top of the page shows
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Report:
         measured: the same batches, traced.
         unit: unit of the losses; may be empty.
         processes: number of processes.
-        plan: by which it ran; None: the rows of the pictures tell no stages and replicas.
+        plan: the plan of the run; without it the pictures do not label stages and replicas.
         stages: the stages in order; may be empty.
         parts: the parts of a resumed run; may be empty.
         temporary: by rank, as from `temporary_bytes`; may be empty.
@@ -91,7 +91,7 @@ def write_report(folder: Path, report: Report) -> None:
     write_atomically(folder / "report.html", _page(report, pictures))
 
 
-# The page: everything from outside passes through `_escape`. ------------------------------------------------------------------
+# The page: all external text passes through `_escape`. ------------------------------------------------------------------
 
 
 def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
@@ -131,7 +131,7 @@ def _results(report: Report) -> str:
 
 
 def _progress(rows: Sequence[Mapping[str, int | float]]) -> dict[str, str]:
-    """Time, speed and learning rate, if the rows have them."""
+    """Return time, speed and learning rate, if the rows have them."""
     results = {}
     if seconds := [row["seconds"] for row in rows if "seconds" in row]:
         results["duration"] = duration(seconds[-1])
@@ -147,7 +147,7 @@ def _progress(rows: Sequence[Mapping[str, int | float]]) -> dict[str, str]:
 
 
 def _history(report: Report) -> str:
-    """The parts of a run that was resumed."""
+    """Return a table of the parts of a resumed run."""
     if len(report.parts) < 2:
         return ""
     shown = report.parts[-_MOST_PARTS:]
@@ -189,7 +189,7 @@ def _loss(report: Report, picture: bytes | None) -> str:
 
 
 def _metrics_to_draw(report: Report) -> list[str]:
-    """The metrics of validation that have a finite value, the first of very many."""
+    """Return the validation metrics that have a finite value, at most `_MOST_METRICS`."""
     names = [name for name in loss_curve.metric_names(report.rows) if len(loss_curve.finite(report.rows, f"val_{name}")[0])]
     return names[:_MOST_METRICS]
 

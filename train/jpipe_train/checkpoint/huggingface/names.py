@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe_train.config.huggingface import Found
+from jpipe_train.config.huggingface import Description
 
 Shape = tuple[int, ...]
 
@@ -88,7 +88,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "embedding
 _OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def layout(found: Found) -> Layout:
+def layout(found: Description) -> Layout:
     """The names of the model that `config.json` describes."""
     make, prefix = _LAYOUTS[found.architecture]
     layers, copies = make(found.keys)

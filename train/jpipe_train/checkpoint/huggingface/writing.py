@@ -94,7 +94,7 @@ def _of_run(run: str, step: int | None, report: Callable[[str], None], weights: 
     folder = resolved(run, "export")
     chosen = step_of(folder, step, "export", report)
     config = config_file.load_resolved(folder / "config.yaml")
-    described = huggingface.written(config.model)
+    described = huggingface.to_json_keys(config.model)
     if step is not None:  # or else it is verified already
         checkpoint_files.verify(folder, chosen)
     there = checkpoint_files.layer_specs(folder, chosen)
@@ -106,13 +106,13 @@ def _of_run(run: str, step: int | None, report: Callable[[str], None], weights: 
         return by_name(layers if weights == "newest" else with_ema(layers, chosen))
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(there).items()}
-    return _Model(config, described, layout(huggingface.described(described)), specs, read, f"step {chosen} of {run}")
+    return _Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
 
 
 def _of_config(file: str, overrides: Sequence[str]) -> _Model:
     """The parameters that the run of a config would begin with."""
     config = config_file.load(file, overrides)
-    described = huggingface.written(config.model)
+    described = huggingface.to_json_keys(config.model)
     if config.warm_start.file is not None:
         raise InputError(
             f"export: expected a config whose run begins with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
@@ -129,7 +129,7 @@ def _of_config(file: str, overrides: Sequence[str]) -> _Model:
         return {f"{layer_id}/{path}": leaf for path, leaf in by_path(tree).items()}
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for i, layer in inputs.items() for name, leaf in named(layer.params, i).items()}
-    return _Model(config, described, layout(huggingface.described(described)), specs, read, f"fresh weights of {file}")
+    return _Model(config, described, layout(huggingface.parse(described)), specs, read, f"fresh weights of {file}")
 
 
 def _specs(found: _Model) -> dict[str, Spec]:

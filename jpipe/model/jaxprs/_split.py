@@ -19,8 +19,8 @@ import jax.extend.core as jex
 import numpy as np
 
 from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, scan_parts
+from jpipe.model.jaxprs._min_cut import cheapest_cut
 from jpipe.model.jaxprs._wanted import UNKNOWN, bind, needed, scan_like, scan_needs
-from jpipe.stages._min_cut import cheapest_cut
 
 _CHEAP = {
     *("abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "cbrt", "ceil", "clamp", "concatenate", "convert_element_type", "copy"),
