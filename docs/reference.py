@@ -19,6 +19,7 @@ import jpipe
 MODULES = (
     "jpipe",
     "jpipe.plan",
+    "jpipe.ops",
     "jpipe.schedules",
     "jpipe.model",
     "jpipe.programs",
@@ -120,7 +121,7 @@ def _readable(text: str) -> str:
     """Replace types by ones without their modules, and the union of all instructions by its name."""
     text = re.sub(r"\b(jax\.)?jaxlib\._jax\.", "jax.", text)
     text = re.sub(r"\b(typing|collections\.abc|jpipe|jpipe_planner|pydantic(_core)?)\.([a-z_]+\.)*(?=[A-Z])", "", text)
-    return re.sub(r"Load \| .* \| Evaluate", "Instruction", text)
+    return re.sub(r"Load \| .* \| Release", "Instruction", text)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from jpipe.errors import InputError, nearest, short
+from jpipe.ops import OPS
 from jpipe.plan import Plan, Stage
 from jpipe.schedules import SCHEDULES
 
@@ -83,6 +84,11 @@ class StageCost:
     def trained(self) -> int:
         """Bytes of a version that updates change."""
         return self.weights - self.frozen
+
+    def seconds(self, op: str) -> float:
+        """Return the time of an op."""
+        times: tuple[float, ...] = tuple(getattr(self, OPS[piece].function) for piece in OPS[op].pieces)
+        return sum(times)
 
 
 @dataclass(frozen=True)

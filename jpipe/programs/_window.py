@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jpipe.errors import InputError
+from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import Link, Network, StageCost, shared_stages
 from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
-from jpipe.schedules._schedule import PARTS
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
     entries: dict[int, tuple[float, int, int]] = {}  # when each microbatch enters the first stage, and the rank and index of that span
     for rank, spans in enumerate(timeline):
         for index, span in enumerate(spans):
-            if "F" in PARTS[span.op]:
+            if OPS[span.op].begins:
                 entry = span.start, rank, index
                 entries[span.microbatch] = min(entry, entries.get(span.microbatch, entry))
     try:

@@ -14,15 +14,15 @@ import jax
 
 from jpipe.errors import InputError
 from jpipe.meshes._partition import shard_bytes
+from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._global_norm import route_of
-from jpipe.programs._instructions import COMPUTATIONS, OP_OF, Computation, SumSquares, Update
+from jpipe.programs._instructions import Compute, SumSquares, Update
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._state import WorkerState
 from jpipe.schedules import SCHEDULES
-from jpipe.schedules._schedule import PARTS
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Tracer:
         w = event.instruction.worker
         watcher = self._watchers[self._plan.rank_of[w]]
         if event.done is not None:
-            assert isinstance(event.instruction, Computation | Update)
+            assert isinstance(event.instruction, _Instruction)
             watcher.watch(event.instruction, event.done, w, event.state)
         elif watcher.is_shared:
             watcher.look(w, event.state)
@@ -119,7 +119,7 @@ def _switch_often(begin: bool) -> None:
         sys.setswitchinterval(_usual_interval)
 
 
-_Instruction = Computation | Update
+_Instruction = Compute | Update
 _Key = tuple[int, str, int]  # worker, op or U, microbatch (of an update: batch)
 
 
@@ -294,7 +294,7 @@ def _timeline(
         start = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), end)
         free[c.device] = end
         if not isinstance(c.instruction, Update):
-            row.append(Span(OP_OF[type(c.instruction)], c.instruction.microbatch, c.instruction.version, start, end, chunk=chunk))
+            row.append(Span(c.instruction.op, c.instruction.microbatch, c.instruction.version, start, end, chunk=chunk))
         elif (place := max((n for n, span in enumerate(row) if span.chunk == chunk), default=None)) is not None:
             row[place] = row[place]._replace(updates=True, update_time=end - start, update_wait=start - row[place].end)
     return tuple(tuple(row) for row in rows)
@@ -303,19 +303,19 @@ def _timeline(
 def _key(instruction: _Instruction) -> _Key:
     if isinstance(instruction, Update):
         return instruction.worker, "U", instruction.batch
-    return instruction.worker, OP_OF[type(instruction)], instruction.microbatch
+    return instruction.worker, instruction.op, instruction.microbatch
 
 
 def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
     """What may give a computation its input: its neighbour; for an update all replicas, with the global norm those of the first stage."""
     worker, op, k = key
     s = plan.workers[worker][0]
-    match PARTS.get(op, "")[:1]:  # "U" is no op
-        case "F":
-            return [(plan.worker(s - 1, k), "F", k)] if s > 0 else []
-        case "I":
-            return [(plan.worker(s + 1, k), after, k) for after in _ops_with("I")] if s + 1 < plan.depth else []
-        case "W":
+    match OPS[op].reads if op in OPS else "":  # an update is no op
+        case "inputs":
+            return [(plan.worker(s - 1, k), before, k) for before in _ops_leaving("output")] if s > 0 else []
+        case "residuals":
+            return [(plan.worker(s + 1, k), after, k) for after in _ops_leaving("gradient")] if s + 1 < plan.depth else []
+        case "stash":
             return []
         case _:
             end = (k + 1) * plan.microbatches_per_update(s)
@@ -323,11 +323,11 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
             is_alone = not global_norm or SCHEDULES[plan.schedule].flushes_after(plan, k)
             last = [] if is_alone else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[summed], end), *last]
-            return [(plan.worker(summed, j), op, j) for j in microbatches for op in _ops_with("W")]
+            return [(plan.worker(summed, j), op, j) for j in microbatches for op in _ops_leaving("accumulators")]
 
 
-def _ops_with(part: str) -> list[str]:
-    return [op for op, does in PARTS.items() if part in does]
+def _ops_leaving(what: Leaves) -> list[str]:
+    return [name for name, op in OPS.items() if what in op.leaves]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
@@ -373,7 +373,8 @@ def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None 
 
 
 def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
-    of = {op: _median([span.end - span.start for span in spans if span.op == op]) for op in COMPUTATIONS}
+    pieces = {op.pieces for op in OPS.values()}
+    of = {"".join(those): _median([span.end - span.start for span in spans if OPS[span.op].pieces == those]) for those in pieces}
     update = _median([span.update_time for span in spans if span.updates])
     if of["W"]:
         forward, first = of["F"], of["I"]

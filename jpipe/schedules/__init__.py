@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jpipe.schedules._schedule import Compute, Op, Ranks, Schedule, Shape, arranged, one_forward_one_backward, pipeline_in_flight
+from jpipe.schedules._schedule import Action, Ranks, Schedule, Shape, arranged, one_forward_one_backward, pipeline_in_flight
 from jpipe.schedules.dualpipe_v import DUALPIPE_V
 from jpipe.schedules.gpipe import GPIPE
 from jpipe.schedules.interleaved_1f1b import INTERLEAVED_1F1B
@@ -47,8 +47,7 @@ def written_order(plan: Shape) -> tuple[str, ...]:
 
 __all__ = [
     "SCHEDULES",
-    "Compute",
-    "Op",
+    "Action",
     "Ranks",
     "Schedule",
     "Shape",

@@ -10,13 +10,13 @@ Reference: Narayanan et al. 2021, section 2.2.
 import math
 from collections.abc import Iterator, Sequence
 
-from jpipe.schedules._schedule import Compute, Shape, fused, pipeline_in_flight, pipeline_order, split_early
+from jpipe.schedules._schedule import Action, Shape, fused, pipeline_in_flight, pipeline_order, split_early
 
 _AHEAD = 2
 """a without a flush: chunks make transfers more frequent, and with 2 microbatches ahead for each link their latency is hidden."""
 
 
-def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int | None = None) -> list[Compute]:
+def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int | None = None) -> list[Action]:
     """The order of one batch.
 
     Args:
@@ -30,7 +30,7 @@ def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, 
     return fused(plan, _interleaved(plan, p, microbatches, -(-len(microbatches) // rounds), 0, ahead, delay))
 
 
-def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     """The order of batches that are not flushed; groups go on where those of earlier batches ended. With one chunk for each rank, 1F1B."""
     if plan.depth == len(plan.pipeline_ranks):
         return pipeline_order(plan, p, microbatches)
@@ -42,7 +42,7 @@ def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[
 
 def _interleaved(
     plan: Shape, p: int, microbatches: Sequence[int], group: int, begun: int, ahead: int, delay: int | None
-) -> Iterator[Compute]:
+) -> Iterator[Action]:
     """The order where the first group lacks its first `begun` microbatches, and the last one may lack some at its end.
 
     It is that of whole groups without what is lacking.
@@ -60,7 +60,7 @@ def _interleaved(
             order.append(("W", *backwards[i - delay]))
     if delay:
         order += [("W", *visit) for visit in backwards[-delay:]]
-    return (Compute(op, s, microbatches[n]) for op, s, n in order if 0 <= n < count)  # type: ignore[arg-type]  # only these ops
+    return (Action(op, s, microbatches[n]) for op, s, n in order if 0 <= n < count)
 
 
 def endless_done(plan: Shape, s: int, k: int) -> int:

@@ -17,11 +17,11 @@ Reference: DeepSeek 2025, github.com/deepseek-ai/DualPipe, DualPipeV; Sea AI Lab
 from collections.abc import Iterator, Sequence
 
 from jpipe.schedules._interleaved import unequal_replicas
-from jpipe.schedules._schedule import Compute, Schedule, Shape, in_flight_of
+from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of
 from jpipe.schedules._slots import Slot, in_turn, numbered
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     """Chunk 0 is on the way down, chunk 1 on the way back."""
     ranks = len(plan.pipeline_ranks)
     before_last = ranks - 1 - p

@@ -68,6 +68,7 @@ def test_modules_of_rooms_are_private_except_the_named_ones():
     assert (
         public
         == {
+            "ops.py",
             "pipeline.py",
             "errors.py",
             "files.py",

@@ -21,7 +21,8 @@ from numbers import Integral
 from typing import SupportsIndex
 
 from jpipe.errors import InputError, short
-from jpipe.schedules._schedule import Compute, Ranks, Schedule, Shape, fused, in_flight_of
+from jpipe.ops import OPS
+from jpipe.schedules._schedule import Action, Ranks, Schedule, Shape, fused, in_flight_of
 from jpipe.schedules.zero_bubble._greedy import Order, Problem, StageTimes, list_schedules, seconds
 from jpipe.schedules.zero_bubble._order_text import as_text, read_order
 from jpipe.schedules.zero_bubble.interleaved_zero_bubble import INTERLEAVED_ZERO_BUBBLE
@@ -91,11 +92,11 @@ def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
                 yield order
 
 
-def _unfused(order: Iterator[Compute]) -> tuple[Compute, ...]:
-    return tuple(Compute(op, s, k) for ops, s, k in order for op in ops)  # type: ignore[arg-type]  # the letters are ops
+def _unfused(order: Iterator[Action]) -> tuple[Action, ...]:
+    return tuple(Action(op, s, k) for fused_op, s, k in order for op in OPS[fused_op].pieces)
 
 
-def _most_held(order: Sequence[Compute]) -> int:
+def _most_held(order: Sequence[Action]) -> int:
     held = most = 0
     for entry in order:
         held += entry.is_forward
@@ -104,7 +105,7 @@ def _most_held(order: Sequence[Compute]) -> int:
     return most
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     return iter(fused(plan, (entry._replace(microbatch=microbatches[entry.microbatch]) for entry in read_order(plan).ranks[p])))
 
 

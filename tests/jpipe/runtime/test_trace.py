@@ -15,7 +15,7 @@ import pytest
 
 from jpipe import InputError, Pipeline, Plan, Tracer, lower, simulate
 from jpipe.programs import StageCost, Window, extract_window
-from jpipe.programs._instructions import Forward
+from jpipe.programs._instructions import Compute
 from jpipe.runtime import Event, fit_costs
 from jpipe.runtime._state import WorkerState
 from jpipe.runtime._trace import _Watcher
@@ -172,7 +172,7 @@ def test_a_computation_that_fails_is_told_by_finish():
     plan, _, _, _, state = traced("gpipe", 1)
     tracer, failed = Tracer(plan), jnp.zeros(())
     failed.delete()  # waiting for it raises, as waiting for a computation does that ran out of memory
-    tracer(Event(Forward(0, 0, 0), failed, state.workers[0]))
+    tracer(Event(Compute("F", 0, 0, 0), failed, state.workers[0]))
     with pytest.raises(RuntimeError, match="deleted"):
         tracer.finish()
 
