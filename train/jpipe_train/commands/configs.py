@@ -18,7 +18,7 @@ def configs(
 
     Args:
         words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, an example with its Python file.
-        to: The folder in which the folders configs and examples are created.
+        to: The folder that gets the folders configs and examples.
         overwrite: Replace existing files that differ.
     """
     from jpipe.files import expanded

@@ -96,12 +96,12 @@ def make(
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     seed: Count = 0,
 ) -> int:
-    """Write a small generated data set, to try a kind of data offline. It is written completely or not at all.
+    """Write a small generated data set, to try a kind of data offline. It appears whole or not at all.
 
     Args:
         name: images: drawn shapes, a folder of PNG files per class. translation, words, captions: see docs/data.md.
         out: The folder, a new one; by default samples/NAME.
-        seed: The seed of the data.
+        seed: Of what is drawn.
     """
     with interrupt.importing():
         from jpipe_train.data.samples import make as making

@@ -311,6 +311,6 @@ class Config(Section):
     def code(self) -> dict[str, str]:
         """The user's functions that this run calls, by config key."""
         named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss") if not getattr(self, name).is_built_in}
-        optimizer = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
+        own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
         metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
-        return {key: target for key, target in named.items() if target} | optimizer | metrics
+        return {key: target for key, target in named.items() if target} | own | metrics
