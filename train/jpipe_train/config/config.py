@@ -311,4 +311,4 @@ class Config(Section):
         named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss")}
         optimizer = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
         metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
-        return {key: target for key, target in named.items() if target} | own | metrics
+        return {key: target for key, target in named.items() if target} | optimizer | metrics
