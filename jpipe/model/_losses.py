@@ -14,14 +14,14 @@ Loss = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def asked_for(function: Loss) -> str | None:
-    """The parameter of a loss or a metric that is to get random numbers: `rngs` or `key`, if it has no default but None."""
+    """Return the parameter that asks for random numbers: `rngs` or `key`, if its only default is None."""
     parameters = list(parameters_of(function).values())[2:]  # after the outputs and labels
     names = (p.name for p in parameters if p.name in ("rngs", "key") and (p.default is None or p.default is p.empty))
     return next(names, None)
 
 
 def called(function: Loss, outputs: Tree, labels: Tree, key: jax.Array | None) -> Any:
-    """What a loss or a metric returns; it gets random numbers if it asks for them: `rngs` a `flax.nnx.Rngs`, `key` the key itself."""
+    """Call a loss or a metric, with random numbers if it asks for them: `rngs` a `flax.nnx.Rngs`, `key` the key itself."""
     name = asked_for(function)
     if name is None:
         return function(outputs, labels)

@@ -80,7 +80,7 @@ class LayerStack:
         return f"LayerStack({shortened(self.ids)})"
 
     def with_layers(self, layers: Mapping[str, Layer]) -> "LayerStack":
-        """The model with other functions in place of those of its layers, changed alike where layers are given as one object.
+        """Return the model with its layers mapped by a function, once for layers given as one object.
 
         Args:
             layers: as in the attribute of that name.
@@ -90,7 +90,7 @@ class LayerStack:
         return changed
 
     def init_key(self, layer_id: str, key: jax.Array) -> jax.Array:
-        """The key that a layer is initialized with; it depends on the key of the run and the layer's id only.
+        """Return the key that initializes a layer; it depends on the key of the run and the layer's id only.
 
         Args:
             layer_id: which layer.
@@ -99,7 +99,7 @@ class LayerStack:
         return _fold(jax.random.fold_in(key, 0), layer_id)
 
     def init_layer(self, layer_id: str, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        """(parameters, state) of one layer.
+        """Initialize one layer and return its parameters and state.
 
         Args:
             layer_id: which layer.
@@ -137,7 +137,7 @@ class LayerStack:
         return x, new_state
 
     def draw_key(self, key: jax.Array, name: str, microbatch: Any, train: bool, *, of_metric: bool = False) -> jax.Array:
-        """The key that a layer, the loss or a metric draws random numbers with, for one microbatch.
+        """Return the key with which a layer, the loss or a metric draws random numbers for one microbatch.
 
         Args:
             key: the random key of the run.
@@ -150,12 +150,12 @@ class LayerStack:
         return jax.random.fold_in(_fold(jax.random.fold_in(key, purpose), name), microbatch)
 
     def is_stochastic(self, ids: Sequence[str], train: bool = True) -> bool:
-        """Whether any of the layers `ids` draws random numbers, in training or in evaluation."""
+        """Return whether any of the layers `ids` draws random numbers, in training or in evaluation."""
         return any(layer.stochastic if train else layer.draws_in_evaluation for layer in map(self.layers.__getitem__, ids))
 
     @without_mesh()
     def specs(self, inputs: Tree, ids: Sequence[str] | None = None) -> dict[str, LayerSpec]:
-        """Shapes and dtypes of every layer's input, parameters, state and output, by layer id; allocates nothing.
+        """Return the specs of every layer's input, parameters, state and output, by layer id, without allocating anything.
 
         Args:
             inputs: one microbatch of inputs, or `jax.ShapeDtypeStruct`s like it.
@@ -181,13 +181,13 @@ class LayerStack:
         return found
 
     def like(self, layer_id: str, x: Tree) -> Any:
-        """What the spec of a layer depends on: layers given as one object, such as one constructor, are traced once for each input."""
+        """Return what a layer's spec depends on: layers given as one object, such as one constructor, are traced once for each input."""
         leaves, treedef = jax.tree.flatten(x)
         settings = tuple(jax.config.values[name] for name in _SETTINGS)
         return self._given[layer_id], layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
-        """The shapes and dtypes around one layer, whose input `x` comes from `before`."""
+        """Return the specs around one layer, whose input `x` comes from `before`."""
         layer, key, given = self.layers[layer_id], key_spec(), self._alive[self.ids.index(layer_id)]
 
         def message(error: BaseException) -> str:
@@ -245,7 +245,7 @@ def _refuse_untrainable(layer_id: str, params: Tree) -> None:
 
 
 def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
-    """Two NNX constructors that hand out the same module or variable (a closure over one) share its parameters."""
+    """Raise `InputError` for two NNX constructors that return the same module or variable, from a closure."""
     constructors = {layer_id: layer for layer_id, layer in layers.items() if is_constructor(layer)}
 
     def record(key: jax.Array) -> None:

@@ -1,4 +1,4 @@
-"""The functions of all stages of a plan, for batches of any shape."""
+"""The builder of the functions of all stages of a plan, for batches of any shape."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ Tree = Any
 
 
 class StageBuilder:
-    """Makes the functions of each stage, and checks that model, plan, loss and optimizer fit each other and the batch.
+    """A builder of the functions of each stage, which checks that model, plan, loss, optimizer and batch fit each other.
 
     Keeps its last answer: building traces the whole model.
 
@@ -58,7 +58,7 @@ class StageBuilder:
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
 
     def build(self, spec: Batch) -> list[StageFunctions]:
-        """The functions of each stage.
+        """Return the functions of each stage.
 
         Args:
             spec: shapes and dtypes of one microbatch, (inputs, labels).

@@ -17,7 +17,7 @@ from jpipe.stages.functions._update import squares_spec
 def measure_bytes(
     functions: StageFunctions, recomputes: bool, splits: bool = False, chosen: Mapping[str, Sequence[Any]] | None = None
 ) -> StageCost:
-    """The sizes of one stage on each of its devices, from shapes alone.
+    """Return the bytes of one stage on each of its devices, from shapes alone.
 
     They are exact, but on a mesh for the arrays that XLA shards as it likes while it is not known how (`chosen`): those count as sharded
     over the rows only, which is usually more than a device holds.
@@ -60,7 +60,7 @@ def measure_bytes(
 
 
 def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]], int]:
-    """What of the kept arguments and outputs each microbatch has of its own, which unchanged layer state is not.
+    """Select the kept arguments and outputs of one microbatch, without unchanged layer state.
 
     Returns:
         The arguments and the outputs; the bytes of unchanged state that the second half of a backward reads, if there are halves.
@@ -78,12 +78,12 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:
-    """The arrays of a stage wherever it runs, for their sizes; `chosen` as in `Arrays`."""
+    """Return the arrays of a stage without devices, for their sizes; `chosen` as in `Arrays`."""
     return Arrays(functions, NoPlace(functions.partition.mesh), {} if chosen is None else chosen)
 
 
 def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bool, bool]) -> tuple[Passed, ...]:
-    """The arrays that a stage gives to the next one and that both keep.
+    """Return the arrays that a stage sends to the next one and that both keep.
 
     Args:
         before: the stage.
@@ -104,5 +104,5 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays (or specs) of a tree, on each device that has some of them."""
+    """Return the bytes of all arrays (or specs) of a tree, on each device that has some of them."""
     return sum(map(shard_bytes, jax.tree.leaves(tree)))

@@ -68,7 +68,7 @@ def compile_workers(
 
 
 def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:
-    """The key of what replicas call whatever their share is."""
+    """Return the key of the calls that replicas share whatever their share of the updates is."""
     return (*key[:2], None)
 
 
@@ -78,7 +78,7 @@ def _compile_in_turns(
     before: Sequence[Mapping[str, jax.stages.Lowered]] = (),
     known: CompiledPrograms | None = None,
 ) -> list[dict[str, jax.stages.Compiled]]:
-    """The named calls of each stage compiled. On a mesh the calls of `SHARDED_BY_XLA` come before those that take what they give.
+    """Compile the named calls of each stage. On a mesh the calls of `SHARDED_BY_XLA` come before those that read their results.
 
     `before` are calls that are lowered already, for nothing chosen. Programs in `known` are not compiled again; new ones are added.
     """
@@ -106,18 +106,18 @@ def _compile_in_turns(
 
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
-    """These workers of the last stage, with evaluations that also compute these metrics."""
+    """Return workers of the last stage whose evaluations also compute these metrics."""
     measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
     return _evaluating_by(measuring, "evaluate")
 
 
 def with_outputs(workers: Mapping[int, CompiledStage]) -> dict[int, CompiledStage]:
-    """These workers of the last stage, with evaluations that give the outputs of the model in place of the loss."""
+    """Return workers of the last stage whose evaluations return the outputs of the model in place of the loss."""
     return _evaluating_by(workers, "predict")
 
 
 def _evaluating_by(workers: Mapping[int, CompiledStage], name: str) -> dict[int, CompiledStage]:
-    """The workers with this call in place of their evaluation."""
+    """Return the workers with this call in place of their evaluation."""
     lowered = {stage.place: _lower_call(stage.functions, stage.place, name, (), {}, None) for stage in workers.values()}
     compiled = dict(zip(lowered, compile_in_parallel(list(lowered.values())), strict=True))
     return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.place]}) for w, stage in workers.items()}
@@ -131,7 +131,7 @@ def compile_stages(
     shares: Sequence[Share | None],
     known: CompiledPrograms | None = None,
 ) -> dict[int, CompiledStage]:
-    """The stages that have a place, with what their workers call, but for evaluations, compiled only to be looked at; equal ones once.
+    """Compile the calls of the stages that have a place, except evaluations, for analysis only; equal stages once.
 
     Of replicas that share the optimizer state one stands for all: that with the share in `shares`. Programs in `known` are not compiled
     again; new ones are added.
@@ -152,7 +152,7 @@ def compile_stages(
 
 
 def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
-    """The computations that an instruction needs."""
+    """Return the calls that an instruction needs."""
     stage = program.plan.workers[instruction.worker][0]
     if computation := CALLS.get(type(instruction)):
         return (computation,)
@@ -174,7 +174,7 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
 
 
 def compile_start(functions: StageFunctions, place: Place, share: Share | None) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
-    """`params -> (weight version, optimizer state, accumulators)` of a stage before training, from parameters as the layers make them."""
+    """Compile `fresh params -> (weight version, optimizer state, accumulators)` of a stage before training."""
     names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * functions.precision.has_masters
     lowered = [_lower_call(functions, place, name, (), {}, share) for name in names]
     init_optimizer, zero_accumulators, *first_version = compile_in_parallel(lowered)

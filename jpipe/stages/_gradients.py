@@ -1,4 +1,4 @@
-"""Where gradients are computed, and checks by tracing that layers and the loss can be differentiated there; nothing is computed."""
+"""The places where gradients are computed, and checks by tracing that layers and the loss are differentiable there."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ _REMEDY = "use operations that JAX differentiates in reverse (lax.scan, not whil
 
 
 def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
-    """Whether a gradient is computed for what layers with these parameters give: not if all of them are frozen.
+    """Return whether a gradient is computed for the output of layers with these parameters: not if all are frozen.
 
     Args:
         trained: the parameters that updates change.
@@ -33,7 +33,7 @@ def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
 
 
 def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tree] = MappingProxyType({})) -> list[StageFunctions]:
-    """The functions of consecutive stages, that compute and exchange gradients unless all parameters before are frozen.
+    """Return the functions of consecutive stages, with gradients unless all parameters before are frozen.
 
     Args:
         functions: of the stages.
@@ -50,7 +50,7 @@ def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tr
 def check_gradients(
     stack: LayerStack, layers: Mapping[str, LayerSpec], first_stage: int, loss: Loss, labels: Tree, trained: Subset = EVERYTHING
 ) -> None:
-    """Refuse a layer or a loss whose backward fails, where it is computed.
+    """Check that the backward of each layer and of the loss can be traced, where it is computed.
 
     Args:
         stack: the model.
@@ -94,6 +94,6 @@ def _loss_backward(loss: Loss, outputs: Tree, labels: Tree, key: jax.Array) -> A
 
 
 def _filled(tree: Tree, floats: list[jax.Array]) -> Tree:
-    """The tree with these as its floating-point leaves."""
+    """Return the tree with these floating-point leaves."""
     rest = iter(floats)
     return jax.tree.map(lambda leaf: next(rest) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)

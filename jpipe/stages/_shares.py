@@ -1,4 +1,4 @@
-"""Which replica of a stage keeps the optimizer state of which parameters, and updates them (ZeRO stage 1)."""
+"""The shares of the replicas in the optimizer state and the update of their stage (ZeRO stage 1)."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from jpipe.stages.functions._stage import StageFunctions
 
 
 def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
-    """The share of each replica of a stage; None where each updates everything.
+    """Return the share of each replica of a stage, or Nones where each updates everything.
 
     The bytes of optimizer state on each device are as even as whole entries let them be. Layers that share parameters with each other
     stay together, with these, so that one replica has all of their masters.
@@ -33,7 +33,7 @@ def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
 
 
 def with_shares(cost: StageCost, f: StageFunctions, shares: tuple[Share | None, ...]) -> StageCost:
-    """The sizes of a stage whose replicas have these shares."""
+    """Return the costs of a stage whose replicas have these shares."""
     held, arrays = [share for share in shares if share is not None], arrays_of(f)
     if not held:
         return cost

@@ -1,4 +1,4 @@
-"""What a traced computation does with its inputs: which outputs depend on which, or on a host callback; which are zero, or an input."""
+"""Dependence in jaxprs: which outputs depend on which inputs or on a host callback, which are zero, which are an input."""
 
 import functools
 import operator
@@ -65,7 +65,7 @@ def is_call(equation: Any) -> bool:
 
 
 def is_literal(var: Any) -> bool:
-    """Whether a variable of a jaxpr is a constant written out."""
+    """Return whether a variable of a jaxpr is a literal."""
     return hasattr(var, "val")
 
 
@@ -87,7 +87,7 @@ _Known = float | None
 
 
 def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> list[bool]:
-    """For each output of a jaxpr whether it is zero whatever the inputs are, where some inputs are known to be zero.
+    """Return for each output of a jaxpr whether it is always zero, given inputs that are known to be zero.
 
     Looks into nested calls and branches, not into loops; what it does not know is not zero.
 
@@ -112,7 +112,7 @@ def _known(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Known]) -> list[
 
 
 def _known_results(equation: Any, inputs: list[_Known]) -> Sequence[_Known]:
-    """The results of an equation."""
+    """Return the known results of an equation."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
         branches = [_known(branch.jaxpr, branch.consts, inputs[1:]) for branch in params["branches"]]
@@ -142,7 +142,7 @@ def _common(values: Sequence[_Known]) -> _Known:
 
 
 def _number(value: Any) -> _Known:
-    """The number that a constant is, or that all of its elements are."""
+    """Return the value of a constant, or of all its elements, or None."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return None
     array = np.asarray(value)
@@ -151,7 +151,7 @@ def _number(value: Any) -> _Known:
 
 
 def passed_on(jaxpr: Any) -> list[int | None]:
-    """For each output of a jaxpr the position of the input that it is, unchanged; None where it is computed."""
+    """Return for each output of a jaxpr the position of the input that it passes on unchanged, or None where it is computed."""
     position = {var: i for i, var in enumerate(jaxpr.invars)}
     for equation in jaxpr.eqns:
         if is_call(equation):
@@ -184,7 +184,7 @@ def through(equation: Any, into: list[int], host: int = 0, adds: Adds | None = N
 
 
 def _through_while(params: Any, into: list[int], adds: Adds | None) -> list[int]:
-    """The body is given back what it carries, until no more is reached; whether it goes on depends on the condition."""
+    """Propagate marks through a while loop until nothing changes; all results depend on the condition, too."""
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
     for_condition, for_body = into[:of_condition], into[of_condition : of_condition + of_body]
     carried = into[of_condition + of_body :]
@@ -198,7 +198,7 @@ def _through_while(params: Any, into: list[int], adds: Adds | None) -> list[int]
 
 
 def _through_scan(body: Any, into: list[int], consts: int, carry: int, host: int = 0, adds: Adds | None = None) -> list[int]:
-    """The body is given back what it carries, until no more is reached."""
+    """Propagate marks through a scan until nothing changes."""
     into = list(into)
     while True:
         results = reached(body, into, host, adds)
@@ -209,8 +209,10 @@ def _through_scan(body: Any, into: list[int], consts: int, carry: int, host: int
 
 
 def scan_parts(equation: Any, body: Any) -> tuple[int, int]:
-    """How many constants and how many carried arrays a scan has. Told from shapes, since JAX versions name its parameters differently:
-    what is scanned over, and what is stacked, has one dim less inside."""
+    """Return the numbers of constants and of carried arrays of a scan, from shapes: JAX versions name its parameters differently.
+
+    Arrays that are scanned over, or stacked, have one dim less inside.
+    """
     scanned = sum(outer.aval.shape != inner.aval.shape for outer, inner in zip(equation.invars, body.invars, strict=True))
     carry = sum(outer.aval.shape == inner.aval.shape for outer, inner in zip(equation.outvars, body.outvars, strict=True))
     return len(equation.invars) - scanned - carry, carry

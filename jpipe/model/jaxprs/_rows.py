@@ -1,4 +1,4 @@
-"""Which layers, and whether the loss, compute with several rows together: in a pipeline these are the rows of a microbatch, not of a batch.
+"""The layers, and losses, that compute with several rows together, which in a pipeline are the rows of a microbatch.
 
 Found by tracing with a number of rows that no other dim is a multiple of, so that the dims of rows are known by their size.
 """
@@ -30,7 +30,7 @@ _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
 
 
 def tell_of_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss, rows: int, microbatches: int) -> None:
-    """Log a warning, once in a process, for what sees the rows of a microbatch and might be meant to see those of a batch.
+    """Log a warning, once in a process, for layers and losses that mix the rows of a microbatch.
 
     Args:
         stack, layers, labels, loss: as in `rows_together`.
@@ -63,7 +63,7 @@ def _warn_once(message: str) -> None:
 
 
 def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss) -> tuple[list[str], bool]:
-    """(the layers whose training forward mixes rows, whether the loss is something else than a sum over rows).
+    """Return the layers whose training forward mixes rows, and whether the loss is more than a sum over rows.
 
     What cannot be traced with another number of rows is left out.
 
@@ -99,7 +99,7 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
 
 
 def _of_layer(stack: LayerStack, layer_id: str, x: Tree, prime: int) -> tuple[Tree, bool]:
-    """(specs of the output, whether outputs or new state are computed from several rows)."""
+    """Return the specs of the output, and whether outputs or new state mix rows."""
     layer = stack.layers[layer_id]
     params, state = jax.eval_shape(layer.init, key_spec(), x)
     traced, (y, _) = jax.make_jaxpr(lambda p, s, v, k: layer.apply(p, s, v, k, True), return_shape=True)(params, state, x, key_spec())
@@ -112,7 +112,7 @@ def _of_layer(stack: LayerStack, layer_id: str, x: Tree, prime: int) -> tuple[Tr
 
 
 def _of_loss(loss: Loss, outputs: Tree, labels: Tree, prime: int) -> bool:
-    """Whether the loss is computed from several rows in another way than by adding."""
+    """Return whether the loss mixes rows in another way than by adding."""
     traced = jax.make_jaxpr(lambda outputs, labels, key: called(loss, outputs, labels, key)[0])(outputs, labels, key_spec())
 
     def adds(equation: Any, into: Sequence[int], out: Any, mark: int) -> int:
@@ -133,12 +133,12 @@ def _mark(var: Any, prime: int) -> int:
 
 
 def _count(var: Any, prime: int) -> int:
-    """How many dims are of rows."""
+    """Return the number of dims that are rows."""
     return sum(dim > 0 and dim % prime == 0 for dim in getattr(var.aval, "shape", ()))
 
 
 def _drops_rows(equation: Any, into: Sequence[int], out: Any, prime: int) -> bool:
-    """Whether an output is of several rows at once: its inputs have dims of rows and it has none, or it goes along them."""
+    """Return whether an output mixes rows: its inputs have dims of rows and it has none, or it runs along them."""
     rows = [var for var, mark in zip(equation.invars, into, strict=True) if mark & _FROM_ROWS and _count(var, prime)]
     if equation.primitive.name in _ORDERED:
         axis = equation.params.get("axis", equation.params.get("dimension", 0))
@@ -148,12 +148,12 @@ def _drops_rows(equation: Any, into: Sequence[int], out: Any, prime: int) -> boo
 
 
 def _pairs(out: Any, prime: int) -> bool:
-    """Whether an array has an entry for each pair of rows."""
+    """Return whether an array has an entry for each pair of rows."""
     return _count(out, prime) > 1 or any(dim > 0 and dim % prime**2 == 0 for dim in getattr(out.aval, "shape", ()))
 
 
 def _is_linear(equation: Any, into: Sequence[int]) -> bool:
-    """Whether an equation is linear in what is computed from rows."""
+    """Return whether an equation is linear in the values computed from rows."""
     name, moving = equation.primitive.name, [bool(mark & _FROM_ROWS) for mark in into]
     match name:
         case "mul" | "dot_general":

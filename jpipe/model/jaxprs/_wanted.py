@@ -1,4 +1,4 @@
-"""Evaluates of a traced computation only what the wanted results need, and no side effects of the rest.
+"""Evaluation of the wanted results of a jaxpr alone, without unneeded side effects.
 
 XLA removes what nobody reads, but not what has side effects: a host callback would be called with whatever values stand in for those that
 are not there.
@@ -41,7 +41,7 @@ def without_effects(function: Callable[..., Tree], made_up: Sequence[bool] | Non
 def evaluate_wanted(
     jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool], made_up: Sequence[bool] | None = None
 ) -> list[Any]:
-    """Evaluate the wanted results of a jaxpr, with the calls in it written out.
+    """Evaluate the wanted results of a jaxpr, with its calls inlined.
 
     Args:
         jaxpr: the computation.
@@ -76,7 +76,7 @@ def evaluate_wanted(
 
 
 def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> list[Any]:
-    """The results of a scan that are wanted, and those that it carries for them; None in place of the others."""
+    """Return the wanted results of a scan and those that it carries for them, with None in place of the remaining ones."""
     body, consts = body_of(equation)
     count, carried = scan_parts(equation, body)
     results, used = scan_needs(equation, results)
@@ -96,12 +96,12 @@ def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> l
 
 
 def scan_like(equation: Any, step: Callable[..., Any], carry: Sequence[Any], xs: Any) -> Any:
-    """Run a scan as long, in the same direction, as that of an equation."""
+    """Run a scan of the length and direction of an equation's."""
     return jax.lax.scan(step, tuple(carry), xs, **{name: equation.params[name] for name in ("length", "reverse", "unroll")})
 
 
 def bind(equation: Any, inputs: list[Any]) -> list[Any]:
-    """Return the results of one equation; None for those that nobody reads.
+    """Return the results of one equation, with None for unread ones.
 
     By way of a jaxpr: how to bind differs between JAX versions.
     """
@@ -118,7 +118,7 @@ def bind(equation: Any, inputs: list[Any]) -> list[Any]:
 def needed(
     jaxpr: Any, wanted: Iterable[Any], given: Collection[Any] = (), *, inside: bool = False, doubtful: Collection[Any] | None = None
 ) -> tuple[set[Any], list[int]]:
-    """Return (variables, numbers of equations in order) that are needed for the wanted variables, where some variables are given.
+    """Return the variables, and the numbers of the equations in order, that are needed for the wanted variables from the known ones.
 
     Args:
         jaxpr: the computation.
@@ -138,7 +138,7 @@ def needed(
 
 
 def _inputs_needed(equation: Any, results: list[bool], inside: bool, doubtful: Collection[Any] | None) -> list[bool] | None:
-    """For each input of an equation whether its wanted results need it; None if the equation is not needed at all."""
+    """Return for each input of an equation whether its wanted results need it, or None if the equation is not needed at all."""
     stays = _stays(equation, doubtful)
     if inside and is_call(equation) and (any(results) or (equation.effects and doubtful is not None)):
         body, _ = body_of(equation)
@@ -154,7 +154,7 @@ def _inputs_needed(equation: Any, results: list[bool], inside: bool, doubtful: C
 
 
 def scan_needs(equation: Any, results: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """Return for wanted results of a scan: which of its results must be computed for them, and which inputs that takes."""
+    """Return for wanted results of a scan which of its results must be computed, and which inputs that needs."""
     body, _ = body_of(equation)
     count, carried = scan_parts(equation, body)
     results = list(results)
@@ -168,12 +168,12 @@ def scan_needs(equation: Any, results: Sequence[bool]) -> tuple[list[bool], list
 
 
 def _stays(equation: Any, doubtful: Collection[Any] | None) -> bool:
-    """Whether an equation is kept for its side effects."""
+    """Return whether an equation is kept for its side effects."""
     return doubtful is not None and bool(equation.effects) and not any(var in doubtful for var in _variables(equation))
 
 
 def _made_up(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
-    """The variables of a jaxpr whose values depend on made-up arguments."""
+    """Return the variables of a jaxpr whose values depend on made-up arguments."""
     found = {var for var, own in zip(jaxpr.invars, arguments, strict=True) if own}
     for equation in jaxpr.eqns:
         into = [int(var in found) for var in _variables(equation)]
@@ -183,5 +183,5 @@ def _made_up(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
 
 
 def _variables(equation: Any) -> list[Any]:
-    """The inputs of an equation; None in place of literals, which cannot be hashed."""
+    """Return the inputs of an equation, with None in place of literals, which cannot be hashed."""
     return [None if is_literal(var) else var for var in equation.invars]

@@ -1,4 +1,4 @@
-"""What an optax transformation is made of, for messages: which function of optax to replace by what, and which mask does not fit the model.
+"""The functions and masks inside an optax transformation, for error messages.
 
 Transformations are closures, so they are looked for in the variables of the functions. What is not found there is not told.
 """
@@ -30,13 +30,13 @@ _INSTEAD = (
 
 
 def instead_of(transformation: Any) -> str:
-    """What to use in place of the functions of optax in this transformation that a pipeline cannot use, or ""."""
+    """Name replacements for functions of optax that a pipeline cannot use, or return an empty string."""
     made_by = {function.__qualname__.partition(".")[0] for function in _functions(transformation)}
     return "; ".join(dict.fromkeys(words for names, words in _INSTEAD if names & made_by))
 
 
 def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
-    """How a mask or labels that were given as dicts differ from the structure of the model, or "".
+    """Say how a mask or labels given as dicts differ from the structure of the model, or return an empty string.
 
     Args:
         transformation: where masks are looked for.
@@ -67,7 +67,7 @@ def _mismatch(mask: Any, tree: Any, path: tuple[str, ...], specs: Mapping[str, T
 
 
 def _functions(transformation: Any) -> Iterator[Any]:
-    """The functions that a transformation consists of, each once."""
+    """Yield the functions that a transformation consists of, each once."""
     seen: dict[int, Any] = {}
     waiting = [transformation]
     while waiting:
@@ -87,7 +87,7 @@ def _functions(transformation: Any) -> Iterator[Any]:
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:
-    """The variables that a function has from where it was made, by name; of a method those of its object."""
+    """Yield the closed-over variables of a function by name; of a method those of its object."""
     cells = getattr(function, "__closure__", None) or ()
     for name, cell in zip(getattr(getattr(function, "__code__", None), "co_freevars", ()), cells, strict=False):
         try:
