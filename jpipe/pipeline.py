@@ -132,6 +132,11 @@ class Pipeline:
         if not callable(loss):
             raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
         plan.check_layers(stack.ids)
+        if stack.carries_rows and max(plan.replicas) > 1:
+            raise InputError(
+                f"plan.replicas: expected 1 for each stage of layers that carry a state of each row from batch to batch, found "
+                f"{max(plan.replicas)}; use more stages instead, or layers that carry none"
+            )
         check_precision(precision)
         check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
         check_ema_decay(ema_decay, plan)
@@ -530,7 +535,7 @@ class Pipeline:
         recompute = [f.stage.recompute != "none" for f in functions]
         costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
         costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
-        for own in self.plan.rank_stages:
+        for own in self.plan.pipeline_ranks:
             for s in own:
                 if s + 1 in own:
                     passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))

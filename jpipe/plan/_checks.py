@@ -83,7 +83,7 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
             raise ValueError(
                 f"rules.{name}: expected an axis of the stages' meshes, {meshes}, found '{found}'; remove the rule or add the axis"
             )
-    for p, stages in enumerate(plan.rank_stages):
+    for p, stages in enumerate(plan.pipeline_ranks):
         if len({(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages}) > 1:
             found_meshes = [dict(plan.stages[s].mesh) for s in stages]
             expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
@@ -100,13 +100,13 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:
     """Refuse a placement or a prediction of other ranks."""
-    of = "stages" if plan.depth == len(plan.rank_stages) else "ranks"
+    of = "stages" if plan.depth == len(plan.pipeline_ranks) else "ranks"
     if plan.placement is not None:
-        found, expected = [len(devices) for devices in plan.placement], [plan.replicas[stages[0]] for stages in plan.rank_stages]
+        found, expected = [len(devices) for devices in plan.placement], [plan.replicas[stages[0]] for stages in plan.pipeline_ranks]
         if found != expected:
             raise ValueError(f"placement names {found} devices for the {of}, expected {expected} (one for each replica)")
-    if plan.predicted is not None and len(plan.predicted.peak_bytes) != len(plan.rank_stages):
-        peaks, ranks = len(plan.predicted.peak_bytes), len(plan.rank_stages)
+    if plan.predicted is not None and len(plan.predicted.peak_bytes) != len(plan.pipeline_ranks):
+        peaks, ranks = len(plan.predicted.peak_bytes), len(plan.pipeline_ranks)
         raise ValueError(f"predicted.peak_bytes: expected one number for each of {ranks} {of}, found {peaks}; plan again")
 
 

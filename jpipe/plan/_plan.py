@@ -19,7 +19,7 @@ from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
 from jpipe.schedules import SCHEDULES, Ranks, arranged
 
 Numbers = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
-"""Lists of numbers: for each rank its stages, or for each rank the devices of its replicas."""
+"""Lists of numbers: for each pipeline rank its stages, or the devices of its replicas."""
 
 
 class Plan(pydantic.BaseModel):
@@ -49,7 +49,7 @@ class Plan(pydantic.BaseModel):
             that belongs to rows, such as a carried recurrent state.
         keep_together: what gets neighbouring devices, so that it stays inside a host: "replicas", the default, those of a stage (the
             sums of gradients, 2BW section 3.3); "stages", those of a pipeline (the activations).
-        ranks: for each rank the stages that it runs by turns on its device, in order; None: one stage for each rank, or what the schedule
+        ranks: for each pipeline rank the stages that it runs by turns, in order; None: one stage for each rank, or what the schedule
             needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
         order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
             microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
@@ -60,7 +60,7 @@ class Plan(pydantic.BaseModel):
             axis or None for each dim. A parameter that matches several has the first.
         shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
             other what they have updated. The numbers are the same. For schedules that flush. False by default.
-        placement: for each rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
+        placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; with a mesh the first device of each, the others follow it. None: in order, as `keep_together` says.
         predicted: what a planner expects of the plan; None: it was not asked.
 
@@ -144,34 +144,34 @@ class Plan(pydantic.BaseModel):
         return tuple(tuple(itertools.islice(numbers, count)) for count in self.replicas)
 
     @cached_property
-    def rank_stages(self) -> Ranks:
-        """For each rank, counted without replicas, the stages that it runs, in order."""
+    def pipeline_ranks(self) -> Ranks:
+        """The stages of each pipeline rank, in order; its replicas are ranks that run the same stages."""
         if self.ranks is not None:
             return self.ranks
         layout = SCHEDULES[self.schedule].layout
         return arranged("v", self.depth, 2) if layout == "v" and self.depth % 2 == 0 else arranged("straight", self.depth, 1)
 
     @cached_property
-    def rank_places(self) -> tuple[tuple[int, int], ...]:
-        """(number in `rank_stages`, replica) of each rank: with replicas each replica is a rank, those of the first stages first."""
-        return tuple((p, replica) for p, stages in enumerate(self.rank_stages) for replica in range(self.replicas[stages[0]]))
+    def rank_positions(self) -> tuple[tuple[int, int], ...]:
+        """(pipeline rank, replica) of each rank. Ranks are numbered pipeline rank by pipeline rank, its replicas one after the other."""
+        return tuple((p, replica) for p, stages in enumerate(self.pipeline_ranks) for replica in range(self.replicas[stages[0]]))
 
     @cached_property
     def rank_workers(self) -> tuple[tuple[int, ...], ...]:
-        """The workers of each rank, as `rank_places` counts them, which take turns on its device."""
-        return tuple(tuple(self.stage_workers[s][replica] for s in self.rank_stages[p]) for p, replica in self.rank_places)
+        """The workers of each rank, which take turns on its device."""
+        return tuple(tuple(self.stage_workers[s][replica] for s in self.pipeline_ranks[p]) for p, replica in self.rank_positions)
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank of each worker, as `rank_places` counts them."""
+        """The rank of each worker."""
         found = {w: rank for rank, workers in enumerate(self.rank_workers) for w in workers}
         return tuple(found[w] for w in range(len(found)))
 
     @property
     def placing_order(self) -> tuple[int, ...]:
         """The ranks in the order in which they take devices where `placement` names none, as `keep_together` says."""
-        key = (lambda rank: rank) if self.keep_together == "replicas" else (lambda rank: self.rank_places[rank][::-1])
-        return tuple(sorted(range(len(self.rank_places)), key=key))
+        key = (lambda rank: rank) if self.keep_together == "replicas" else (lambda rank: self.rank_positions[rank][::-1])
+        return tuple(sorted(range(len(self.rank_positions)), key=key))
 
     def worker(self, s: int, k: int) -> int:
         """The worker of stage s that runs microbatch k."""

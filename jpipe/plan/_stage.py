@@ -74,7 +74,7 @@ class Predicted(pydantic.BaseModel):
     Attributes:
         batch_seconds: of one batch.
         bubble: share of the workers' time in which they do not compute.
-        peak_bytes: for each rank, without replicas, the most bytes that a device holds, scratch memory of its programs included.
+        peak_bytes: for each pipeline rank the most bytes that a device holds, scratch memory of its programs included.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)

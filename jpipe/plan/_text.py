@@ -43,7 +43,7 @@ def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequen
         devices: the device of each worker; None: no such column.
     """
     caption = f"{name}: {plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages{_options_text(plan)}{facts}"
-    shares = plan.depth > len(plan.rank_stages)
+    shares = plan.depth > len(plan.pipeline_ranks)
     meshes = any(stage.mesh for stage in plan.stages)
     head = [
         "stage",

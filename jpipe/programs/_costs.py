@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from jpipe.errors import InputError, nearest, short
+from jpipe.ops import OPS
 from jpipe.plan import Plan, Stage
 from jpipe.schedules import SCHEDULES
 
@@ -83,6 +84,11 @@ class StageCost:
     def trained(self) -> int:
         """Bytes of a version that updates change."""
         return self.weights - self.frozen
+
+    def seconds(self, op: str) -> float:
+        """Return the time of an op."""
+        times: tuple[float, ...] = tuple(getattr(self, OPS[piece].function) for piece in OPS[op].pieces)
+        return sum(times)
 
 
 @dataclass(frozen=True)
@@ -162,13 +168,13 @@ class SharedCost:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two workers; each direction carries one message at a time.
+    """What joins two ranks; each direction carries one message at a time.
 
     Attributes:
         bandwidth: bytes per second.
         latency: seconds from the end of sending to the arrival; it does not keep the link busy.
         ports: what a message occupies while it is sent, and other links may share, such as the network card of a host; none: the
-            direction from the one worker to the other.
+            direction from the one rank to the other.
     """
 
     bandwidth: float = float("inf")
@@ -202,7 +208,7 @@ def check_costs(costs: Sequence[StageCost]) -> None:
 
 
 Network = Callable[[int, int], Link]
-"""The link from one worker to another, by their numbers."""
+"""The link from one rank to another, by their numbers."""
 
 
 def unit_costs(plan: Plan) -> tuple[StageCost, ...]:

@@ -5,10 +5,9 @@ Each instruction names its worker, one replica of one stage, and so its stage an
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 from jpipe.plan import Plan
-from jpipe.schedules._schedule import PARTS, Op
 
 Data = Literal["inputs", "labels"]
 Message = Literal["activation", "gradient", "squares", "norm", "shared", "weights"]
@@ -24,54 +23,10 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """Run the stage on the stage input with weights `version`; leaves the output and the residuals."""
+class Compute:
+    """Run the program of an op (a name of `jpipe.ops.OPS`) on a microbatch, with weights `version`."""
 
-    worker: int
-    microbatch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """Turn residuals and output gradient into the input gradient with weights `version`; add to the gradients of the batch."""
-
-    worker: int
-    microbatch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardBackward:
-    """Forward and backward of one microbatch in one program, where the backward follows at once (the last stage)."""
-
-    worker: int
-    microbatch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardInput:
-    """The first half of a backward: turn residuals and output gradient into the input gradient; leaves the stash for the second half."""
-
-    worker: int
-    microbatch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardWeight:
-    """The second half of a backward: add to the gradients of the batch, from the stash."""
-
-    worker: int
-    microbatch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardBackwardInput:
-    """Forward and first half of the backward of one microbatch in one program, where the backward follows at once (the last stage)."""
-
+    op: str
     worker: int
     microbatch: int
     version: int
@@ -159,57 +114,7 @@ class Release:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluate:
-    """Run the stage forward only, in evaluation mode, with weights `version`."""
-
-    worker: int
-    microbatch: int
-    version: int
-
-
-Computation = Forward | Backward | ForwardBackward | BackwardInput | BackwardWeight | ForwardBackwardInput
-
-COMPUTATIONS: dict[str, type[Computation]] = {
-    "F": Forward,
-    "B": Backward,
-    "FB": ForwardBackward,
-    "I": BackwardInput,
-    "W": BackwardWeight,
-    "FI": ForwardBackwardInput,
-}
-"""The instruction of each op of an order, see `jpipe.schedules.Compute`. Lists of computations are made of this and of `PARTS`."""
-
-OP_OF: dict[type, Op] = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
-"""The op of each computation."""
-
-Instruction = (
-    Load
-    | Forward
-    | Backward
-    | ForwardBackward
-    | BackwardInput
-    | BackwardWeight
-    | ForwardBackwardInput
-    | Send
-    | Receive
-    | AllReduce
-    | TakeShared
-    | AddShared
-    | SumSquares
-    | Update
-    | Release
-    | Evaluate
-)
-
-
-def parts(instruction: Instruction) -> str:
-    """Return what an instruction does of a forward (F), the backward for inputs (I) and that for weights (W), as in `PARTS`.
-
-    Empty for an instruction that is no computation of the schedule's order.
-    """
-    op = OP_OF.get(type(instruction))
-    return "" if op is None else PARTS[op]
+Instruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | SumSquares | Update | Release
 
 
 def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:

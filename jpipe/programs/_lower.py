@@ -8,15 +8,13 @@ from numbers import Integral
 from typing import NamedTuple
 
 from jpipe.errors import InputError, short
+from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import Route, distribute, last_microbatch, norm_alone, route_of, transfer
 from jpipe.programs._instructions import (
-    COMPUTATIONS,
-    OP_OF,
     AddShared,
     AllReduce,
-    Computation,
-    Evaluate,
+    Compute,
     Instruction,
     Load,
     Program,
@@ -27,8 +25,7 @@ from jpipe.programs._instructions import (
 )
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs._walk import ProgramError
-from jpipe.schedules import SCHEDULES, Compute, Op
-from jpipe.schedules._schedule import PARTS
+from jpipe.schedules import SCHEDULES, Action
 
 
 def lower(
@@ -116,7 +113,7 @@ def lower_evaluation(plan: Plan, microbatches: int, batch: int, *, first: int = 
             k = first + diagonal - s
             if first <= k < first + microbatches:
                 instructions += _loads(plan, s, k, plan.depth - 1 if labels else None)
-                instructions.append(Evaluate(plan.worker(s, k), k, versions[s]))
+                instructions.append(Compute("E", plan.worker(s, k), k, versions[s]))
                 if s < plan.depth - 1:
                     instructions += transfer(plan.worker(s, k), plan.worker(s + 1, k), k, "activation")
     return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), tuple(instructions))
@@ -218,12 +215,12 @@ class _Listing:
 
     def write(self, time: int, *instructions: Instruction) -> None:
         self._instructions += instructions
-        self._keys += [2 * time + (type(instruction) in _COMPUTES) for instruction in instructions]
+        self._keys += [2 * time + (type(instruction) in (Load, Compute)) for instruction in instructions]
 
-    def computations(self) -> list[tuple[Computation, int]]:
+    def computations(self) -> list[tuple[Compute, int]]:
         """The computations and their starts, rank by rank in order."""
         pairs = zip(self._instructions, self._keys, strict=True)
-        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Computation)]
+        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Compute)]
 
     def in_order(self) -> list[Instruction]:
         """In order of time, of equal times what moves before what computes, so that a sum is under way while its worker computes on.
@@ -298,9 +295,6 @@ class _PendingUpdates:
             self.available.announce("sum", s, batch, begins)
 
 
-_COMPUTES = {Load, *COMPUTATIONS.values()}
-
-
 class _Run:
     """The computations of all workers, run in their order with free transfers; every instruction is listed with its time."""
 
@@ -312,7 +306,7 @@ class _Run:
         self.workers = [_Worker(plan, w, start, self.ranks[plan.rank_of[w]]) for w in range(len(plan.workers))]
         self.available, self.listing = _Availability(), _Listing()
         # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
-        several = not self.schedule.flushes and plan.depth > len(plan.rank_stages)
+        several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
         self.shares = [[group for group, stages in enumerate(shared) if s in stages] for s in range(plan.depth)]
         self.waits = [global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
@@ -352,13 +346,13 @@ class _Run:
         if drain:
             self._drain(end)
 
-    def _deadlock(self, waiting: dict[int, Compute]) -> InputError | ProgramError:
+    def _deadlock(self, waiting: dict[int, Action]) -> InputError | ProgramError:
         """The error that shows which computations of which ranks wait for each other."""
         plan, rows = self.plan, [list[Span]() for _ in self.ranks]
         for i, time in self.listing.computations():
-            op, rank, (s, _) = OP_OF[type(i)], plan.rank_of[i.worker], plan.workers[i.worker]
+            rank, (s, _) = plan.rank_of[i.worker], plan.workers[i.worker]
             chunk = plan.rank_workers[rank].index(i.worker)
-            rows[rank].append(Span(op, i.microbatch, i.version, time, time + self._ticks(op, s), chunk=chunk))
+            rows[rank].append(Span(i.op, i.microbatch, i.version, time, time + self._ticks(i.op, s), chunk=chunk))
         notes = [(rank, f"waits for what {op} of microbatch {k} at stage {s} needs") for rank, (op, s, k) in waiting.items()]
         what, grid = f"the order deadlocks, ranks {list(waiting)} wait for each other", format_grid(rows, notes)
         if plan.order is None:
@@ -367,18 +361,18 @@ class _Run:
         change = "move forwards or backwards for inputs that another rank waits for to the front, or use jpipe.schedules.greedy_order"
         return InputError(f"plan: order: {expected}; {what}; {change}", *grid.splitlines())
 
-    def _ticks(self, op: Op, s: int) -> int:
+    def _ticks(self, op: str, s: int) -> int:
         """How long a computation takes: a tick for each part, and one more where it recomputes the forward."""
-        return len(PARTS[op]) + (self.again[s] if "I" in PARTS[op] else 0)
+        return len(OPS[op].parts) + (self.again[s] if OPS[op].gives_gradient else 0)
 
-    def _order(self, rank: int, start: int, batches: int, drain: bool) -> list[Compute]:
+    def _order(self, rank: int, start: int, batches: int, drain: bool) -> list[Action]:
         """The schedule's order up to the first forward that needs batch `batches`."""
         plan, end = self.plan, batches * self.plan.microbatches
         stop = batches if drain else batches + self.schedule.period(plan)
-        order = self.schedule.computations(plan, *plan.rank_places[rank], start, stop)
+        order = self.schedule.computations(plan, *plan.rank_positions[rank], start, stop)
         return list(takewhile(lambda entry: not entry.is_forward or entry.microbatch < end, order))
 
-    def _compute(self, entry: Compute, workers: Sequence[_Worker]) -> bool:
+    def _compute(self, entry: Action, workers: Sequence[_Worker]) -> bool:
         """List a computation of one of a rank's workers and what follows from it, unless something that it needs is not available yet."""
         plan, (op, s, k) = self.plan, entry
         worker = next(worker for worker in workers if worker.stage == s)
@@ -390,9 +384,9 @@ class _Run:
         if entry.is_forward:
             self._update_before(worker, k, version, begins)
             self.listing.write(begins, *_loads(plan, s, k, self.labels_with))
-        self.listing.write(begins, COMPUTATIONS[op](worker.number, k, version))
+        self.listing.write(begins, Compute(op, worker.number, k, version))
         worker.clock = begins + self._ticks(op, s)
-        if PARTS[op] == "F":  # the output leaves the stage
+        if "output" in OPS[op].leaves:
             self._after_forward(worker, k)
         if entry.gives_gradient:
             self._after_gradient(worker, k)
@@ -432,12 +426,12 @@ class _Run:
             assert worker.pending[0].batch == batch, "updates are made in order, each with its norm"
             self.updates.make(worker, begins)
 
-    def _inputs_ready(self, worker: _Worker, entry: Compute, version: int) -> int | None:
+    def _inputs_ready(self, worker: _Worker, entry: Action, version: int) -> int | None:
         """When the message that a computation needs, and the sums from which its weights are made, are available."""
         plan, (op, s, k), of = self.plan, entry, self.available
-        if PARTS[op] == "W":
+        if OPS[op].reads == "stash":
             return 0
-        if "F" not in PARTS[op]:
+        if OPS[op].reads == "residuals":
             return of.time("gradient", s + 1, k, worker) if s + 1 < plan.depth else 0
         wanted = [("output", s - 1, k)] if s > 0 else []
         if self.route is not None and self.waits[s]:

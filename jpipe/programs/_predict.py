@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jpipe.ops import OPS
 from jpipe.programs._costs import Network, Passed, StageCost
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
-    COMPUTATIONS,
-    OP_OF,
     AddShared,
     AllReduce,
-    Computation,
+    Compute,
     Instruction,
     Load,
     Program,
@@ -21,12 +20,11 @@ from jpipe.programs._instructions import (
     SumSquares,
     TakeShared,
     Update,
-    parts,
 )
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks
 from jpipe.programs._traffic import Traffic
 from jpipe.programs._verify import versions_before
-from jpipe.schedules import SCHEDULES, Op
+from jpipe.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,7 @@ class _Memory:
         self.weights = dict.fromkeys(sorted(versions), cost.trained)  # by version; replaced and not changed: samples share it
         self.at_first = len(versions) * cost.trained + cost.frozen + cost.optimizer + cost.state + cost.accumulators
         self.most_versions = len(versions)
-        self.in_flight = 0  # microbatches between their forward and their backward, or its first half
-        self.stashes = 0  # microbatches between the two halves of their backward
+        self.waiting = {"residuals": 0, "stash": 0}  # how many microbatches have left each of these for a later op
         self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
 
     def add(self, size: int) -> None:
@@ -170,7 +167,7 @@ class _Memory:
     def parts(self) -> tuple[int, int, int]:
         """The bytes of optimizer state, of accumulators, and of residuals and stashes."""
         cost = self.cost
-        return cost.optimizer, cost.accumulators, self.in_flight * cost.residuals + self.stashes * cost.stash
+        return cost.optimizer, cost.accumulators, self.waiting["residuals"] * cost.residuals + self.waiting["stash"] * cost.stash
 
 
 class _Worker:
@@ -188,12 +185,12 @@ class _Worker:
     def wait(self, until: float) -> None:
         self.rank.wait(until)
 
-    def compute(self, op: Op, i: Computation, needs: str, seconds: float) -> None:
+    def compute(self, i: Compute, needs: str, seconds: float) -> None:
         rank = self.rank
         starts = max(rank.clock, self.whole, self.ready.pop((needs, i.microbatch), 0.0))
         rank.clock = starts + seconds
         rank.busy += seconds
-        rank.spans.append(Span(op, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk))
+        rank.spans.append(Span(i.op, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk))
 
 
 class Predictor:
@@ -253,33 +250,28 @@ class Predictor:
     def _load(self, worker: _Worker, i: Load) -> None:
         worker.memory.add(worker.cost.inputs if i.data == "inputs" else worker.cost.labels)
 
-    def _computation(self, worker: _Worker, i: Computation) -> None:
-        cost, memory, does, k = worker.cost, worker.memory, parts(i), i.microbatch
-        last, made = worker.stage == self._plan.depth - 1, 0
-        seconds = cost.forward if "F" in does else 0.0
-        if "I" in does or "W" in does:
-            seconds += cost.backward if "IW" in does else cost.backward_input if "I" in does else cost.backward_weight
-        needs = "activation" if "F" in does else "gradient" if "I" in does else ""
-        worker.compute(OP_OF[type(i)], i, needs, seconds)
-        if does == "F":
-            if not last:
+    def _compute(self, worker: _Worker, i: Compute) -> None:
+        op, cost, memory, k = OPS[i.op], worker.cost, worker.memory, i.microbatch
+        is_last = worker.stage == self._plan.depth - 1
+        worker.compute(i, _MESSAGES[op.reads], cost.seconds(i.op))
+        made = cost.gradient if op.gives_gradient else 0
+        if "output" in op.leaves:
+            made += cost.message if is_last else cost.outputs - cost.kept_outputs
+            if not is_last:
                 worker.ready["activation", k] = worker.rank.clock
-            memory.in_flight += 1
-            made += cost.residuals + (cost.message if last else cost.outputs - cost.kept_outputs)
-        elif does[0] == "I":
-            memory.in_flight -= 1
-        if "I" in does:
-            made += cost.gradient
-        if "I" in does and "W" not in does:
-            memory.stashes += 1
-            made += cost.stash
-        elif does == "W":
-            memory.stashes -= 1
-        freed = cost.inputs + cost.labels if "F" in does else cost.residuals + cost.message if "I" in does else cost.stash
-        memory.compute(made, freed - self._kept_by_other(worker, k, does))
-        if "I" in does:
-            self._gradient(worker, k)
-        if "W" in does:
+        for kind, size in (("residuals", cost.residuals), ("stash", cost.stash)):
+            if kind in op.leaves:
+                memory.waiting[kind] += 1
+                made += size
+        if op.begins:
+            freed = cost.inputs + cost.labels
+        else:
+            memory.waiting[op.reads] -= 1
+            freed = cost.residuals + cost.message if op.reads == "residuals" else cost.stash
+        memory.compute(made, freed - self._kept_by_other(worker, k, op.parts))
+        if op.gives_gradient and worker.stage > 0:
+            worker.ready["gradient", k] = worker.rank.clock
+        if op.finishes:
             self._accumulate(worker, k)
 
     def _kept_by_other(self, worker: _Worker, k: int, computed: str) -> int:
@@ -297,11 +289,6 @@ class Predictor:
     def _next_on_rank(self, worker: _Worker) -> _Worker | None:
         """The worker of the next stage, if it is on the same rank."""
         return next((other for other in worker.rank.workers if other.stage == worker.stage + 1), None)
-
-    def _gradient(self, worker: _Worker, k: int) -> None:
-        """Note when the input gradient of a microbatch can be sent."""
-        if worker.stage > 0:
-            worker.ready["gradient", k] = worker.rank.clock
 
     def _accumulate(self, worker: _Worker, k: int) -> None:
         """Add the gradients of a microbatch to those of its batch, which may be set aside at its end."""
@@ -425,9 +412,12 @@ class Predictor:
         worker.memory.release(i.version)
 
 
+_MESSAGES = {"inputs": "activation", "residuals": "gradient", "stash": ""}
+"""The message that an op waits for, by what it reads."""
+
 _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
     Load: Predictor._load,
-    **dict.fromkeys(COMPUTATIONS.values(), Predictor._computation),
+    Compute: Predictor._compute,
     Send: Predictor._send,
     AllReduce: Predictor._all_reduce,
     TakeShared: Predictor._take_shared,

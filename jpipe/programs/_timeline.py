@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jpipe.errors import InputError
-from jpipe.schedules import Op
+from jpipe.ops import OPS
 
 
 class Span(NamedTuple):
@@ -30,7 +30,7 @@ class Span(NamedTuple):
         chunk: which of the rank's stages, counted from 0.
     """
 
-    op: Op
+    op: str
     microbatch: int
     version: int
     start: float
@@ -81,7 +81,7 @@ class MemorySample(NamedTuple):
 MemoryTimeline = tuple[tuple[MemorySample, ...], ...]
 """The samples of each rank, in order of time: one after each of its computations."""
 
-_CELL = re.compile(r"(FB|FI|F|B|I|W)(\d+)\.(\d+)(?:/(\d+))?(\*?)")
+_CELL = re.compile(r"([A-Z]+)(\d+)\.(\d+)(?:/(\d+))?(\*?)")
 
 
 def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
@@ -171,10 +171,10 @@ def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
             spans[-1] = spans[-1]._replace(end=tick + 1)
             continue
         match = _CELL.fullmatch(token)
-        if not match:
+        if match is None or match[1] not in OPS:
             raise InputError(
                 f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, W3.1/1, '-' or '.', found '{token}'"
             )
         op, microbatch, version, chunk, star = match.groups()
-        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0)))  # type: ignore[arg-type]  # the pattern lets only these ops pass
+        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0)))
     return tuple(spans)

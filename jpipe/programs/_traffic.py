@@ -13,10 +13,10 @@ _Port = list[tuple[float, float]]
 
 
 class Traffic:
-    """Everything that moves between workers, given in any order of time.
+    """Everything that moves between ranks, given in any order of time.
 
     Args:
-        network: the link between any two workers.
+        network: the link between any two ranks.
     """
 
     def __init__(self, network: Network) -> None:
@@ -28,12 +28,12 @@ class Traffic:
         link = self._network(source, to)
         return self._occupy(link.ports or ((source, to),), ready, size / link.bandwidth) + link.latency
 
-    def all_reduce(self, workers: Sequence[int], ready: float, size: float) -> float:
-        """When a sum that can begin at `ready` is over; each worker sends `size` bytes to its neighbour in a ring."""
-        ring: list[Link] = [self._network(worker, workers[n - 1]) for n, worker in enumerate(workers)]
+    def all_reduce(self, ranks: Sequence[int], ready: float, size: float) -> float:
+        """When a sum that can begin at `ready` is over; each rank sends `size` bytes to its neighbour in a ring."""
+        ring: list[Link] = [self._network(rank, ranks[n - 1]) for n, rank in enumerate(ranks)]
         ports = list(dict.fromkeys(port for link in ring for port in link.ports))
         sent = self._occupy(ports, ready, size / min(link.bandwidth for link in ring))
-        return sent + 2 * (len(workers) - 1) * max(link.latency for link in ring)
+        return sent + 2 * (len(ranks) - 1) * max(link.latency for link in ring)
 
     def _occupy(self, names: Sequence[Hashable], ready: float, seconds: float) -> float:
         """Occupy all these ports from the first time after `ready` at which they are free for so many seconds; returns the end."""

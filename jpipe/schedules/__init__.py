@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jpipe.schedules._schedule import Compute, Op, Ranks, Schedule, Shape, arranged, one_forward_one_backward, pipeline_in_flight
+from jpipe.schedules._schedule import Action, Ranks, Schedule, Shape, arranged, one_forward_one_backward, pipeline_in_flight
 from jpipe.schedules.dualpipe_v import DUALPIPE_V
 from jpipe.schedules.gpipe import GPIPE
 from jpipe.schedules.interleaved_1f1b import INTERLEAVED_1F1B
@@ -38,7 +38,7 @@ def written_order(plan: Shape) -> tuple[str, ...]:
         A text for each rank.
     """
     found = []
-    for p, stages in enumerate(plan.rank_stages):
+    for p, stages in enumerate(plan.pipeline_ranks):
         replicas = plan.replicas[stages[0]]
         order = SCHEDULES[plan.schedule].computations(plan, p, 0, 0, 1)
         found.append(as_text(entry._replace(microbatch=entry.microbatch // replicas) for entry in order))
@@ -47,8 +47,7 @@ def written_order(plan: Shape) -> tuple[str, ...]:
 
 __all__ = [
     "SCHEDULES",
-    "Compute",
-    "Op",
+    "Action",
     "Ranks",
     "Schedule",
     "Shape",

@@ -1,25 +1,15 @@
 """What a schedule is: the order in which each rank computes and the weight version each computation reads, as data."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-Op = Literal["F", "B", "FB", "I", "W", "FI"]
-"""What is computed: a forward (F), a backward (B), or its halves, the backward for inputs (I) and that for weights (W); FB and FI are two
-of them as one program."""
-
-PARTS: Mapping[str, str] = MappingProxyType({"F": "F", "B": "IW", "FB": "FIW", "I": "I", "W": "W", "FI": "FI"})
-"""What each op does of a forward (F), the backward for inputs (I) and that for weights (W): everything else about ops follows from this.
-
-An op with F takes the stage input; one with I gives the input gradient; one with W adds to the gradients of the batch, and with it the
-microbatch is finished. What comes between two parts that are two ops stays in memory from one to the other.
-"""
+from jpipe.ops import OPS
 
 Ranks = tuple[tuple[int, ...], ...]
-"""For each rank the stages that it runs, in order."""
+"""For each pipeline rank (each rank of one pipeline, replicas not counted) the stages that it runs, in order."""
 
 
 @runtime_checkable
@@ -43,7 +33,7 @@ class Shape(Protocol):
     @property
     def flush_first(self) -> int: ...
     @property
-    def rank_stages(self) -> Ranks: ...
+    def pipeline_ranks(self) -> Ranks: ...
     @property
     def order(self) -> tuple[str, ...] | None: ...
     @property
@@ -54,34 +44,34 @@ class Shape(Protocol):
     def __hash__(self) -> int: ...
 
 
-class Compute(NamedTuple):
+class Action(NamedTuple):
     """One entry of an order: what is computed of a microbatch at a stage.
 
     Attributes:
-        op: FB and FI are for the last stage only: there a backward needs only its forward. A stage runs them for all microbatches or
-            for none.
+        op: the name of one of `jpipe.ops.OPS`. FB and FI are for the last stage only: there a backward needs only its forward. A stage runs
+            them for all microbatches or for none.
         stage: counted from 0.
         microbatch: counted from 0, over all batches.
     """
 
-    op: Op
+    op: str
     stage: int
     microbatch: int
 
     @property
     def is_forward(self) -> bool:
         """Whether the microbatch enters the stage."""
-        return "F" in PARTS[self.op]
+        return OPS[self.op].begins
 
     @property
     def gives_gradient(self) -> bool:
-        """Whether the input gradient is there afterwards."""
-        return "I" in PARTS[self.op]
+        """Whether it computes the gradient of the stage input."""
+        return OPS[self.op].gives_gradient
 
     @property
     def finishes(self) -> bool:
-        """Whether the gradients of the weights are there afterwards, and nothing more is to be done at the stage."""
-        return "W" in PARTS[self.op]
+        """Whether it computes the gradients of the weights, after which nothing remains to be done at the stage."""
+        return OPS[self.op].finishes
 
 
 def synchronous_version(plan: Shape, s: int, k: int) -> int:
@@ -115,7 +105,7 @@ class Schedule:
     Attributes:
         name: its name in plans.
         flushes: whether the pipeline is empty after each batch.
-        order: `(plan, p, microbatches) -> computations`, what one replica of rank p computes, from an empty pipeline to an empty one, for
+        order: `(plan, p, microbatches) -> computations` of one replica of pipeline rank p, from an empty pipeline to an empty one, for
             the given microbatches (in order, at least one): those of one batch if the schedule flushes, of several otherwise. At each
             stage forwards are in the order of the microbatches, and so are backwards, and both halves of them.
         in_flight: `(plan, s) -> n_s`, the largest number of microbatches that a replica of stage s has begun but not finished.
@@ -138,7 +128,7 @@ class Schedule:
 
     name: str
     flushes: bool
-    order: Callable[[Shape, int, Sequence[int]], Iterator[Compute]]
+    order: Callable[[Shape, int, Sequence[int]], Iterator[Action]]
     in_flight: Callable[[Shape, int], int]
     done: Callable[[Shape, int, int], int] = lambda plan, s, k: 0
     period: Callable[[Shape], int] = repeats
@@ -166,37 +156,39 @@ class Schedule:
         """Whether the pipeline is empty after a batch."""
         return self.flushes or batch < plan.flush_first
 
-    def computations(self, plan: Shape, p: int, replica: int, start: int, stop: int) -> Iterator[Compute]:
-        """The computations of one replica of rank p for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
+    def computations(self, plan: Shape, p: int, replica: int, start: int, stop: int) -> Iterator[Action]:
+        """Yield the computations of one replica of pipeline rank p for batches start .. stop - 1; the pipeline begins and ends empty.
 
         Args:
             plan: the plan.
-            p: the rank, counted without replicas.
+            p: the pipeline rank.
             replica: number of the replica.
             start: the first batch.
             stop: one past the last batch.
         """
-        m, replicas = plan.microbatches, plan.replicas[plan.rank_stages[p][0]]
+        m, replicas = plan.microbatches, plan.replicas[plan.pipeline_ranks[p][0]]
         while start < stop:
             end = start + 1 if self.flushes_after(plan, start) else stop
             yield from self.order(plan, p, range(start * m + replica, end * m, replicas))
             start = end
 
-    def first_op(self, plan: Shape, s: int) -> Op:
+    def first_op(self, plan: Shape, s: int) -> str:
         """What stage s computes first, which tells whether it runs a forward and what follows as one program."""
         return _ops(self, plan)[s][0]
 
     def begins_fused(self, plan: Shape, s: int) -> bool:
         """Whether stage s runs the forward of a microbatch and all or the first half of its backward as one program."""
-        return PARTS[self.first_op(plan, s)][:2] == "FI"
+        op = OPS[self.first_op(plan, s)]
+        return op.begins and op.gives_gradient
 
     def fuses(self, plan: Shape, s: int) -> bool:
         """Whether stage s runs the forward and the whole backward of a microbatch as one program."""
-        return PARTS[self.first_op(plan, s)] == "FIW"
+        op = OPS[self.first_op(plan, s)]
+        return op.begins and op.finishes
 
     def splits(self, plan: Shape, s: int) -> bool:
         """Whether stage s runs its backwards in two halves."""
-        return "W" in _ops(self, plan)[s]
+        return any(OPS[op].reads == "stash" for op in _ops(self, plan)[s])
 
     def refuses(self, plan: Shape) -> str:
         """Why this schedule cannot run this plan, or ""."""
@@ -217,10 +209,10 @@ _SEVERAL = "an interleaved schedule such as 'interleaved_1f1b'"
 
 
 @lru_cache(maxsize=256)
-def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[Op, ...], ...]:
+def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:
     """For each stage the ops that it computes in a batch, in the order in which each is first used."""
-    found: list[dict[Op, None]] = [{} for _ in range(plan.depth)]
-    for p in range(len(plan.rank_stages)):
+    found: list[dict[str, None]] = [{} for _ in range(plan.depth)]
+    for p in range(len(plan.pipeline_ranks)):
         for entry in schedule.computations(plan, p, 0, 0, 1):
             found[entry.stage].setdefault(entry.op)
     return tuple(map(tuple, found))
@@ -242,7 +234,7 @@ def arranged(layout: str, stages: int, chunks: int) -> Ranks:
 
 def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
     """Why the schedule cannot use the ranks of a plan, or ""."""
-    found, depth = plan.rank_stages, plan.depth
+    found, depth = plan.pipeline_ranks, plan.depth
     chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(found[0]))
     if schedule.layout == "any" or (depth % chunks == 0 and found == arranged(schedule.layout, depth, chunks)):
         return ""
@@ -260,11 +252,11 @@ def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
     return f"{name} needs one stage on each rank, in order; {shown}; leave out ranks"
 
 
-def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Compute]]) -> Callable[[Shape, int], int]:
+def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]]) -> Callable[[Shape, int], int]:
     """The `in_flight` of a schedule that flushes, counted in its order."""
 
     def in_flight(plan: Shape, s: int) -> int:
-        p = next(p for p, stages in enumerate(plan.rank_stages) if s in stages)
+        p = next(p for p, stages in enumerate(plan.pipeline_ranks) if s in stages)
         begun = most = 0
         for entry in order(plan, p, range(0, plan.microbatches, plan.replicas[s])):
             if entry.stage == s:
@@ -276,7 +268,7 @@ def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Compute]]
     return in_flight
 
 
-def split_early(plan: Shape, order: Iterator[Compute]) -> Iterator[Compute]:
+def split_early(plan: Shape, order: Iterator[Action]) -> Iterator[Action]:
     """The order with each backward in its two halves, one after the other, so that the input gradient can leave after the first.
 
     Stage 0 has no input gradient, and keeps whole backwards.
@@ -289,19 +281,19 @@ def split_early(plan: Shape, order: Iterator[Compute]) -> Iterator[Compute]:
             yield entry
 
 
-def fused(plan: Shape, order: Iterable[Compute]) -> list[Compute]:
+def fused(plan: Shape, order: Iterable[Action]) -> list[Action]:
     """The order with what always stands side by side as one program: at stage 0, which has no input gradient to send, both halves of a
     backward; at the last stage a forward and what follows of its backward."""
     found, last = list(order), plan.depth - 1
     for s, first, second, both in ((0, "I", "W", "B"), (last, "F", "B", "FB"), (last, "F", "I", "FI")):
         pairs = {n for n, (a, b) in enumerate(pairwise(found)) if a == (first, s, b.microbatch) and b == (second, s, a.microbatch)}
         if pairs and len(pairs) == sum(entry[:2] == (first, s) for entry in found):
-            merged = (entry._replace(op=both) if n in pairs else entry for n, entry in enumerate(found))  # type: ignore[arg-type]
+            merged = (entry._replace(op=both) if n in pairs else entry for n, entry in enumerate(found))
             found = [entry for n, entry in enumerate(merged) if n - 1 not in pairs]
     return found
 
 
-def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], ahead: int) -> Iterator[Compute]:
+def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], ahead: int) -> Iterator[Action]:
     """1F1B: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards.
 
     At the last stage, with one microbatch in flight, each backward follows its forward, and both are one program.
@@ -313,17 +305,17 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
         ahead: n_s, at least 1.
     """
     if ahead == 1 and s == plan.depth - 1:
-        yield from (Compute("FB", s, k) for k in microbatches)
+        yield from (Action("FB", s, k) for k in microbatches)
         return
     for n, k in enumerate(microbatches):
         if n >= ahead:
-            yield Compute("B", s, microbatches[n - ahead])
-        yield Compute("F", s, k)
+            yield Action("B", s, microbatches[n - ahead])
+        yield Action("F", s, k)
     for k in microbatches[max(len(microbatches) - ahead, 0) :]:
-        yield Compute("B", s, k)
+        yield Action("B", s, k)
 
 
-def pipeline_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+def pipeline_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     """1F1B with as many microbatches in flight as keep every rank busy."""
     order = one_forward_one_backward(plan, p, microbatches, pipeline_in_flight(plan, p))
     return split_early(plan, order) if plan.split_backward == "early" else order

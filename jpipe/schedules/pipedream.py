@@ -57,7 +57,7 @@ def _version(plan: Shape, s: int, k: int) -> int:
 
 def _versions_alive(plan: Shape, s: int) -> int:
     leader, every = _leader(plan, s), plan.microbatches_per_update(s)
-    if plan.depth == len(plan.rank_stages):
+    if plan.depth == len(plan.pipeline_ranks):
         return pipedream_versions(pipeline_in_flight(plan, leader), plan.replicas[leader], _sync_delay(plan, leader), every)
     replicas = plan.replicas[s]
     late = range(100 * plan.depth, 100 * plan.depth + endless_period(plan) * plan.microbatches)  # numbers of a replica's backwards
@@ -79,7 +79,7 @@ def pipedream_versions(in_flight: Any, replicas: Any, delay: Any, microbatches: 
 
 
 def _refusal(plan: Shape) -> str:
-    if plan.depth > len(plan.rank_stages) and (reason := _refused_chunks(plan)):
+    if plan.depth > len(plan.pipeline_ranks) and (reason := _refused_chunks(plan)):
         return reason
     rates = {plan.microbatches_per_update(s) for s in range(plan.depth)}
     if plan.vertical_sync and len(rates) > 1:
@@ -94,7 +94,7 @@ def _refused_chunks(plan: Shape) -> str:
     """Why ranks cannot run several chunks of this plan, or ""."""
     if plan.noam:
         return "noam is for one stage for each rank, found several; remove noam"
-    own, ranks = plan.microbatches_per_update(0) // plan.replicas[0], len(plan.rank_stages)
+    own, ranks = plan.microbatches_per_update(0) // plan.replicas[0], len(plan.pipeline_ranks)
     if own < ranks:  # else versions would not advance one by one
         least, replicas = ranks * plan.replicas[0], f" with {plan.replicas[0]} replicas" if plan.replicas[0] > 1 else ""
         return (

@@ -1,5 +1,7 @@
 """The pure functions of a stage (forward, backward, update), and their compilation ahead of time."""
 
 from jpipe.stages._standalone import StandaloneStage
+from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._update import update
 
-__all__ = ["StandaloneStage"]
+__all__ = ["StageFunctions", "StandaloneStage", "update"]

@@ -12,11 +12,12 @@ import jax
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
+from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._instructions import AddShared, AllReduce, Instruction, Program, SumSquares, TakeShared, Update
+from jpipe.programs._instructions import AddShared, AllReduce, Compute, Instruction, Program, SumSquares, TakeShared, Update
 from jpipe.stages._arrays import Share
-from jpipe.stages._calls import CALLS, UpdateKind, trace_call
-from jpipe.stages._compiled_stage import SHARDED_BY_XLA, CompiledStage, choices, update_kind
+from jpipe.stages._calls import UpdateKind, ops_by_call, trace_call
+from jpipe.stages._compiled_stage import CompiledStage, choices, sharded_by_xla, update_kind
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
@@ -51,7 +52,7 @@ def compile_workers(
         for instruction in program.instructions:
             if instruction.worker in workers:
                 for name in _calls(instruction, program):
-                    if like is not None and name not in CALLS.values():
+                    if like is not None and name not in ops_by_call():
                         continue
                     key = keys[instruction.worker]
                     used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
@@ -78,13 +79,13 @@ def _compile_in_turns(
     before: Sequence[Mapping[str, jax.stages.Lowered]] = (),
     known: CompiledPrograms | None = None,
 ) -> list[dict[str, jax.stages.Compiled]]:
-    """Compile the named calls of each stage. On a mesh the calls of `SHARDED_BY_XLA` come before those that read their results.
+    """Compile the named calls of each stage. On a mesh the calls of `sharded_by_xla` come before those that read their results.
 
     `before` are calls that are lowered already, for nothing chosen. Programs in `known` are not compiled again; new ones are added.
     """
     found: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
-    for turn in (*SHARDED_BY_XLA, None):
+    for turn in (*sharded_by_xla(), None):
         lowered = {}
         for i, (f, place, share, names) in enumerate(stages):
             for name in names:
@@ -154,9 +155,9 @@ def compile_stages(
 def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
     """Return the calls that an instruction needs."""
     stage = program.plan.workers[instruction.worker][0]
-    if computation := CALLS.get(type(instruction)):
-        return (computation,)
     match instruction:
+        case Compute(op=op):
+            return (OPS[op].function,)
         case AllReduce():
             return "add", "finish"
         case TakeShared():

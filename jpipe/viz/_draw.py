@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jpipe._html import size
 from jpipe.errors import InputError, shortened
+from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 
@@ -18,16 +19,8 @@ if TYPE_CHECKING:
 
 # Distinguishable for colour-blind readers, and in grey; in the order of the legend.
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#F2D06B", "#DF6722", "#1A1A1A", "#EFEFEF"
-_NAMES = {
-    _FORWARD: "forward",
-    _BACKWARD: "backward",
-    _INPUT: "backward for inputs",
-    _WEIGHT: "backward for weights",
-    _UPDATE: "update",
-    _IDLE: "idle",
-}
-_COLOURS = {"F": (_FORWARD,), "B": (_BACKWARD,), "I": (_INPUT,), "W": (_WEIGHT,), "FB": (_FORWARD, _BACKWARD), "FI": (_FORWARD, _INPUT)}
-_TURNS = {"FB": 1 / 3, "FI": 1 / 2}  # the share of the forward in a fused computation: it is unknown, and assumed
+_COLOURS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}  # of the pieces of an op
+_NAMES = {colour: OPS[piece].label for piece, colour in _COLOURS.items()} | {_UPDATE: "update", _IDLE: "idle"}
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -82,7 +75,7 @@ def draw_timeline(
         axes.set_title(f"{name}: {words}", loc="left", fontsize=9, pad=4)
         _time_axis(axes, lengths, scale)
     panels[-1][0].set_xlabel(f"time ({unit}){_inside(spans, points, versions)}{note}", fontsize=8)
-    used = {colour for span in spans for colour in _COLOURS[span.op]} | ({_UPDATE} if any(span.updates for span in spans) else set())
+    used = {colour for span in spans for colour in _colours(span)} | ({_UPDATE} if any(span.updates for span in spans) else set())
     used |= {_IDLE} if any(_bubble(timeline, lengths[name]) > 0.0005 for name, timeline in timelines.items()) else set()
     _legend(figure, left, {name: [colour] for colour, name in _NAMES.items() if colour in used})
     return figure
@@ -143,13 +136,13 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
         lines: dict[int, list[tuple[float, float]]] = {}
         for span in spans:
             turn = _turn(span)
-            for colour, (start, end) in zip(_COLOURS[span.op], ((span.start, turn), (turn, span.end)), strict=False):
+            for colour, (start, end) in zip(_colours(span), ((span.start, turn), (turn, span.end)), strict=False):
                 boxes[colour].append((start, end - start))
             if span.updates:
                 boxes[_UPDATE].append((span.update_start - _mark(span, points), _mark(span, points) + span.update_time))
             for line in range(span.chunk):
                 lines.setdefault(line, []).append((span.start, span.end - span.start))
-            label, (left, right), ink = _label(span, versions), _room(span, points), "white" if span.op == "F" else "black"
+            label, (left, right), ink = _label(span, versions), _room(span, points), "white" if _colours(span) == [_FORWARD] else "black"
             if _fits(label, (left, right), points):
                 axes.text((left + right) / 2, rank + 0.5, label, size=_INSIDE, color=ink, ha="center", va="center_baseline")
         axes.broken_barh([(0, length)], where, color=_IDLE, linewidth=0)
@@ -171,9 +164,14 @@ def _bubble(timeline: Timeline, length: float) -> float:
     return max(1 - busy / (length * len(timeline)), 0.0)
 
 
+def _colours(span: Span) -> list[str]:
+    return [_COLOURS[piece] for piece in OPS[span.op].pieces]
+
+
 def _turn(span: Span) -> float:
-    """The end of the first part of a span: of the forward, in a fused computation, otherwise of all."""
-    return span.start + (span.end - span.start) * _TURNS[span.op] if span.op in _TURNS else span.end
+    """Return the end of the first piece of a span: of the forward, in a fused computation. All parts of an op are drawn equally long."""
+    op = OPS[span.op]
+    return span.start + (span.end - span.start) / len(op.parts) if len(op.pieces) > 1 else span.end
 
 
 def _mark(span: Span, points: float) -> float:
@@ -184,7 +182,7 @@ def _mark(span: Span, points: float) -> float:
 
 def _room(span: Span, points: float) -> tuple[float, float]:
     """Start and end of the space for a label: for a fused computation, in its backward part."""
-    return (_turn(span) if span.op in _TURNS else span.start), span.end - _mark(span, points)
+    return (_turn(span) if len(OPS[span.op].pieces) > 1 else span.start), span.end - _mark(span, points)
 
 
 def _label(span: Span, versions: bool) -> str:
@@ -278,7 +276,7 @@ def _names(where: str, count: int, plan: Plan | None, between: str) -> tuple[lis
         raise InputError(
             f"{where}: plan: expected {ranks}, as many as there are rows, found {len(plan.rank_workers)}; give the plan that ran"
         )
-    replicated, chunks = len(plan.workers) > plan.depth, plan.depth > len(plan.rank_stages)
+    replicated, chunks = len(plan.workers) > plan.depth, plan.depth > len(plan.pipeline_ranks)
     if not replicated and not chunks:
         return names, ""
     named = []

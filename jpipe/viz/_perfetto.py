@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
+from jpipe.ops import OPS
 from jpipe.programs._timeline import Span, Timeline
 
 _Event = dict[str, Any]
@@ -57,7 +58,7 @@ def _flows(pid: int, timeline: Timeline, ids: Iterator[int]) -> Iterator[_Event]
     places: dict[int, list[tuple[int, Span]]] = defaultdict(list)
     for tid, spans in enumerate(timeline, start=1):
         for span in spans:
-            if span.op != "W":  # no other stage waits for it
+            if OPS[span.op].reads != "stash":  # no other stage waits for it
                 places[span.microbatch].append((tid, span))
     for microbatch, stops in places.items():
         stops.sort(key=lambda stop: stop[1].start)

@@ -49,13 +49,13 @@ def version(plan, s: int, k: int) -> int:
     leader = 0 if plan.vertical_sync else s
     r = plan.replicas[leader]
     late = 1 if r > 1 and not plan.noam else 0
-    done = k // r - in_flight(plan, leader) + 1 if plan.depth == len(plan.rank_stages) else done_interleaved(plan, leader, k // r)
+    done = k // r - in_flight(plan, leader) + 1 if plan.depth == len(plan.pipeline_ranks) else done_interleaved(plan, leader, k // r)
     return max(done - late, 0) * r // every(plan, leader)
 
 
 def done_interleaved(plan, s: int, n: int) -> int:
     """The backwards that a rank of several chunks has done for stage s before the forward of its n-th microbatch: by doing them all."""
-    ranks = len(plan.rank_stages)
+    ranks = len(plan.pipeline_ranks)
     chunks, warm_up = plan.depth // ranks, (plan.depth // ranks - 1) * ranks + 2 * (ranks - 1 - s % ranks)
     forward = backward = done = 0
     while True:

@@ -78,7 +78,7 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
     devices = (
         None
         if len(plan.workers) == plan.depth
-        else [jax.devices()[p] for p, stages in enumerate(plan.rank_stages) for _ in range(plan.replicas[stages[0]])]
+        else [jax.devices()[p] for p, stages in enumerate(plan.pipeline_ranks) for _ in range(plan.replicas[stages[0]])]
     )  # replicas share what is compiled
     pipe = Pipeline(stack, plan, models.masked_squares, optimizer or models.momentum(), devices, **options)
     batches = batches or models.masked_batches(REFERENCE_BATCHES, plan.microbatches)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jpipe.schedules._schedule import Compute, Op, Ranks
+from jpipe.schedules._schedule import Action, Ranks
 
-Order = tuple[tuple[Compute, ...], ...]
+Order = tuple[tuple[Action, ...], ...]
 """The computations of each rank; those of the last stage not yet as one program, and whole backwards only at stage 0."""
 
 
@@ -52,7 +52,7 @@ class Problem:
         """When what stage s has at `end` is at another stage."""
         return end if self.rank_of[s] == self.rank_of[other] else end + self.latency
 
-    def backward_op(self, s: int) -> Op:
+    def backward_op(self, s: int) -> str:
         """What a stage does when a gradient arrives: stage 0, which nobody waits for, its whole backward."""
         return "I" if s else "B"
 
@@ -92,10 +92,10 @@ class _Rank:
     def __init__(self, problem: Problem, number: int) -> None:
         self.number, self.stages, self.limit = number, problem.ranks[number], problem.limits[number]
         self.clock: Any = 0
-        self.order: list[Compute] = []
-        ops: list[tuple[Op, int]] = [(op, s) for s in self.stages for op in ("F", problem.backward_op(s))]
-        self.arrived: dict[tuple[Op, int], deque[tuple[Any, int]]] = {key: deque() for key in ops}
-        self.weights: deque[Compute] = deque()
+        self.order: list[Action] = []
+        ops: list[tuple[str, int]] = [(op, s) for s in self.stages for op in ("F", problem.backward_op(s))]
+        self.arrived: dict[tuple[str, int], deque[tuple[Any, int]]] = {key: deque() for key in ops}
+        self.weights: deque[Action] = deque()
         self.begun: dict[int, tuple[int, int]] = {}
 
     def has_room(self, k: int) -> bool:
@@ -145,9 +145,9 @@ class _Run:
                 heapq.heappush(self.events, (min(later), p))
         return tuple(tuple(rank.order) for rank in self.ranks)
 
-    def _choose(self, rank: _Rank, now: Any) -> Compute | None:
+    def _choose(self, rank: _Rank, now: Any) -> Action | None:
         """What a rank does next, or None if it waits for an arrival."""
-        ready = [Compute(op, s, queue[0][1]) for (op, s), queue in rank.arrived.items() if queue and queue[0][0] <= now]
+        ready = [Action(op, s, queue[0][1]) for (op, s), queue in rank.arrived.items() if queue and queue[0][0] <= now]
         if inputs := [entry for entry in ready if entry.op == "I"]:
             return min(inputs, key=lambda entry: (entry.microbatch, -entry.stage))
         forwards = [entry for entry in ready if entry.op == "F"]
@@ -170,7 +170,7 @@ class _Run:
         most = self.rules.ahead * (len(self.ranks) - rank.number - 1) + 1
         return (not self.rules.ahead or self.in_flight[s] < most) and rank.has_room(k)
 
-    def _do(self, rank: _Rank, entry: Compute, now: Any) -> None:
+    def _do(self, rank: _Rank, entry: Action, now: Any) -> None:
         """Compute, and send what comes of it."""
         op, s, k = entry
         (rank.weights if op == "W" else rank.arrived[op, s]).popleft()
@@ -182,10 +182,10 @@ class _Run:
         if op == "F":
             self._send("F" if s < self.problem.last else self.problem.backward_op(s), s, min(s + 1, self.problem.last), k, rank.clock)
         elif op == "I":
-            rank.weights.append(Compute("W", s, k))
+            rank.weights.append(Action("W", s, k))
             self._send(self.problem.backward_op(s - 1), s, s - 1, k, rank.clock)
 
-    def _send(self, op: Op, s: int, other: int, k: int, end: Any) -> None:
+    def _send(self, op: str, s: int, other: int, k: int, end: Any) -> None:
         time, to = self.problem.arrival(s, other, end), self.ranks[self.problem.rank_of[other]]
         to.arrived[op, other].append((time, k))
         heapq.heappush(self.events, (max(time, to.clock), to.number))

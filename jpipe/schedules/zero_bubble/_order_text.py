@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from jpipe.schedules._schedule import PARTS, Compute, Ranks, Shape
+from jpipe.ops import OPS
+from jpipe.schedules._schedule import Action, Ranks, Shape
 
-_ENTRY = re.compile(r"(FB|FI|F|B|I|W)(\d{1,4})\.(\d{1,9})", re.ASCII)
-_NAMES = {"F": "forward", "I": "backward for inputs", "W": "backward for weights"}
+_ENTRY = re.compile(r"([A-Z]+)(\d{1,4})\.(\d{1,9})", re.ASCII)
+_PARTS = "FIW"  # each is an op of its own
 
 
-def as_text(order: Iterable[Compute]) -> str:
+def as_text(order: Iterable[Action]) -> str:
     """What `read_order` reads as this order of one rank."""
     return " ".join(f"{op}{s}.{k}" for op, s, k in order)
 
@@ -25,7 +26,7 @@ class Read(NamedTuple):
         refusal: what is wrong, or "".
     """
 
-    ranks: tuple[tuple[Compute, ...], ...]
+    ranks: tuple[tuple[Action, ...], ...]
     refusal: str
 
 
@@ -36,8 +37,8 @@ class _WrongOrder(Exception):
 def read_order(plan: Shape) -> Read:
     """The order of a plan that has one."""
     assert plan.order is not None
-    own = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.rank_stages)
-    return _read(plan.order, plan.rank_stages, own, plan.order_limit)
+    own = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.pipeline_ranks)
+    return _read(plan.order, plan.pipeline_ranks, own, plan.order_limit)
 
 
 @lru_cache(maxsize=16)  # plans ask for it at each step
@@ -57,7 +58,7 @@ class _Checks:
     """Reads and checks the text of one rank.
 
     Args:
-        p: the rank.
+        p: the pipeline rank.
         stages: that it runs.
         microbatches: their number, for one replica.
         last: the last stage of all.
@@ -70,19 +71,19 @@ class _Checks:
         self.held = 0
         self.last_forward = ""  # the op that does the forwards of the last stage
 
-    def read(self, text: str) -> tuple[Compute, ...]:
+    def read(self, text: str) -> tuple[Action, ...]:
         """The computations in a text.
 
         Raises:
             _WrongOrder: an entry that is none, or that cannot stand there, or one that is missing.
         """
-        order = list[Compute]()
+        order = list[Action]()
         for n, token in enumerate(text.split()):
             order.append(self._entry(f"order.{self.p}: entry {n}", token))
         for s in self.stages:
-            for part, name in _NAMES.items():
+            for part in _PARTS:
                 if (found := self.done[part, s]) < self.microbatches:
-                    missing = f"stage {s} lacks the {name} of microbatch {found}" + (
+                    missing = f"stage {s} lacks the {OPS[part].label} of microbatch {found}" + (
                         f" and {rest} more" if (rest := self.microbatches - found - 1) else ""
                     )
                     change = f"add {'B' if part == 'I' else part}{s}.{found}" + (" and so on" if rest else "")
@@ -90,29 +91,30 @@ class _Checks:
                     raise _WrongOrder(f"order.{self.p}: after {len(order)} entries {missing}; {expected}")
         return tuple(order)
 
-    def _entry(self, where: str, token: str) -> Compute:
-        if (match := _ENTRY.fullmatch(token)) is None:
-            what = "expected an op (F, B, I, W, FB or FI), a stage and a microbatch, such as F0.3"
+    def _entry(self, where: str, token: str) -> Action:
+        names = [op.name for op in OPS.values() if op.trains]
+        if (match := _ENTRY.fullmatch(token)) is None or match[1] not in names:
+            what = f"expected an op ({', '.join(names)}), a stage and a microbatch, such as F0.3"
             raise _WrongOrder(f"{where}: {what}, found {token[:40]!r}")
         op, s, k = match[1], int(match[2]), int(match[3])
         where = f"{where}, {token}"
         if s not in self.stages:
             raise _WrongOrder(f"{where}: expected one of the stages {list(self.stages)} of rank {self.p}, found stage {s}")
-        if "F" in op:
+        if OPS[op].begins:
             self._check_forward(where, op, s)
         self._check_place(where, op, s, k)
-        self.done.update((part, s) for part in PARTS[op])
-        self.held += op[0] == "F"
+        self.done.update((part, s) for part in OPS[op].parts)
+        self.held += OPS[op].begins
         if self.limit is not None and self.held > self.limit:
             over = self.held - self.limit
             holds = f"with it rank {self.p} holds {self.held} microbatches, {over} more than order_limit {self.limit}"
             raise _WrongOrder(f"{where}: {holds}; move backwards for weights before it, or raise order_limit")
-        self.held -= "W" in PARTS[op]
-        return Compute(op, s, k)  # type: ignore[arg-type]  # the pattern lets only these ops pass
+        self.held -= OPS[op].finishes
+        return Action(op, s, k)
 
     def _check_forward(self, where: str, op: str, s: int) -> None:
         """Refuse programs of a forward and more at stages that cannot have them, or have other ones."""
-        if s < self.last and op != "F":
+        if s < self.last and OPS[op].parts != "F":
             raise _WrongOrder(f"{where}: {op} is for the last stage, {self.last}, which has no other to wait for; use F")
         if s == self.last and (self.last_forward or op) != op:
             raise _WrongOrder(f"{where}: expected {self.last_forward}, as for the microbatches before it at stage {s}, found {op}")
@@ -120,14 +122,15 @@ class _Checks:
 
     def _check_place(self, where: str, op: str, s: int, k: int) -> None:
         """Refuse microbatches out of order, and what comes before that which it needs."""
-        for part in PARTS[op]:
+        parts = OPS[op].parts
+        for part in parts:
             found = self.done[part, s]
             if found == self.microbatches:
-                raise _WrongOrder(f"{where}: stage {s} has had the {_NAMES[part]} of all {found} microbatches; remove it")
+                raise _WrongOrder(f"{where}: stage {s} has had the {OPS[part].label} of all {found} microbatches; remove it")
             if k != found:
-                raise _WrongOrder(f"{where}: expected microbatch {found} as the next {_NAMES[part]} of stage {s}, found microbatch {k}")
+                raise _WrongOrder(f"{where}: expected microbatch {found} as the next {OPS[part].label} of stage {s}, found microbatch {k}")
         for part, needs in (("I", "F"), ("W", "I")):
-            if part in PARTS[op] and needs not in PARTS[op] and self.done[needs, s] <= k:
+            if part in parts and needs not in parts and self.done[needs, s] <= k:
                 raise _WrongOrder(
-                    f"{where}: expected the {_NAMES[needs]} of microbatch {k} at stage {s} before it; put {needs}{s}.{k} there"
+                    f"{where}: expected the {OPS[needs].label} of microbatch {k} at stage {s} before it; put {needs}{s}.{k} there"
                 )

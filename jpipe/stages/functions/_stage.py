@@ -46,7 +46,8 @@ class StageFunctions:
     Attributes:
         stack: the model.
         stage: its layers, and how they are recomputed.
-        first, last: whether it is the first or the last stage.
+        first: whether it is the first stage.
+        last: whether it is the last stage.
         loss: `(outputs, labels) -> (sum, weight)`, called at the last stage.
         optimizer: applied to each layer separately; its state is keyed by layer id.
         specs: shapes and dtypes for one microbatch.
