@@ -118,12 +118,12 @@ def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], r
     axes = {layer_id: _axes_of(plan, layer_id, spec) for layer_id, spec in layers.items()}
     _check_matched(plan, axes, layers)
     _check_shared(plan, stack)
-    found = tuple(
+    of_stages = tuple(
         _partition(plan, stage, mesh, stack, layers, axes, rows) if mesh else ONE_DEVICE
         for stage, mesh in zip(plan.stages, meshes, strict=True)
     )
-    _check_used(plan, found)
-    return found
+    _check_used(plan, of_stages)
+    return of_stages
 
 
 def _partition(
@@ -158,22 +158,22 @@ def _partition(
 def _entries(stack: LayerStack, ids: Sequence[str], layers: Mapping[str, LayerSpec]) -> dict[str, dict[str, tuple[_Parameter, Any]]]:
     """Return where each of the stage's parameters is in the model, with its shape and dtype, by entry and path."""
     fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, ids)
-    found: dict[str, dict[str, tuple[_Parameter, Any]]] = {}
+    parameters: dict[str, dict[str, tuple[_Parameter, Any]]] = {}
     for entry, tree in fresh.items():
         first = _Parameter(*stack.ties.first[entry]) if entry in stack.ties.first else None
-        found[entry] = {path: (first or _Parameter(entry, path), leaf) for path, leaf in _paths(tree)}
-    return found
+        parameters[entry] = {path: (first or _Parameter(entry, path), leaf) for path, leaf in _paths(tree)}
+    return parameters
 
 
 def _axes_of(plan: Plan, layer_id: str, spec: LayerSpec) -> dict[str, tuple[str | None, ...]]:
     """Return the logical axes of a layer's parameters: those of the first pattern that matches, else those of the layer."""
-    found = dict(spec.axes)
+    axes_by_path = dict(spec.axes)
     for path, _ in _paths(spec.params):
         for pattern, axes in plan.param_axes.items():
             if fnmatchcase(f"{layer_id}/{path}", pattern):
-                found[path] = axes
+                axes_by_path[path] = axes
                 break
-    return found
+    return axes_by_path
 
 
 def _sharded(
@@ -245,11 +245,11 @@ def _check_shared(plan: Plan, stack: LayerStack) -> None:
             raise InputError(f"ties: expected the same mesh for all stages that share '{names[0]}', found {found}; give them one mesh")
 
 
-def _check_used(plan: Plan, found: Sequence[Partition]) -> None:
+def _check_used(plan: Plan, of_stages: Sequence[Partition]) -> None:
     """Check that each axis of a mesh shards an array of some stage."""
-    for axis in dict.fromkeys(axis for partition in found for axis in partition.mesh):
-        specs = [spec for partition in found for own in partition.params.values() for spec in own.values()]
-        if not any(axis in spec for spec in specs) and not any(partition.batch == axis for partition in found):
+    for axis in dict.fromkeys(axis for partition in of_stages for axis in partition.mesh):
+        specs = [spec for partition in of_stages for own in partition.params.values() for spec in own.values()]
+        if not any(axis in spec for spec in specs) and not any(partition.batch == axis for partition in of_stages):
             raise InputError(
                 f"plan: nothing is sharded over the axis '{axis}' of the meshes: no layer names logical axes with a rule for it; name them "
                 f"in the modules (nnx.with_partitioning, linen.with_partitioning) or in param_axes, or leave out the axis"

@@ -73,13 +73,13 @@ class Route:
         """Join the pieces of each pair of devices into the message."""
         if self._is_whole:
             return jax.tree.unflatten(self._treedef, next(iter(received.values()), ()))
-        found: list[dict[jax.Device, list[tuple[Box, jax.Array]]]] = [{} for _ in self._arriving]
+        by_leaf: list[dict[jax.Device, list[tuple[Box, jax.Array]]]] = [{} for _ in self._arriving]
         for pair, arrays in received.items():
             for piece, array in zip(self.pieces[pair], arrays, strict=True):
-                found[piece.leaf].setdefault(pair[1], []).append((piece.box, array))
+                by_leaf[piece.leaf].setdefault(pair[1], []).append((piece.box, array))
         leaves = [
             assembled(spec.shape, spec.sharding, {device: _joined(parts) for device, parts in by_device.items()})
-            for spec, by_device in zip(self._arriving, found, strict=True)
+            for spec, by_device in zip(self._arriving, by_leaf, strict=True)
         ]
         return jax.tree.unflatten(self._treedef, leaves)
 
@@ -122,24 +122,24 @@ class Shards:
         """Join shards into arrays with these shardings."""
         if set(parts) == {0} and all(len(sharding.device_set) == 1 for sharding in shardings):
             return jax.tree.unflatten(self._treedef, parts[0])
-        found: list[dict[jax.Device, jax.Array]] = [{} for _ in self._leaves]
+        by_leaf: list[dict[jax.Device, jax.Array]] = [{} for _ in self._leaves]
         for number, arrays in parts.items():
             for (leaf, _), array in zip(self._owned[number], arrays, strict=True):
                 (device,) = array.devices()
-                found[leaf][device] = array
+                by_leaf[leaf][device] = array
         leaves = [
-            assembled(spec.shape, sharding, by_device) for spec, sharding, by_device in zip(self._leaves, shardings, found, strict=True)
+            assembled(spec.shape, sharding, by_device) for spec, sharding, by_device in zip(self._leaves, shardings, by_leaf, strict=True)
         ]
         return jax.tree.unflatten(self._treedef, leaves)
 
 
 def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.Device]]:
     """Return the distinct shards of an array, each with the devices that have it, in the order of the mesh."""
-    found: dict[Box, list[jax.Device]] = {}
+    devices_of: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         box = tuple((part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True))
-        found.setdefault(box, []).append(device)
-    return found
+        devices_of.setdefault(box, []).append(device)
+    return devices_of
 
 
 def same_shards(a: Tree, b: Tree) -> bool:
@@ -172,9 +172,9 @@ def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree]
                 results[number] = result
                 if len(results) < len(order):
                     return
-            found = joins.pop()([results[i] for i in order])
+            result = joins.pop()([results[i] for i in order])
             results.clear()  # a future keeps this function, and would keep what it moved
-            whole.set_result(found)
+            whole.set_result(result)
         except BaseException as error:
             fail(error)
             with lock:

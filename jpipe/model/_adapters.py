@@ -93,19 +93,19 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def _modes(layer_id: str, call: Callable[..., Any], given: Callable[[inspect.Parameter], bool]) -> Callable[[bool], dict[str, Any]]:
+def _modes(layer_id: str, call: Callable[..., Any], is_set: Callable[[inspect.Parameter], bool]) -> Callable[[bool], dict[str, Any]]:
     """Return a function from `train` to the arguments of a call that select training or evaluation.
 
     Args:
         layer_id: of the layer, for messages.
         call: what is called with the layer's input.
-        given: whether a parameter has its value from elsewhere, and is to be left alone.
+        is_set: whether a parameter has its value from elsewhere, and is to be left alone.
 
     Raises:
         InputError: a parameter that looks like one of these and is none that we know.
     """
     parameters = list(parameters_of(call).values())
-    names = [parameter.name for parameter in parameters if parameter.name in _MODES and not given(parameter)]
+    names = [parameter.name for parameter in parameters if parameter.name in _MODES and not is_set(parameter)]
     for parameter in parameters[1:]:
         if not names and parameter.name not in _MODES and _looks_like_mode(parameter):
             raise InputError(

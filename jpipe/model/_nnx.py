@@ -166,14 +166,14 @@ def _keys_like(spec: Any, key: jax.Array) -> jax.Array:
 
 def _static_attributes(module: nnx.Module) -> dict[str, Any]:
     """Return by path the attributes that are neither variables nor modules (numbers, text, None); of arrays only a mark."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for path, part in nnx.iter_modules(module):
         for name, value in _attributes(part):
             is_cache = isinstance(getattr(type(part), str(name), None), functools.cached_property)
             if isinstance(value, (nnx.Variable, nnx.Pytree)) or is_cache:
                 continue
-            found[".".join(map(str, (*path, name)))] = _ARRAYS if _holds_arrays(value) else _copied(value)
-    return found
+            attributes[".".join(map(str, (*path, name)))] = _ARRAYS if _holds_arrays(value) else _copied(value)
+    return attributes
 
 
 def _copied(value: Any) -> Any:
@@ -188,7 +188,7 @@ def _copied(value: Any) -> Any:
 def _refuse_changed(layer_id: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     for name in {**before, **after}:
         if name not in before or name not in after or not _same(before[name], after[name]):
-            was, now = (short(found[name]) if name in found else "nothing" for found in (before, after))
+            was, now = (short(attributes[name]) if name in attributes else "nothing" for attributes in (before, after))
             raise InputError(
                 f"layer '{layer_id}': its forward changes the attribute '{name}' from {was} to {now}, which would be lost, because a "
                 "forward is compiled; keep what changes as an array in an nnx.Variable, such as nnx.BatchStat"

@@ -167,7 +167,7 @@ class LayerStack:
             InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are not
                 real floating point; its state or its output in evaluation has other shapes than in training.
         """
-        found: dict[str, LayerSpec] = {}
+        specs: dict[str, LayerSpec] = {}
         try:
             before, x = "the batch", jax.tree.map(spec_of, inputs)
         except TypeError:  # text, objects
@@ -176,11 +176,11 @@ class LayerStack:
             like = self.like(layer_id, x)
             if like not in self._known:
                 self._known[like] = self._spec(layer_id, before, x)
-            found[layer_id] = self._known[like]
-            before, x = layer_id, found[layer_id].output
+            specs[layer_id] = self._known[like]
+            before, x = layer_id, specs[layer_id].output
         if ids is None:
-            self.ties.check({layer_id: spec.params for layer_id, spec in found.items()})
-        return found
+            self.ties.check({layer_id: spec.params for layer_id, spec in specs.items()})
+        return specs
 
     def like(self, layer_id: str, x: Tree) -> Any:
         """Return what a layer's spec depends on: layers given as one object, such as one constructor, are traced once for each input."""
@@ -190,13 +190,13 @@ class LayerStack:
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
         """Return the specs around one layer, whose input `x` comes from `before`."""
-        layer, key, given = self.layers[layer_id], key_spec(), self._alive[self.ids.index(layer_id)]
+        layer, key, original = self.layers[layer_id], key_spec(), self._alive[self.ids.index(layer_id)]
 
         def message(error: BaseException) -> str:
             is_of_shapes = isinstance(error, (TypeError, ValueError))
             remedy = f"make the output of '{before}' fit the input of '{layer_id}', or " if is_of_shapes else ""
             remedy += f"fix '{layer_id}'"
-            if isinstance(error, flax.errors.FlaxError) and (built := built_module(given)):
+            if isinstance(error, flax.errors.FlaxError) and (built := built_module(original)):
                 remedy = f"it holds {built}, which is built already: give the constructor of that module instead"
             elif "rngs" in str(error):
                 remedy = "a layer is called with its input alone: give rngs to its parts in its constructor, as nnx.Dropout(0.1, rngs=rngs)"
@@ -214,7 +214,7 @@ class LayerStack:
             drawn = key if layer.draws_in_evaluation else None
             evaluated, _ = jax.eval_shape(lambda p, s, v, k: layer.apply(p, s, v, k, False), params, state, x, drawn)
         _refuse_untrainable(layer_id, params)
-        refuse_constants(layer_id, given, traced, lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key))
+        refuse_constants(layer_id, original, traced, lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key))
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
         _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
         axes: Any = layer.axes
@@ -231,9 +231,9 @@ def _fold(key: jax.Array, layer_id: str) -> jax.Array:
     return key
 
 
-def _require_equal(what: str, found: Tree, like: str, expected: Tree) -> None:
-    if jax.tree.map(spec_of, found) != jax.tree.map(spec_of, expected):
-        raise InputError(f"{what} has other shapes or dtypes than {like}: expected {describe(expected)}, found {describe(found)}")
+def _require_equal(what: str, actual: Tree, like: str, expected: Tree) -> None:
+    if jax.tree.map(spec_of, actual) != jax.tree.map(spec_of, expected):
+        raise InputError(f"{what} has other shapes or dtypes than {like}: expected {describe(expected)}, found {describe(actual)}")
 
 
 def _refuse_untrainable(layer_id: str, params: Tree) -> None:

@@ -105,10 +105,10 @@ class Ties:
 
     def entries(self, ids: Sequence[str]) -> tuple[str, ...]:
         """Return the layer ids, with each shared parameter before the first layer that uses it."""
-        found: dict[str, None] = {}
+        entries: dict[str, None] = {}
         for layer_id in ids:
-            found |= dict.fromkeys((*self.names([layer_id]), layer_id))
-        return tuple(found)
+            entries |= dict.fromkeys((*self.names([layer_id]), layer_id))
+        return tuple(entries)
 
     def sharers(self, ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Return the layers that use each parameter shared by two or more of these layers, by its name."""
@@ -117,12 +117,12 @@ class Ties:
 
     def sharing(self, stages: Sequence[Sequence[str]]) -> Sharing:
         """Return what stages with these layers share."""
-        held = {name: tuple(s for s, ids in enumerate(stages) if name in self.names(ids)) for name in self.first}
+        stages_of = {name: tuple(s for s, ids in enumerate(stages) if name in self.names(ids)) for name in self.first}
         groups: dict[tuple[int, ...], list[str]] = {}
-        for name, holders in held.items():
+        for name, holders in stages_of.items():
             if len(holders) > 1:
                 groups.setdefault(holders, []).append(name)
-        counted = tuple(tuple(name for name in self.entries(ids) if held.get(name, (s,))[0] == s) for s, ids in enumerate(stages))
+        counted = tuple(tuple(name for name in self.entries(ids) if stages_of.get(name, (s,))[0] == s) for s, ids in enumerate(stages))
         return Sharing(tuple((holders, tuple(names)) for holders, names in groups.items()), counted)
 
     def split(self, params: Mapping[str, Tree], ids: Sequence[str] | None = None) -> dict[str, Tree]:
@@ -132,13 +132,13 @@ class Ties:
             params: by layer id, and of the layers that hold the first places of their shared parameters. Specs may lack the latter.
             ids: the layers; by default all of `params`.
         """
-        found: dict[str, Tree] = {}
+        entries: dict[str, Tree] = {}
         for layer_id in params if ids is None else ids:
             for path, name in self.places.get(layer_id, {}).items():
                 place = self.first[name] if self.first[name][0] in params else (layer_id, path)
-                found.setdefault(name, _leaf(params[place[0]], place[1]))
-            found[layer_id] = _replaced(params[layer_id], dict.fromkeys(self.places.get(layer_id, {})))
-        return {name: found[name] for name in self.entries(tuple(params if ids is None else ids))}
+                entries.setdefault(name, _leaf(params[place[0]], place[1]))
+            entries[layer_id] = _replaced(params[layer_id], dict.fromkeys(self.places.get(layer_id, {})))
+        return {name: entries[name] for name in self.entries(tuple(params if ids is None else ids))}
 
     def whole(self, layer_id: str, entries: Mapping[str, Tree]) -> Tree:
         """Return the parameters of a layer, shared ones included, from the entries."""
@@ -157,11 +157,11 @@ class Ties:
         """
         if subset.is_all:
             return subset
-        found, part = {}, subset.part(entries)
+        by_layer, part = {}, subset.part(entries)
         for layer_id in ids:
             own = {path for path, leaf in _paths(self.whole(layer_id, part)) if leaf is not None}
-            found[layer_id] = tuple(path in own for path, leaf in _paths(self.whole(layer_id, entries)) if leaf is not None)
-        return Subset({layer_id: leaves for layer_id, leaves in found.items() if not all(leaves)})
+            by_layer[layer_id] = tuple(path in own for path, leaf in _paths(self.whole(layer_id, entries)) if leaf is not None)
+        return Subset({layer_id: leaves for layer_id, leaves in by_layer.items() if not all(leaves)})
 
     def by_place(self, params: Mapping[str, Tree]) -> Iterator[tuple[str, Tree]]:
         """Yield (entry, its tree) of whole layers by layer id; a shared parameter occurs once for each of its places."""
@@ -178,13 +178,13 @@ class Ties:
             params: parameters by layer id; what stands in second places is dropped.
         """
         firsts = {place: name for name, place in self.first.items()}
-        found: dict[str, dict[str, Tree]] = {}
+        parts: dict[str, dict[str, Tree]] = {}
         for layer_id, tree in params.items():
-            found[layer_id] = {layer_id: _masked(tree, self.places.get(layer_id, {}))}
+            parts[layer_id] = {layer_id: _masked(tree, self.places.get(layer_id, {}))}
             for path in self.places.get(layer_id, {}):
                 if (layer_id, path) in firsts:
-                    found[firsts[layer_id, path]] = {layer_id: _masked(tree, [other for other, _ in _paths(tree) if other != path])}
-        return found
+                    parts[firsts[layer_id, path]] = {layer_id: _masked(tree, [other for other, _ in _paths(tree) if other != path])}
+        return parts
 
     def without_seconds(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return parameters by layer id, with masked nodes in second places."""
@@ -237,21 +237,21 @@ class Ties:
         """
         for layer_id, places in self.places.items():
             for path, name in places.items():
-                given, first = _leaf(params[layer_id], path), _leaf(params[self.first[name][0]], self.first[name][1])
-                if isinstance(given, jax.ShapeDtypeStruct):
+                value, first = _leaf(params[layer_id], path), _leaf(params[self.first[name][0]], self.first[name][1])
+                if isinstance(value, jax.ShapeDtypeStruct):
                     continue
                 where = f"params: {_words((layer_id, path))} is {_words(self.first[name])} (they are tied)"
                 if isinstance(first, jax.ShapeDtypeStruct):
                     raise InputError(f"{where}, which is not given; give it there")
-                if np.asarray(given).tobytes() != np.asarray(first).tobytes():
+                if np.asarray(value).tobytes() != np.asarray(first).tobytes():
                     raise InputError(f"{where}, but other values are given there; give the same, or leave out {_words((layer_id, path))}")
 
 
 def _checked(ties: Any, ids: Sequence[str]) -> list[Tie]:
     if isinstance(ties, (str, Mapping)) or not isinstance(ties, Iterable):
         raise InputError(f"ties: expected a list of jpipe.Tie, found {type(ties).__name__}")
-    found = list(ties)
-    for tie in found:
+    all_ties = list(ties)
+    for tie in all_ties:
         if not isinstance(tie, Tie):
             raise InputError(f"ties: expected a jpipe.Tie, found {type(tie).__name__}; give Tie((layer id, path), (layer id, path))")
         for place in (tie.first, tie.second):
@@ -261,7 +261,7 @@ def _checked(ties: Any, ids: Sequence[str]) -> list[Tie]:
                 raise InputError(f"ties: the model has no layer '{place[0]}'; {nearest(place[0], ids)}")
         if tie.first == tie.second:
             raise InputError(f"ties: {_words(tie.first)} is tied to itself")
-    return found
+    return all_ties
 
 
 def _words(place: tuple[str, str]) -> str:
@@ -270,8 +270,8 @@ def _words(place: tuple[str, str]) -> str:
 
 def _paths(tree: Tree) -> list[tuple[str, Any]]:
     """Return (path, leaf) of all leaves, with None as a leaf."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
 def _masked(tree: Tree, paths: Iterable[str]) -> Tree:

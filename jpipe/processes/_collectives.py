@@ -154,11 +154,11 @@ class Packing:
 
     def unpack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Unpack received arrays into leaves."""
-        found = self._empty | dict(zip(self._alone, arrays, strict=False))
+        leaves = self._empty | dict(zip(self._alone, arrays, strict=False))
         if self._together:
             for positions, pieces in zip(self._together, self._split(arrays[len(self._alone) :]), strict=True):
-                found.update(zip(positions, pieces, strict=True))
-        return [found[i] for i in range(len(self.leaves))]
+                leaves.update(zip(positions, pieces, strict=True))
+        return [leaves[i] for i in range(len(self.leaves))]
 
     def _joined(self, groups: list[list[jax.Array]]) -> list[jax.Array]:
         # Seen as what they travel as before they are joined: XLA would widen and narrow bfloat16, which changes the bits of NaN.

@@ -89,7 +89,7 @@ class Inbox:
         if self._failed is not None:
             raise self._failed
 
-    def _await(self, found: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: found() or self.lost is not None or self._failed is not None)
-        if not found():
+    def _await(self, is_met: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: is_met() or self.lost is not None or self._failed is not None)
+        if not is_met():
             self.check()

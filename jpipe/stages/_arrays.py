@@ -38,7 +38,7 @@ class Share:
         """Return the entries of a tree that the replica updates."""
         return {entry: tree[entry] for entry in (*self.own, *self.common)}
 
-    def given(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
+    def outgoing(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the entries of a tree that the replica sends to the other replicas."""
         return {entry: tree[entry] for entry in self.own}
 

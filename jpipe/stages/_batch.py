@@ -87,7 +87,7 @@ def bucket_of(spec: Batch, specs: Sequence[Batch]) -> int:
     """
     if spec not in specs:
         those = "the one" if len(specs) == 1 else "one of those"
-        raise InputError(f"batch: expected microbatches like {those} of init, {told(specs)}; found {describe(spec)}")
+        raise InputError(f"batch: expected microbatches like {those} of init, {describe_shapes(specs)}; found {describe(spec)}")
     return specs.index(spec)
 
 
@@ -136,7 +136,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
                     )
 
 
-def told(specs: Sequence[Batch]) -> str:
+def describe_shapes(specs: Sequence[Batch]) -> str:
     """Describe the shapes for messages."""
     return " or ".join(map(describe, specs))
 
@@ -153,8 +153,8 @@ class Padded:
         self._leaf, self.shape, self.dtype = leaf, (size, *leaf.shape[1:]), leaf.dtype
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        found = np.asarray(self._leaf[rows.start : min(rows.stop, self._leaf.shape[0])])
-        return np.concatenate([found, np.repeat(found[-1:], rows.stop - rows.start - len(found), axis=0)])
+        values = np.asarray(self._leaf[rows.start : min(rows.stop, self._leaf.shape[0])])
+        return np.concatenate([values, np.repeat(values[-1:], rows.stop - rows.start - len(values), axis=0)])
 
 
 def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:

@@ -73,8 +73,8 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
             own.append(leaf)
         elif splits and f.halves.reads_argument_late(i):
             late += nbytes(leaf)
-    made = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
-    return (own, made), late
+    computed = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
+    return (own, computed), late
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:
@@ -91,7 +91,7 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
         splits: for each of them whether its backward is cut in two.
     """
     sizes, state = list(map(nbytes, jax.tree.leaves(arrays_of(after).x))), len(jax.tree.leaves(after.specs.state))
-    found = []
+    passed = []
     for i, size in enumerate(sizes):
         if i in before.residuals.outputs:
             late = splits[0] and before.halves.reads_output_late(i)
@@ -99,8 +99,8 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
             receiver: Literal["F", "I", "W"] = (
                 "F" if not is_kept else "W" if splits[1] and after.halves.reads_argument_late(state + i) else "I"
             )
-            found.append(Passed(size, "W" if late else "I", receiver))
-    return tuple(found)
+            passed.append(Passed(size, "W" if late else "I", receiver))
+    return tuple(passed)
 
 
 def nbytes(tree: Any) -> int:

@@ -58,14 +58,14 @@ def compile_workers(
                     used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
     stages = [(f, *key[1:], sorted(used[key])) for key, f in of_key.items()]
     compiled = dict(zip(of_key, _compile_in_turns(stages, counts), strict=True))
-    found = {
+    stages_by_key = {
         key: CompiledStage(of_key[key], place, compiled[_for_all(key)] | compiled[key], share)
         for key in dict.fromkeys(keys.values())
         for _, place, share in (key,)
     }
     if like is None:
-        return {w: found[key] for w, key in keys.items()}
-    return {w: replace(found[key], calls=like[w].calls | found[key].calls) for w, key in keys.items()}
+        return {w: stages_by_key[key] for w, key in keys.items()}
+    return {w: replace(stages_by_key[key], calls=like[w].calls | stages_by_key[key].calls) for w, key in keys.items()}
 
 
 def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:
@@ -83,13 +83,13 @@ def _compile_in_turns(
 
     `before` are calls that are lowered already, for nothing chosen. Programs in `known` are not compiled again; new ones are added.
     """
-    found: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
+    compiled: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
     for turn in (*sharded_by_xla(), None):
         lowered = {}
         for i, (f, place, share, names) in enumerate(stages):
             for name in names:
-                if name not in found[i] and (turn is None or (place.mesh and name == turn)):
+                if name not in compiled[i] and (turn is None or (place.mesh and name == turn)):
                     earlier = before[i].get(name) if before and not chosen[i] else None
                     lowered[i, name] = earlier or _lower_call(f, place, name, counts, dict(chosen[i]), share)
         if known is None:
@@ -100,10 +100,10 @@ def _compile_in_turns(
             known.update(zip(missing, compile_in_parallel(list(missing.values())), strict=True))
             calls = [known[key] for key in keys]
         for (i, name), call in zip(lowered, calls, strict=True):
-            found[i][name] = call
+            compiled[i][name] = call
             if turn is not None:
                 chosen[i] = {**choices(stages[i][0], turn, call), **chosen[i]}
-    return [{name: programs[name] for name in names} for programs, (*_, names) in zip(found, stages, strict=True)]
+    return [{name: programs[name] for name in names} for programs, (*_, names) in zip(compiled, stages, strict=True)]
 
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, LayerSpec, key_spec
-from jpipe.model._losses import Loss, called
+from jpipe.model._losses import Loss, call_with_randomness
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.stages.functions._floats import floats_of
@@ -39,12 +39,12 @@ def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tr
         functions: of the stages.
         earlier: the parameters of all stages before them, by entry.
     """
-    found, before = [], dict(earlier)
+    results, before = [], dict(earlier)
     for f in functions:
         of_input = not f.first and has_gradient(f.trained, before)
         before |= f.specs.params
-        found.append(replace(f, input_gradient=of_input, output_gradient=has_gradient(f.trained, before)))
-    return found
+        results.append(replace(f, input_gradient=of_input, output_gradient=has_gradient(f.trained, before)))
+    return results
 
 
 def check_gradients(
@@ -89,11 +89,13 @@ def _backward(
 
 
 def _loss_backward(loss: Loss, outputs: Tree, labels: Tree, key: jax.Array) -> Any:
-    total, vjp = jax.vjp(lambda floats: jnp.asarray(called(loss, _filled(outputs, floats), labels, key)[0]), floats_of(outputs))
+    total, vjp = jax.vjp(
+        lambda floats: jnp.asarray(call_with_randomness(loss, _filled(outputs, floats), labels, key)[0]), floats_of(outputs)
+    )
     return vjp(jnp.ones_like(total))
 
 
 def _filled(tree: Tree, floats: list[jax.Array]) -> Tree:
     """Return the tree with these floating-point leaves."""
-    rest = iter(floats)
-    return jax.tree.map(lambda leaf: next(rest) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
+    remaining = iter(floats)
+    return jax.tree.map(lambda leaf: next(remaining) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)

@@ -33,13 +33,13 @@ def refuse_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[],
     Raises:
         InputError: names the array and says what to do.
     """
-    found, of_numpy = _floats(traced), _floats(traced, (np.ndarray,))
-    if not found and not of_numpy:
+    of_jax, of_numpy = _floats(traced), _floats(traced, (np.ndarray,))
+    if not of_jax and not of_numpy:
         return
     # What a forward makes while it is traced is another array when it is traced again.
-    again = {id(constant) for constant in _floats(trace())} if found else set()
-    names = _names(layer, found, of_numpy)
-    for constant in (*found, *of_numpy):
+    again = {id(constant) for constant in _floats(trace())} if of_jax else set()
+    names = _names(layer, of_jax, of_numpy)
+    for constant in (*of_jax, *of_numpy):
         place = names.get(id(constant))
         is_of_module = place is not None and place[1] is not None
         if not is_of_module and (id(constant) not in again or constant.size <= _FEW):
@@ -98,20 +98,20 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
 def _names(layer: Any, arrays: list[Any], of_numpy: list[Any]) -> dict[int, tuple[str, Any]]:
     """Return (name, its module or None) by id of the arrays that the layer holds; NumPy arrays count only in modules.
 
-    A constant of NumPy's is another object than the array that it was made of, so those are found by their values.
+    A constant of NumPy's is another object than the array that it was copied from, so those are matched by their values.
     """
     wanted = {id(array) for array in arrays}
-    found: dict[int, tuple[str, Any]] = {}
+    names: dict[int, tuple[str, Any]] = {}
     for name, value in _reachable(layer):
         if id(value) in wanted:
-            found.setdefault(id(value), (name, None))
+            names.setdefault(id(value), (name, None))
         elif isinstance(value, (nnx.Module, nnx.Variable)) or _is_bound(value) or _are_variables(value):
             for path, array in _arrays(value):
                 if isinstance(array, np.ndarray):
-                    found |= {id(one): (_joined(name, path), value) for one in of_numpy if _equal(one, array)}
-                if id(array) in wanted and found.get(id(array), ("", None))[1] is None:
-                    found[id(array)] = (_joined(name, path), value)
-    return found
+                    names |= {id(one): (_joined(name, path), value) for one in of_numpy if _equal(one, array)}
+                if id(array) in wanted and names.get(id(array), ("", None))[1] is None:
+                    names[id(array)] = (_joined(name, path), value)
+    return names
 
 
 def _equal(constant: Any, array: Any) -> bool:

@@ -29,15 +29,15 @@ def reached(jaxpr: Any, marks: Sequence[int], host: int = 0, adds: Adds | None =
             is for `evaluate_wanted`: each of its results depends on everything that goes in.
         adds: gives more marks, for each output of each equation that depends on a marked input.
     """
-    found = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
+    mark_of = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
     for equation in jaxpr.eqns:
-        into = [0 if is_literal(var) else found.get(var, 0) for var in equation.invars]
+        into = [0 if is_literal(var) else mark_of.get(var, 0) for var in equation.invars]
         if host or any(into):
-            results = through(equation, into, host, adds)
+            results = propagate(equation, into, host, adds)
             if adds is not None and any(into):
                 results = [mark | adds(equation, into, var, mark) for var, mark in zip(equation.outvars, results, strict=True)]
-            found.update((var, mark) for var, mark in zip(equation.outvars, results, strict=True) if mark)
-    return [0 if is_literal(var) else found.get(var, 0) for var in jaxpr.outvars]
+            mark_of.update((var, mark) for var, mark in zip(equation.outvars, results, strict=True) if mark)
+    return [0 if is_literal(var) else mark_of.get(var, 0) for var in jaxpr.outvars]
 
 
 def calls_host(jaxpr: Any) -> bool:
@@ -55,8 +55,8 @@ def _calls_host(equation: Any) -> bool:
 
 def body_of(equation: Any) -> tuple[Any, Sequence[Any]]:
     """Return (jaxpr, constants) inside an equation, if there is one."""
-    found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return getattr(found, "jaxpr", found), getattr(found, "consts", ())
+    body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
 
 
 def is_call(equation: Any) -> bool:
@@ -101,13 +101,13 @@ def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> lis
 
 
 def _known(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Known]) -> list[_Known]:
-    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_number, consts), *inputs], strict=True))
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_number, consts), *inputs], strict=True))
 
     def read(var: Any) -> _Known:
-        return _number(var.val) if is_literal(var) else found.get(var)
+        return _number(var.val) if is_literal(var) else known.get(var)
 
     for equation in jaxpr.eqns:
-        found.update(zip(equation.outvars, _known_results(equation, list(map(read, equation.invars))), strict=True))
+        known.update(zip(equation.outvars, _known_results(equation, list(map(read, equation.invars))), strict=True))
     return list(map(read, jaxpr.outvars))
 
 
@@ -161,7 +161,7 @@ def passed_on(jaxpr: Any) -> list[int | None]:
     return [None if is_literal(var) else position.get(var) for var in jaxpr.outvars]
 
 
-def through(equation: Any, into: list[int], host: int = 0, adds: Adds | None = None) -> list[int]:
+def propagate(equation: Any, into: list[int], host: int = 0, adds: Adds | None = None) -> list[int]:
     """Return the marks of an equation's outputs; the arguments are as in `reached`."""
     name, params = equation.primitive.name, equation.params
     body, _ = body_of(equation)
@@ -169,21 +169,21 @@ def through(equation: Any, into: list[int], host: int = 0, adds: Adds | None = N
         if is_call(equation):
             return reached(body, into, host, adds)
         if name == "scan":
-            return _through_scan(body, into, *scan_parts(equation, body), host, adds)
+            return _propagate_scan(body, into, *scan_parts(equation, body), host, adds)
         return [_union(into) | (host if _calls_host(equation) else 0)] * len(equation.outvars)
     if name == "cond":
         branches = [reached(branch.jaxpr, into[1:], adds=adds) for branch in params["branches"]]
         return [into[0] | _union(marks) for marks in zip(*branches, strict=True)]
     if name == "while":
-        return _through_while(params, into, adds)
+        return _propagate_while(params, into, adds)
     if not (hasattr(body, "eqns") and len(body.invars) == len(into) and len(body.outvars) == len(equation.outvars)):
         return [_union(into)] * len(equation.outvars)
     if name == "scan":
-        return _through_scan(body, into, *scan_parts(equation, body), 0, adds)
+        return _propagate_scan(body, into, *scan_parts(equation, body), 0, adds)
     return reached(body, into, adds=adds)
 
 
-def _through_while(params: Any, into: list[int], adds: Adds | None) -> list[int]:
+def _propagate_while(params: Any, into: list[int], adds: Adds | None) -> list[int]:
     """Propagate marks through a while loop until nothing changes; all results depend on the condition, too."""
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
     for_condition, for_body = into[:of_condition], into[of_condition : of_condition + of_body]
@@ -197,7 +197,7 @@ def _through_while(params: Any, into: list[int], adds: Adds | None) -> list[int]
         carried = fed_back
 
 
-def _through_scan(body: Any, into: list[int], consts: int, carry: int, host: int = 0, adds: Adds | None = None) -> list[int]:
+def _propagate_scan(body: Any, into: list[int], consts: int, carry: int, host: int = 0, adds: Adds | None = None) -> list[int]:
     """Propagate marks through a scan until nothing changes."""
     into = list(into)
     while True:

@@ -14,7 +14,7 @@ import jax
 
 from jpipe.errors import shortened
 from jpipe.model._layer import LayerSpec, key_spec
-from jpipe.model._losses import Loss, called
+from jpipe.model._losses import Loss, call_with_randomness
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._dependence import reached
 
@@ -54,7 +54,7 @@ def tell_of_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tre
 
 
 _KNOWN: weakref.WeakKeyDictionary[LayerStack, dict[Any, tuple[list[str], bool]]] = weakref.WeakKeyDictionary()
-"""Of each model what was found, by loss and shapes."""
+"""By model, loss and shapes what mixes rows."""
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
         return [], False
     x, labels = (jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((prime, *leaf.shape[1:]), leaf.dtype), part) for part in (inputs, labels))
     known: dict[Any, tuple[Tree, bool]] = {}
-    found: list[str] = []
+    mixing: list[str] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were told when the model was traced first
@@ -92,10 +92,10 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
                     known[like] = _of_layer(stack, layer_id, x, prime)
                 x, mixes = known[like]
                 if mixes:
-                    found.append(layer_id)
-            return found, _of_loss(loss, x, labels, prime)
+                    mixing.append(layer_id)
+            return mixing, _of_loss(loss, x, labels, prime)
     except Exception:  # a layer or a loss that fits one number of rows only
-        return found, False
+        return mixing, False
 
 
 def _of_layer(stack: LayerStack, layer_id: str, x: Tree, prime: int) -> tuple[Tree, bool]:
@@ -113,7 +113,7 @@ def _of_layer(stack: LayerStack, layer_id: str, x: Tree, prime: int) -> tuple[Tr
 
 def _of_loss(loss: Loss, outputs: Tree, labels: Tree, prime: int) -> bool:
     """Return whether the loss mixes rows in another way than by adding."""
-    traced = jax.make_jaxpr(lambda outputs, labels, key: called(loss, outputs, labels, key)[0])(outputs, labels, key_spec())
+    traced = jax.make_jaxpr(lambda outputs, labels, key: call_with_randomness(loss, outputs, labels, key)[0])(outputs, labels, key_spec())
 
     def adds(equation: Any, into: Sequence[int], out: Any, mark: int) -> int:
         if not mark & _FROM_ROWS:

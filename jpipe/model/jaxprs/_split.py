@@ -177,8 +177,8 @@ def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]],
 
         scanned = {i: xs[i - count - carried] for i in halves.arguments if i >= count + carried}
         carry_2, ys_2 = scan_like(equation, second, [start[i] for i in carry_of_second], (scanned, stash, kept))
-        made = {True: iter([*carry, *ys]), False: iter([*carry_2, *ys_2])}
-        return [next(made[own]) for own in in_first]
+        outputs = {True: iter([*carry, *ys]), False: iter([*carry_2, *ys_2])}
+        return [next(outputs[own]) for own in in_first]
 
     return both
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, scan_parts, through
+from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, propagate, scan_parts
 
 Tree = Any
 
@@ -32,8 +32,8 @@ def without_effects(function: Callable[..., Tree], made_up: Sequence[bool] | Non
         leaves, treedef = jax.tree.flatten(outputs)
         trees = None if made_up is None else zip(arguments, made_up, strict=True)
         marks = None if trees is None else [own for tree, own in trees for _ in jax.tree.leaves(tree)]
-        found = evaluate_wanted(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), [True] * len(leaves), marks)
-        return jax.tree.unflatten(treedef, found)
+        results = evaluate_wanted(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), [True] * len(leaves), marks)
+        return jax.tree.unflatten(treedef, results)
 
     return quiet
 
@@ -66,12 +66,12 @@ def evaluate_wanted(
         inputs, results = list(map(read, equation.invars)), [var in needs for var in equation.outvars]
         if is_call(equation):
             marks = None if doubtful is None else [var in doubtful for var in _variables(equation)]
-            found = evaluate_wanted(*body_of(equation), inputs, results, marks)
+            outputs = evaluate_wanted(*body_of(equation), inputs, results, marks)
         elif equation.primitive.name == "scan" and not _stays(equation, doubtful):
-            found = _scan_wanted(equation, inputs, results)
+            outputs = _scan_wanted(equation, inputs, results)
         else:
-            found = bind(equation, inputs)
-        values.update(zip(equation.outvars, found, strict=True))
+            outputs = bind(equation, inputs)
+        values.update(zip(equation.outvars, outputs, strict=True))
     return [read(var) if own else None for var, own in zip(jaxpr.outvars, wanted, strict=True)]
 
 
@@ -87,12 +87,12 @@ def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> l
         arguments = [*inputs[:count], *[None] * (len(inputs) - count)]
         for i, value in zip([*(count + i for i in carries), *scanned], [*carry, *x], strict=True):
             arguments[i] = value
-        found = evaluate_wanted(body, consts, arguments, results)
-        return tuple(found[i] for i in carries), tuple(y for y in found[carried:] if y is not None)
+        outputs = evaluate_wanted(body, consts, arguments, results)
+        return tuple(outputs[i] for i in carries), tuple(y for y in outputs[carried:] if y is not None)
 
     carry, ys = scan_like(equation, step, [inputs[count + i] for i in carries], tuple(inputs[i] for i in scanned))
-    made = iter([*carry, *ys])
-    return [next(made) if own else None for own in results]
+    outputs = iter([*carry, *ys])
+    return [next(outputs) if own else None for own in results]
 
 
 def scan_like(equation: Any, step: Callable[..., Any], carry: Sequence[Any], xs: Any) -> Any:
@@ -105,10 +105,10 @@ def bind(equation: Any, inputs: list[Any]) -> list[Any]:
 
     By way of a jaxpr: how to bind differs between JAX versions.
     """
-    given = {var: value for var, value in zip(equation.invars, inputs, strict=True) if not is_literal(var)}
+    values = {var: value for var, value in zip(equation.invars, inputs, strict=True) if not is_literal(var)}
     read = [var for var in equation.outvars if not isinstance(var, jex.DropVar)]
-    jaxpr = jex.Jaxpr((), list(given), read, [equation], equation.effects, UNKNOWN)
-    results = dict(zip(read, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*given.values()), strict=True))
+    jaxpr = jex.Jaxpr((), list(values), read, [equation], equation.effects, UNKNOWN)
+    results = dict(zip(read, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*values.values()), strict=True))
     return [results.get(var) for var in equation.outvars]
 
 
@@ -116,21 +116,21 @@ def bind(equation: Any, inputs: list[Any]) -> list[Any]:
 
 
 def needed(
-    jaxpr: Any, wanted: Iterable[Any], given: Collection[Any] = (), *, inside: bool = False, doubtful: Collection[Any] | None = None
+    jaxpr: Any, wanted: Iterable[Any], known: Collection[Any] = (), *, inside: bool = False, doubtful: Collection[Any] | None = None
 ) -> tuple[set[Any], list[int]]:
     """Return the variables, and the numbers of the equations in order, that are needed for the wanted variables from the known ones.
 
     Args:
         jaxpr: the computation.
         wanted: variables of it.
-        given: variables that are known.
+        known: variables that are known.
         inside: whether a call or a scan needs only what its wanted results depend on, and not all that goes into it.
         doubtful: the variables with made-up values. With it, equations with side effects that read none of these are needed, too.
     """
     needs, numbers = {var for var in wanted if not is_literal(var)}, []
     for number in reversed(range(len(jaxpr.eqns))):
         equation = jaxpr.eqns[number]
-        inputs = _inputs_needed(equation, [var in needs and var not in given for var in equation.outvars], inside, doubtful)
+        inputs = _inputs_needed(equation, [var in needs and var not in known for var in equation.outvars], inside, doubtful)
         if inputs is not None:
             numbers.append(number)
             needs.update(var for var, used in zip(equation.invars, inputs, strict=True) if used and not is_literal(var))
@@ -174,12 +174,12 @@ def _stays(equation: Any, doubtful: Collection[Any] | None) -> bool:
 
 def _made_up(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
     """Return the variables of a jaxpr whose values depend on made-up arguments."""
-    found = {var for var, own in zip(jaxpr.invars, arguments, strict=True) if own}
+    made_up = {var for var, own in zip(jaxpr.invars, arguments, strict=True) if own}
     for equation in jaxpr.eqns:
-        into = [int(var in found) for var in _variables(equation)]
+        into = [int(var in made_up) for var in _variables(equation)]
         if any(into):
-            found.update(var for var, own in zip(equation.outvars, through(equation, into), strict=True) if own)
-    return found
+            made_up.update(var for var, own in zip(equation.outvars, propagate(equation, into), strict=True) if own)
+    return made_up
 
 
 def _variables(equation: Any) -> list[Any]:

@@ -71,13 +71,13 @@ def find_layerwise(
             layer_id: jax.tree.map(tiny_array, specs[layer_id])
             for layer_id in sample_layers([i for i in specs if jax.tree.leaves(specs[i])])
         }
-        for found in candidates:
-            if not (reason := difference(found, blank, tiny, ties)):
+        for layerwise in candidates:
+            if not (reason := difference(layerwise, blank, tiny, ties)):
                 break
         else:
             raise _refusal(reason, transformation)
-    _check_without_parameters(found, specs)
-    return replace(found, has_masters=has_masters, structured=_placers(ties, specs, found.trained))
+    _check_without_parameters(layerwise, specs)
+    return replace(layerwise, has_masters=has_masters, structured=_placers(ties, specs, layerwise.trained))
 
 
 def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str, Callable[[Tree], tuple[str, Tree]]]:

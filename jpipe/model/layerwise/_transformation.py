@@ -1,6 +1,6 @@
 """The functions and masks inside an optax transformation, for error messages.
 
-Transformations are closures, so they are looked for in the variables of the functions. What is not found there is not told.
+Transformations are closures, so their parts are read from the closed-over variables. Values elsewhere are not found.
 """
 
 import difflib
@@ -43,7 +43,8 @@ def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
         specs: shapes of all parameters by layer id.
     """
     named = [pair for function in _functions(transformation) for pair in _variables(function)]
-    named += [(str(name), value) for _, held in named if isinstance(held, Mapping) for name, value in held.items()]  # inject_hyperparams
+    # of optax.inject_hyperparams
+    named += [(str(name), value) for _, values in named if isinstance(values, Mapping) for name, value in values.items()]
     masks = [value for name, value in named if isinstance(value, Mapping) and ("mask" in name or "label" in name)]
     return next((words for mask in masks if (words := _mismatch(mask, specs, (), specs))), "")
 
@@ -71,19 +72,19 @@ def _functions(transformation: Any) -> Iterator[Any]:
     seen: dict[int, Any] = {}
     waiting = [transformation]
     while waiting:
-        found = waiting.pop()
-        if id(found) in seen:
+        value = waiting.pop()
+        if id(value) in seen:
             continue
-        seen[id(found)] = found  # kept, so that the id stays its own
-        if isinstance(found, functools.partial):
-            waiting += [found.func, *found.args, *found.keywords.values()]
-        elif isinstance(found, tuple | list):
-            waiting += found
-        elif isinstance(found, Mapping):
-            waiting += found.values()
-        elif hasattr(found, "__qualname__"):
-            waiting += [value for _, value in _variables(found)]
-            yield found
+        seen[id(value)] = value  # kept alive, so that no other value gets its id
+        if isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, tuple | list):
+            waiting += value
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif hasattr(value, "__qualname__"):
+            waiting += [value for _, value in _variables(value)]
+            yield value
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:

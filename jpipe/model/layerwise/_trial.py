@@ -52,10 +52,10 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
         expected = whole.step({**blank, **gradients})
         parts, others = entries_of(ties, gradients, trained), {path for path in expected if path[0].idx == 0}
         for layer_id, run in split.items():
-            found = run.step({**layerwise.blank, **parts[layer_id]})
-            if not all(path in expected and _close(expected[path], leaf) for path, leaf in found.items()):
+            actual = run.step({**layerwise.blank, **parts[layer_id]})
+            if not all(path in expected and _close(expected[path], leaf) for path, leaf in actual.items()):
                 return f"after step {step + 1} layer '{layer_id}' is not what it is without the others"
-            others -= found.keys()
+            others -= actual.keys()
         if step < _NAN_STEP and any(np.any(expected[path]) for path in others):
             return f"after step {step + 1} a parameter is changed whose update is always zero"
         updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)

@@ -76,18 +76,18 @@ class Residuals:
     def vjp(self, params: Tree, rng: Tree, kept: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]) -> Any:
         """Return the VJP of a forward. Only what depends on weights alone is computed again, without side effects."""
         jaxpr = self.forward.jaxpr
-        given, drawn = jax.tree.leaves(params), jax.tree.leaves(rng)
-        arguments = [*given, *[None] * (len(jaxpr.invars) - len(given) - len(drawn)), *drawn]
+        weights, drawn = jax.tree.leaves(params), jax.tree.leaves(rng)
+        arguments = [*weights, *[None] * (len(jaxpr.invars) - len(weights) - len(drawn)), *drawn]
         others = len(jaxpr.outvars) - len(self.sources)
         wanted = [*[False] * others, *(source.kind == "weights" for source in self.sources)]
         again = evaluate_wanted(jaxpr, self.forward.consts, arguments, wanted)[others:]
-        found: dict[str, Any] = {
+        leaves_of_kind: dict[str, Any] = {
             "argument": dict(zip(self.arguments, kept[0], strict=True)),
             "output": dict(zip(self.outputs, kept[1], strict=True)),
             "saved": saved,
         }
         leaves = [
-            leaf if source.kind == "weights" else found[source.kind][source.position]
+            leaf if source.kind == "weights" else leaves_of_kind[source.kind][source.position]
             for leaf, source in zip(again, self.sources, strict=True)
         ]
         return jax.tree.unflatten(self.treedef, leaves)
