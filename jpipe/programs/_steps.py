@@ -4,8 +4,8 @@ from functools import cached_property
 
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Program
-from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate
+from jpipe.programs.lowering import batches_until_full, lower
 from jpipe.schedules import SCHEDULES
 
 

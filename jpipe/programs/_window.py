@@ -7,9 +7,9 @@ from jpipe.errors import InputError
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import Link, Network, StageCost, shared_stages
-from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
+from jpipe.programs.lowering import batches_until_full, lower
 
 
 @dataclass(frozen=True)

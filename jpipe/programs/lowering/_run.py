@@ -1,317 +1,37 @@
-"""From the schedule's order of computations to programs: insert loads, transfers, sums, updates and releases in one total order."""
+"""The computations of all workers, run in the order of their schedule; each instruction is written with its time."""
 
 import itertools
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from numbers import Integral
-from typing import NamedTuple
 
-from jpipe.errors import InputError, short
+from jpipe.errors import InputError
 from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._global_norm import Route, distribute, last_microbatch, norm_alone, route_of, transfer
-from jpipe.programs._instructions import (
-    AddShared,
-    AllReduce,
-    Compute,
-    Instruction,
-    Load,
-    Program,
-    Release,
-    SumSquares,
-    TakeShared,
-    Update,
-)
+from jpipe.programs._global_norm import distribute, last_microbatch, norm_alone, route_of, transfer
+from jpipe.programs._instructions import AddShared, Compute, Instruction, Load, Release, SumSquares, TakeShared, Update
 from jpipe.programs._timeline import Span, format_grid
 from jpipe.programs._walk import ProgramError
+from jpipe.programs.lowering._progress import Availability, Listing, PendingUpdates, Rank, Worker
 from jpipe.schedules import SCHEDULES, Action
 
 
-def lower(
-    plan: Plan,
-    batches: int,
-    *,
-    begin: int = 0,
-    start: int = 0,
-    drain: bool = True,
-    global_norm: bool = False,
-    shared: Sequence[Sequence[int]] = (),
-) -> Program:
-    """Write the programs of all workers for the batches `begin` .. `batches` - 1.
-
-    Computations stand in the order of their simulated start (a forward takes 1, a backward 2, half of a backward 1, one more where
-    they recompute), transfers and sums where their producers end. All processes derive the same order from the same plan.
-
-    Args:
-        plan: what to run.
-        batches: one past the last batch whose data is loaded.
-        begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
-        start: the batch before which the pipeline was last empty.
-        drain: whether to finish everything; otherwise stop where batch `batches` would be needed.
-        global_norm: whether updates use the norm of the gradients of all stages.
-        shared: for each group of shared parameters, the stages that hold them, in order.
-
-    Returns:
-        The program; the programs of successive steps, one after the other, are one run.
-
-    Raises:
-        InputError: batches out of order, the global norm with a schedule that cannot use it, or a plan whose own order deadlocks; then
-            the message ends with the grid up to there.
-        ProgramError: the order of a schedule deadlocks; likewise.
-    """
-    if not isinstance(plan, Plan):
-        raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
-    if not all(not isinstance(number, bool) and isinstance(number, Integral) for number in (batches, begin, start)):
-        raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
-    if not 0 <= start <= begin <= batches:
-        raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
-    if global_norm and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
-        raise InputError(f"lower: global_norm: {why}")
-    groups = _checked_groups(shared, plan)
-    run = _Run(plan, start, batches, drain, global_norm, groups)
-    instructions = run.listing.in_order()
-    if begin > start:
-        before = set(_Run(plan, start, begin, False, global_norm, groups).listing.in_order())
-        instructions = [instruction for instruction in instructions if instruction not in before]
-    return Program(plan, start, begin, batches, drain, global_norm, groups, run.sets_aside(), run.versions(), tuple(instructions))
-
-
-def _checked_groups(shared: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[int, ...], ...]:
-    groups = tuple(tuple(stages) for stages in shared)
-    for stages in groups:
-        if len(stages) < 2 or list(stages) != sorted(set(stages)) or not set(stages) <= set(range(plan.depth)):
-            raise InputError(f"lower: shared: expected two or more stages of {plan.depth} in order, found {short(stages)}")
-    if groups and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
-        raise InputError(f"lower: shared: {why}")
-    return groups
-
-
-def batches_until_full(plan: Plan) -> int:
-    """How many batches after it was empty a pipeline is in steady state: from then on every step is the last one, a batch later.
-
-    By then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, as later ones are after a step.
-    """
-    in_flight = max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
-    return plan.flush_first + -(-(in_flight - 1) // plan.microbatches) + 1
-
-
-def lower_evaluation(plan: Plan, microbatches: int, batch: int, *, first: int = 0, labels: bool = True) -> Program:
-    """Write the programs that run `microbatches` forward only through all stages, with the weights after `batch` batches.
-
-    Args:
-        plan: the plan.
-        microbatches: how many.
-        batch: number of batches.
-        first: the number of the first microbatch.
-        labels: whether the last stage loads labels.
-    """
-    instructions: list[Instruction] = []
-    versions = [batch * plan.updates_per_batch(s) for s in range(plan.depth)]
-    for diagonal in range(microbatches + plan.depth - 1):
-        for s in range(plan.depth):
-            k = first + diagonal - s
-            if first <= k < first + microbatches:
-                instructions += _loads(plan, s, k, plan.depth - 1 if labels else None)
-                instructions.append(Compute("E", plan.worker(s, k), k, versions[s]))
-                if s < plan.depth - 1:
-                    instructions += transfer(plan.worker(s, k), plan.worker(s + 1, k), k, "activation")
-    return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), tuple(instructions))
-
-
-class _Pending(NamedTuple):
-    """An update that waits for a sum or a norm, and the version that it retires, if any."""
-
-    batch: int
-    retires: int | None
-
-
-class _Rank:
-    """The clock of a rank: when its last computation ends."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.clock = number, 0
-
-
-class _Worker:
-    """The progress of a worker.
-
-    Attributes:
-        number: of the worker.
-        stage: that it runs.
-        replica: of that stage.
-        rank: on which it is.
-        backwards: their number since the first batch of the run.
-        updates: likewise.
-        pending: its updates that wait for a sum or a norm, in order.
-        shared_due: the batches whose shared gradients it is to give next.
-        squares_due: the batches whose squares it is to sum next.
-    """
-
-    def __init__(self, plan: Plan, number: int, start: int, rank: _Rank) -> None:
-        self.number, self.rank = number, rank
-        self.stage, self.replica = plan.workers[number]
-        self.backwards = start * plan.microbatches // plan.replicas[self.stage]
-        self.updates = start * plan.updates_per_batch(self.stage)
-        self.pending: list[_Pending] = []
-        self.shared_due: list[int] = []
-        self.squares_due: list[int] = []
-
-    @property
-    def clock(self) -> int:
-        """When the last computation of its rank ends."""
-        return self.rank.clock
-
-    @clock.setter
-    def clock(self, time: int) -> None:
-        self.rank.clock = time
-
-
-class _Availability:
-    """When outputs, input gradients, sums, shared gradients, sums of squares and norms are available, and which ranks wait for them.
-
-    Attributes:
-        woken: the ranks that can go on.
-    """
-
-    def __init__(self) -> None:
-        self.woken: deque[int] = deque()
-        self._times: dict[tuple[str, int, int], int] = {}  # by (what, stage or worker, microbatch or batch)
-        self._waiting: dict[tuple[str, int, int], list[int]] = {}
-
-    def announce(self, what: str, s: int, number: int, time: int) -> None:
-        """Note since when something is available, and wake the ranks that wait for it."""
-        self._times[what, s, number] = time
-        self.woken.extend(self._waiting.pop((what, s, number), ()))
-
-    def known(self, what: str, s: int, number: int) -> bool:
-        """Whether something is available."""
-        return (what, s, number) in self._times
-
-    def time(self, what: str, s: int, number: int, worker: _Worker) -> int | None:
-        """Since when something is available. None if it is not yet; then the worker's rank is woken when it is."""
-        time = self._times.get((what, s, number))
-        if time is None:
-            self._waiting.setdefault((what, s, number), []).append(worker.rank.number)
-        return time
-
-    def latest(self, wanted: Iterable[tuple[str, int, int]], worker: _Worker) -> int | None:
-        """Since when all of these are available. None if one is not yet; then the worker waits for that one only, to be woken once."""
-        latest = 0
-        for what, s, number in wanted:
-            time = self.time(what, s, number, worker)
-            if time is None:
-                return None
-            latest = max(latest, time)
-        return latest
-
-
-class _Listing:
-    """Instructions with their times."""
-
-    def __init__(self) -> None:
-        self._instructions: list[Instruction] = []
-        self._keys: list[int] = []
-
-    def write(self, time: int, *instructions: Instruction) -> None:
-        self._instructions += instructions
-        self._keys += [2 * time + (type(instruction) in (Load, Compute)) for instruction in instructions]
-
-    def computations(self) -> list[tuple[Compute, int]]:
-        """The computations and their starts, rank by rank in order."""
-        pairs = zip(self._instructions, self._keys, strict=True)
-        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Compute)]
-
-    def in_order(self) -> list[Instruction]:
-        """In order of time, of equal times what moves before what computes, so that a sum is under way while its worker computes on.
-
-        A stable sort keeps the topological order in which they were written.
-        """
-        return [self._instructions[i] for i in sorted(range(len(self._keys)), key=self._keys.__getitem__)]
-
-
-class _PendingUpdates:
-    """Updates that wait for the sum over all replicas, or for other stages.
-
-    Those that wait only for a sum are at most two per worker: once there is a second one, the first is made before anything else, so that
-    a worker never holds the gradients of three batches. Those that wait for other stages are made when the route says.
-    """
-
-    def __init__(self, plan: Plan, available: _Availability, listing: _Listing, route: Route | None, waits: Sequence[bool]) -> None:
-        self.plan, self.available, self.listing = plan, available, listing
-        self.routed = [route is not None and wait for wait in waits]
-        self.arrived: dict[tuple[int, int], list[int]] = {}  # when each replica had its gradients, by stage and batch
-
-    def add(self, worker: _Worker, batch: int | None, dead: int | None) -> None:
-        """After a backward.
-
-        Args:
-            worker: whose it was.
-            batch: the batch that it ends, whose update becomes pending.
-            dead: the version that nobody reads any more.
-        """
-        pending = worker.pending
-        if batch is not None:
-            pending.append(_Pending(batch, None))
-        routed = self.routed[worker.stage]
-        is_due = len(pending) == 2 and not routed
-        if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
-            pending[0] = _Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
-        elif dead is not None:
-            self.listing.write(worker.clock, Release(worker.number, dead))
-        if batch is not None and (len(pending) == 1 or routed):
-            self._begin_sum(worker, batch)
-
-    def settle(self, worker: _Worker) -> bool:
-        """Make the first of two pending updates.
-
-        Returns:
-            Whether the worker can go on; False if that update waits for its sum.
-        """
-        if len(worker.pending) == 2 and not self.routed[worker.stage]:
-            summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
-            if summed is None:
-                return False
-            worker.clock = max(worker.clock, summed)
-            self.make(worker, worker.clock)
-            self._begin_sum(worker, worker.pending[0].batch)
-        return True
-
-    def make(self, worker: _Worker, time: int) -> None:
-        """Make the first pending update of a worker."""
-        pending = worker.pending.pop(0)
-        self.listing.write(time, Update(worker.number, pending.batch, pending.retires))
-        worker.updates += 1
-
-    def _begin_sum(self, worker: _Worker, batch: int) -> None:
-        """Note that a replica has all gradients of a batch; with the last replica the sum begins."""
-        s = worker.stage
-        arrived = self.arrived.setdefault((s, batch), [])
-        arrived.append(worker.clock)
-        if len(arrived) == self.plan.replicas[s]:
-            begins = max(self.arrived.pop((s, batch)))
-            if self.plan.replicas[s] > 1:
-                self.listing.write(begins, *(AllReduce(w, batch) for w in self.plan.stage_workers[s]))
-            self.available.announce("sum", s, batch, begins)
-
-
-class _Run:
+class Run:
     """The computations of all workers, run in their order with free transfers; every instruction is listed with its time."""
 
     def __init__(self, plan: Plan, start: int, batches: int, drain: bool, global_norm: bool, shared: tuple[tuple[int, ...], ...]) -> None:
         self.plan, self.start, self.global_norm, self.shared = plan, start, global_norm, shared
         self.schedule = SCHEDULES[plan.schedule]
         self.again = [int(stage.recompute != "none") for stage in plan.stages]  # ticks of a forward that is computed again
-        self.ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
-        self.workers = [_Worker(plan, w, start, self.ranks[plan.rank_of[w]]) for w in range(len(plan.workers))]
-        self.available, self.listing = _Availability(), _Listing()
+        self.ranks = [Rank(rank) for rank in range(len(plan.rank_workers))]
+        self.workers = [Worker(plan, w, start, self.ranks[plan.rank_of[w]]) for w in range(len(plan.workers))]
+        self.available, self.listing = Availability(), Listing()
         # Without a flush the last of a rank's chunks may come to a microbatch only after the step of its batch.
         several = not self.schedule.flushes and plan.depth > len(plan.pipeline_ranks)
         self.labels_with = 0 if several else plan.depth - 1
         self.shares = [[group for group, stages in enumerate(shared) if s in stages] for s in range(plan.depth)]
         self.waits = [global_norm or bool(groups) for groups in self.shares]  # whether updates wait for other stages
         self.route = route_of(plan) if any(self.waits) and not self.schedule.flushes else None
-        self.updates = _PendingUpdates(plan, self.available, self.listing, self.route, self.waits)
+        self.updates = PendingUpdates(plan, self.available, self.listing, self.route, self.waits)
         self.added: set[tuple[int, int, int]] = set()  # shared gradients, by worker, batch and group
         self.first_free = max(start, batches if self.schedule.flushes else plan.flush_first)
         for batch in range(start, min(self.first_free, batches)):
@@ -372,7 +92,7 @@ class _Run:
         order = self.schedule.computations(plan, *plan.rank_positions[rank], start, stop)
         return list(takewhile(lambda entry: not entry.is_forward or entry.microbatch < end, order))
 
-    def _compute(self, entry: Action, workers: Sequence[_Worker]) -> bool:
+    def _compute(self, entry: Action, workers: Sequence[Worker]) -> bool:
         """List a computation of one of a rank's workers and what follows from it, unless something that it needs is not available yet."""
         plan, (op, s, k) = self.plan, entry
         worker = next(worker for worker in workers if worker.stage == s)
@@ -383,7 +103,7 @@ class _Run:
         begins = max(worker.clock, ready)
         if entry.is_forward:
             self._update_before(worker, k, version, begins)
-            self.listing.write(begins, *_loads(plan, s, k, self.labels_with))
+            self.listing.write(begins, *loads(plan, s, k, self.labels_with))
         self.listing.write(begins, Compute(op, worker.number, k, version))
         worker.clock = begins + self._ticks(op, s)
         if "output" in OPS[op].leaves:
@@ -394,7 +114,7 @@ class _Run:
             self._after_backward(worker, k, version)
         return True
 
-    def _after_forward(self, worker: _Worker, k: int) -> None:
+    def _after_forward(self, worker: Worker, k: int) -> None:
         plan, w, s = self.plan, worker.number, worker.stage
         if s < plan.depth - 1:
             self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), k, "activation"))
@@ -402,7 +122,7 @@ class _Run:
                 self.listing.write(worker.clock, *transfer(w, plan.worker(s + 1, k), last_microbatch(plan, batch), "norm"))
         self.available.announce("output", s, k, worker.clock)
 
-    def _after_gradient(self, worker: _Worker, k: int) -> None:
+    def _after_gradient(self, worker: Worker, k: int) -> None:
         s = worker.stage
         if s > 0:
             self.listing.write(worker.clock, *transfer(worker.number, self.plan.worker(s - 1, k), k, "gradient"))
@@ -413,7 +133,7 @@ class _Run:
         batch = self.route.norm_with(s, k) if self.route is not None and self.waits[s] else None
         return batch if batch is not None and batch >= self.first_free else None
 
-    def _update_before(self, worker: _Worker, k: int, version: int, begins: int) -> None:
+    def _update_before(self, worker: Worker, k: int, version: int, begins: int) -> None:
         """Make the pending update that is due before the forward of microbatch k."""
         if self.route is None or not self.waits[worker.stage]:
             if worker.pending and version > worker.pending[0].batch:
@@ -426,7 +146,7 @@ class _Run:
             assert worker.pending[0].batch == batch, "updates are made in order, each with its norm"
             self.updates.make(worker, begins)
 
-    def _inputs_ready(self, worker: _Worker, entry: Action, version: int) -> int | None:
+    def _inputs_ready(self, worker: Worker, entry: Action, version: int) -> int | None:
         """When the message that a computation needs, and the sums from which its weights are made, are available."""
         plan, (op, s, k), of = self.plan, entry, self.available
         if OPS[op].reads == "stash":
@@ -442,7 +162,7 @@ class _Run:
             wanted.append(("sum", s, version - 1))
         return of.latest(wanted, worker)
 
-    def _settle(self, worker: _Worker) -> bool:
+    def _settle(self, worker: Worker) -> bool:
         """Do what comes before the next computation of a worker: give shared gradients, sum squares, or make an update.
 
         Returns:
@@ -450,7 +170,7 @@ class _Run:
         """
         return self._give_shared(worker) and self._sum_squares(worker) and self.updates.settle(worker)
 
-    def _give_shared(self, worker: _Worker) -> bool:
+    def _give_shared(self, worker: Worker) -> bool:
         while worker.shared_due:
             summed = self.available.time("sum", worker.stage, worker.shared_due[0], worker)
             if summed is None:
@@ -459,7 +179,7 @@ class _Run:
             self._send_shared(worker, worker.shared_due.pop(0), worker.clock)
         return True
 
-    def _send_shared(self, worker: _Worker, batch: int, time: int) -> None:
+    def _send_shared(self, worker: Worker, batch: int, time: int) -> None:
         """Send the gradients of shared parameters to the workers of the other stages that hold them, one replica to each of them."""
         plan, w, s = self.plan, worker.number, worker.stage
         self.listing.write(time, TakeShared(w, batch))
@@ -469,19 +189,19 @@ class _Run:
                     self.listing.write(time, *transfer(w, to, last_microbatch(plan, batch), "shared"))
         self.available.announce("shared", w, batch, time)
 
-    def _sources(self, worker: _Worker, group: int) -> list[int]:
+    def _sources(self, worker: Worker, group: int) -> list[int]:
         """The workers that send shared gradients of a group to a worker."""
         replicas = {s: self.plan.stage_workers[s] for s in self.shared[group] if s != worker.stage}
         return [workers[worker.replica % len(workers)] for workers in replicas.values()]
 
-    def _add_shared(self, worker: _Worker, batch: int, time: int, *, first: bool = False) -> None:
+    def _add_shared(self, worker: Worker, batch: int, time: int, *, first: bool = False) -> None:
         """Add the shared gradients of the groups not added yet, or only of those of which the worker's stage is the first."""
         for group in self.shares[worker.stage]:
             if (worker.number, batch, group) not in self.added and (not first or self.shared[group][0] == worker.stage):
                 self.added.add((worker.number, batch, group))
                 self.listing.write(time, AddShared(worker.number, batch, group))
 
-    def _sum_squares(self, worker: _Worker) -> bool:
+    def _sum_squares(self, worker: Worker) -> bool:
         s, w, plan, of = worker.stage, worker.number, self.plan, self.available
         while worker.squares_due:
             assert self.route is not None
@@ -501,7 +221,7 @@ class _Run:
             worker.squares_due.pop(0)
         return True
 
-    def _after_backward(self, worker: _Worker, k: int, version: int) -> None:
+    def _after_backward(self, worker: Worker, k: int, version: int) -> None:
         plan, w, s, ends = self.plan, worker.number, worker.stage, worker.clock
         worker.backwards += 1
         replicas, every = plan.replicas[s], plan.microbatches_per_update(s)
@@ -518,7 +238,7 @@ class _Run:
         elif dead is not None:
             self.listing.write(ends, Release(w, dead))
 
-    def _note_due(self, worker: _Worker, k: int) -> None:
+    def _note_due(self, worker: Worker, k: int) -> None:
         """Note for which batch a worker has to give shared gradients and to sum squares after its backward of microbatch k."""
         if self.route is None:
             return
@@ -562,7 +282,7 @@ def _weights_to_replicas(plan: Plan, batch: int) -> list[Instruction]:
     return [i for w, other in pairs for i in transfer(w, other, last_microbatch(plan, batch), "weights")]
 
 
-def _loads(plan: Plan, s: int, k: int, labels_with: int | None) -> list[Instruction]:
+def loads(plan: Plan, s: int, k: int, labels_with: int | None) -> list[Instruction]:
     """What is loaded before the forward of a microbatch at stage s; the labels with that at stage `labels_with`."""
     loads: list[Instruction] = []
     if s == 0:
