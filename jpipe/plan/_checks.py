@@ -32,7 +32,7 @@ def check(plan: "jpipe.Plan") -> None:
 
 
 def _check_layers(stages: Sequence[Stage]) -> None:
-    """Refuse names that cannot be shown, and layers that are in two stages."""
+    """Check that layer ids can be printed, and that no layer is in two stages."""
     owner: dict[str, int] = {}
     for s, stage in enumerate(stages):
         for layer_id in stage.layers:
@@ -63,7 +63,7 @@ def _check_ranks(plan: "jpipe.Plan") -> None:
 
 
 def _check_meshes(plan: "jpipe.Plan") -> None:
-    """Refuse meshes that nothing is sharded over, different ones on a rank, and rules for meshes that there are not."""
+    """Check that rules name the axes of the meshes, and that the stages of a rank have the same mesh."""
     axes = {axis for stage in plan.stages for axis in stage.mesh}
     rules = mesh_rules(plan)
     for s, stage in enumerate(plan.stages):
@@ -111,7 +111,7 @@ def _check_per_rank(plan: "jpipe.Plan") -> None:
 
 
 def _check_options(plan: "jpipe.Plan") -> None:
-    """Refuse options that other schedules read and this one does not, and options that exclude each other."""
+    """Check that the schedule reads all options that are set, and that they do not exclude each other."""
     own = SCHEDULES[plan.schedule].options
     for option in dict.fromkeys(option for schedule in SCHEDULES.values() for option in schedule.options):
         if option in own or getattr(plan, option) == type(plan).model_fields[option].default:
@@ -131,7 +131,7 @@ def _check_options(plan: "jpipe.Plan") -> None:
 
 
 def _check_microbatches(plan: "jpipe.Plan") -> None:
-    """Refuse a number of microbatches that the replicas of a stage cannot share evenly."""
+    """Check that the replicas of each stage can share the microbatches evenly."""
     common = math.lcm(*plan.replicas)
     if plan.microbatches % common:
         raise ValueError(

@@ -13,7 +13,7 @@ _Event = dict[str, Any]
 
 
 def to_perfetto(timelines: Mapping[str, Timeline]) -> str:
-    """Timelines as trace-event JSON, which ui.perfetto.dev opens.
+    """Return timelines as trace-event JSON, which ui.perfetto.dev opens.
 
     Each timeline is a process, each rank a thread, each span a slice with its name in the text grid (`F3.1`), and each update a slice
     `update` after it. Arrows follow each microbatch through its forwards and backwards, without those for weights alone.
