@@ -30,9 +30,9 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_BY_NAME)
 
 
 def written_order(plan: Shape) -> tuple[str, ...]:
-    """What each rank of a plan computes in a batch that begins and ends with an empty pipeline, as `Plan.order` has it.
+    """Return the order of a plan for a batch that begins and ends with an empty pipeline, in the form of `Plan.order`.
 
-    To begin an order of one's own from that of a schedule. With replicas, the microbatches are those of one of them, counted from 0.
+    An order of your own can begin from that of a schedule. With replicas, the microbatches are those of one of them, counted from 0.
 
     Returns:
         A text for each rank.

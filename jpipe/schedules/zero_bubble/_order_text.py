@@ -1,4 +1,4 @@
-"""Orders as data: for each rank a text such as "F0.0 F0.1 B0.0 B0.1"; how it is read, and what is wrong with it."""
+"""Orders as text, such as "F0.0 F0.1 B0.0 B0.1" for each rank: reading and checking them."""
 
 import re
 from collections import Counter
@@ -14,16 +14,16 @@ _PARTS = "FIW"  # each is an op of its own
 
 
 def as_text(order: Iterable[Action]) -> str:
-    """What `read_order` reads as this order of one rank."""
+    """Return the order of one rank as the text that `read_order` reads."""
     return " ".join(f"{op}{s}.{k}" for op, s, k in order)
 
 
 class Read(NamedTuple):
-    """An order, or what is wrong with it.
+    """An order that was read, or the reason why it is wrong.
 
     Attributes:
         ranks: for each rank its computations, with the microbatches of one replica counted from 0.
-        refusal: what is wrong, or "".
+        refusal: the reason, or "".
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -35,7 +35,7 @@ class _WrongOrder(Exception):
 
 
 def read_order(plan: Shape) -> Read:
-    """The order of a plan that has one."""
+    """Read the order of a plan that has one."""
     assert plan.order is not None
     own = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.pipeline_ranks)
     return _read(plan.order, plan.pipeline_ranks, own, plan.order_limit)
@@ -55,7 +55,7 @@ def _read(order: tuple[str, ...], ranks: Ranks, own: tuple[int, ...], limit: int
 
 
 class _Checks:
-    """Reads and checks the text of one rank.
+    """Reader and checker of the text of one rank.
 
     Args:
         p: the pipeline rank.
@@ -72,10 +72,10 @@ class _Checks:
         self.last_forward = ""  # the op that does the forwards of the last stage
 
     def read(self, text: str) -> tuple[Action, ...]:
-        """The computations in a text.
+        """Return the computations in a text.
 
         Raises:
-            _WrongOrder: an entry that is none, or that cannot stand there, or one that is missing.
+            _WrongOrder: an entry is malformed, out of place or missing.
         """
         order = list[Action]()
         for n, token in enumerate(text.split()):
@@ -113,7 +113,7 @@ class _Checks:
         return Action(op, s, k)
 
     def _check_forward(self, where: str, op: str, s: int) -> None:
-        """Refuse programs of a forward and more at stages that cannot have them, or have other ones."""
+        """Check that only the last stage fuses forward and backward, and the same way for all microbatches."""
         if s < self.last and OPS[op].parts != "F":
             raise _WrongOrder(f"{where}: {op} is for the last stage, {self.last}, which has no other to wait for; use F")
         if s == self.last and (self.last_forward or op) != op:
@@ -121,7 +121,7 @@ class _Checks:
         self.last_forward = op if s == self.last else self.last_forward
 
     def _check_place(self, where: str, op: str, s: int, k: int) -> None:
-        """Refuse microbatches out of order, and what comes before that which it needs."""
+        """Check that microbatches are in order, and that each computation comes after what it needs."""
         parts = OPS[op].parts
         for part in parts:
             found = self.done[part, s]

@@ -34,7 +34,7 @@ from jpipe.schedules.zero_bubble.zb_v import ZB_V
 def greedy_order(
     plan: Shape, costs: Sequence[StageTimes], *, limits: SupportsIndex | Iterable[SupportsIndex], latency: float = 0.0
 ) -> tuple[str, ...]:
-    """The `order` of a plan by the times of its stages, under a limit of memory: the greedy of the zero-bubble paper.
+    """Return the `order` of a plan by the times of its stages, under a limit of memory: the greedy of the zero-bubble paper.
 
     Ranks compute what is ready, backwards for inputs before forwards before backwards for weights. Several variants of this are tried,
     and the static zero-bubble schedules that fit; the shortest is taken. The same arguments always give the same order.
@@ -71,7 +71,7 @@ def greedy_order(
 
 
 def _limits(limits: object, ranks: Ranks) -> list[int]:
-    """The limit of each rank."""
+    """Return the limit of each rank."""
     least = [len(stages) for stages in ranks]
     given = [limits] * len(ranks) if isinstance(limits, Integral) else list(limits) if isinstance(limits, Iterable) else []
     if len(given) != len(ranks) or not all(isinstance(limit, Integral) for limit in given):
@@ -84,7 +84,7 @@ def _limits(limits: object, ranks: Ranks) -> list[int]:
 
 
 def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
-    """The orders of the static zero-bubble schedules that suit the ranks and keep the limits."""
+    """Yield the orders of the static zero-bubble schedules that suit the ranks and keep the limits."""
     for schedule in (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE):
         if schedule.refuses(plan) == "":
             order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.pipeline_ranks)))
