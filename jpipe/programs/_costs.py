@@ -1,4 +1,4 @@
-"""What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or measured."""
+"""Costs of computations in seconds and bytes, the input of `simulate`: given by hand, summed over layers, or measured."""
 
 import math
 import numbers
@@ -13,12 +13,12 @@ from jpipe.schedules import SCHEDULES
 
 
 class Passed(NamedTuple):
-    """Arrays that one stage gives to the next and keeps itself.
+    """Arrays that one stage sends to the next and keeps itself.
 
     Attributes:
         size: in bytes.
-        sender: the computation after which the stage before lets go of them: "I", a backward or its first half, or "W", its second half.
-        receiver: that after which the stage itself lets go of them: "F", "I" or "W".
+        sender: the computation after which the previous stage frees them: "I", a backward or its first half, or "W", its second half.
+        receiver: that after which the stage itself frees them: "F", "I" or "W".
     """
 
     size: int
@@ -37,11 +37,11 @@ class StageCost:
         backward_weight: time of the other half, which makes the gradients of the weights.
         update: time of one update.
         inputs: the stage input.
-        labels: what the last stage gets besides; 0 at the others.
+        labels: the labels of the last stage; 0 at other stages.
         outputs: what the forward sends on.
-        residuals: what stays from forward to backward, kept inputs, outputs and layer state included.
+        residuals: what is kept from forward to backward, with kept inputs, outputs and layer state.
         kept_outputs: the part of `outputs` that is among the residuals.
-        stash: what stays from one half of a backward to the other.
+        stash: what is kept from one half of a backward to the other.
         message: the output gradient that arrives, with the microbatch's weight; at the last stage its own (sum, weight).
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
@@ -235,7 +235,7 @@ def shared_stages(costs: Sequence[StageCost]) -> tuple[tuple[int, ...], ...]:
 def sum_layer_costs(
     plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0, shared: Sequence[SharedCost] = ()
 ) -> tuple[StageCost, ...]:
-    """Costs of the plan's stages from those of their layers.
+    """Return the costs of the stages of a plan from those of their layers.
 
     Args:
         plan: the cut, and the recomputation of each stage.
@@ -295,12 +295,12 @@ def sum_layer_costs(
 
 
 def _scratch(layers: Sequence[LayerCost]) -> int:
-    """The scratch memory of a stage of these layers, without recomputed residuals."""
+    """Return the scratch memory of a stage of these layers, without recomputed residuals."""
     return max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
 
 
 def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:
-    """Whether gradients are computed for what arrives at each stage, and for what leaves the last: not if all before is frozen."""
+    """Return whether the gradient of each stage's input, and of the last output, is computed: not if all layers before are frozen."""
     found, trained, frozen = [True], False, False
     for stage in plan.stages:
         trained = trained or any(layers[layer_id].trained for layer_id in stage.layers)
@@ -310,7 +310,7 @@ def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:
 
 
 def _with_shares(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
-    """The cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
+    """Return the cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
     if stage.replicas == 1:
         return cost
     sizes = [(layers[layer_id].optimizer, layers[layer_id].trained) for layer_id in stage.layers]
@@ -338,7 +338,7 @@ def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
 
 
 def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) -> tuple[StageCost, ...]:
-    """The costs with each shared parameter once in a stage, and the gradients that stages exchange."""
+    """Return the costs with each shared parameter once in a stage, and the gradients that stages exchange."""
     found, groups = list(costs), dict[tuple[int, ...], int]()
     for parameter in shared:
         uses = [len(set(stage.layers) & set(parameter.layers)) for stage in plan.stages]
@@ -360,14 +360,14 @@ def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[Shared
 
 
 def _check_layers(plan: Plan, layers: Mapping[str, LayerCost]) -> None:
-    """Refuse costs that lack a layer of the plan."""
+    """Check that there is a cost for each layer of the plan."""
     for layer_id in plan.layers:
         if layer_id not in layers:
             raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")
 
 
 def _check_policy(stage: Stage, layers: Sequence[LayerCost]) -> None:
-    """Refuse a policy for which the residual bytes of a layer are not known."""
+    """Check that the residual bytes of a layer are known for a policy."""
     for layer_id, layer in zip(stage.layers, layers, strict=True):
         if stage.recompute not in {"full", *layer.residuals}:
             found = sorted(layer.residuals)

@@ -1,4 +1,4 @@
-"""The few programs that a pipeline repeats, whatever the length of its run, and what its workers hold in between."""
+"""The few programs that a pipeline repeats, however long it runs, and the versions that its workers hold between them."""
 
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from jpipe.schedules import SCHEDULES
 
 
 class Steps:
-    """Programs of single steps: once the pipeline is full, all steps are one program, run some batches later than it was lowered for.
+    """The programs of single steps: once the pipeline is full, all steps are one program, run some batches later than it was lowered for.
 
     They are several programs by turns if the order of the schedule takes several batches to repeat.
 
@@ -42,7 +42,7 @@ class Steps:
         return runs
 
     def program(self, since: int, batch: int, drain: bool) -> tuple[Program, int]:
-        """The program of a step (or drain) at `batch`, `since` batches after the pipeline was empty, and the shift to run it with."""
+        """Return the program of a step or drain at `batch`, `since` batches after the pipeline was empty, and the shift to run it with."""
         since, model_batch = self._modelled(since, batch)
         name = since, model_batch, drain
         if name not in self._programs:
@@ -51,7 +51,7 @@ class Steps:
         return self._programs[name], batch - model_batch
 
     def common_version(self, since: int, batch: int) -> int | None:
-        """The newest weights, by the batches they have seen, that all workers hold before `batch`, if there are such."""
+        """Return the newest weights, by their number of batches, that all workers hold before `batch`, or None."""
         if since == 0:
             return batch
         since, model_batch = self._modelled(since, batch)
@@ -64,7 +64,7 @@ class Steps:
 
     @property
     def in_flight(self) -> int:
-        """Of how many batches, the newest included, a microbatch may be computed in a step."""
+        """The number of batches, with the newest, of which a microbatch may be computed in a step."""
         return self._full + 1
 
     @cached_property
@@ -76,7 +76,7 @@ class Steps:
         return SCHEDULES[self._plan.schedule].period(self._plan)
 
     def _modelled(self, since: int, batch: int) -> tuple[int, int]:
-        """The earliest place in a run where the pipeline does the same."""
+        """Return the earliest batch of a run where the pipeline does the same."""
         if batch < self._flushed:
             return 0, 0
         batch, steady = batch - self._flushed, 2 * self._full

@@ -1,4 +1,4 @@
-"""When messages and sums arrive, over links that may share ports."""
+"""The arrival times of messages and sums, over links that may share ports."""
 
 import math
 from bisect import bisect_right, insort
@@ -24,19 +24,19 @@ class Traffic:
         self._ports: defaultdict[Hashable, _Port] = defaultdict(_Port)
 
     def send(self, source: int, to: int, ready: float, size: int) -> float:
-        """When a message of `size` bytes arrives that can be sent from `ready` on."""
+        """Return when a message of `size` bytes arrives that can be sent from `ready` on."""
         link = self._network(source, to)
         return self._occupy(link.ports or ((source, to),), ready, size / link.bandwidth) + link.latency
 
     def all_reduce(self, ranks: Sequence[int], ready: float, size: float) -> float:
-        """When a sum that can begin at `ready` is over; each rank sends `size` bytes to its neighbour in a ring."""
+        """Return when a sum that can begin at `ready` ends; each rank sends `size` bytes to its neighbour in a ring."""
         ring: list[Link] = [self._network(rank, ranks[n - 1]) for n, rank in enumerate(ranks)]
         ports = list(dict.fromkeys(port for link in ring for port in link.ports))
         sent = self._occupy(ports, ready, size / min(link.bandwidth for link in ring))
         return sent + 2 * (len(ranks) - 1) * max(link.latency for link in ring)
 
     def _occupy(self, names: Sequence[Hashable], ready: float, seconds: float) -> float:
-        """Occupy all these ports from the first time after `ready` at which they are free for so many seconds; returns the end."""
+        """Occupy the ports from the first time after `ready` at which all are free for `seconds`, and return the end."""
         if seconds == 0:
             return ready
         ports = [self._ports[name] for name in names]

@@ -31,7 +31,7 @@ def lower(
         batches: one past the last batch whose data is loaded.
         begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
         start: the batch before which the pipeline was last empty.
-        drain: whether to finish everything; otherwise stop where batch `batches` would be needed.
+        drain: whether to finish all microbatches; otherwise stop before the first computation that needs batch `batches`.
         global_norm: whether updates use the norm of the gradients of all stages.
         shared: for each group of shared parameters, the stages that hold them, in order.
 
@@ -39,8 +39,8 @@ def lower(
         The program; the programs of successive steps, one after the other, are one run.
 
     Raises:
-        InputError: batches out of order, the global norm with a schedule that cannot use it, or a plan whose own order deadlocks; then
-            the message ends with the grid up to there.
+        InputError: batches out of order, the global norm with a schedule that cannot use it, or an order of the plan that deadlocks; then
+            the message ends with the grid up to the deadlock.
         ProgramError: the order of a schedule deadlocks; likewise.
     """
     if not isinstance(plan, Plan):
@@ -49,8 +49,8 @@ def lower(
         raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
     if not 0 <= start <= begin <= batches:
         raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
-    if global_norm and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
-        raise InputError(f"lower: global_norm: {why}")
+    if global_norm and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
+        raise InputError(f"lower: global_norm: {reason}")
     groups = _checked_groups(shared, plan)
     run = Run(plan, start, batches, drain, global_norm, groups)
     instructions = run.listing.in_order()
@@ -65,13 +65,13 @@ def _checked_groups(shared: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[
     for stages in groups:
         if len(stages) < 2 or list(stages) != sorted(set(stages)) or not set(stages) <= set(range(plan.depth)):
             raise InputError(f"lower: shared: expected two or more stages of {plan.depth} in order, found {short(stages)}")
-    if groups and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
-        raise InputError(f"lower: shared: {why}")
+    if groups and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
+        raise InputError(f"lower: shared: {reason}")
     return groups
 
 
 def batches_until_full(plan: Plan) -> int:
-    """How many batches after it was empty a pipeline is in steady state: from then on every step is the last one, a batch later.
+    """Return how many batches after it was empty a pipeline is in steady state, where each step is the last one, a batch later.
 
     By then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, as later ones are after a step.
     """

@@ -1,4 +1,4 @@
-"""The progress of a lowering: the clocks of ranks, what is available when, updates that wait, and the instructions written so far."""
+"""The progress of a lowering: clocks of ranks, times of results, pending updates, and the instructions so far."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -24,18 +24,18 @@ class Rank:
 
 
 class Worker:
-    """The progress of a worker.
+    """The progress of one worker.
 
     Attributes:
-        number: of the worker.
-        stage: that it runs.
-        replica: of that stage.
-        rank: on which it is.
-        backwards: their number since the first batch of the run.
-        updates: likewise.
+        number: its number in the plan.
+        stage: its stage.
+        replica: its replica of the stage.
+        rank: its rank.
+        backwards: its backwards since the first batch of the run.
+        updates: its updates since then.
         pending: its updates that wait for a sum or a norm, in order.
-        shared_due: the batches whose shared gradients it is to give next.
-        squares_due: the batches whose squares it is to sum next.
+        shared_due: the batches whose shared gradients it sends next.
+        squares_due: the batches whose squares it sums next.
     """
 
     def __init__(self, plan: Plan, number: int, start: int, rank: Rank) -> None:
@@ -49,7 +49,7 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        """When the last computation of its rank ends."""
+        """The end of the last computation of its rank."""
         return self.rank.clock
 
     @clock.setter
@@ -58,10 +58,10 @@ class Worker:
 
 
 class Availability:
-    """When outputs, input gradients, sums, shared gradients, sums of squares and norms are available, and which ranks wait for them.
+    """The times from which outputs, gradients, sums and norms are available, and the ranks that wait for them.
 
     Attributes:
-        woken: the ranks that can go on.
+        woken: the ranks that can continue.
     """
 
     def __init__(self) -> None:
@@ -70,23 +70,23 @@ class Availability:
         self._waiting: dict[tuple[str, int, int], list[int]] = {}
 
     def announce(self, what: str, s: int, number: int, time: int) -> None:
-        """Note since when something is available, and wake the ranks that wait for it."""
+        """Store the time from which a result is available, and wake the ranks that wait for it."""
         self._times[what, s, number] = time
         self.woken.extend(self._waiting.pop((what, s, number), ()))
 
     def known(self, what: str, s: int, number: int) -> bool:
-        """Whether something is available."""
+        """Return whether a result is available."""
         return (what, s, number) in self._times
 
     def time(self, what: str, s: int, number: int, worker: Worker) -> int | None:
-        """Since when something is available. None if it is not yet; then the worker's rank is woken when it is."""
+        """Return the time from which a result is available; None if it is not yet, and then wake the worker's rank when it is."""
         time = self._times.get((what, s, number))
         if time is None:
             self._waiting.setdefault((what, s, number), []).append(worker.rank.number)
         return time
 
     def latest(self, wanted: Iterable[tuple[str, int, int]], worker: Worker) -> int | None:
-        """Since when all of these are available. None if one is not yet; then the worker waits for that one only, to be woken once."""
+        """Return the time from which all results are available; None if one is not yet, and then wait for that one only."""
         latest = 0
         for what, s, number in wanted:
             time = self.time(what, s, number, worker)
@@ -97,7 +97,7 @@ class Availability:
 
 
 class Listing:
-    """Instructions with their times."""
+    """The instructions so far, with their times."""
 
     def __init__(self) -> None:
         self._instructions: list[Instruction] = []
@@ -108,12 +108,12 @@ class Listing:
         self._keys += [2 * time + (type(instruction) in (Load, Compute)) for instruction in instructions]
 
     def computations(self) -> list[tuple[Compute, int]]:
-        """The computations and their starts, rank by rank in order."""
+        """Return the computations and their starts, in order for each rank."""
         pairs = zip(self._instructions, self._keys, strict=True)
         return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Compute)]
 
     def in_order(self) -> list[Instruction]:
-        """In order of time, of equal times what moves before what computes, so that a sum is under way while its worker computes on.
+        """Return the instructions in order of time; of equal times, transfers and sums come before computations, to overlap with them.
 
         A stable sort keeps the topological order in which they were written.
         """
@@ -133,12 +133,12 @@ class PendingUpdates:
         self.arrived: dict[tuple[int, int], list[int]] = {}  # when each replica had its gradients, by stage and batch
 
     def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
-        """After a backward.
+        """Note the end of a backward.
 
         Args:
-            worker: whose it was.
-            batch: the batch that it ends, whose update becomes pending.
-            dead: the version that nobody reads any more.
+            worker: the worker that did it.
+            batch: the batch that it ends, whose update becomes pending, or None.
+            dead: the version that no microbatch reads any more, or None.
         """
         pending = worker.pending
         if batch is not None:
@@ -156,7 +156,7 @@ class PendingUpdates:
         """Make the first of two pending updates.
 
         Returns:
-            Whether the worker can go on; False if that update waits for its sum.
+            Whether the worker can continue; False if that update waits for its sum.
         """
         if len(worker.pending) == 2 and not self.routed[worker.stage]:
             summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
@@ -174,7 +174,7 @@ class PendingUpdates:
         worker.updates += 1
 
     def _begin_sum(self, worker: Worker, batch: int) -> None:
-        """Note that a replica has all gradients of a batch; with the last replica the sum begins."""
+        """Note that a replica has all gradients of a batch; the sum begins with the last replica."""
         s = worker.stage
         arrived = self.arrived.setdefault((s, batch), [])
         arrived.append(worker.clock)

@@ -16,7 +16,7 @@ from jpipe.schedules import SCHEDULES, Action
 
 
 class Run:
-    """The computations of all workers, run in their order with free transfers; every instruction is listed with its time."""
+    """A run of the computations of all workers in their order, with free transfers, that writes each instruction with its time."""
 
     def __init__(self, plan: Plan, start: int, batches: int, drain: bool, global_norm: bool, shared: tuple[tuple[int, ...], ...]) -> None:
         self.plan, self.start, self.global_norm, self.shared = plan, start, global_norm, shared
@@ -40,11 +40,11 @@ class Run:
             self._empty_to_empty(self.first_free, batches, drain)
 
     def sets_aside(self) -> tuple[bool, ...]:
-        """As in `Program`: where updates wait for a sum over replicas or, without a flush, for other stages."""
+        """Return `Program.sets_aside`: where updates wait for a sum over replicas or, without a flush, for other stages."""
         return tuple(replicas > 1 or (self.route is not None and self.waits[s]) for s, replicas in enumerate(self.plan.replicas))
 
     def versions(self) -> tuple[tuple[int, int], ...]:
-        """For each worker the oldest version that a microbatch will still read, and the newest one."""
+        """Return for each worker the oldest version that a microbatch will still read, and the newest one."""
         following = [worker.backwards * self.plan.replicas[worker.stage] + worker.replica for worker in self.workers]
         return tuple(
             (self.schedule.version(self.plan, worker.stage, k), worker.updates) for worker, k in zip(self.workers, following, strict=True)
@@ -67,7 +67,7 @@ class Run:
             self._drain(end)
 
     def _deadlock(self, waiting: dict[int, Action]) -> InputError | ProgramError:
-        """The error that shows which computations of which ranks wait for each other."""
+        """Return the error that shows which computations of which ranks wait for each other."""
         plan, rows = self.plan, [list[Span]() for _ in self.ranks]
         for i, time in self.listing.computations():
             rank, (s, _) = plan.rank_of[i.worker], plan.workers[i.worker]
@@ -82,18 +82,18 @@ class Run:
         return InputError(f"plan: order: {expected}; {what}; {change}", *grid.splitlines())
 
     def _ticks(self, op: str, s: int) -> int:
-        """How long a computation takes: a tick for each part, and one more where it recomputes the forward."""
+        """Return the ticks of a computation: one for each part, and one more where it recomputes the forward."""
         return len(OPS[op].parts) + (self.again[s] if OPS[op].gives_gradient else 0)
 
     def _order(self, rank: int, start: int, batches: int, drain: bool) -> list[Action]:
-        """The schedule's order up to the first forward that needs batch `batches`."""
+        """Return the schedule's order up to the first forward that needs batch `batches`."""
         plan, end = self.plan, batches * self.plan.microbatches
         stop = batches if drain else batches + self.schedule.period(plan)
         order = self.schedule.computations(plan, *plan.rank_positions[rank], start, stop)
         return list(takewhile(lambda entry: not entry.is_forward or entry.microbatch < end, order))
 
     def _compute(self, entry: Action, workers: Sequence[Worker]) -> bool:
-        """List a computation of one of a rank's workers and what follows from it, unless something that it needs is not available yet."""
+        """Write a computation of a rank and what follows from it; return False if something that it needs is not available yet."""
         plan, (op, s, k) = self.plan, entry
         worker = next(worker for worker in workers if worker.stage == s)
         version = self.schedule.version(plan, s, k)
@@ -129,7 +129,7 @@ class Run:
         self.available.announce("gradient", s, k, worker.clock)
 
     def _due_with(self, s: int, k: int) -> int | None:
-        """The batch whose update is due at stage s before the forward of microbatch k, if any; the norm arrives with its activation."""
+        """Return the batch whose update is due at stage s before the forward of k, if any; the norm arrives with its activation."""
         batch = self.route.norm_with(s, k) if self.route is not None and self.waits[s] else None
         return batch if batch is not None and batch >= self.first_free else None
 
@@ -147,7 +147,7 @@ class Run:
             self.updates.make(worker, begins)
 
     def _inputs_ready(self, worker: Worker, entry: Action, version: int) -> int | None:
-        """When the message that a computation needs, and the sums from which its weights are made, are available."""
+        """Return the time from which the message of a computation and the sums for its weights are available, or None."""
         plan, (op, s, k), of = self.plan, entry, self.available
         if OPS[op].reads == "stash":
             return 0
@@ -163,10 +163,10 @@ class Run:
         return of.latest(wanted, worker)
 
     def _settle(self, worker: Worker) -> bool:
-        """Do what comes before the next computation of a worker: give shared gradients, sum squares, or make an update.
+        """Send shared gradients, sum squares and update, where they are due before the next computation of a worker.
 
         Returns:
-            Whether the worker can go on; False if something that this needs is not available yet.
+            Whether the worker can continue; False if something that these need is not available yet.
         """
         return self._give_shared(worker) and self._sum_squares(worker) and self.updates.settle(worker)
 
@@ -180,7 +180,7 @@ class Run:
         return True
 
     def _send_shared(self, worker: Worker, batch: int, time: int) -> None:
-        """Send the gradients of shared parameters to the workers of the other stages that hold them, one replica to each of them."""
+        """Send the gradients of shared parameters to the workers of the other stages that hold them, each from one replica."""
         plan, w, s = self.plan, worker.number, worker.stage
         self.listing.write(time, TakeShared(w, batch))
         for other in sorted({stage for group in self.shares[s] for stage in self.shared[group]} - {s}):
@@ -190,7 +190,7 @@ class Run:
         self.available.announce("shared", w, batch, time)
 
     def _sources(self, worker: Worker, group: int) -> list[int]:
-        """The workers that send shared gradients of a group to a worker."""
+        """Return the workers that send shared gradients of a group to a worker."""
         replicas = {s: self.plan.stage_workers[s] for s in self.shared[group] if s != worker.stage}
         return [workers[worker.replica % len(workers)] for workers in replicas.values()]
 
@@ -239,7 +239,7 @@ class Run:
             self.listing.write(ends, Release(w, dead))
 
     def _note_due(self, worker: Worker, k: int) -> None:
-        """Note for which batch a worker has to give shared gradients and to sum squares after its backward of microbatch k."""
+        """Note the batches whose shared gradients a worker sends, and whose squares it sums, after its backward of microbatch k."""
         if self.route is None:
             return
         if self.shares[worker.stage] and (batch := self.route.shared_after(worker.stage, k)) is not None and batch >= self.first_free:
@@ -248,7 +248,7 @@ class Run:
             worker.squares_due.append(batch)
 
     def _drain(self, end: int) -> None:
-        """Where the pipeline is empty: the norm of the last batch, and all pending updates."""
+        """Write the norm of the last batch and all pending updates where the pipeline is empty."""
         time = max(worker.clock for worker in self.workers)
         while pending := [worker.pending[0].batch for worker in self.workers if worker.pending]:
             batch = min(pending)
@@ -268,7 +268,7 @@ class Run:
             worker.clock = time
 
     def _finish_norm(self, batch: int, late: set[int], time: int) -> None:
-        """Bring the norm of a batch to the workers that lack it, in messages of their own."""
+        """Write separate messages that bring the norm of a batch to the workers that lack it."""
         if self.route is not None and self.available.known("norm", 0, batch):
             holders = set(range(len(self.workers))) - late | {self.route.root(batch)}
             self.listing.write(time, *distribute(self.plan, batch, holders))
@@ -277,13 +277,13 @@ class Run:
 
 
 def _weights_to_replicas(plan: Plan, batch: int) -> list[Instruction]:
-    """What each replica has updated with a batch, to all other replicas of its stage."""
+    """Return the messages that bring what each replica has updated to the other replicas of its stage."""
     pairs = (pair for workers in plan.stage_workers for pair in itertools.permutations(workers, 2))
     return [i for w, other in pairs for i in transfer(w, other, last_microbatch(plan, batch), "weights")]
 
 
 def loads(plan: Plan, s: int, k: int, labels_with: int | None) -> list[Instruction]:
-    """What is loaded before the forward of a microbatch at stage s; the labels with that at stage `labels_with`."""
+    """Return the loads before the forward of a microbatch at stage s; the labels are loaded at stage `labels_with`."""
     loads: list[Instruction] = []
     if s == 0:
         loads.append(Load(plan.worker(s, k), k, "inputs"))
