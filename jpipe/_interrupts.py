@@ -112,8 +112,8 @@ class Results:
         self._all: dict[int, tuple[weakref.ref[State], Kept]] = {}
 
     def _of(self, state: State) -> Kept | None:
-        found = self._all.get(id(state))
-        return found[1] if found is not None and found[0]() is state else None
+        entry = self._all.get(id(state))
+        return entry[1] if entry is not None and entry[0]() is state else None
 
     def _put(self, state: State, kept: Kept) -> None:
         for key in [key for key, (other, _) in self._all.items() if other() is None]:
@@ -192,8 +192,8 @@ def consume(
 
     Args:
         results: keeps it.
-        given: the state that the caller has.
-        current: the state to consume: the same, or that which a call before made of it.
+        given: the state that the caller holds.
+        current: the state to consume: the same, or the one that an earlier call made of it.
         carried: the metrics of that call.
         call: consumes the state, calls the observer and gives the next state and metrics.
         observe: the caller's observer.

@@ -41,7 +41,7 @@ def _layer_ids(layers: Any) -> Sequence[str]:
 
 
 def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> Ranks | None:
-    """The ranks of `chunks` stages each, as the schedule lays them out."""
+    """Return the ranks of `chunks` stages each in the layout of the schedule; None for the default ranks."""
     if not isinstance(chunks, (int, np.integer)) or isinstance(chunks, bool) or chunks < 1:
         raise InputError(f"plan: chunks_per_rank: expected an integer of 1 or more, found {short(chunks)}")
     if schedule not in SCHEDULES:

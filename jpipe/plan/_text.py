@@ -93,8 +93,8 @@ def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
     except (RecursionError, ValueError):
         raise InputError(f"{where}: expected a {kind} as JSON, found text nested too deeply, or a number of thousands of digits") from None
     if not isinstance(data, dict) or data.get("format") != expected:
-        found = short(data.get("format") if isinstance(data, dict) else type(data).__name__)
-        raise InputError(f'{where}: expected a JSON object with "format": "{expected}", found {found}; is this a {kind} of jpipe?')
+        actual = short(data.get("format") if isinstance(data, dict) else type(data).__name__)
+        raise InputError(f'{where}: expected a JSON object with "format": "{expected}", found {actual}; is this a {kind} of jpipe?')
     return data
 
 

@@ -36,21 +36,21 @@ class Route:
 
     def squares_with(self, k: int) -> int | None:
         """Return the batch whose sums of squares travel with the input gradient of microbatch k, if any."""
-        batch, rest = divmod(k + 1 - self.delay, self.plan.microbatches)
-        return batch - 1 if rest == 0 and batch > 0 else None
+        batch, offset = divmod(k + 1 - self.delay, self.plan.microbatches)
+        return batch - 1 if offset == 0 and batch > 0 else None
 
     def shared_after(self, s: int, k: int) -> int | None:
         """Return the batch whose shared gradients stage s sends after the backward of microbatch k, if any; each replica once per batch."""
         replicas = self.plan.replicas[s]
-        batch, rest = divmod(k - (self.delay if replicas > 1 else 0), self.plan.microbatches)
-        return batch if batch >= 0 and rest >= self.plan.microbatches - replicas else None
+        batch, offset = divmod(k - (self.delay if replicas > 1 else 0), self.plan.microbatches)
+        return batch if batch >= 0 and offset >= self.plan.microbatches - replicas else None
 
     def norm_with(self, s: int, k: int) -> int | None:
         """Return the batch whose norm arrives at stage s with the activation of microbatch k, if any."""
         period, m = len(self.arrivals), self.plan.microbatches
         for n, arrival in enumerate(self.arrivals):
-            periods, rest = divmod(k - arrival, period * m)
-            if periods >= 0 and rest < self.plan.replicas[s]:
+            periods, offset = divmod(k - arrival, period * m)
+            if periods >= 0 and offset < self.plan.replicas[s]:
                 return periods * period + n + self.plan.flush_first
         return None
 

@@ -30,7 +30,7 @@ class Steps:
 
     @cached_property
     def verified_runs(self) -> tuple[Program, ...]:
-        """A run from the first batch and one from steady state, long enough to contain every step that the pipeline repeats; both verified.
+        """Return verified runs from the first batch and from steady state, which contain every step that the pipeline repeats.
 
         Raises:
             ProgramError: the verification fails.
@@ -55,10 +55,10 @@ class Steps:
         if since == 0:
             return batch
         since, model_batch = self._modelled(since, batch)
-        held = self._lower(model_batch, model_batch, model_batch - since, False).versions
+        versions = self._lower(model_batch, model_batch, model_batch - since, False).versions
         rates = [self._plan.updates_per_batch(s) for s, _ in self._plan.workers]
-        version = min(newest // rate for (_, newest), rate in zip(held, rates, strict=True))
-        if any(version * rate < oldest for (oldest, _), rate in zip(held, rates, strict=True)):
+        version = min(newest // rate for (_, newest), rate in zip(versions, rates, strict=True))
+        if any(version * rate < oldest for (oldest, _), rate in zip(versions, rates, strict=True)):
             return None
         return version + batch - model_batch
 

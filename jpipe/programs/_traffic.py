@@ -13,7 +13,7 @@ _Port = list[tuple[float, float]]
 
 
 class Traffic:
-    """Everything that moves between ranks, given in any order of time.
+    """The transfers between ranks, in any order of time.
 
     Args:
         network: the link between any two ranks.
@@ -40,14 +40,14 @@ class Traffic:
         if seconds == 0:
             return ready
         ports = [self._ports[name] for name in names]
-        start, found = ready, False
-        while not found:
-            found = True
+        start, is_free = ready, False
+        while not is_free:
+            is_free = True
             for port in ports:
                 place = max(bisect_right(port, (start, math.inf)) - 1, 0)
                 while place < len(port) and port[place][0] < start + seconds:
                     if port[place][1] > start:
-                        start, found = port[place][1], False
+                        start, is_free = port[place][1], False
                     place += 1
         for port in ports:
             insort(port, (start, start + seconds))

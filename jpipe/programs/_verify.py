@@ -25,7 +25,7 @@ from jpipe.schedules import SCHEDULES, Action
 
 
 def rank_computations(program: Program) -> list[Iterator[Action]]:
-    """For each rank the computations of its schedule in the batches of the program."""
+    """Return for each rank the computations of its schedule in the batches of the program."""
     plan = program.plan
     schedule = SCHEDULES[plan.schedule]
     return [schedule.computations(plan, p, replica, program.start, program.end) for p, replica in plan.rank_positions]

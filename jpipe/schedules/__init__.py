@@ -37,12 +37,12 @@ def written_order(plan: Shape) -> tuple[str, ...]:
     Returns:
         A text for each rank.
     """
-    found = []
+    texts = []
     for p, stages in enumerate(plan.pipeline_ranks):
         replicas = plan.replicas[stages[0]]
         order = SCHEDULES[plan.schedule].computations(plan, p, 0, 0, 1)
-        found.append(as_text(entry._replace(microbatch=entry.microbatch // replicas) for entry in order))
-    return tuple(found)
+        texts.append(as_text(entry._replace(microbatch=entry.microbatch // replicas) for entry in order))
+    return tuple(texts)
 
 
 __all__ = [

@@ -77,8 +77,8 @@ def endless_done(plan: Shape, s: int, k: int) -> int:
     a, b = divmod(k // plan.replicas[0], group)
     warm_up = (chunks - 1) * group + _AHEAD * (ranks - 1 - p)
     visits = group * (chunks * a + c) + b - warm_up  # backwards of all chunks that the rank has done
-    whole, rest = divmod(visits - group * (chunks - 1 - c), group * chunks)
-    return max(whole * group + min(rest, group), 0)
+    whole, remainder = divmod(visits - group * (chunks - 1 - c), group * chunks)
+    return max(whole * group + min(remainder, group), 0)
 
 
 def endless_in_flight(plan: Shape, s: int) -> int:
@@ -94,8 +94,8 @@ def endless_period(plan: Shape) -> int:
     """Return `Schedule.period` of `endless_order`: groups may begin in one batch and end in the next."""
     if plan.depth == len(plan.pipeline_ranks):
         return 1
-    own = plan.microbatches // plan.replicas[0]
-    return math.lcm(own, len(plan.pipeline_ranks)) // own
+    microbatches = plan.microbatches // plan.replicas[0]
+    return math.lcm(microbatches, len(plan.pipeline_ranks)) // microbatches
 
 
 def refused_chunks(plan: Shape) -> str:

@@ -236,11 +236,11 @@ def arranged(layout: str, stages: int, chunks: int) -> Ranks:
 
 def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
     """Return why the schedule cannot use the ranks of a plan, or ""."""
-    found, depth = plan.pipeline_ranks, plan.depth
-    chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(found[0]))
-    if schedule.layout == "any" or (depth % chunks == 0 and found == arranged(schedule.layout, depth, chunks)):
+    ranks, depth = plan.pipeline_ranks, plan.depth
+    chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(ranks[0]))
+    if schedule.layout == "any" or (depth % chunks == 0 and ranks == arranged(schedule.layout, depth, chunks)):
         return ""
-    name, shown = f"the schedule '{schedule.name}'", f"found ranks {[list(stages) for stages in found]}"
+    name, shown = f"the schedule '{schedule.name}'", f"found ranks {[list(stages) for stages in ranks]}"
     if schedule.layout == "v" and depth % 2:
         even = f"{depth - 1} or {depth + 1}" if depth > 1 else "2"
         return f"{name} needs two stages on each rank, so an even number of stages, found {depth}; use {even} stages"
@@ -249,7 +249,7 @@ def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
     if schedule.layout == "looped":
         stages = "as many stages on each rank, stage s on rank s mod the number of ranks"
         return f"{name} needs {stages}; {shown}; leave out ranks, or give chunks_per_rank instead"
-    if len(found) < depth:
+    if len(ranks) < depth:
         return f"{name} runs one stage on each rank; {shown}; leave out ranks, or use {_SEVERAL}"
     return f"{name} needs one stage on each rank, in order; {shown}; leave out ranks"
 
@@ -289,13 +289,13 @@ def fused(plan: Shape, order: Iterable[Action]) -> list[Action]:
     At stage 0, which sends no input gradient, these are both halves of a backward; at the last stage a forward and the first op of its
     backward.
     """
-    found, last = list(order), plan.depth - 1
+    result, last = list(order), plan.depth - 1
     for s, first, second, both in ((0, "I", "W", "B"), (last, "F", "B", "FB"), (last, "F", "I", "FI")):
-        pairs = {n for n, (a, b) in enumerate(pairwise(found)) if a == (first, s, b.microbatch) and b == (second, s, a.microbatch)}
-        if pairs and len(pairs) == sum(entry[:2] == (first, s) for entry in found):
-            merged = (entry._replace(op=both) if n in pairs else entry for n, entry in enumerate(found))
-            found = [entry for n, entry in enumerate(merged) if n - 1 not in pairs]
-    return found
+        pairs = {n for n, (a, b) in enumerate(pairwise(result)) if a == (first, s, b.microbatch) and b == (second, s, a.microbatch)}
+        if pairs and len(pairs) == sum(entry[:2] == (first, s) for entry in result):
+            merged = (entry._replace(op=both) if n in pairs else entry for n, entry in enumerate(result))
+            result = [entry for n, entry in enumerate(merged) if n - 1 not in pairs]
+    return result
 
 
 def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], ahead: int) -> Iterator[Action]:

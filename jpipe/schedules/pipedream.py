@@ -94,8 +94,8 @@ def _refused_chunks(plan: Shape) -> str:
     """Return why ranks cannot run several chunks of this plan, or ""."""
     if plan.noam:
         return "noam is for one stage for each rank, found several; remove noam"
-    own, ranks = plan.microbatches_per_update(0) // plan.replicas[0], len(plan.pipeline_ranks)
-    if own < ranks:  # else versions would not advance one by one
+    replica_microbatches, ranks = plan.microbatches_per_update(0) // plan.replicas[0], len(plan.pipeline_ranks)
+    if replica_microbatches < ranks:  # else versions would not advance one by one
         least, replicas = ranks * plan.replicas[0], f" with {plan.replicas[0]} replicas" if plan.replicas[0] > 1 else ""
         return (
             f"the schedule 'pipedream' with several stages on each of {ranks} ranks{replicas} needs at least {least} microbatches "

@@ -148,10 +148,10 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
         axes.broken_barh([(0, length)], where, color=_IDLE, linewidth=0)
         usual = points * statistics.median(span.end - span.start for span in spans) if spans else 0.0
         edge = min(0.1 * usual, 0.7) if usual > 4 else 0.0  # thin boxes would be all edge
-        for colour, places in boxes.items():
-            axes.broken_barh(places, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
-        for line, places in lines.items():
-            axes.broken_barh(places, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
+        for colour, intervals in boxes.items():
+            axes.broken_barh(intervals, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
+        for line, intervals in lines.items():
+            axes.broken_barh(intervals, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
     axes.set_ylim(len(timeline), 0)
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.tick_params(axis="x", labelsize=_INSIDE)

@@ -199,12 +199,12 @@ def seconds(problem: Problem, order: Order) -> tuple[Any, Any] | None:
         if the order deadlocks.
     """
     ends = dict[tuple[bool, int, int], Any]()  # of forwards, and of what makes the input gradient
-    clocks, starts, places = [0 for _ in order], [None for _ in order], [0 for _ in order]
+    clocks, starts, positions = [0 for _ in order], [None for _ in order], [0 for _ in order]
     p = waited = 0
     while waited < len(order):  # until all ranks, one after the other, cannot go on
-        before = places[p]
-        while places[p] < len(order[p]):
-            op, s, k = order[p][places[p]]
+        before = positions[p]
+        while positions[p] < len(order[p]):
+            op, s, k = order[p][positions[p]]
             source = None if op == "W" else s - 1 if op == "F" else s + 1
             begins: Any = clocks[p]
             if source is not None and 0 <= source <= problem.last:
@@ -215,9 +215,9 @@ def seconds(problem: Problem, order: Order) -> tuple[Any, Any] | None:
             clocks[p] = begins + problem.times[op, s]
             if op != "W":
                 ends[op == "F", s, k] = clocks[p]
-            places[p] += 1
-        waited = 0 if places[p] > before else waited + 1
+            positions[p] += 1
+        waited = 0 if positions[p] > before else waited + 1
         p = (p + 1) % len(order)
-    if any(place < len(entries) for place, entries in zip(places, order, strict=True)):
+    if any(position < len(entries) for position, entries in zip(positions, order, strict=True)):
         return None
     return max(clocks), max(clock - (start or 0) for clock, start in zip(clocks, starts, strict=True))

@@ -73,11 +73,11 @@ def greedy_order(
 def _limits(limits: object, ranks: Ranks) -> list[int]:
     """Return the limit of each rank."""
     least = [len(stages) for stages in ranks]
-    given = [limits] * len(ranks) if isinstance(limits, Integral) else list(limits) if isinstance(limits, Iterable) else []
-    if len(given) != len(ranks) or not all(isinstance(limit, Integral) for limit in given):
+    values = [limits] * len(ranks) if isinstance(limits, Integral) else list(limits) if isinstance(limits, Iterable) else []
+    if len(values) != len(ranks) or not all(isinstance(limit, Integral) for limit in values):
         expected = f"an integer, or one for each of {len(ranks)} ranks"
         raise InputError(f"greedy_order: limits: expected {expected}, found {short(limits)}; give at least {least}")
-    each = [int(limit) for limit in given]
+    each = [int(limit) for limit in values]
     if any(limit < fewest for limit, fewest in zip(each, least, strict=True)):
         raise InputError(f"greedy_order: limits: expected at least {least} for {len(ranks)} ranks, found {short(limits)}; raise them")
     return each
@@ -97,11 +97,11 @@ def _unfused(order: Iterator[Action]) -> tuple[Action, ...]:
 
 
 def _most_held(order: Sequence[Action]) -> int:
-    held = most = 0
+    in_flight = most = 0
     for entry in order:
-        held += entry.is_forward
-        most = max(most, held)
-        held -= entry.finishes
+        in_flight += entry.is_forward
+        most = max(most, in_flight)
+        in_flight -= entry.finishes
     return most
 
 
