@@ -132,6 +132,11 @@ class Pipeline:
         if not callable(loss):
             raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
         plan.check_layers(stack.ids)
+        if stack.carries_rows and max(plan.replicas) > 1:
+            raise InputError(
+                f"plan.replicas: expected 1 for each stage of layers that carry a state of each row from batch to batch, found "
+                f"{max(plan.replicas)}; use more stages instead, or layers that carry none"
+            )
         check_precision(precision)
         check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
         check_ema_decay(ema_decay, plan)

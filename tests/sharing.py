@@ -93,7 +93,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
         model,
         "layers",
         lambda config, rows, computes=None, chunk=None: (
-            None if config.target and not config.is_built_in else ((repr(config), rows, computes, chunk), model.built_in.layers)
+            None if config.target else ((repr(config), rows, computes, chunk), model.built_in.layers)
         ),
     )
     share(build, "optimizer", lambda config, steps, params: None if ":" in config.name else ((repr(config), steps), params))

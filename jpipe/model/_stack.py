@@ -40,6 +40,7 @@ class LayerStack:
     Args:
         layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it.
         ties: which layers share parameters. Each stage that uses a shared parameter holds a copy; their gradients are summed.
+        carries_rows: whether layers keep a state of each row from batch to batch, so that no stage can have replicas, which see other rows.
 
     Raises:
         InputError: a layer that is none of the above, no layer at all, a parameter shared by two layers without a tie, or wrong ties.
@@ -51,7 +52,7 @@ class LayerStack:
     """
 
     @without_mesh()
-    def __init__(self, layers: Mapping[str, Any], ties: Iterable[Tie] = ()) -> None:
+    def __init__(self, layers: Mapping[str, Any], ties: Iterable[Tie] = (), *, carries_rows: bool = False) -> None:
         if not isinstance(layers, Mapping):
             raise InputError(f"LayerStack: expected a dict of layers by id, found {type(layers).__name__}; give {{'layer id': layer, …}}")
         if not list(layers):  # a length may be wrong
@@ -70,6 +71,7 @@ class LayerStack:
         self._known: dict[Any, LayerSpec] = {}
         _refuse_shared_owners(self.layers)
         self.ties = Ties(ties, self.ids)
+        self.carries_rows = carries_rows
 
     @property
     def ids(self) -> tuple[str, ...]:

@@ -54,16 +54,19 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
     Raises:
         InputError: the run does not hold the entry of batch `first` or of batch `first + batches`.
     """
-    entries: dict[int, float] = {}  # when each microbatch enters the first stage
-    for span in (span for spans in timeline for span in spans if OPS[span.op].begins):
-        entries[span.microbatch] = min(span.start, entries.get(span.microbatch, span.start))
+    entries: dict[int, tuple[float, int, int]] = {}  # when each microbatch enters the first stage, and the rank and index of that span
+    for rank, spans in enumerate(timeline):
+        for index, span in enumerate(spans):
+            if OPS[span.op].begins:
+                entry = span.start, rank, index
+                entries[span.microbatch] = min(entry, entries.get(span.microbatch, entry))
     try:
-        begin, end = (entries[batch * microbatches] for batch in (first, first + batches))
+        (begin, first_rank, first_index), (end, *_) = (entries[batch * microbatches] for batch in (first, first + batches))
     except KeyError as missing:
         raise InputError(
             f"extract_window: expected a run that holds the batches {first} to {first + batches}, found none of microbatch {missing}"
         ) from None
-    rows = tuple(_cut_spans(spans, begin, end) for spans in timeline)
+    rows = tuple(_cut_spans(spans, begin, end, first_index if rank == first_rank else 0) for rank, spans in enumerate(timeline))
     busy = sum(span.end - span.start + span.update_time for spans in rows for span in spans)
     samples = tuple(_cut_samples(row, begin, end) for row in memory)
     return Window(rows, samples, end - begin, batches, 1 - busy / ((end - begin) * len(rows)))
@@ -88,13 +91,20 @@ def predict_window(
     return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
 
 
-def _cut_spans(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:
+def _cut_spans(spans: Sequence[Span], begin: float, end: float, first: int) -> tuple[Span, ...]:
+    """Return the parts of a rank's spans between two times.
+
+    The spans before index `first` have ended at `begin`, apart from updates that start later. The clock alone cannot tell: measured spans
+    may have no length, because a busy machine records the ends of several computations at once.
+    """
     kept = []
-    for span in spans:
+    for index, span in enumerate(spans):
+        is_later = span.update_start > begin if index < first else span.update_end > begin or span.start >= begin
+        if not is_later or span.start >= end:
+            continue
         times = span.start, span.end, span.update_start, span.update_end
         start, stop, update, updated = (min(max(time, begin), end) - begin for time in times)
-        if updated > start:
-            kept.append(span._replace(start=start, end=stop, update_wait=update - stop, update_time=updated - update))
+        kept.append(span._replace(start=start, end=stop, update_wait=update - stop, update_time=updated - update))
     return tuple(kept)
 
 

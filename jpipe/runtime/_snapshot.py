@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError
-from jpipe.model._optimizer import masters_of
 from jpipe.model._precision import LossScale, wider
+from jpipe.model.layerwise._optimizer import masters_of
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Compute, Update

@@ -84,8 +84,10 @@ class Tracer:
         for watcher in self._watchers:
             if watcher.error is not None:
                 raise watcher.error
-        timeline = _timeline([watcher.computations for watcher in self._watchers], self._plan, self._global_norm)
-        return Trace(timeline, tuple(watcher.memory() for watcher in self._watchers))
+        ranks = [watcher.computations for watcher in self._watchers]
+        waits_for = _waits_for(ranks, self._plan, self._global_norm)
+        ends = _consistent({_key(c.instruction): c.end for row in ranks for c in row}, waits_for)
+        return Trace(_timeline(ranks, self._plan, waits_for, ends), tuple(watcher.memory(ends) for watcher in self._watchers))
 
     def close(self) -> None:
         """Stop measuring when all dispatched computations have ended."""
@@ -118,6 +120,7 @@ def _switch_often(begin: bool) -> None:
 
 
 _Instruction = Compute | Update
+_Key = tuple[int, str, int]  # worker, op or U, microbatch (of an update: batch)
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class _Watcher:
     def watch(self, instruction: _Instruction, done: jax.Array, worker: int, state: WorkerState) -> None:
         """Note a computation of a worker, and what the rank holds when it is over."""
         self.look(worker, state)
-        sample = _Sample(0.0, dict(self._parts), self._buffers.residuals, self._buffers.other)
+        sample = _Sample(dict(self._parts), self._buffers.residuals, self._buffers.other)
         self._queue.put((instruction, done, time.perf_counter() - self._began, sample))
 
     def stop(self) -> None:
@@ -168,7 +171,7 @@ class _Watcher:
                 end = time.perf_counter() - self._began
                 device = min(done.devices(), key=lambda device: device.id)  # of a mesh the first one
                 self.computations.append(_Computation(instruction, device, dispatched, end))
-                self._samples.append(sample._replace(time=end))
+                self._samples.append(sample)
         except Exception as error:  # `finish` raises it
             self.error = error
 
@@ -189,15 +192,15 @@ class _Watcher:
         self._first_parts.setdefault(worker, self._parts[worker])
         self._buffers.look(worker, state.buffers)
 
-    def memory(self) -> tuple[MemorySample, ...]:
+    def memory(self, ends: Mapping[_Key, float]) -> tuple[MemorySample, ...]:
         """What the rank held after each computation; a worker that had not computed yet held what it held at its first instruction."""
         found = []
-        for time_, parts, residuals, buffers in self._samples:
+        for computation, (parts, residuals, buffers) in zip(self.computations, self._samples, strict=True):
             workers = [parts.get(w, first) for w, first in self._first_parts.items()]
             numbers = sorted({version for part in workers for version in part.weights})
             weights = {version: sum(part.weights.get(version, 0) for part in workers) for version in numbers}
             optimizer, accumulators, state = (sum(sizes) for sizes in zip(*(part[1:] for part in workers), strict=True))
-            found.append(MemorySample(time_, weights, optimizer, accumulators, residuals, buffers + state))
+            found.append(MemorySample(ends[_key(computation.instruction)], weights, optimizer, accumulators, residuals, buffers + state))
         return tuple(found)
 
 
@@ -223,7 +226,6 @@ class _Parts(NamedTuple):
 class _Sample(NamedTuple):
     """What a rank holds: the parts of its workers, so far as they are known, and its buffers."""
 
-    time: float
     parts: dict[int, _Parts]
     residuals: int
     buffers: int
@@ -268,17 +270,22 @@ def _on_each_device(leaf: Any) -> int:
     return shard_bytes(leaf) if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else leaf.nbytes
 
 
-_Key = tuple[int, str, int]  # worker, op or U, microbatch (of an update: batch)
-
-
-def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: bool) -> Timeline:
-    """Spans from the ends of the computations and from what each had to wait for."""
-    computations = {_key(c.instruction): c for row in ranks for c in row}
+def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: bool) -> dict[_Key, list[_Key]]:
+    """Return the computations that each one waits for: those of its inputs, and the one before it on its rank."""
+    keys = [[_key(c.instruction) for c in row] for row in ranks]
+    computations = dict.fromkeys(itertools.chain(*keys))
     waits_for = {key: [k for k in _inputs(key, plan, global_norm) if k in computations] for key in computations}
-    for own in ranks:
-        for before, after in itertools.pairwise(own):
-            waits_for[_key(after.instruction)].append(_key(before.instruction))
-    ends = _consistent({key: c.end for key, c in computations.items()}, waits_for)
+    for row in keys:
+        for before, after in itertools.pairwise(row):
+            waits_for[after].append(before)
+    return waits_for
+
+
+def _timeline(
+    ranks: Sequence[Sequence[_Computation]], plan: Plan, waits_for: Mapping[_Key, Sequence[_Key]], ends: Mapping[_Key, float]
+) -> Timeline:
+    """Return the spans of each rank: a computation starts when what it waits for has ended."""
+    computations = {_key(c.instruction): c for row in ranks for c in row}
     rows: list[list[Span]] = [[] for _ in ranks]
     free: dict[jax.Device, float] = {}  # when the previous computation ended
     for key in sorted(computations, key=ends.__getitem__):  # stable: equal times stay in a rank's order

@@ -11,10 +11,11 @@ import optax
 from jpipe.meshes._partition import partitions
 from jpipe.model._layer import LayerSpec
 from jpipe.model._losses import Loss, asked_for
-from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED
+from jpipe.model.layerwise._find import find_layerwise
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Plan, Stage
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of

@@ -10,9 +10,9 @@ import jax
 from jpipe.meshes._place import Place
 from jpipe.model._layer import LayerSpec
 from jpipe.model._losses import Loss
-from jpipe.model._optimizer import LayerwiseOptimizer
 from jpipe.model._precision import PLAIN, Precision
 from jpipe.model._stack import LayerStack
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Stage
 from jpipe.programs._costs import StageCost
 from jpipe.stages._builder import stage_functions

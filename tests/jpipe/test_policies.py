@@ -34,9 +34,10 @@ def test_the_interpreter_knows_no_schedule_by_name():
         "runtime/_interpreter",
         "runtime/_transport",
         "runtime/_state",
+        "stages/_calls",
         "stages/_compile",
-        "stages/_functions",
-        "stages/_residuals",
+        "stages/_compiled_stage",
+        *(f"stages/functions/{path.stem}" for path in (ROOT / "stages" / "functions").glob("*.py")),
     )
     for name in (*interprets, "programs/_instructions"):
         path = ROOT / f"{name}.py"
@@ -63,7 +64,7 @@ def test_modules_of_rooms_are_private_except_the_named_ones():
     public = {str(path.relative_to(ROOT)) for path in FILES if not path.name.startswith("_")}
     files = [f"schedules/{name}.py" for name in jpipe.schedules.SCHEDULES]
     schedules = {file if (ROOT / file).exists() else file.replace("schedules/", "schedules/zero_bubble/") for file in files}
-    checkpoints = {f"checkpoints/{name}.py" for name in ("files", "records", "orbax_item", "zstd_frames")}
+    checkpoints = {f"checkpoints/{name}.py" for name in ("files", "folders", "managers", "records", "orbax_item")}
     assert (
         public
         == {

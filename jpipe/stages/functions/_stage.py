@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
 from jpipe.model._losses import Loss, asked_for
-from jpipe.model._optimizer import LayerwiseOptimizer
 from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.jaxprs._dependence import passed_on
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Stage
 from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
 from jpipe.stages.functions._effects import describe_effects

@@ -71,18 +71,18 @@ class Training:
         finished: jpipe.Metrics | None = None
         for step in range(state.batch, steps):
             interrupt.check()
-            decision = self.preemption.decide(step, lambda: checkpoints.last_is_over)
+            decision = self.preemption.decide(step, lambda: checkpoints.last_is_done)
             if decision == "leave":
                 return self._stopped(state, mean_loss(before))
             if step % self.config.eval_every == 0 and log.validated(step) is None:
                 log.validation(step, self._evaluate(state))
             if decision == "save":
-                checkpoints.arm_last(step)
+                checkpoints.schedule_last(step)
             else:
-                checkpoints.arm(step)
+                checkpoints.schedule_snapshot(step)
             state, metrics = self.pipe.step(state, self.batches[step], observe=checkpoints.observing(self.measure.observer(step)))
             log.finished(finished)  # of the step before: reading a loss waits for it, while the devices have this step's work
-            checkpoints.proceed(log.last_step, facts_of)
+            checkpoints.flush_finished(log.last_step, facts_of)
             finished = metrics
         interrupt.check()
         self.measure.finish()
@@ -91,7 +91,7 @@ class Training:
         log.validation(steps - 1, after)
         log.finished(finished)
         log.finished(drained)
-        checkpoints.proceed(log.last_step, facts_of)
+        checkpoints.flush_finished(log.last_step, facts_of)
         checkpoints.finish()
         log.close()
         self._check_complete(steps)
@@ -120,7 +120,7 @@ class Training:
         known = self.log.validated(step) or {}
         loss = known.pop("val_loss", None)
         assert isinstance(self.batches, Ordered)
-        positions = {"order": self.batches.order, "position": self.batches.position(step)}
+        positions = {"order": self.batches.first_position, "position": self.batches.position(step)}
         return {
             "val_loss": loss,
             "val_metrics": known,
