@@ -19,6 +19,7 @@ import jpipe
 MODULES = (
     "jpipe",
     "jpipe.plan",
+    "jpipe.ops",
     "jpipe.schedules",
     "jpipe.model",
     "jpipe.programs",
@@ -35,9 +36,9 @@ MODULES = (
 
 
 def public_names(module: str) -> list[str]:
-    """What a public module exports; submodules have pages of their own."""
-    found = importlib.import_module(module)
-    return [name for name in found.__all__ if not inspect.ismodule(getattr(found, name))]
+    """Return the public names of a module, without its submodules, which have pages of their own."""
+    exporter = importlib.import_module(module)
+    return [name for name in exporter.__all__ if not inspect.ismodule(getattr(exporter, name))]
 
 
 def build(folder: Path) -> Path:
@@ -68,12 +69,12 @@ class _Page(pdoc.doc.Module):
 
     @cached_property
     def own_members(self) -> Any:
-        """Only these."""
+        """The members of the public names."""
         return [self.members[name] for name in public_names(self.fullname)]
 
     @cached_property
     def submodules(self) -> Any:
-        """Those with pages of their own."""
+        """The submodules that have pages of their own."""
         return [pdoc.doc.Module(importlib.import_module(name)) for name in MODULES if name.rpartition(".")[0] == self.fullname]
 
 
@@ -86,7 +87,7 @@ def _documented_variables() -> dict[str, str]:
 
 
 def _leave_out_bare_fields(described: pdoc.doc.Class) -> None:
-    """Drop fields without a docstring of their own, which the class tells of under `Attributes`, and what NamedTuple says of itself."""
+    """Drop fields without a docstring of their own, which the class describes under `Attributes`, and NamedTuple's own."""
     for name, member in list(described.members.items()):
         if member.docstring.startswith(("Alias for field number", "Create new instance of")):
             member.docstring = ""
@@ -97,7 +98,7 @@ def _leave_out_bare_fields(described: pdoc.doc.Class) -> None:
 
 
 def _format_signature(signature: inspect.Signature, colon: bool) -> Any:
-    """As pdoc writes it, with readable types."""
+    """Format a signature as pdoc does, with readable types."""
     parameters = [p.replace(annotation=_Written(p.annotation)) for p in signature.parameters.values()]
     returned = _Written(signature.return_annotation)
     return pdoc.render_helpers.format_signature(signature.replace(parameters=parameters, return_annotation=returned), colon)
@@ -117,10 +118,10 @@ class _Written:
 
 
 def _readable(text: str) -> str:
-    """Types without the modules they are kept in, and the union of all instructions by its name."""
+    """Replace types by ones without their modules, and the union of all instructions by its name."""
     text = re.sub(r"\b(jax\.)?jaxlib\._jax\.", "jax.", text)
     text = re.sub(r"\b(typing|collections\.abc|jpipe|jpipe_planner|pydantic(_core)?)\.([a-z_]+\.)*(?=[A-Z])", "", text)
-    return re.sub(r"Load \| .* \| Evaluate", "Instruction", text)
+    return re.sub(r"Load \| .* \| Release", "Instruction", text)
 
 
 if __name__ == "__main__":

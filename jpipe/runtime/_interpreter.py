@@ -9,16 +9,11 @@ import numpy as np
 
 from jpipe.meshes._place import crowded_meshes
 from jpipe.model._precision import LossScale
+from jpipe.ops import OPS, Op
 from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Evaluate,
-    Forward,
-    ForwardBackward,
-    ForwardBackwardInput,
+    Compute,
     Instruction,
     Load,
     Program,
@@ -253,80 +248,48 @@ class _Worker:
     def load(self, i: Load, data: Tree) -> None:
         self.held.buffers[i.data, i.microbatch + self.microbatch_shift] = self.transport.load(i.worker, i.data, data)
 
-    def forward(self, i: Forward) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        params, before = held.versions[i.version + self.version_shift], held.layer_state
-        x, labels, stage = *held.take_inputs(k), self.of(k)
-        (y, changed, saved), self.done = stage.calls["forward"](params, before, x, labels, self.rng(k))
-        held.layer_state = stage.functions.changed.joined(changed, before)
-        held.buffers["residuals", k] = stage.functions.residuals.keep((before, x, labels), (y, held.layer_state)), saved
-        held.buffers["message" if self.functions.last else "output", k] = y
+    def compute(self, i: Compute) -> None:
+        """Run an op on what it reads, and keep what it leaves."""
+        op, held = OPS[i.op], self.held
+        if not op.trains:
+            self.evaluate(i)
+            return
+        k, version = i.microbatch + self.microbatch_shift, i.version + self.version_shift
+        params, before, stage = held.versions[version], held.layer_state, self.of(k)
+        functions, reads = stage.functions, self.read(op, k)
+        sums = (self.taken_accumulators(params),) if op.finishes else ()
+        scale = (held.scale(version),) if op.parts != "F" else ()
+        results, self.done = stage.calls[op.function](params, *reads, *sums, self.rng(k), *scale)
+        left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
+        if "state" in left:
+            held.layer_state = functions.changed.joined(left["state"], before)
+        if "output" in left:
+            held.buffers["message" if self.functions.last else "output", k] = left["output"]
+        if "residuals" in left:
+            held.buffers["residuals", k] = functions.residuals.keep(reads, (left["output"], held.layer_state)), left["residuals"]
+        if "stash" in left and op.begins:
+            held.buffers["stash", k] = functions.halves.stash_of(reads, held.layer_state, left["stash"])
+        elif "stash" in left:
+            held.buffers["stash", k] = functions.halves.late_inputs(*reads), left["stash"]
+        if op.gives_gradient and not self.functions.first:
+            held.buffers["gradient", k] = left["gradient"]
+        if op.finishes:
+            held.accumulators = left["accumulators"]
+            self.after_backward(k)
 
-    def backward(self, i: Backward) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        kept, saved, message = self.take_residuals(k)
-        version = i.version + self.version_shift
-        params = held.versions[version]
-        (gradient, held.accumulators), self.done = self.of(k).calls["backward"](
-            params, kept, saved, message, self.taken_accumulators(params), self.rng(k), held.scale(version)
-        )
-        self.keep_gradient(k, gradient)
-        self.after_backward(k)
-
-    def forward_backward(self, i: ForwardBackward) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        x, labels = held.take_inputs(k)
-        version = i.version + self.version_shift
-        params = held.versions[version]
-        arguments = params, held.layer_state, x, labels, self.taken_accumulators(params), self.rng(k), held.scale(version)
-        (gradient, held.accumulators, changed), self.done = self.of(k).calls["forward_backward"](*arguments)
-        held.layer_state = self.of(k).functions.changed.joined(changed, held.layer_state)
-        self.keep_gradient(k, gradient)
-        self.after_backward(k)
-
-    def backward_input(self, i: BackwardInput) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        (kept, saved, message), stage = self.take_residuals(k), self.of(k)
-        version = i.version + self.version_shift
-        (gradient, stash), self.done = stage.calls["backward_input"](
-            held.versions[version], kept, saved, message, self.rng(k), held.scale(version)
-        )
-        held.buffers["stash", k] = stage.functions.halves.late_inputs(kept, saved, message), stash
-        self.keep_gradient(k, gradient)
-
-    def forward_backward_input(self, i: ForwardBackwardInput) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        x, labels, stage = *held.take_inputs(k), self.of(k)
-        version, before = i.version + self.version_shift, held.layer_state
-        arguments = held.versions[version], before, x, labels, self.rng(k), held.scale(version)
-        (gradient, changed, made), self.done = stage.calls["forward_backward_input"](*arguments)
-        held.layer_state = stage.functions.changed.joined(changed, before)
-        held.buffers["stash", k] = stage.functions.halves.stash_of((before, x, labels), held.layer_state, made)
-        self.keep_gradient(k, gradient)
-
-    def backward_weight(self, i: BackwardWeight) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        rest, stash = held.buffers.pop(("stash", k))
-        version = i.version + self.version_shift
-        params = held.versions[version]
-        held.accumulators, self.done = self.of(k).calls["backward_weight"](
-            params, rest, stash, self.taken_accumulators(params), self.rng(k), held.scale(version)
-        )
-        self.after_backward(k)
-
-    def take_residuals(self, k: int) -> tuple[Any, Tree, Tree]:
-        """(kept arguments and outputs, saved arrays, gradient message) for the backward of a microbatch."""
-        kept, saved = self.held.buffers.pop(("residuals", k))
-        return kept, saved, arrived(self.held.buffers.pop(("message", k)))
+    def read(self, op: Op, k: int) -> tuple[Any, ...]:
+        """Take what an op reads: (state, x, labels), (kept arguments and outputs, saved arrays, gradient message) or (rest, stash)."""
+        if op.reads == "inputs":
+            return self.held.layer_state, *self.held.take_inputs(k)
+        if op.reads == "residuals":
+            kept, saved = self.held.buffers.pop(("residuals", k))
+            return kept, saved, arrived(self.held.buffers.pop(("message", k)))
+        rest, stash = self.held.buffers.pop(("stash", k))
+        return rest, stash
 
     def taken_accumulators(self, params: Tree) -> Tree:
         """The gradient accumulators, new ones if the last were set aside; the computation writes into their memory."""
         return self.held.accumulators if self.held.accumulators is not None else self.calls["zero_accumulators"](params)
-
-    def keep_gradient(self, k: int, gradient: Tree) -> None:
-        """Keep the input gradient for its send."""
-        if not self.functions.first:
-            self.held.buffers["gradient", k] = gradient
 
     def after_backward(self, k: int) -> None:
         """Set the accumulators aside if they are complete and wait for their update."""
@@ -399,7 +362,7 @@ class _Worker:
                 tree = shared_with(self.functions, self.plan.workers[i.to][0], held.buffers["shared", k // self.plan.microbatches])
             case "weights":
                 assert self.compiled.share is not None
-                tree = self.compiled.share.given(self.functions.trained.part(held.versions[k // self.plan.microbatches + 1]))
+                tree = self.compiled.share.outgoing(self.functions.trained.part(held.versions[k // self.plan.microbatches + 1]))
             case message:
                 tree, bucket = held.buffers.pop(("output" if message == "activation" else "gradient", k)), self.bucket(k)
         self.transport.send(i, k, tree, bucket)
@@ -466,7 +429,7 @@ class _Worker:
     def release(self, i: Release) -> None:
         self.held.retire(i.version + self.version_shift)
 
-    def evaluate(self, i: Evaluate) -> None:
+    def evaluate(self, i: Compute) -> None:
         held, k, stage = self.held, i.microbatch, self.of(i.microbatch)
         x, labels = held.take_inputs(k)
         rng = (np.uint32(k), held.key) if stage.functions.evaluation_rng[1] is not None else (None, None)
@@ -480,12 +443,7 @@ class _Worker:
 
 
 _METHODS: dict[type, Callable[[_Worker, Any], None]] = {
-    Forward: _Worker.forward,
-    Backward: _Worker.backward,
-    ForwardBackward: _Worker.forward_backward,
-    BackwardInput: _Worker.backward_input,
-    BackwardWeight: _Worker.backward_weight,
-    ForwardBackwardInput: _Worker.forward_backward_input,
+    Compute: _Worker.compute,
     Send: _Worker.send,
     Receive: _Worker.receive,
     TakeShared: _Worker.take_shared,
@@ -493,5 +451,4 @@ _METHODS: dict[type, Callable[[_Worker, Any], None]] = {
     SumSquares: _Worker.sum_squares,
     Update: _Worker.update,
     Release: _Worker.release,
-    Evaluate: _Worker.evaluate,
 }

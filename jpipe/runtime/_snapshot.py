@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError
-from jpipe.model._optimizer import masters_of
 from jpipe.model._precision import LossScale, wider
+from jpipe.model.layerwise._optimizer import masters_of
+from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Computation, Update, parts
+from jpipe.programs._instructions import Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
 from jpipe.runtime._state import WorkerState
@@ -144,7 +145,7 @@ class _Part:
         if self.complete:
             return
         i = event.instruction
-        if isinstance(i, Computation) and "F" in parts(i) and i.microbatch >= self._first and self._state is None:
+        if type(i) is Compute and OPS[i.op].begins and i.microbatch >= self._first and self._state is None:
             self._state = self._before
         if type(i) is Update and i.batch + 1 == self._newest:
             self._optimizer = _copied(event.state.optimizer)

@@ -1,6 +1,5 @@
 """The programs of a stage before they are compiled: what each computes, takes, donates and returns."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 
 from jpipe.meshes._place import Place
 from jpipe.model.jaxprs._wanted import without_effects
-from jpipe.programs._instructions import COMPUTATIONS
+from jpipe.ops import OPS, Leaves, Op
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages.functions._accumulators import mean_loss
 from jpipe.stages.functions._evaluation import evaluate, predict
@@ -21,10 +20,13 @@ from jpipe.stages.functions._update import next_scale, norm_of, squares_spec, su
 
 Tree = Any
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
-CALLS: dict[type, str] = {kind: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in COMPUTATIONS.values()}
-"""The call of each computation: `forward`, `backward`, …"""
 
 _DONE = jax.ShapeDtypeStruct((), jnp.bool_)
+
+
+def ops_by_call() -> dict[str, Op]:
+    """Return the ops of training by the name of their call: `forward`, `backward`, …"""
+    return {op.function: op for op in OPS.values() if op.trains}
 
 
 class Call(NamedTuple):
@@ -65,7 +67,7 @@ def trace_call(
     """
     call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name, counts)
     function, outputs = call.function, call.outputs
-    if name in (*CALLS.values(), *get_args(UpdateKind)):
+    if name in (*ops_by_call(), *get_args(UpdateKind)):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
     if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # without arguments that are used JAX would take the first device
@@ -78,27 +80,14 @@ def trace_call(
 
 def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     """Return a call by name."""
-    f, scale = a.functions, None if a.scale is None else a.scale.value
-    saved, stash = (a.saved if "saved" in a.chosen else None), (a.stash[1] if "stash" in a.chosen else None)
+    f = a.functions
+    if name in (ops := ops_by_call()):
+        return _call_of_op(a, ops[name])
     params, optimizer, gradients = (unshared(f, tree) for tree in (a.updated(a.trained), a.optimizer, a.accumulators["gradients"]))
     updated = params, optimizer, {**a.accumulators, "gradients": gradients}
     number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
     loss = (number, number) if f.last else None
-    late = None if saved is None or stash is None else ([a.saved[i] for i in f.halves.late_saved], stash)
     calls: dict[str, Callable[[], Call]] = {
-        "forward": lambda: Call(f.forward, (), (a.params, *a.arguments, a.rng), (a.outputs, a.changed, saved)),
-        "backward": lambda: Call(f.backward, (4,), (a.params, *a.between, a.accumulators, a.rng, scale), (a.gradient, a.accumulators)),
-        "backward_input": lambda: Call(f.backward_input, (), (a.params, *a.between, a.rng, scale), (a.gradient, stash)),
-        "backward_weight": lambda: Call(f.backward_weight, (3,), (a.params, *a.stash, a.accumulators, a.rng, scale), a.accumulators),
-        "forward_backward_input": lambda: Call(
-            f.forward_backward_input,
-            (),
-            (a.params, *a.arguments, a.rng, scale),
-            (a.gradient, a.changed, (a.outputs, *(late or (None, None)))),
-        ),
-        "forward_backward": lambda: Call(
-            f.forward_backward, (4,), (a.params, *a.arguments, a.accumulators, a.rng, scale), (a.gradient, a.accumulators, a.changed)
-        ),
         "in_place": lambda: Call(partial(update, f), (0, 1, 2), (*updated, a.norm), (*updated, loss)),
         "into_new": lambda: Call(partial(update, f), (1, 2), (*updated, a.norm), (*updated, loss)),
         "into_retired": lambda: Call(_into(partial(update, f)), (0, 2, 3), (params, *updated, a.norm), (*updated, loss)),
@@ -119,6 +108,30 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     }
     shared = _calls_for_shared(a)
     return shared[name] if name in shared else calls[name]()
+
+
+def _call_of_op(a: Arrays, op: Op) -> Call:
+    """Return the call of an op, with the arguments and results that its row of the table says."""
+    scale = None if a.scale is None else a.scale.value
+    reads = {"inputs": lambda: a.arguments, "residuals": lambda: a.between, "stash": lambda: a.stash}[op.reads]()
+    results = tuple(_result_of_op(a, op, kind) for kind in op.leaves)
+    sums, donated = ((a.accumulators,), (1 + len(reads),)) if op.finishes else ((), ())
+    inputs = a.params, *reads, *sums, a.rng, *(() if op.parts == "F" else (scale,))
+    return Call(getattr(a.functions, op.function), donated, inputs, results if len(results) > 1 else results[0])
+
+
+def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
+    """Return the specs of one kind of result of an op; None for what XLA is to shard as it likes."""
+    if kind == "residuals":
+        return a.saved if "saved" in a.chosen else None
+    if kind == "stash":
+        stash = a.stash[1] if "stash" in a.chosen else None
+        if not op.begins:
+            return stash
+        is_chosen = "saved" in a.chosen and stash is not None
+        return a.outputs, *(([a.saved[i] for i in a.functions.halves.late_saved], stash) if is_chosen else (None, None))
+    results = {"output": a.outputs, "state": a.changed, "gradient": a.gradient, "accumulators": a.accumulators}
+    return results[kind]
 
 
 def _calls_for_shared(a: Arrays) -> dict[str, Call]:

@@ -7,16 +7,19 @@ from typing import Any
 import jax
 
 from jpipe.meshes._place import Place
+from jpipe.ops import Op
 from jpipe.programs._instructions import Update
 from jpipe.stages._arrays import Share
-from jpipe.stages._calls import UpdateKind
+from jpipe.stages._calls import UpdateKind, ops_by_call
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import unshared
 
 Tree = Any
 
-SHARDED_BY_XLA = {"forward": "saved", "backward_input": "stash", "forward_backward_input": "both"}
-"""By name of a call, which of its results for a later call XLA shards as it likes, in the order in which the calls decide."""
+
+def sharded_by_xla() -> dict[str, Op]:
+    """Return the ops, by call, that leave arrays for a later op, which XLA shards as it likes, in the order of their choices."""
+    return {name: op for name, op in ops_by_call().items() if {"residuals", "stash"} & {*op.leaves}}
 
 
 def update_kind(update: Update) -> UpdateKind:
@@ -28,9 +31,7 @@ def update_kind(update: Update) -> UpdateKind:
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """The compiled calls of a stage, by name: `evaluate`, the computations and an update of each kind that are used.
-
-    The computations are `forward`, `backward`, `forward_backward`, `backward_input`, `backward_weight` and `forward_backward_input`.
+    """The compiled calls of a stage, by name: the functions of `jpipe.ops.OPS` and an update of each kind, those that are used.
 
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
     With the global norm there is also `sum_squares`, and at the first stage `norm`; with a dynamic loss scale `next_scale`; if gradients
@@ -47,7 +48,7 @@ class CompiledStage:
     def chosen(self) -> dict[str, Sequence[Any]]:
         """The shardings that XLA chose for arrays between two programs, as in `Arrays`; empty on one device."""
         chosen: dict[str, Sequence[Any]] = {}
-        for name in SHARDED_BY_XLA if self.place.mesh else ():
+        for name in sharded_by_xla() if self.place.mesh else ():
             if name in self.calls:
                 chosen = {**choices(self.functions, name, self.calls[name]), **chosen}
         return chosen
@@ -100,14 +101,15 @@ class CompiledStage:
 
 
 def choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str, Sequence[Any]]:
-    """Return how one of the calls in `SHARDED_BY_XLA` shards its results for later calls, as `Arrays.chosen`."""
+    """Return how one of the calls in `sharded_by_xla` shards its results for later calls, as `Arrays.chosen`."""
     result, _ = call.output_shardings
-    match SHARDED_BY_XLA[name]:
-        case "saved":
-            return {"saved": result[2]}
-        case "stash":
-            return {"stash": result[1]}
-    _, late_saved, stash = result[2]
+    op = ops_by_call()[name]
+    left = result[op.leaves.index("residuals" if "residuals" in op.leaves else "stash")]
+    if "residuals" in op.leaves:
+        return {"saved": left}
+    if not op.begins:
+        return {"stash": left}
+    _, late_saved, stash = left
     # The halves do not read the remaining saved arrays: any sharding will do for them.
     read = dict(zip(f.halves.late_saved, late_saved, strict=True))
     return {"saved": [read.get(i) for i in range(f.residuals.count)], "stash": stash}

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.model._optimizer import masters_of
 from jpipe.model._precision import LossScale
+from jpipe.model.layerwise._optimizer import masters_of
 from jpipe.stages.functions._accumulators import divisor, mean, mean_loss
 from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions

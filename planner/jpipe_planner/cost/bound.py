@@ -112,7 +112,7 @@ class _Stage:
         self.microbatches_per_update = every // self.replicas  # microbatches per update at each replica
         # All replicas have the same order and versions, each for its own microbatches.
         order = rules.computations(plan, s, 0, 0, batches)
-        self.order = [(op == "F", entry.microbatch // self.replicas) for entry in order for op in entry.op]
+        self.order = [(op == "F", entry.microbatch // self.replicas) for entry in order for op in jpipe.ops.OPS[entry.op].pieces]
         self.versions = [rules.version(plan, s, k) for k in range(0, count, self.replicas)] if self.replicas > 1 else []
         self.arrived: list[float | None] = [None if s else 0.0] * count  # the inputs of each microbatch
         self.returned: list[float | None] = [None if s < plan.depth - 1 else 0.0] * count  # its output gradients

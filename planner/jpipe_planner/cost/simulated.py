@@ -84,7 +84,7 @@ def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
     seconds = []
     for workers, row in zip(plan.rank_workers, timeline, strict=True):
         forwards_per_batch = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
-        starts = [span.start for span in row if span.op[0] == "F"]
+        starts = [span.start for span in row if jpipe.ops.OPS[span.op].begins]
         seconds.append(starts[(first + batches) * forwards_per_batch] - starts[first * forwards_per_batch])
     return sum(seconds) / len(seconds) / batches
 

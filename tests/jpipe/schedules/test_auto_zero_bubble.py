@@ -53,11 +53,11 @@ def test_an_order_is_read_and_runs_as_it_stands():
         (0, "F0.0 F1.0", "order.0: entry 1, F1.0: expected one of the stages [0] of rank 0, found stage 1"),
         (0, "F0.0 FB0.1", "order.0: entry 1, FB0.1: FB is for the last stage, 1, which has no other to wait for; use F"),
         (1, "FI1.0 W1.0 FB1.1", "order.1: entry 2, FB1.1: expected FI, as for the microbatches before it at stage 1, found FB"),
-        (0, "F0.0 X0.1", "order.0: entry 1: expected an op (F, B, I, W, FB or FI), a stage and a microbatch, such as F0.3, found 'X0.1'"),
+        (0, "F0.0 X0.1", "order.0: entry 1: expected an op (F, B, FB, I, W, FI), a stage and a microbatch, such as F0.3, found 'X0.1'"),
         (
             0,
             "F0.0,F0.1",
-            "order.0: entry 0: expected an op (F, B, I, W, FB or FI), a stage and a microbatch, such as F0.3, found 'F0.0,F0.1'",
+            "order.0: entry 0: expected an op (F, B, FB, I, W, FI), a stage and a microbatch, such as F0.3, found 'F0.0,F0.1'",
         ),
         (0, "F0.99999999999999999999", "order.0: entry 0: expected an op"),
         (0, "F٠.0", "order.0: entry 0: expected an op"),

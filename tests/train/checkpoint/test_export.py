@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_leaves_a_warm_start_aside(home, tmp_path, capsys):
     loop.main(changed(home.data, run=run, train={"steps": STEPS + 1}, warm_start={"file": "nowhere.safetensors"}))
     told = capsys.readouterr().out
     assert "resumes at step 40" in told
-    assert "warm_start is left aside: it is for a run that begins" in told
+    assert "warm_start is ignored: it is for new runs" in told
 
 
 def test_a_runs_folder_gives_what_its_export_gives(home):

@@ -99,7 +99,7 @@ def test_the_launcher_says_that_it_is_one_and_takes_hangups_for_one_signal():
 WAITS = """
 import ctypes, os
 from jpipe_train.console import signals
-with signals.as_usual_in_process_1():
+with signals.default_in_process_1():
     assert os.getpid() == 1
     ctypes.CDLL(None)["raise"](NUMBER)
     ctypes.CDLL(None).sleep(5)  # in which no handler of Python's is called
@@ -119,7 +119,7 @@ def test_process_1_ends_by_signals_before_it_trains(number):
 def test_as_process_1_no_signal_is_left_to_the_kernel(monkeypatch, interruptible):
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert [signals.usual(number) for number in (signal.SIGINT, signal.SIGTERM)] == [signals.leave] * 2
-    with signals.as_usual_in_process_1(), interrupt.watched():
+    with signals.default_in_process_1(), interrupt.watched():
         assert signal.getsignal(signal.SIGTERM) is signals.leave
         with Preemption(None, saves=True) as one:
             signal.raise_signal(signal.SIGTERM)

@@ -238,7 +238,7 @@ def test_a_run_that_goes_on_with_other_batches_reads_each_row_once(saved, monkey
     assert found == windows
     assert len(found) == 32
     told = capsys.readouterr().out
-    assert "the training data go on at row 16" in told
+    assert "the training data continue at row 16" in told
     facts = checkpoint_files.read_facts(Path(saved["run"]["dir"]), 6)["data"]
     assert facts["batch_size"] == 4
     assert facts["position"] == {"batch": 6, "rows": [32], "pieces": 8}

@@ -15,7 +15,7 @@ import jpipe
 from jpipe.files import expanded, read_text
 from jpipe_train.assemble import labels, meshes, model
 from jpipe_train.assemble.optimizer import optimizer
-from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, ModelConfig, PlanConfig, PrecisionConfig
+from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 
@@ -40,7 +40,6 @@ def build(
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         check_accumulation(plan, config.optimizer.accumulate_batches)
-        check_carried(plan, config.model)
         plan.check_layers(stack.ids)
         meshes.check_heads(config.model, plan)
         with reporter.phase("reading the data"):
@@ -171,15 +170,6 @@ def check_accumulation(plan: jpipe.Plan, batches: int) -> None:
         )
 
 
-def check_carried(plan: jpipe.Plan, model: ModelConfig) -> None:
-    """Check that stages have one replica if their layers carry state for each row: others would have the state of other rows."""
-    if model.carries and max(plan.replicas) > 1:
-        raise jpipe.InputError(
-            f"plan.replicas: expected 1 for each stage of model.target {model.target}, whose layers carry state from batch to batch, "
-            f"found {max(plan.replicas)}; use more stages instead, or set model.arguments.carries to false"
-        )
-
-
 def started_devices(pipe: jpipe.Pipeline) -> list[Sequence[jax.Device]]:
     """Start JAX's devices and return those of each worker: one, or those of its mesh.
 
@@ -226,7 +216,7 @@ def check_memory(
     layers = [specs[layer_id] for s, _ in local for layer_id in plan.stages[s].layers]
     weights, available = bytes_of(layers), memory_of([device for _, group in local for device in group])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        state = bytes_of(jax.eval_shape(rule.init, specs))  # of all layers: a mask may name any of them
+        state = bytes_of(jax.eval_shape(rule.init, specs))  # specs of all layers, because a mask may name any of them
     versions = weights // 2 if has_masters else 0
     need = versions + 2 * weights + state * weights // max(bytes_of(specs), 1)
     if need > available:
@@ -279,7 +269,7 @@ def prepare_devices(config: PlanConfig, num_processes: int = 1) -> None:
 
 def force_cpu_devices(count: int) -> None:
     """Configure at least `count` CPU devices, up to 256; without effect on a GPU or after JAX has started."""
-    count = min(count, 256)  # far more would take minutes and gigabytes; the pipeline reports what is missing then
+    count = min(count, 256)  # more would take minutes and gigabytes; the pipeline then reports missing devices
     if jax.config.values["jax_num_cpu_devices"] < count:
         with contextlib.suppress(RuntimeError):  # JAX has started already, as in a notebook: stages share the existing devices
             jax.config.update("jax_num_cpu_devices", count)

@@ -37,10 +37,10 @@ class CheckedBatches:
         return len(self.batches)
 
     @property
-    def order(self) -> Position:
-        """The position at which the order of the batches begins."""
-        order: Position = self.batches.order
-        return order
+    def first_position(self) -> Position:
+        """The position of the first batch."""
+        first: Position = self.batches.first_position
+        return first
 
     def position(self, batch: int) -> Position:
         """Return the position at which a batch begins."""
@@ -88,8 +88,10 @@ def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
         outputs: shapes and dtypes of the outputs of the model.
 
     Raises:
-        InputError: a label or a token of a first batch is out of range.
+        InputError: a label or a token of a first batch is out of range; the model has fewer outputs than the data has words or classes.
     """
+    if batches.vocab_size is not None:
+        _check_outputs(batches.vocab_size, batches, outputs)
     limits = _input_limits(config), _label_limits(config, outputs)
     if not any(limits):
         return batches
@@ -100,17 +102,25 @@ def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
     return replace(batches, train=train, validation=validation)
 
 
+def _check_outputs(need: int, batches: data.Data, outputs: Any) -> None:
+    """Check that a model with logits for each label has one for each of the words or classes of the data.
+
+    Raises:
+        InputError: it has fewer.
+    """
+    labels = batches.like[1]
+    if not hasattr(outputs, "shape") or not hasattr(labels, "shape") or len(outputs.shape) != len(labels.shape) + 1:
+        return
+    if need > (have := cross_entropy.vocab_size(outputs)):
+        raise InputError(
+            f"model.arguments: expected at least {need} outputs for each label, for the words or classes of {batches.source}, "
+            f"found {have}; raise their number, or keep fewer words or classes"
+        )
+
+
 def _input_limits(config: Config) -> dict[str, Limit]:
     """Return the limits of tokens and sentence types if a built-in model reads data other than bytes."""
-    if config.data.target is None or config.data.is_built_in:
-        return {}
-    if config.model.is_built_in:
-        number = getattr(config.model.parsed, "vocab_size", None)
-        if number is None:  # a model of images
-            return {}
-        words = 0, number - 1, f"the model has {number} words, model.arguments.vocab_size"
-        return {"source": words, "target": words, "tokens": words}
-    if config.model.target is not None:
+    if config.data.target is None or config.model.target is not None:
         return {}
     symbols = 0, config.model.vocab_size - 1, f"the built-in model has {config.model.vocab_size} symbols, model.vocab_size"
     return {"": symbols, "tokens": symbols, "types": (0, 1, "there are two sentences")}

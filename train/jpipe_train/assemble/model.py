@@ -33,10 +33,7 @@ def layers(config: ModelConfig, batch_size: int, computes: str | None = None, ch
     """
     if config.target is None:
         return built_in.layers(config if computes is None else config.model_copy(update={"compute_dtype": computes}), chunk)
-    if config.is_built_in:
-        value: jpipe.LayerStack = config.built_in[config.target].load()(config.parsed, batch_size)
-        return value
-    stack = entry_point.call(config.target, "model.target", config.arguments)
+    stack = entry_point.call(config.target, "model.target", config.arguments, optional={"batch_size": batch_size})
     if not isinstance(stack, jpipe.LayerStack):
         raise InputError(f"model.target: expected '{config.target}' to return a jpipe.LayerStack, found {_describe(stack)}")
     return stack
@@ -50,12 +47,10 @@ def loss(config: LossConfig) -> Any:
     """
     if config.target is None:
         return cross_entropy.loss
-    if config.is_built_in:
-        return partial(config.built_in[config.target].load(), arguments=config.parsed)
     function = entry_point.load(config.target, "loss.target")
-    first, others = list(parameters_of(function).values())[:2], list(parameters_of(function).values())[2:]
-    random = [p for p in others if p.name in ("rngs", "key") and p.default in (None, p.empty)]
-    filled = dict.fromkeys([p.name for p in (*first, *random)], "is given by jpipe")
+    first_two, remaining = list(parameters_of(function).values())[:2], list(parameters_of(function).values())[2:]
+    random = [p for p in remaining if p.name in ("rngs", "key") and p.default in (None, p.empty)]
+    filled = dict.fromkeys([p.name for p in (*first_two, *random)], "is given by jpipe")
     with entry_point.errors_about("loss.arguments"):
         check_names(function, config.target, config.arguments, filled)
     return partial(function, **config.arguments)

@@ -115,7 +115,7 @@ class RunFolder:
             FolderChanged: earlier lines are not in the file any more.
         """
         assert self._metrics is not None, "go_on comes first"
-        with interrupt.held(), self._writes_rows:
+        with interrupt.delayed(), self._writes_rows:
             self._unwritten += b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
             self._check_file()
             while self._unwritten:  # a disk that becomes full takes a part

@@ -3,20 +3,19 @@
 import re
 import reprlib
 import warnings
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import jpipe
 from jpipe.errors import nearest
-from jpipe_train.config import built_in, entry_point, optax_names
+from jpipe_train.config import entry_point, optax_names
 from jpipe_train.config.data_config import DataConfig as DataConfig
 from jpipe_train.config.model_config import ModelConfig as ModelConfig
 from jpipe_train.config.plan_config import MOST_MICROBATCHES as MOST_MICROBATCHES
 from jpipe_train.config.plan_config import PlanConfig as PlanConfig
 from jpipe_train.config.section import AUTO as AUTO
-from jpipe_train.config.section import Arguments, BuiltIn, Count, FilePath, OwnCode, Section
+from jpipe_train.config.section import Arguments, Count, FilePath, OwnCode, Section
 
 MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
@@ -133,14 +132,13 @@ class PrecisionConfig(Section):
 
 
 class LossConfig(OwnCode):
-    """The mean cross-entropy of integer labels, one of `built_in.LOSSES`, or a function of the user's.
+    """The mean cross-entropy of integer labels, or a function of the user's.
 
     `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed `chunk` positions
     at a time, and again in the backward, so that they are never all in memory; null: all at once; "auto": all at once for small
     vocabularies.
     """
 
-    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.LOSSES
     keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can override a file that has all keys
 
     chunk: Count | Literal["auto"] | None = "auto"
@@ -249,7 +247,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _some_update_is_made(self) -> "Config":
+    def _at_least_one_update(self) -> "Config":
         if self.optimizer.accumulate_batches > self.train.steps:
             raise ValueError(
                 f"optimizer.accumulate_batches {self.optimizer.accumulate_batches} is more than train.steps {self.train.steps}, so that "
@@ -259,9 +257,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_dtype_is_computed_in(self) -> "Config":
-        own, computes = self.model.compute_dtype, self.precision.computes
-        if self.model.target is None and computes is not None and own not in ("float32", computes):
-            raise ValueError(f"model.compute_dtype is {own} and precision.compute {computes}; leave out model.compute_dtype")
+        model_dtype, computes = self.model.compute_dtype, self.precision.computes
+        if self.model.target is None and computes is not None and model_dtype not in ("float32", computes):
+            raise ValueError(f"model.compute_dtype is {model_dtype} and precision.compute {computes}; leave out model.compute_dtype")
         return self
 
     @model_validator(mode="after")
@@ -279,9 +277,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _chunks_are_of_logits(self) -> "Config":
-        own = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
-        if own is not None and self.loss.chunk not in ("auto", None):
-            raise ValueError(f"loss.chunk would mean nothing beside {own}: it is for logits and the loss that are built in; leave it out")
+        target_key = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
+        if target_key is not None and self.loss.chunk not in ("auto", None):
+            raise ValueError(
+                f"loss.chunk would mean nothing beside {target_key}: it is for logits and the loss that are built in; leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -308,7 +308,7 @@ class Config(Section):
     @property
     def code(self) -> dict[str, str]:
         """The user's functions that this run calls, by config key."""
-        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss") if not getattr(self, name).is_built_in}
-        own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
+        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss")}
+        optimizer = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
         metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
-        return {key: target for key, target in named.items() if target} | own | metrics
+        return {key: target for key, target in named.items() if target} | optimizer | metrics

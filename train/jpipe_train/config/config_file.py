@@ -14,7 +14,7 @@ from jpipe_train.config import huggingface
 from jpipe_train.config.config import Config
 from jpipe_train.config.model_config import OF_THE_RUN
 
-MOST_BYTES = 2**20  # of a config, hundreds of times what long ones have
+MOST_BYTES = 2**20  # hundreds of times the size of a long config
 
 
 def load(
@@ -105,7 +105,7 @@ def _read(path: str | Path) -> dict[Any, Any]:
 
 
 def _let_preset_decide(data: dict[Any, Any], overridden: Sequence[str]) -> None:
-    """If `model.preset` is overridden, drop the file's own keys of the model, except those in `OF_THE_RUN`."""
+    """Drop the file's own keys of the model, except those in `OF_THE_RUN`, if `model.preset` is overridden."""
     model = data.get("model")
     if "model.preset" in overridden and isinstance(model, dict) and model["preset"] is not None:
         keys = {key.split(".")[1] for key in overridden if key.startswith("model.")}
@@ -113,7 +113,7 @@ def _let_preset_decide(data: dict[Any, Any], overridden: Sequence[str]) -> None:
 
 
 def _fill_model(data: dict[Any, Any], where: str) -> None:
-    """If the run starts from a folder in Hugging Face's layout, add the keys of `model` that its `config.json` decides to `data`."""
+    """Add the keys of `model` that `config.json` decides to `data`, if the run starts from a folder in Hugging Face's layout."""
     warm_start, model = data.get("warm_start"), data.get("model")
     warm_start = warm_start if isinstance(warm_start, dict) else {}
     file = warm_start.get("file")
@@ -126,8 +126,8 @@ def _override(data: dict[Any, Any], override: str, overridden: list[str]) -> Non
     key, equals, value = override.partition("=")
     *sections, last = key.split(".")
     if not equals or not all([*sections, last]):
-        found = "an empty name" if equals else "no '='"
-        raise InputError(f"--set {override}: expected key=value, such as train.steps=100, found {found}")
+        mistake = "an empty name" if equals else "no '='"
+        raise InputError(f"--set {override}: expected key=value, such as train.steps=100, found {mistake}")
     for earlier in overridden:
         if f"{earlier}.".startswith(f"{key}."):
             raise InputError(f"--set {override}: expected each key once, found --set {earlier}=… before it, which would be lost; keep one")

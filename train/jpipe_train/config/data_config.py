@@ -1,12 +1,10 @@
 """The section `data` of a config: what is read, and how it becomes batches."""
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jpipe_train.config import built_in
-from jpipe_train.config.section import AUTO, BuiltIn, FilePath, Fraction, OwnCode
+from jpipe_train.config.section import AUTO, FilePath, Fraction, OwnCode
 
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _ONLY_WITH = {  # the formats that a key applies to; with any other it is an error
@@ -25,11 +23,9 @@ class DataConfig(OwnCode):
     """The data of a run: `path` is a file, folder or glob; null means the source code of the running Python's standard library.
 
     The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a
-    prompt and an answer); auto means bytes, and rejects files that are known not to be text. A `target` is one of `built_in.DATA`, or a
-    function: `target(seed, batch_size, **arguments)` returns (train, validation), see `jpipe_train.data.own_data`.
+    prompt and an answer); auto means bytes, and rejects files that are known not to be text. A `target` is a function:
+    `target(seed, batch_size, **arguments)` returns (train, validation), or a `jpipe_train.data.data.Data`.
     """
-
-    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.DATA
 
     format: Literal["auto", "bytes", "text", "tokens", "prompts"] = AUTO
     path: FilePath | None = None

@@ -18,7 +18,7 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe.errors import nearest
-from jpipe_train.config.arguments import check_names
+from jpipe_train.config.arguments import check_names, parameters_of
 from jpipe_train.console import interrupt
 
 _OUR_PACKAGES = ("jpipe", "jpipe_planner", "jpipe_train")
@@ -79,13 +79,29 @@ def load(target: str, key: str) -> Callable[..., Any]:
     return value
 
 
-def call(target: str, key: str, arguments: Mapping[str, Any], supplied: Mapping[str, Any] | None = None) -> Any:
-    """Call the function `target` with `arguments` from the config and those that jpipe supplies.
+def call(
+    target: str,
+    key: str,
+    arguments: Mapping[str, Any],
+    supplied: Mapping[str, Any] | None = None,
+    optional: Mapping[str, Any] | None = None,
+) -> Any:
+    """Call the function `target` and return its result.
+
+    Args:
+        target: `module:function`.
+        key: the key of the config that names it, for messages.
+        arguments: arguments of the config.
+        supplied: arguments that jpipe supplies.
+        optional: arguments that jpipe supplies if the function has a parameter of that name and the config does not set it.
 
     Raises:
         InputError: as in `load`; the arguments do not fit; the function raises an exception, which is reported with the user's line.
     """
-    function, supplied = load(target, key), supplied or {}
+    function = load(target, key)
+    parameters = parameters_of(function)
+    wanted = {name: value for name, value in (optional or {}).items() if name in parameters and name not in arguments}
+    supplied = {**wanted, **(supplied or {})}
     with errors_about(f"{key.rpartition('.')[0]}.arguments"):
         check_names(function, target, arguments, dict.fromkeys(supplied, "is given by jpipe"))
     with user_errors(f"{key}: '{target}' fails"):

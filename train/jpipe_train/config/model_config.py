@@ -1,15 +1,13 @@
 """The section `model` of a config: the built-in family of language models."""
 
 import reprlib
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
-from jpipe_train.config import built_in
 from jpipe_train.config.presets import PRESETS
-from jpipe_train.config.section import BuiltIn, Count, OwnCode, Section
+from jpipe_train.config.section import Count, OwnCode, Section
 
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
@@ -42,11 +40,9 @@ class ModelConfig(OwnCode):
     """A language model: `depth` blocks of `width` with `heads` heads over sequences of `seq_len` tokens.
 
     Parameters are float32 regardless of `compute_dtype`. The default is a GPT over bytes; a `preset` gives the other keys, and explicit
-    keys override it. A `target` is one of `built_in.MODELS`, or a function: `target(**arguments)` returns a `jpipe.LayerStack`, and
-    `seq_len` then only applies to the text.
+    keys override it. A `target` is a function: `target(**arguments)` returns a `jpipe.LayerStack`, and `seq_len` then only applies to the
+    text.
     """
-
-    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.MODELS
 
     keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"seq_len"}
 

@@ -1,11 +1,9 @@
 """Base classes for the sections of a config, and types of keys that several sections share."""
 
-import importlib
 import os
-import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import (
@@ -14,13 +12,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_serializer,
     model_validator,
 )
 
-from jpipe.errors import nearest
 from jpipe_train.config import entry_point
 
 # The upper limits are far beyond what runs; they keep a typo from counting for hours or out of 32 bits.
@@ -55,88 +51,41 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True)
-class BuiltIn:
-    """A built-in part that a config can name as a `target`.
-
-    Attributes:
-        arguments: the schema of its arguments.
-        function: the function that makes it, as `module:function`, because this package does not import models.
-    """
-
-    arguments: type[Section]
-    function: str
-
-    def load(self) -> Callable[..., Any]:
-        """Import and return the function."""
-        module, _, name = self.function.partition(":")
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        return function
-
-    def parse(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Validate the arguments and fill in defaults.
-
-        Args:
-            name: the name of the part, for messages.
-            arguments: the arguments in the config.
-
-        Raises:
-            ValueError: an argument is unknown, missing or invalid.
-        """
-        try:
-            return self.arguments.model_validate(dict(arguments))
-        except ValidationError as error:
-            first = error.errors()[0]
-        key, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            raise ValueError(f"arguments: '{name}' has no '{key}'; {nearest(key, self.arguments.model_fields)}")
-        if first["type"] == "missing":
-            raise ValueError(f"arguments: '{name}' needs '{key}'; add it")
-        raise ValueError(
-            f"arguments: {key}: {message}, found {reprlib.repr(first['input'])}; change it" if key else f"arguments: {message}"
-        )
+MOVED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "alexnet": "examples.papers.models.vgg:alexnet",
+        "vgg16": "examples.papers.models.vgg:vgg16",
+        "resnet50": "examples.papers.models.resnet:resnet50",
+        "inception_v3": "examples.papers.models.inception:inception_v3",
+        "gnmt": "examples.papers.models.gnmt:gnmt",
+        "awd_lm": "examples.papers.models.awd_lm:awd_lm",
+        "s2vt": "examples.papers.models.s2vt:s2vt",
+        "images": "examples.papers.data.images:load",
+        "translation": "examples.papers.data.translation:load",
+        "words": "examples.papers.data.words:load",
+        "captions": "examples.papers.data.captions:load",
+        "smoothed_cross_entropy": "examples.papers.losses:smoothed_cross_entropy",
+    }
+)
+"""The names of targets that were once built in, and what to write in their place."""
 
 
 class OwnCode(Section):
-    """A section that a `target` with `arguments` can replace: a function of the user's, or a part of `built_in` by name."""
+    """A section that a `target` with `arguments` can replace: a function of the user's."""
 
     target: str | None = None
     arguments: Arguments = {}
 
-    built_in: ClassVar[Mapping[str, BuiltIn]] = {}
-
     keeps_meaning: ClassVar[frozenset[str]] = frozenset({"target", "arguments"})  # keys that still apply with a target
-
-    @property
-    def is_built_in(self) -> bool:
-        """Whether the target is one of `built_in`."""
-        return self.target in self.built_in
-
-    @property
-    def carries(self) -> bool:
-        """Whether the layers carry state for each row from batch to batch, which limits each stage to one replica."""
-        return self.is_built_in and getattr(self.parsed, "carries", False)
-
-    @property
-    def parsed(self) -> Any:
-        """The arguments of a built-in target, with defaults filled in."""
-        assert self.target is not None
-        return self.built_in[self.target].parse(self.target, self.arguments)
 
     @field_validator("target")
     @classmethod
     def _names_something(cls, target: str | None) -> str | None:
-        if target is None or target in cls.built_in:
-            return target
-        if ":" in target or not cls.built_in:
-            return entry_point.check_form(target)
-        raise ValueError(f"expected module:function or one of {', '.join(cls.built_in)}, found {reprlib.repr(target)}")
-
-    @model_validator(mode="after")
-    def _arguments_are_its_own(self) -> "OwnCode":
-        if self.is_built_in:
-            _ = self.parsed
-        return self
+        if target is not None and target in MOVED:
+            raise ValueError(
+                f"'{target}' is an example now; write {MOVED[target]}, get its code with jpipe configs copy, and add --allow-code"
+            )
+        return None if target is None else entry_point.check_form(target)
 
     @model_validator(mode="after")
     def _no_key_is_ignored(self) -> "OwnCode":

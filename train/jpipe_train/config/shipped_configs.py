@@ -10,6 +10,7 @@ from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"
 _PACKAGE = Path(__file__).parents[1]
+_PAPERS = "examples.papers"
 
 
 def list_all(say: Callable[[str], None]) -> None:
@@ -27,7 +28,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
     """Copy files to `folder`/configs and `folder`/examples.
 
     Args:
-        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`; all files if empty. An example is copied with its Python file.
+        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`; all files if empty. A config brings the Python files it names.
         folder: the destination.
         overwrite: whether to replace existing files that differ.
         say: prints a line for each file.
@@ -42,7 +43,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
         existing = [name for name in changed if os.path.lexists(folder / name)]
         if existing and not overwrite:
             raise InputError(
-                f"configs copy: '{folder / existing[0]}' is there and differs"
+                f"configs copy: '{folder / existing[0]}' exists and differs"
                 + (f", and {len(existing) - 1} more" if len(existing) > 1 else "")
                 + "; nothing was copied; copy to another folder with --to, or add --overwrite"
             )
@@ -54,7 +55,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
         where = error.filename or folder
         raise InputError(f"configs copy: cannot write '{where}': {error.strerror}; choose another folder with --to") from None
     if len(changed) < len(wanted):
-        say(f"there already: {len(wanted) - len(changed)} of {len(wanted)} files")
+        say(f"already up to date: {len(wanted) - len(changed)} of {len(wanted)} files")
 
 
 def shipped() -> dict[str, Path]:
@@ -64,14 +65,20 @@ def shipped() -> dict[str, Path]:
     return {file.relative_to(root).as_posix(): file for file in files}
 
 
-def _files_for(name: str, available: Sequence[str] | dict[str, Path]) -> list[str]:
+def _files_for(name: str, available: dict[str, Path]) -> list[str]:
     """Return the files that a user's name refers to."""
     configs = [file for file in available if file.endswith(".yaml")]
     files = [file for file in configs if name in (file, Path(file).name, Path(file).stem)]
     if not files:
         raise InputError(f"configs copy: unknown config '{name}'; {nearest(name, [Path(file).stem for file in configs])}")
-    code = [f"{files[0].removesuffix('.yaml')}.py", "examples/__init__.py"] if files[0].startswith("examples/") else []
-    return files + code
+    return files + _code(available[files[0]].read_text(encoding="utf-8"), available)
+
+
+def _code(config: str, available: dict[str, Path]) -> list[str]:
+    """Return the Python files that a config needs: the modules that it names, and all of a package whose modules import each other."""
+    modules = {file: file.removesuffix(".py").replace("/", ".") for file in available if file.endswith(".py")}
+    code = [file for file, module in modules.items() if f"{module}:" in config or (module.startswith(_PAPERS) and _PAPERS in config)]
+    return [*code, "examples/__init__.py"] if code else []
 
 
 def _content(path: Path) -> bytes | None:

@@ -25,7 +25,7 @@ LAUNCHER = "JPIPE_LAUNCHER"  # the variable with the process id of `jpipe launch
 
 
 class Preemption:
-    """Records the first of these signals, and decides before each step what to do; a second signal ends the process immediately.
+    """Records the first signal, and decides before each step what to do; a second signal ends the process immediately.
 
     SIGHUP never counts as a second signal: when a connection drops, a shell and the kernel send several, and systemd sends it with
     SIGTERM. Under `jpipe launch` no signal counts as a second one, because schedulers signal all processes and the launcher forwards its

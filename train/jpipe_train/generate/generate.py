@@ -95,7 +95,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
     decoder = Decoder(source.config, origin.parameters(source, devices, interrupt.check), devices)
     interrupt.check()
     known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, source.config.vocab_size)), words.symbols)
-    with interrupt.held():  # Ctrl-C is checked after each token, so that no output is cut off
+    with interrupt.delayed():  # Ctrl-C is checked after each token, so that no output is cut off
         texts.head()
         for tokens in sequences(decoder, prompts, positions, max(text.most for text in texts.each), sampling, request.seed, known):
             texts.add(tokens)
@@ -156,7 +156,7 @@ def _sampling(request: Request) -> Sampling:
     draws = request.top_k is not None or request.top_p is not None
     temperature = request.temperature if request.temperature is not None else 1.0 if draws else 0.0
     if not request.prompts:
-        raise InputError("--prompt: expected a text to go on from, found none; give --prompt TEXT, or pipe one in")
+        raise InputError("--prompt: expected a text to continue, found none; give --prompt TEXT, or pipe one in")
     if not 1 <= request.tokens <= MOST_TOKENS:
         raise InputError(f"--tokens: expected from 1 to {MOST_TOKENS:,}, found {short(request.tokens)}; how many are to come?")
     if not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):

@@ -14,7 +14,7 @@ from jpipe.errors import short
 from jpipe_train.console.terminal import count
 from jpipe_train.generate.words import Stream, Words
 
-_FEW = 10  # with fewer steps no speed is printed
+_MIN_STEPS = 10  # with fewer steps no speed is printed
 End = Literal["end of text", "tokens", "positions", "interrupted"]
 
 
@@ -118,10 +118,10 @@ class Texts:
         else:
             self._write_new()
         for number, text in enumerate(self.each, 1):
-            which = f"prompt {number}: " if len(self.each) > 1 else ""
+            prefix = f"prompt {number}: " if len(self.each) > 1 else ""
             if text.end == "positions":
                 self.say(
-                    f"{which}stopped after {count(text.tokens, 'token')}: the model has no more than {text.length + text.most} positions"
+                    f"{prefix}stopped after {count(text.tokens, 'token')}: the model has no more than {text.length + text.most} positions"
                 )
         self.say(self._clock.describe(sum(text.tokens for text in self.each), any(text.end == "interrupted" for text in self.each)))
 
@@ -160,7 +160,7 @@ class _Clock:
         """Describe the number of tokens and the speed."""
         words = f"{'interrupted after ' if interrupted else ''}{count(tokens, 'token')} in {self._times[-1] - self._times[0]:.1f} s"
         later, seconds = sum(self._counts[2:]), self._times[-1] - self._times[min(2, len(self._counts))]
-        return words + (f"; {later / seconds:,.0f} tokens/s once compiled" if len(self._counts) >= _FEW and seconds > 0 else "")
+        return words + (f"; {later / seconds:,.0f} tokens/s once compiled" if len(self._counts) >= _MIN_STEPS and seconds > 0 else "")
 
 
 def start_texts(prompts: Sequence[str], tokens: Sequence[Sequence[int]], most: int, positions: int, words: Words) -> list[Text]:

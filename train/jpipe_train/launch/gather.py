@@ -2,11 +2,10 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import get_args
 
 import jpipe
 
-_OPS: tuple[jpipe.schedules.Op, ...] = get_args(jpipe.schedules.Op)
+_OPS = tuple(jpipe.ops.OPS)
 _PIECE = 2**16  # numbers in a message: a megabyte of text; a line of the channel may have sixteen
 
 

@@ -18,8 +18,8 @@ _MAY_DIFFER = re.compile(
     r"|distributed_debug|distributed_verify_secure_credentials|default_device|num_cpu_devices|platforms|platform_name|pjrt_client_create_options)"
 )
 _VARIABLES = "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE"
-_PREFIXES = "FLAX_", "NNX_"  # of Flax's variables
-_FLAGS_THAT_MAY_DIFFER = ("--xla_dump_", "--xla_force_host_platform_device_count")  # of XLA
+_PREFIXES = "FLAX_", "NNX_"  # of the names of Flax's variables
+_FLAGS_THAT_MAY_DIFFER = ("--xla_dump_", "--xla_force_host_platform_device_count")  # XLA flags
 
 
 def numeric_settings() -> dict[str, str]:

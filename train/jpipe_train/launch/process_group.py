@@ -33,8 +33,8 @@ class ProcessGroup:
         self._variables = variables
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs = selectors.DefaultSelector()
-        self._deadline: float | None = None  # when those that were asked to end are killed
-        self._report_deadline: float | None = None  # until when the others may report what they waited for, after a failure
+        self._deadline: float | None = None  # time at which processes that were asked to end are killed
+        self._report_deadline: float | None = None  # time until which the others may report after a failure
 
     def start(self, arguments: Sequence[str], number: int, core: int | None) -> None:
         """Start process `number`, on CPU core `core` unless it is None."""
@@ -170,8 +170,8 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def _environment(number: int, *, one_thread: bool) -> dict[str, str]:
     current = os.environ
-    # The same modules in the same places as here; lines that do not wait in a buffer; a GPU each, as NCCL wants it, which listens at
-    # a loopback address; and no warning that recoverability is experimental.
+    # The same import path as here; unbuffered lines; one GPU each, as NCCL requires, listening at a loopback address; and no warning
+    # that recoverability is experimental.
     changes = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
     changes["JPIPE_LAUNCHER"] = str(os.getpid())  # jpipe_train.console.preemption, which imports JAX, has the name too
     changes["JAX_LOCAL_DEVICE_IDS"] = current.get("JAX_LOCAL_DEVICE_IDS", str(number))

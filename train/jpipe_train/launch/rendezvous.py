@@ -18,7 +18,7 @@ from jpipe.processes import handshake
 from jpipe.processes.addresses import listen_everywhere
 from jpipe.processes.handshake import Caller, Door
 
-_PURPOSE = "meeting"  # of these connections, in the handshake
+_PURPOSE = "meeting"  # the purpose of these connections in the handshake
 _ANSWER_LIMIT = 5.0  # seconds that process 0 may take to answer after its own limit
 _RETRY = 0.2
 _DID_NOT_CONNECT = "did not connect to"
@@ -27,7 +27,7 @@ _DID_NOT_CONNECT = "did not connect to"
 class NotConnected(InputError):
     """Processes have not connected, perhaps because some were late."""
 
-    may_pass = True  # when all are started again
+    may_pass = True  # if all are restarted
 
 
 class Address(NamedTuple):

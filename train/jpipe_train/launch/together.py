@@ -29,7 +29,7 @@ T = TypeVar("T")
 # after 6 s; and when process 0 ends, JAX aborts the others.
 _LEAVE = 5.5, 4.0
 _MAY_PASS = "whether another try may succeed"
-_LONG_WORK = 600.0  # seconds that the others wait for what process 0 does alone
+_LONG_WORK = 600.0  # seconds that the others wait for work of process 0
 _joined: jpipe.processes.Processes | None = None  # one run per process, as in JAX's runtime
 
 
@@ -95,7 +95,7 @@ class Together:
                 self.processes.agree({"outcome": "" if problem is None else str(problem), _MAY_PASS: passing})
             except jpipe.InputError as error:
                 difference = error
-            if difference is not None:  # raised here, since an error that is raised in a handler forgets what it was raised for
+            if difference is not None:  # raised outside the handler, to keep the original cause
                 self.all_know = True
                 difference.may_pass = any(line.startswith(_MAY_PASS) for line in difference.args)  # type: ignore[attr-defined]
                 raise problem or ReportedElsewhere(self.processes.index, "another process", difference)
@@ -169,7 +169,7 @@ class Together:
             jpipe.InputError: this process has no devices, or they differ; reported as by `shared`.
             jpipe.PeerLost: another process has no devices.
         """
-        if self.processes is not None:  # a single process checks more before it starts them
+        if self.processes is not None:  # a single process starts them later, after more checks
             with self.processes.waiting("the devices of all processes, of one kind", limit=max(limit, 60.0)):
                 start_devices()
             self.agree(devices)
@@ -250,10 +250,10 @@ def _digest_of_module(module: str) -> str:
     folders: Sequence[str] = [str(Path.cwd()), *sys.path]
     parts, source = module.split("."), b""
     for end in range(1, len(parts) + 1):
-        found = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), folders)
-        folders = (found and found.submodule_search_locations) or ()
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), folders)
+        folders = (spec and spec.submodule_search_locations) or ()
         with contextlib.suppress(OSError):  # the import reports what is wrong
-            source = Path(found.origin).read_bytes() if found is not None and found.origin is not None else b""
+            source = Path(spec.origin).read_bytes() if spec is not None and spec.origin is not None else b""
     return hashlib.sha256(source).hexdigest()[:12]
 
 

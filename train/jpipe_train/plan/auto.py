@@ -42,7 +42,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     profile = Profile.from_json(together.from_first("the profile of process 0", lambda: "" if local is None else local.to_json()))
     topology = local_topology(dispatch=profile.dispatch)
 
-    request = Request(all_devices=together.processes is not None, replicas=not config.model.carries)
+    request = Request(all_devices=together.processes is not None, replicas=not parts.stack.carries_rows)
 
     def search_and_confirm() -> str:
         result = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)

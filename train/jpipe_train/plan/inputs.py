@@ -12,7 +12,7 @@ from jpipe.files import expanded
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
 
 LOCAL = "local"
-ALL = "all"  # schedules
+ALL = "all"  # in place of the names of schedules
 _MOST_TOPOLOGY = 2**20  # bytes
 _MOST_PROFILE = 2**25  # bytes: thousands of layers at a dozen sizes
 

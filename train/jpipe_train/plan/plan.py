@@ -74,7 +74,7 @@ def main(
     if files.config is not None:
         config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
         parts = Parts.of(config, reporter)
-        request = replace(request, replicas=not config.model.carries)
+        request = replace(request, replicas=not parts.stack.carries_rows)
     config_batch = config.train.batch_size if files.config is not None else None
     batch = request.batch or config_batch
     if batch is None:

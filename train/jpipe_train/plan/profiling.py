@@ -19,7 +19,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 
 MEASURED_SIZES, PAPER_SIZES = 4, 6  # numbers of microbatch sizes to profile; each takes a compilation, and a run if it is measured
-SECONDS = 8.0  # of measurement, without compilation
+SECONDS = 8.0  # of measuring, without compilation
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ def sizes_for(batch: int, devices: int, most: int) -> tuple[int, ...]:
     """
     small = [rows for rows in range(1, math.isqrt(batch) + 1) if batch % rows == 0]
     divisors = sorted({*small, *(batch // rows for rows in small)})
-    kept = [max(rows for rows in divisors if rows == 1 or rows * devices <= 2 * batch)]
+    sizes = [max(rows for rows in divisors if rows == 1 or rows * devices <= 2 * batch)]
     for rows in reversed(divisors):
-        if rows <= kept[-1] / 1.5:
-            kept.append(rows)
-    return tuple(sorted(kept[:most]))
+        if rows <= sizes[-1] / 1.5:
+            sizes.append(rows)
+    return tuple(sorted(sizes[:most]))
 
 
 def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int, reporter: Reporter, largest_mesh: int = 1) -> Profile:

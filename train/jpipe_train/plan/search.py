@@ -33,10 +33,9 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.plan.inputs import Request
 
-MANY_DEVICES = 4096  # for which a search is announced as a long one
+MANY_DEVICES = 4096  # from this number on, a search is announced as long
 
-
-_FASTER = 0.01  # relative difference from which on a faster plan with delayed weights is worth a line
+_FASTER = 0.01  # relative gain above which a faster plan with delayed weights is mentioned
 _NEEDS_NORM = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
 
 

@@ -70,7 +70,9 @@ def main(
     long = jpipe.simulate(jpipe.lower(plan, steady_from + 3, shared=shared), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, steady_from, 2)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
-    halves = ", each of its halves 1" if any(span.op == "W" for spans in prediction.timeline for span in spans) else ""
+    halves = (
+        ", each of its halves 1" if any(jpipe.ops.OPS[span.op].reads == "stash" for spans in prediction.timeline for span in spans) else ""
+    )
     recomputes = any(stage.recompute != "none" for stage in plan.stages)
     recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
     return "\n".join(

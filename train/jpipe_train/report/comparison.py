@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jpipe
 
 HELD = "held memory"
-_MUCH_SLOWER = 1.5  # times the prediction
+_MUCH_SLOWER = 1.5  # ratio to the prediction
 _SHORT = 2e-3  # seconds
-_MOST_RANKS = 8  # whose temporaries are listed
+_MOST_RANKS = 8  # ranks whose temporaries are listed
 
 
 class Comparison(NamedTuple):

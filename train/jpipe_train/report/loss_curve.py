@@ -54,7 +54,7 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
             held_out[shown], values[shown], color=_VALIDATION, linestyle="", marker="o", markersize=5, mec="white", label="validation"
         )
         point, text = (float(held_out[-1]), float(values[-1])), f"{values[-1]:.3f}"
-        if len(losses) and values[-1] < losses[-1]:  # away from the line
+        if len(losses) and values[-1] < losses[-1]:  # below the point, away from the line
             side: dict[str, Any] = {"xytext": (0, -5), "va": "top"}
         else:
             side = {"xytext": (0, 9), "bbox": {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}}  # the line may run below it

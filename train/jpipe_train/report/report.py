@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 _PAGE = Path(__file__).with_name("report_page.html")
-_MOST_PARTS = 50  # of a resumed run, the last ones
+_MOST_PARTS = 50  # the last parts of a resumed run that are listed
 _MOST_METRICS, _MOST_RESULTS = 24, 4  # validation metrics that are drawn, and that the top of the page shows
 
 
@@ -159,8 +159,8 @@ def _history(report: Report) -> str:
 def _stages(report: Report) -> str:
     if not report.stages:
         return ""
-    which, window = list(report.windows.items())[-1] if report.windows else ("", None)
-    note = f"Medians over the microbatches that were {which}; busy is the share of the time in which a stage computes or updates."
+    kind, window = list(report.windows.items())[-1] if report.windows else ("", None)
+    note = f"Medians over the microbatches that were {kind}; busy is the share of the time in which a stage computes or updates."
     return _scrolling(_table("numbers", *stage_times.table(report.stages, window))) + (_note(note) if window else "")
 
 
@@ -183,9 +183,9 @@ def _loss(report: Report, picture: bytes | None) -> str:
         alt += f" Validation: from {values[0]:.3g} to {values[-1]:.3g}."
     smoothed = len(losses) >= loss_curve.SMOOTHED_FROM
     of = "each batch" if loss_curve.logs_every_batch(report.rows) else "the batches that were logged"
-    how = f"The thin line is the loss of {of}, the thick one its running mean" if smoothed else f"The line is the loss of {of}"
-    how += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
-    return _figure(picture, "small", alt, f"{how}{note}")
+    caption = f"The thin line is the loss of {of}, the thick one its running mean" if smoothed else f"The line is the loss of {of}"
+    caption += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
+    return _figure(picture, "small", alt, f"{caption}{note}")
 
 
 def _metrics_to_draw(report: Report) -> list[str]:
@@ -227,20 +227,20 @@ def _comparison_table(report: Report) -> str:
 def _timeline(report: Report, picture: bytes | None) -> str:
     if picture is None:
         return _note("No batches of this run were simulated or traced, so there is no timeline.")
-    how = (
+    caption = (
         "A row is a rank, a device, and time runs to the right; grey is idle, and the number in a box is its microbatch: follow one down "
         "through the forwards and up again through the backwards. The file trace.json beside this page has the same for ui.perfetto.dev."
     )
-    return _figure(picture, "wide", f"What each rank did, over time: {_which(report)}.", f"{_only(report)}{how}")
+    return _figure(picture, "wide", f"What each rank did, over time: {_which(report)}.", f"{_only(report)}{caption}")
 
 
 def _memory(report: Report, picture: bytes | None) -> str:
     if picture is None:
         return _note("What the ranks held was neither predicted nor measured, so there is no picture of their memory.")
-    how = "Each panel is what one rank holds over time, by kind and on top of each other; the dashed line marks the most."
+    caption = "Each panel is what one rank holds over time, by kind and on top of each other; the dashed line marks the most."
     most = "; ".join(f"rank {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
                      for row in compare(report.predicted, report.measured)[2:])  # fmt: skip
-    return _figure(picture, "wide", f"What each rank held in memory, over time, at most: {most}.", f"{_only(report)}{how}")
+    return _figure(picture, "wide", f"What each rank held in memory, over time, at most: {most}.", f"{_only(report)}{caption}")
 
 
 def _which(report: Report) -> str:

@@ -6,15 +6,6 @@ from dataclasses import dataclass
 
 import jpipe
 
-_KINDS = {
-    "F": "forward, ms",
-    "B": "backward, ms",
-    "FB": "both in one, ms",
-    "I": "backward for inputs, ms",
-    "W": "backward for weights, ms",
-    "FI": "forward and backward for inputs, ms",
-}
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -33,8 +24,8 @@ class Stage:
 
 def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the head and the rows of the table; the times are medians over the computations of a window, or `–`."""
-    kinds = [op for op in _KINDS if window is not None and any(span.op == op for spans in window.timeline for span in spans)]
-    head = "stage", "layers", "parameters", *(_KINDS[op] for op in kinds), *(() if window is None else ("busy",))
+    kinds = [op for op in jpipe.ops.OPS if window is not None and any(span.op == op for spans in window.timeline for span in spans)]
+    head = "stage", "layers", "parameters", *(f"{jpipe.ops.OPS[op].label}, ms" for op in kinds), *(() if window is None else ("busy",))
     rows = []
     for s, stage in enumerate(stages):
         cells = [str(s), _layers(stage.layers), f"{stage.parameters:,}"]

@@ -27,7 +27,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], flush_seconds: float = _FLUSH_SECONDS) -> None:
-        # TensorBoard's SummaryWriter writes in a thread, which a full disk ends, and the run would wait forever; so write records directly.
+        # TensorBoard's SummaryWriter writes in a thread, which dies of a full disk, so that the run would wait forever.
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.record_writer import RecordWriter
 
@@ -76,7 +76,7 @@ class TensorBoard:
     @contextlib.contextmanager
     def _surviving(self) -> Iterator[None]:
         try:
-            with interrupt.held():
+            with interrupt.delayed():
                 yield
         except OSError as error:
             self._say(f"tensorboard: cannot write in '{self._folder}': {error.strerror or error}; the run goes on without TensorBoard")

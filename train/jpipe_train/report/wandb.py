@@ -72,7 +72,7 @@ class Wandb:
             make_folder(self._folder)
             first_message = {"id": self._id(), "name": os.environ.get("WANDB_NAME", folder.name), "process": os.getpid(), "config": config}
             first_message |= {"project": os.environ.get("WANDB_PROJECT", "jpipe"), "folder": os.environ.get("WANDB_DIR", str(folder))}
-            with interrupt.held():
+            with interrupt.delayed():
                 self._start(command)
         except OSError as error:
             self._say(f"wandb: cannot begin in '{shown(self._folder)}': {error.strerror or error}; the run goes on without it")

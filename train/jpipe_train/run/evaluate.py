@@ -22,8 +22,7 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.data import data
-from jpipe_train.data.rows import AllRows, BatchesOfRows, like_a_batch
-from jpipe_train.data.targets.buckets import AllBatches, HeldOutBatches
+from jpipe_train.data.rows import BatchesOfRows, Divisible, WithRemainder, like_a_batch
 from jpipe_train.launch.together import facts, joined
 from jpipe_train.report.metrics_log import RunStopped, mean_of, means_of
 from jpipe_train.run.loop import reason
@@ -164,11 +163,8 @@ def _ready(config: Config, request: Request, reporter: Reporter) -> tuple[jpipe.
         return replace(held_out, train=[like_a_batch(rows)] if isinstance(rows, BatchesOfRows) else rows)
 
     pipe, batches = build(config, reporter, load=load)
-    rows, each = batches.validation, config.train.batch_size // pipe.plan.microbatches
-    if isinstance(rows, BatchesOfRows):
-        batches = replace(batches, validation=AllRows(rows, each))
-    if isinstance(rows, HeldOutBatches):
-        batches = replace(batches, validation=AllBatches(rows, each))
+    if isinstance(rows := batches.validation, Divisible):
+        batches = replace(batches, validation=rows.with_remainder(config.train.batch_size // pipe.plan.microbatches))
     return pipe, check(config, pipe, batches), _select_batches(config, request, batches.validation)
 
 
@@ -187,13 +183,13 @@ class _Selection:
     total: int
 
 
-def _select_batches(config: Config, request: Request, batches: data.Batches | AllRows | AllBatches) -> _Selection:
+def _select_batches(config: Config, request: Request, batches: data.Batches) -> _Selection:
     """Select the first `request.batches` whole batches; if there are no more, also the remaining rows."""
     rows = [config.train.batch_size] * len(batches)
     copies = [1] * len(batches)
     whole = len(batches)
-    if isinstance(batches, AllRows | AllBatches):
-        whole = len(batches.batches)
+    if isinstance(batches, WithRemainder):
+        whole = batches.whole
         rows, copies = ([of(i) for i in range(len(batches))] for of in (batches.rows_of, batches.copies_of))
     number = len(batches) if request.batches is None or request.batches > whole else request.batches
     return _Selection(rows[:number], copies[:number], sum(rows))
@@ -235,8 +231,8 @@ def _evaluate(
 def _print(config: Config, request: Request, result: Result, source: str, reporter: Reporter) -> None:
     """Print the result as a line and a small table."""
     of_all = "" if result.rows == result.total else f" of {result.total:,}"
-    which = "" if request.weights == "newest" else ", moving average of the weights"
-    reporter.say(f"{request.run}, step {result.step}{which}; data: {source}, {result.rows:,}{of_all} rows")
+    suffix = "" if request.weights == "newest" else ", moving average of the weights"
+    reporter.say(f"{request.run}, step {result.step}{suffix}; data: {source}, {result.rows:,}{of_all} rows")
     unit = data.loss_unit(config).strip()
     rows = {f"loss, {unit}" if unit else "loss": result.loss}
     if unit.startswith("nats per"):

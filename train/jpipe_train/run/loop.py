@@ -216,7 +216,7 @@ def run(
         finally:
             if row_logs is not None and (not is_complete or preemption.signal is not None):
                 row_logs.hurry()
-            with interrupt.held():
+            with interrupt.delayed():
                 checkpoints.close()
                 measure.close()
                 if folder is not None and (is_complete or preemption.signal is None):  # after a signal time is short
@@ -255,8 +255,8 @@ def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | 
 def tell_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
     """Print how accelerators of several processes send each other messages, as a probe has determined."""
     if pipe.transfers is not None and pipe.devices[0].platform != "cpu":
-        how = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
-        reporter.say(f"messages between processes go by {how}")
+        method = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
+        reporter.say(f"messages between processes go by {method}")
 
 
 def local_stages(pipe: jpipe.Pipeline) -> set[int]:

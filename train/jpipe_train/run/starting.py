@@ -27,7 +27,7 @@ def tell_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, batches: da
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
     if batches.first:
         assert isinstance(batches.train, Ordered)
-        reporter.say(f"the training data go on at row {batches.train.position(resumed.step).total:,}")
+        reporter.say(f"the training data continue at row {batches.train.position(resumed.step).total:,}")
     then, now = mesh_words(resumed.plan), mesh_words(plan)
     if then != now:
         reporter.say(f"meshes: {then} in the checkpoint, {now} now: numbers may differ by rounding")
@@ -46,7 +46,7 @@ def initial_params(
     if config.warm_start.file is None:
         return None
     if resumed is not None:
-        reporter.say("warm_start is left aside: it is for a run that begins, and this one goes on")
+        reporter.say("warm_start is ignored: it is for new runs, and this one resumes")
         return None
     from jpipe_train.checkpoint import warm_start
 
@@ -62,7 +62,7 @@ def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resum
         else:
             resumed.check_unchanged()
 
-    with interrupt.held():
+    with interrupt.delayed():
         folder = RunFolder(config, plan, resumes=resumed is not None, anew=resume == "auto", prepare=prepare)
     if folder.begun_anew:
         reporter.say(f"the run in '{shown(folder.path)}' ended before its first checkpoint; it begins anew")
@@ -71,7 +71,7 @@ def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resum
 
 def continue_folder(config: Config, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> None:
     """Prepare the folder of a resumed run, once the checkpoint is read: remove rows and checkpoints of later steps."""
-    with interrupt.held():
+    with interrupt.delayed():
         rows = resumed.rows()
         kept = _start_checkpoints(config, folder.path, resumed.step)  # first, because an unfinished one may have filled the disk
         folder.go_on(rows)

@@ -120,7 +120,7 @@ class Training:
         known = self.log.validated(step) or {}
         loss = known.pop("val_loss", None)
         assert isinstance(self.batches, Ordered)
-        positions = {"order": self.batches.order, "position": self.batches.position(step)}
+        positions = {"order": self.batches.first_position, "position": self.batches.position(step)}
         return {
             "val_loss": loss,
             "val_metrics": known,

@@ -8,7 +8,7 @@ from jpipe import InputError
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.config.huggingface.schemas import ACTIVATIONS, SCALING
 
-_MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "BertForPreTraining": "bert"}  # of those that are written
+_MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "BertForPreTraining": "bert"}  # the architectures that are written
 
 
 def to_json_keys(model: ModelConfig) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _keys_of(model: ModelConfig) -> dict[str, Any]:
 
 def _differences(keys: Mapping[str, Any], needed: Mapping[str, Any]) -> list[str]:
     differences = [f"model.{key} {json.dumps(value)}, not {json.dumps(keys[key])}" for key, value in needed.items() if keys[key] != value]
-    if keys["width"] % keys["heads"]:  # although Llama's config has the size of a head
+    if keys["width"] % keys["heads"]:  # even for Llama, whose config has the head size
         differences.append(f"model.heads that divide model.width {keys['width']}, not {keys['heads']}")
     return differences
 
@@ -83,7 +83,7 @@ def _llama_json(keys: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": keys["kv_heads"],
         "head_dim": keys["head_size"],
         "rms_norm_eps": keys["norm_epsilon"],
-        "rope_theta": keys["rope_base"],  # this and the next for transformers before 5, the third for later ones
+        "rope_theta": keys["rope_base"],  # this and rope_scaling for transformers before 5, rope_parameters for later ones
         "rope_scaling": rope,
         "rope_parameters": {"rope_type": "default", **(rope or {}), "rope_theta": keys["rope_base"]},
         "attention_bias": keys["bias"],
