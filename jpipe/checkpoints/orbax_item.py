@@ -1,4 +1,4 @@
-"""Orbax items: written in parts, one a process, and read through Orbax's handlers."""
+"""Writing of Orbax items in parts, one for each process, and reading of them through Orbax's handlers."""
 
 import contextlib
 import errno
@@ -290,7 +290,7 @@ def _spec(leaf: Any) -> Any:
         return ...
     chunk = shape if storage is None or storage.chunk_shape is None else storage.chunk_shape
     if any(inner > max(size, 1) for inner, size in zip(chunk, shape, strict=True)):  # a chunk is unpacked as a whole
-        raise ValueError(f"'{leaf.name}' has chunks of shape {list(chunk)}, larger than its own, {list(shape)}")
+        raise ValueError(f"'{leaf.name}' has chunks of shape {list(chunk)}, larger than the array's, {list(shape)}")
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

@@ -31,7 +31,7 @@ def source(path: Path) -> Source:
     `value` everywhere, as in an `nnx.State`.
 
     Args:
-        path: an item, a step with one item or one that is called `params`, or a folder of steps, of which the newest is taken.
+        path: an item, a step with one item or one that is called `params`, or a folder of steps, of which the newest is used.
 
     Raises:
         InputError: it is not such a folder, or its metadata cannot be read.
@@ -85,9 +85,9 @@ def _find(path: Path) -> Path:
     if steps := _steps(path):
         return _find(steps[max(steps)])
     if len(items) > 1 and "params" not in items:
-        found = ", ".join(sorted(items))
+        names = ", ".join(sorted(items))
         raise InputError(
-            f"warm_start.file: '{shown(path)}': expected one item, or one called params, found {found}; give the folder of one"
+            f"warm_start.file: '{shown(path)}': expected one item, or one called params, found {names}; give the folder of one"
         )
     return items["params"] if "params" in items else next(iter(items.values()))
 

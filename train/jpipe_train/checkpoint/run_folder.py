@@ -43,7 +43,7 @@ class RunFolder:
     """Claims a folder for a run and writes into it; a context manager. If claiming fails, nothing is left behind.
 
     Args:
-        config: the run's config; without `run.dir` the next free `runs/0001`, `runs/0002`, … is taken.
+        config: the run's config; without `run.dir` the next free `runs/0001`, `runs/0002`, … is used.
         plan: the plan of the run.
         resumes: whether the run in the folder is resumed; its files are not changed before `go_on`.
         anew: whether to start a run of the same config again that ended before its first checkpoint.

@@ -123,12 +123,12 @@ def _in_index(path: Path) -> list[str]:
     file = path / INDEX
     if not os.path.lexists(file):
         pickles = sorted(name for name in os.listdir(path) if name.endswith(_PICKLES))
-        found = (
+        instead = (
             f"found {pickles[0]}; {_PICKLE_HINT}"
             if pickles
             else "found neither; give a folder such as transformers' save_pretrained writes"
         )
-        raise InputError(f"{shown(path)}: expected {WHOLE} or {INDEX}, {found}")
+        raise InputError(f"{shown(path)}: expected {WHOLE} or {INDEX}, {instead}")
     try:
         names = sorted(set(_Index.model_validate(load_json(_inside(path, INDEX), _MOST_INDEX)).weight_map.values()))
     except pydantic.ValidationError as error:
