@@ -1,4 +1,4 @@
-"""A schedule by measured times: the order of each rank is data of the plan, from `greedy_order` or written by hand; a flush after each batch.
+"""A schedule by measured times: the order of each rank is data of the plan, from `greedy_order` or by hand; flushes each batch.
 
 3 stages, 4 microbatches per batch, 1 batch, from `greedy_order` for F = I = W and a limit of 4 microbatches (`F3.1`: forward of microbatch
 3 at weight version 1; `I`, `W`: the halves of a backward, for inputs and for weights; `FI`: a forward and the first half; `*`: an update):
