@@ -73,7 +73,7 @@ class Rules(NamedTuple):
 
 
 def list_schedules(problem: Problem) -> Iterator[Order]:
-    """Return the orders of different rules."""
+    """Yield the orders of different rules."""
     straight = all(len(stages) == 1 for stages in problem.ranks)
     for rules in product((True,) if straight else (True, False), (0, 1, 2) if straight else (0,), (0.0, 0.5, 1.0)):
         yield _Run(problem, Rules(*rules)).order()
