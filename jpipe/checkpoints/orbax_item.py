@@ -97,6 +97,7 @@ def item_specs(path: Path) -> dict[str, Tree]:
     Raises:
         Exception: of any kind, if it is not an item that `join_parts` has written.
     """
+    _check_index(path)
     specs = tree_specs(path, _handler(ocp.type_handlers.NumpyHandler()))
     for layer, parts in specs.items():
         if layer != _NO_LAYER and not isinstance(parts, dict):
@@ -258,14 +259,30 @@ _MOST_METADATA = 2**26  # bytes of `_METADATA`, about 200 for each array
 _INLINE = 1024  # bytes of an array that OCDBT may keep in its compressed index; larger arrays are stored as they are
 
 
-def _check_names(path: Path) -> None:
-    """Check that no name leads out of the item's folder and that names are not nested too deeply for the code that walks the tree."""
+def _check_names(path: Path) -> dict[str, Any]:
+    """Read an item's metadata and check that no name leads out of its folder or is nested too deeply for code that walks the tree."""
     metadata = json.loads(files.read_bytes(path / "_METADATA", _MOST_METADATA))
     for entry in metadata["tree_metadata"].values():
         if len(entry["key_metadata"]) > _DEEPEST:
             raise ValueError(f"expected at most {_DEEPEST} dicts in each other")
         if metadata.get("use_ocdbt") is not True and any("/" in str(part["key"]) for part in entry["key_metadata"]):
             raise ValueError("expected names without '/' for arrays in folders of their own")
+    return dict(metadata)
+
+
+def _check_index(path: Path) -> None:
+    """Check that the index of an item of jpipe's can be read and has all arrays.
+
+    Where Orbax fails, TensorStore may report the requests that are still running on standard error.
+    """
+    metadata = _check_names(path)
+    if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
+        raise ValueError("expected Zarr arrays, version 2, in an OCDBT store")
+    keys = set(ts.KvStore.open(_store_spec(path)).result().list().result())
+    for entry in metadata["tree_metadata"].values():
+        name = ".".join(str(part["key"]) for part in entry["key_metadata"])
+        if entry["value_metadata"]["value_type"] != "Dict" and f"{name}/.zarray".encode() not in keys:
+            raise ValueError(f"the index lacks the array '{name}'")
 
 
 def _spec(leaf: Any) -> Any:

@@ -30,6 +30,8 @@ from jpipe.runtime._plain import to_plain
 from tests.train.conftest import changed
 
 LAYERS = {"layer": {"params": {"0": {"w": np.arange(6.0).reshape(2, 3), "large": np.zeros((40, 40))}}}}
+# TensorStore reports requests that are still running where Orbax has failed.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 FACTS = {"config": "train: {}\nplan: {}\n", "plan": "{}", "devices": 1, "val_loss_before": 1.0}
 
 
@@ -111,15 +113,18 @@ def test_a_chunk_that_is_more_than_was_declared_is_refused(run, place):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda data: data | {"use_zarr3": True}, 'NOT_FOUND: Error opening "zarr3" driver'),
-        (lambda data: data | {"use_ocdbt": False}, 'NOT_FOUND: Error opening "zarr" driver'),
+        (lambda data: data | {"use_zarr3": True}, "expected Zarr arrays, version 2, in an OCDBT store"),
+        (lambda data: data | {"use_ocdbt": False}, "expected Zarr arrays, version 2, in an OCDBT store"),
         (lambda data: [], "TypeError"),
         (lambda data: data | {"tree_metadata": {"x": 1}}, "TypeError"),
         (lambda data: data | {"tree_metadata": {}}, "ValueError: Unable to uniquely reconstruct tree"),
         (lambda data: data | {"tree_metadata": {"x": entry(["layer"] * 65)}}, "expected at most 64 dicts in each other"),
-        (lambda data: data | {"tree_metadata": {"x": entry(["layer", "a.b"])}}, "NOT_FOUND: .*layer.a.b"),
-        (lambda data: data | {"tree_metadata": {"x": entry(["layer", "w"], "jax.Array")}}, "NOT_FOUND: .*layer.w"),
-        (lambda data: data | {"use_ocdbt": False, "tree_metadata": {"x": entry(["../../../secret"])}}, "expected names without '/'"),
+        (lambda data: data | {"tree_metadata": {"x": entry(["layer", "a.b"])}}, "the index lacks the array 'layer.a.b'"),
+        (lambda data: data | {"tree_metadata": {"x": entry(["layer", "w"], "jax.Array")}}, "the index lacks the array 'layer.w'"),
+        (
+            lambda data: data | {"use_ocdbt": False, "tree_metadata": {"x": entry(["../../../secret"])}},
+            "expected Zarr arrays, version 2, in an OCDBT store",
+        ),
         (lambda data: data | {"tree_metadata": {"x": entry(["layer", "w"], "string")}}, "Unknown typestr|not found|string"),
         (lambda data: data | {"tree_metadata": {"x": entry(["layer.params.0.w"])}}, "found an array as 'layer.params.0.w'"),
         (lambda data: data | {"tree_metadata": {"x": entry(["layer"], "Dict"), "y": entry(["layer", "x"], "Dict")}}, None),

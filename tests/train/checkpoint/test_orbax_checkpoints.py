@@ -1,18 +1,26 @@
 """A run begins with the parameters of any Orbax checkpoint, and an export is one that Orbax restores without jpipe."""
 
+import json
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jpipe_train.checkpoint import export, orbax_checkpoint
+from jpipe_train.assemble.build import build, param_specs
+from jpipe_train.checkpoint import export, orbax_checkpoint, warm_start
 from jpipe_train.checkpoint.name_map import name_in_file, renamed
 from jpipe_train.checkpoint.source import Spec
 from jpipe_train.checkpoint.warm_start import fitting
-from jpipe_train.config.config import Config
+from jpipe_train.config.config import Config, WarmStartConfig
+from jpipe_train.console.progress import Reporter
+from jpipe_train.launch.together import Together
+from rich.console import Console
+from safetensors.numpy import save_file
 
 from jpipe import InputError
 from jpipe.checkpoints.files import complete, write_layers
+from tests.train.conftest import changed
 
 W, B = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(3, np.float32)
 MODEL = {f"block_{i}": {f"block_{i}/dense/{name}": Spec(a.shape, "float32") for name, a in (("w", W), ("b", B))} for i in range(2)}
@@ -77,6 +85,10 @@ def test_what_is_no_parameters_is_refused_in_words(tmp_path):
     (item / "_METADATA").write_text("[" * 100_000)
     with pytest.raises(InputError, match=r"expected an Orbax checkpoint, found one that cannot be read \(RecursionError"):
         orbax_checkpoint.source(item)
+    entry = {"key_metadata": [{"key": "../b/w", "key_type": 2}], "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False}}
+    (item / "_METADATA").write_text(json.dumps({"tree_metadata": {"x": entry}, "use_ocdbt": False, "use_zarr3": False}))
+    with pytest.raises(InputError, match=r"ValueError: expected names without '/' for arrays in folders of their own"):
+        orbax_checkpoint.source(item)
     write_layers(tmp_path / "run", 4, {"layer": {"params": {"0": {"w": W}}}}, 0)
     complete(tmp_path / "run", 4, 1, {})
     for folder in ("checkpoints", "checkpoints/4"):
@@ -119,3 +131,27 @@ def test_orbax_restores_an_export_without_jpipe(tmp_path, capsys):
     with pytest.raises(InputError, match="export: a tree cannot hold 'a/b'"):
         export._write_orbax(tmp_path / "no", "no", {"a": W, "a/b": B}, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "out"]
+
+
+@pytest.mark.parametrize("kind", ["orbax", "safetensors"])
+def test_a_run_begins_with_parameters_of_other_names(kind, tiny, tmp_path):
+    pipe, batches = build(changed(tiny), Reporter(1, 1, "tokens", Console(quiet=True)))
+    specs = param_specs(pipe.stack, pipe.plan, batches.train[0])
+    names = {f"{layer_id}/{path}": leaf for layer_id, tree in specs.items() for path, leaf in export.by_path(tree).items()}
+    renaming = {"block_{n}": "h/{n}", "embed/token": "wte"}
+    arrays = {name_in_file(name, renaming): np.full(leaf.shape, i, leaf.dtype) for i, (name, leaf) in enumerate(names.items())}
+    assert "h/0/qkv/kernel" in arrays
+    if kind == "orbax":
+        (tmp_path / "file").mkdir()
+        export._write_orbax(tmp_path / "file" / "item", "", arrays, 0)
+        file = tmp_path / "file" / "item"
+    else:
+        file = tmp_path / "file.safetensors"
+        save_file(arrays, file)
+    said = []
+    section = WarmStartConfig(file=str(file), names=renaming)
+    params = warm_start.load(section, pipe, batches.train[0], Together(None), said.append)
+    for i, name in enumerate(names):
+        layer_id, _, path = name.partition("/")
+        assert (params[layer_id][path] == i).all()
+    assert said[0].startswith("warm start: 3 of 3 layers from ")

@@ -174,6 +174,7 @@ def sealed(place: Path) -> None:
     (place / "checkpoint.json").write_text(text)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore reports requests that are still running
 @pytest.mark.parametrize("lost", ["index", "arrays", "facts"])
 def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, saved, monkeypatch, capsys):
     folder = loop.main(changed(saved, train={"steps": 6})).folder
