@@ -31,7 +31,7 @@ def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Mode
         modes: finds the arguments of a call that say whether it trains.
 
     Raises:
-        InputError: the constructor fails or returns something else; when it is traced, a forward that changes what is no array.
+        InputError: the constructor fails or returns something else; in tracing, a forward changes an attribute that is no array.
     """
     graphs: dict[bool, Any] = {}
     classes: list[Any] = []
@@ -60,7 +60,7 @@ class _Functions:
     Attributes:
         layer_id: for messages.
         constructor: takes `rngs`.
-        graphs: what is no array, in training (True) and in evaluation (False).
+        graphs: the static part of the module, in training (True) and in evaluation (False).
         mode: the arguments of a call that say whether it trains.
         params_specs, rng_specs, state_specs: the arrays, as Flax splits them.
     """

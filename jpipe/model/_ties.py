@@ -201,7 +201,7 @@ class Ties:
             params: specs of all parameters, by layer id.
 
         Raises:
-            InputError: a path that is not there, or two places of different shapes or dtypes.
+            InputError: a path that does not exist, or two places of different shapes or dtypes.
         """
         leaves = {layer_id: dict(_paths(params[layer_id])) for layer_id in self.places}
         for layer_id, places in self.places.items():

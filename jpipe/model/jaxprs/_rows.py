@@ -143,7 +143,7 @@ def _drops_rows(equation: Any, into: Sequence[int], out: Any, prime: int) -> boo
     if equation.primitive.name in _ORDERED:
         axis = equation.params.get("axis", equation.params.get("dimension", 0))
         return any(var.aval.shape[axis] % prime == 0 for var in rows)
-    is_truth = out.aval.dtype == bool  # loops that are vectorized ask whether any row goes on
+    is_truth = out.aval.dtype == bool  # vectorized loops test whether any row continues
     return bool(rows) and not is_truth and not _count(out, prime)
 
 
