@@ -25,7 +25,7 @@ def adapt(layer_id: str, layer: Any) -> Layer:
     """Return the layer for a function, a Linen module or an NNX constructor; a `Layer` as it is.
 
     Raises:
-        InputError: nothing that can be a layer.
+        InputError: it cannot be a layer.
     """
     if isinstance(layer, Layer):
         return layer
@@ -102,7 +102,7 @@ def _modes(layer_id: str, call: Callable[..., Any], is_set: Callable[[inspect.Pa
         is_set: whether a parameter already has a value.
 
     Raises:
-        InputError: a parameter that looks like one of these and is none that we know.
+        InputError: a parameter looks like one of these but has an unknown name.
     """
     parameters = list(parameters_of(call).values())
     names = [parameter.name for parameter in parameters if parameter.name in _MODES and not is_set(parameter)]

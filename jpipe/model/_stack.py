@@ -66,7 +66,7 @@ class LayerStack:
             if id(layer) not in same:
                 same[id(layer)] = adapt(layer_id, layer)
         self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, same[id(layer)]) for layer_id, layer in layers.items()}
-        self._given = {layer_id: id(layer) for layer_id, layer in layers.items()}
+        self._object_ids = {layer_id: id(layer) for layer_id, layer in layers.items()}
         self._alive = list(layers.values())  # so that no id() is used twice
         self._known: dict[Any, LayerSpec] = {}
         _refuse_shared_owners(self.layers)
@@ -186,7 +186,7 @@ class LayerStack:
         """Return what a layer's spec depends on: layers given as one object, such as one constructor, are traced once for each input."""
         leaves, treedef = jax.tree.flatten(x)
         settings = tuple(jax.config.values[name] for name in _SETTINGS)
-        return self._given[layer_id], layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
+        return self._object_ids[layer_id], layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
         """Return the specs around one layer, whose input `x` comes from `before`."""

@@ -39,8 +39,8 @@ class Sharing:
 
     def without(self, names: Iterable[str]) -> "Sharing":
         """Return the sharing without these parameters, whose gradients are not computed."""
-        own = ((stages, tuple(name for name in group if name not in names)) for stages, group in self.groups)
-        return Sharing(tuple((stages, group) for stages, group in own if group), self.counted)
+        remaining = ((stages, tuple(name for name in group if name not in names)) for stages, group in self.groups)
+        return Sharing(tuple((stages, group) for stages, group in remaining if group), self.counted)
 
 
 NOTHING_SHARED = Sharing((), ())
@@ -55,7 +55,7 @@ class Tie:
 
     Attributes:
         first: the place where the parameter is initialized, trained, saved and exported.
-        second: the place that uses it, too; what its layer makes there is dropped.
+        second: the place that uses it, too; the parameter that its layer initializes there is dropped.
     """
 
     first: tuple[str, str]
@@ -68,7 +68,7 @@ class Ties:
     Entries are the layers, without the shared parameters (None in their places), and the shared parameters, by name.
 
     Args:
-        ties: as the user gave them, an iterable of `Tie`.
+        ties: of the user, an iterable of `Tie`.
         ids: of all layers, in order.
 
     Raises:

@@ -161,7 +161,7 @@ class Packing:
         return [leaves[i] for i in range(len(self.leaves))]
 
     def _joined(self, groups: list[list[jax.Array]]) -> list[jax.Array]:
-        # Viewed in the dtype in which they are sent before they are joined: XLA would widen and narrow bfloat16, which changes the bits of NaN.
+        # Viewed as the sent dtype before they are joined: XLA would widen and narrow bfloat16, which changes the bits of NaN.
         return [jnp.concatenate([leaf.view(plain).ravel() for leaf in group]) for group, plain in zip(groups, self._plain, strict=True)]
 
     def _pieces(self, arrays: Sequence[jax.Array]) -> list[list[jax.Array]]:
