@@ -32,8 +32,8 @@ from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._rows import tell_of_rows
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
-from jpipe.programs._lower import lower
 from jpipe.programs._steps import Steps
+from jpipe.programs.lowering import lower
 from jpipe.runtime._executor import Executor, To, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes

@@ -14,8 +14,8 @@ from jpipe.model._losses import Loss
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Send
-from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
+from jpipe.programs.lowering import lower_evaluation
 from jpipe.runtime._interpreter import Data, Found, Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived

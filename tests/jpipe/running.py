@@ -29,7 +29,7 @@ class Trained(NamedTuple):
 
 
 def fresh(pipe: Pipeline, batches) -> State:
-    """A new state, always of the same seed."""
+    """Return a new state, always of the same seed."""
     return pipe.init(jax.random.key(KEY), batches[0])
 
 
@@ -45,12 +45,12 @@ def train(pipe: Pipeline, batches, state: State | None = None) -> Trained:
 
 
 def layer_state(state: State) -> dict[str, Any]:
-    """What forwards carry on, by layer id."""
+    """Return the layer state that forwards pass on, by layer id."""
     return {layer_id: s for worker in state.workers for layer_id, s in worker.layer_state.items()}
 
 
 def train_as_one_function(pipe: Pipeline, batches, state: State | None = None) -> Trained:
-    """The same training without stages: see `monolith`. A state that is given is left as it is."""
+    """Train the same model without stages (see `monolith`), leaving the state passed in unchanged."""
     plan, state, optimizer = pipe.plan, state or fresh(pipe, batches), pipe.optimizer
     if pipe.clip_global_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(pipe.clip_global_norm), optimizer)
@@ -120,14 +120,14 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
 
 
 def check_close(found, expected, tolerance: float = 1e-12) -> None:
-    """The same tree of the same shapes and dtypes, with values equal to float64 rounding."""
+    """Check that two trees have equal structure, shapes and dtypes, and values equal up to float64 rounding."""
     found, expected = jax.tree.map(_plain, found), jax.tree.map(_plain, expected)
     chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
     chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def check_equal(found, expected) -> None:
-    """The same tree of the same shapes, dtypes and values."""
+    """Check that two trees have equal structure, shapes, dtypes and values."""
     found, expected = jax.tree.map(_plain, found), jax.tree.map(_plain, expected)
     chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)  # for values bfloat16 is float32 to chex, strict or not
     chex.assert_trees_all_equal(found, expected)
