@@ -159,8 +159,8 @@ class Ties:
             return subset
         by_layer, part = {}, subset.part(entries)
         for layer_id in ids:
-            own = {path for path, leaf in _paths(self.whole(layer_id, part)) if leaf is not None}
-            by_layer[layer_id] = tuple(path in own for path, leaf in _paths(self.whole(layer_id, entries)) if leaf is not None)
+            chosen = {path for path, leaf in _paths(self.whole(layer_id, part)) if leaf is not None}
+            by_layer[layer_id] = tuple(path in chosen for path, leaf in _paths(self.whole(layer_id, entries)) if leaf is not None)
         return Subset({layer_id: leaves for layer_id, leaves in by_layer.items() if not all(leaves)})
 
     def by_place(self, params: Mapping[str, Tree]) -> Iterator[tuple[str, Tree]]:
@@ -175,7 +175,7 @@ class Ties:
         """Return each entry as an optimizer sees it: its arrays in the structure of its layer, masked nodes elsewhere.
 
         Args:
-            params: parameters by layer id; what stands in second places is dropped.
+            params: parameters by layer id; those in second places are dropped.
         """
         firsts = {place: name for name, place in self.first.items()}
         parts: dict[str, dict[str, Tree]] = {}

@@ -25,8 +25,8 @@ def reached(jaxpr: Any, marks: Sequence[int], host: int = 0, adds: Adds | None =
     Args:
         jaxpr: the computation.
         marks: of its inputs.
-        host: the mark of what has side effects or comes from a host callback. With it, what is not a call or a scan is one piece, as it
-            is for `evaluate_wanted`: each of its results depends on everything that goes in.
+        host: the mark of results with side effects or of a host callback. With it, an equation that is not a call or a scan is one piece,
+            as for `evaluate_wanted`: each of its results depends on all its inputs.
         adds: returns more marks, for each output of each equation that depends on a marked input.
     """
     mark_of = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
