@@ -1,1 +1,1 @@
-"""Speed, measured side by side in one run; never asserted in a test. `python -m benchmarks` runs all and prints a table."""
+"""Speed measurements, side by side in one run and never asserted in a test; `python -m benchmarks` runs all and prints a table."""

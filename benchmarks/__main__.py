@@ -1,4 +1,4 @@
-"""`python -m benchmarks [dispatch] [lowering] … [--json FILE]`: run those that are named, or all, print a table, write JSON."""
+"""`python -m benchmarks [dispatch] [lowering] … [--json FILE]`: run the named benchmarks or all, print a table, write JSON."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ BENCHMARKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 
 def in_a_process(measure: Callable[[], Any]) -> Any:
-    """The result of `measure` in a fresh process with four CPU devices: its settings and its memory are its own."""
+    """Run `measure` in a fresh process with four CPU devices, with settings and memory of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=make_cpu_devices) as pool:
         return pool.submit(measure).result()
 

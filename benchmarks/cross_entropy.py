@@ -1,4 +1,4 @@
-"""Logits of a large vocabulary made chunk by chunk against all at once: temporary memory, and the time of loss and gradients."""
+"""Compare logits of a large vocabulary computed in chunks and all at once: temporary memory, and time of loss and gradients."""
 
 import statistics
 import time
@@ -20,15 +20,15 @@ RUN_POSITIONS, RUN_WIDTH, REPEATS = 2048, 256, 5  # of what is run
 
 
 def measure() -> list[dict[str, Any]]:
-    """For both vocabularies: what XLA says of the memory of a large microbatch, and the time of a small one."""
+    """Measure both vocabularies: XLA's memory for a large microbatch, and the time of a small one."""
     keep_freed_memory()
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for name, symbols in VOCABULARIES.items():
         what, width = f"{name}, {symbols:,} symbols", SIZES[name]
         for dtype in ("float32", "bfloat16"):
             plain, chunked = (temporary(MICROBATCH, width, symbols, dtype, chunk) for chunk in (None, CHUNK))
             of = f"{what}, width {width}, 8 × 1,024 positions, {dtype}: temporaries"
-            found += [
+            rows += [
                 {"figure": f"{of}, all at once, MB", "measured": plain / 1e6},
                 {"figure": f"{of}, chunks, MB", "measured": chunked / 1e6},
                 {"figure": f"{of}, all at once / chunks", "measured": plain / chunked},
@@ -36,14 +36,14 @@ def measure() -> list[dict[str, Any]]:
         both = [timed(symbols, chunk) for chunk in (None, CHUNK)]
         times = [tuple(run() for run in both) for _ in range(REPEATS + 1)][1:]
         ratio = statistics.median(plain / chunked for plain, chunked in times)
-        found.append({"figure": f"{what}, width {RUN_WIDTH}, {RUN_POSITIONS:,} positions: time, all at once / chunks", "measured": ratio})
+        rows.append({"figure": f"{what}, width {RUN_WIDTH}, {RUN_POSITIONS:,} positions: time, all at once / chunks", "measured": ratio})
         for which, mine in zip(("all at once", "chunks"), zip(*times, strict=True), strict=True):
-            found.append({"figure": f"{what}: s, {which}", "measured": statistics.median(mine)})
-    return found
+            rows.append({"figure": f"{what}: s, {which}", "measured": statistics.median(mine)})
+    return rows
 
 
 def gradients(chunk: int | None, dtype: str) -> Callable[[Any, Any, Any], Any]:
-    """A function of hidden, kernel (symbols, width) and labels that gives loss and gradients."""
+    """Return a function of hidden, kernel (symbols, width) and labels that computes loss and gradients."""
 
     def total(hidden: Any, kernel: Any, labels: Any) -> Any:
         outputs = Unprojected(hidden, kernel, None, chunk or 1, True, dtype)
@@ -54,7 +54,7 @@ def gradients(chunk: int | None, dtype: str) -> Callable[[Any, Any, Any], Any]:
 
 
 def temporary(positions: tuple[int, int], width: int, symbols: int, dtype: str, chunk: int | None) -> int:
-    """Bytes of temporaries of the compiled program, beside its arguments and results."""
+    """Return the bytes of temporaries of the compiled program, in addition to its arguments and results."""
     hidden = jax.ShapeDtypeStruct((*positions, width), dtype)
     kernel, labels = jax.ShapeDtypeStruct((symbols, width), "float32"), jax.ShapeDtypeStruct(positions, "int32")
     compiled = jax.jit(gradients(chunk, dtype)).lower(hidden, kernel, labels).compile()
@@ -63,7 +63,7 @@ def temporary(positions: tuple[int, int], width: int, symbols: int, dtype: str, 
 
 
 def timed(symbols: int, chunk: int | None) -> Callable[[], float]:
-    """What runs loss and gradients once in float32 and returns its seconds."""
+    """Return a function that computes loss and gradients once in float32 and returns its seconds."""
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(1, RUN_POSITIONS, RUN_WIDTH)), "float32")
     kernel = jnp.asarray(0.02 * rng.normal(size=(symbols, RUN_WIDTH)), "float32")

@@ -1,4 +1,4 @@
-"""The cost of the runtime itself: microbatches through four stages that compute almost nothing."""
+"""Measure the overhead of the runtime: microbatches through four stages that compute almost nothing."""
 
 import statistics
 import time
@@ -16,7 +16,7 @@ STAGES, MICROBATCHES, STEPS, REPEATS = 4, 8, 50, 9
 
 
 def measure() -> list[dict[str, Any]]:
-    """Microseconds per microbatch and per instruction, for each schedule."""
+    """Measure microseconds per microbatch and per instruction for each schedule."""
     rows = []
     for name, plan in plans().items():
         micros = _microbatch_time(plan) * 1e6
@@ -33,7 +33,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def plans() -> dict[str, Plan]:
-    """A plan of each schedule that makes its order itself."""
+    """Return a plan of each schedule that computes its own order."""
     names = [name for name, rules in SCHEDULES.items() if "order" not in rules.options]
     return {name: Plan.even(_stack().ids, STAGES, name, MICROBATCHES) for name in names}
 

@@ -1,4 +1,4 @@
-"""The GPT of the benchmarks as pure functions, and what two users make of it: a plain jitted train step, and a `jpipe.LayerStack`.
+"""The benchmarks' GPT as pure functions, used as a plain jitted train step and as a `jpipe.LayerStack`.
 
 The letters in the shapes: b sequences, s positions, w width, v tokens.
 """
@@ -20,12 +20,12 @@ Tree = Any
 
 
 def optimizer() -> optax.GradientTransformation:
-    """The same for all programs."""
+    """Return the optimizer of all programs."""
     return optax.adamw(1e-4)
 
 
 def data(sizes: Sizes, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels of one batch: random tokens, and the token after each."""
+    """Draw inputs and labels of one batch: random tokens, and the token after each."""
     tokens = np.random.default_rng(0).integers(0, sizes.vocabulary, (sizes.rows * microbatches, sizes.sequence + 1)).astype(np.int32)
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -34,17 +34,17 @@ def data(sizes: Sizes, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def init_embedding(sizes: Sizes, key: Array) -> Tree:
-    """Parameters of the first layer."""
+    """Initialize the first layer."""
     return {"vectors": jax.random.normal(key, (sizes.vocabulary, sizes.width))}
 
 
 def embed(sizes: Sizes, p: Tree, tokens: Int[Array, "b s"]) -> Float[Array, "b s w"]:
-    """Tokens to vectors."""
+    """Embed tokens."""
     return p["vectors"][tokens].astype(sizes.compute_dtype)
 
 
 def init_block(sizes: Sizes, key: Array) -> Tree:
-    """Parameters of one block."""
+    """Initialize one block."""
     keys, w = jax.random.split(key, 4), sizes.width
     return {
         "attention_norm": _init_norm(w),
@@ -57,7 +57,7 @@ def init_block(sizes: Sizes, key: Array) -> Tree:
 
 
 def block(sizes: Sizes, p: Tree, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Compute x + attention(norm(x)), then x + mlp(norm(x))."""
     b, s, w = x.shape
     q, k, v = jnp.moveaxis(_linear(p["qkv"], _norm(p["attention_norm"], x)).reshape(b, s, 3, sizes.heads, w // sizes.heads), 2, 0)
     x = x + _linear(p["project"], jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=sizes.attention).reshape(b, s, w))
@@ -65,17 +65,17 @@ def block(sizes: Sizes, p: Tree, x: Float[Array, "b s w"]) -> Float[Array, "b s 
 
 
 def init_head(sizes: Sizes, key: Array) -> Tree:
-    """Parameters of the last layer."""
+    """Initialize the last layer."""
     return {"norm": _init_norm(sizes.width), "logits": _init_linear(key, sizes.width, sizes.vocabulary)}
 
 
 def head(sizes: Sizes, p: Tree, x: Float[Array, "b s w"]) -> Float[Array, "b s v"]:
-    """The last norm and the logits."""
+    """Apply the last norm and project to logits."""
     return _linear(p["logits"], _norm(p["norm"], x))
 
 
 def mean_loss(logits: Float[Array, "*b v"], labels: Int[Array, "*b"]) -> Float[Array, ""]:
-    """Cross-entropy per token."""
+    """Compute the cross-entropy per token."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
@@ -106,13 +106,13 @@ def _over_last(vector: Array, x: Array) -> Array:
 
 
 def init(sizes: Sizes, key: Array) -> Tree:
-    """Parameters of the whole model."""
+    """Initialize the whole model."""
     blocks = [init_block(sizes, jax.random.fold_in(key, i)) for i in range(sizes.layers)]
     return {"embedding": init_embedding(sizes, key), "blocks": blocks, "head": init_head(sizes, key)}
 
 
 class PlainStep:
-    """Training without a pipeline: one jitted step that scans over the microbatches, sums gradients and updates.
+    """A train step without a pipeline: one jitted function that scans over microbatches, sums gradients and updates.
 
     Args:
         sizes: sizes of the model.
@@ -127,7 +127,7 @@ class PlainStep:
         self._step = jax.jit(partial(_plain_step, sizes, microbatches), donate_argnums=(0, 1))
 
     def __call__(self) -> float:
-        """Run one step and wait for it; the mean loss."""
+        """Run one step, wait for it, and return the mean loss."""
         self.params, self._optimizer_state, loss = self._step(self.params, self._optimizer_state, self._batch)
         jax.block_until_ready(self.params)
         return float(loss)
@@ -152,18 +152,22 @@ def _plain_loss(sizes: Sizes, params: Tree, tokens: Array, labels: Array) -> Arr
 
 
 def stack(sizes: Sizes) -> jpipe.LayerStack:
-    """The same model as the layers `embed`, `block_0` …, `head`."""
+    """Return the same model as the layers `embed`, `block_0` …, `head`."""
     blocks = {f"block_{i}": _layer(sizes, init_block, block) for i in range(sizes.layers)}
     return jpipe.LayerStack({"embed": _layer(sizes, init_embedding, embed), **blocks, "head": _layer(sizes, init_head, head)})
 
 
 def summed_loss(logits: Float[Array, "*b v"], labels: Int[Array, "*b"]) -> tuple[Array, Array]:
-    """The loss as jpipe takes it: a sum and the number of tokens."""
+    """Compute the loss for jpipe.
+
+    Returns:
+        The sum, and the number of tokens.
+    """
     return mean_loss(logits, labels) * labels.size, jnp.asarray(labels.size, jnp.float32)
 
 
 def count_parameters(stack: jpipe.LayerStack, inputs: Any) -> int:
-    """Of all layers.
+    """Count the parameters of all layers.
 
     Args:
         stack: the model.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: a GPT of 352 million parameters in bf16, as a pipeline of four stages on one GPU and as one jitted step.
+"""`python -m benchmarks.gpu`: compare a GPT of 352 million parameters in bf16 as four stages on one GPU and as one jitted step.
 
 Both run in turn. Model FLOPs utilization is the model's FLOPs per second (6 for each weight and token, plus the attention), divided by the
 peak of the GPU. `--tiny` runs the program on any device, to check that it works.
@@ -72,14 +72,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _schedules() -> Iterator[str]:
-    """Those with a stage on each rank whose order is not data of the plan."""
+    """Return the schedules with one stage per rank whose order is not data of the plan."""
     for name, rules in jpipe.schedules.SCHEDULES.items():
         if rules.layout != "v" and "order" not in rules.options:
             yield name
 
 
 def _measure(sizes: Sizes, options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Sequences per second of the pipeline and of the plain step, round by round."""
+    """Measure sequences per second of the pipeline and of the plain step, round by round."""
     stack, batch = gpt.stack(sizes), gpt.data(sizes, options.microbatches)
     plan = jpipe.Plan.even(stack.ids, options.stages, options.schedule, options.microbatches, recompute=options.recompute)
     device = jax.devices()[0]
@@ -90,8 +90,8 @@ def _measure(sizes: Sizes, options: argparse.Namespace) -> tuple[list[float], li
     for program in programs:
         program(2)  # compiles everything that is not compiled yet
     for _ in range(options.rounds):
-        for program, found in zip(programs, rates, strict=True):
-            found.append(steps_per_second([program(options.steps)["ends"]]) * sizes.rows * options.microbatches)
+        for program, rates_of_program in zip(programs, rates, strict=True):
+            rates_of_program.append(steps_per_second([program(options.steps)["ends"]]) * sizes.rows * options.microbatches)
     return rates
 
 

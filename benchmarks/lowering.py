@@ -1,4 +1,4 @@
-"""Lowering and verifying programs: 64 stages x 512 microbatches, and how the time grows."""
+"""Measure lowering and verification of programs: 64 stages × 512 microbatches, and how the time grows."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ STAGES, REPEATS = 64, 5
 
 
 def measure() -> list[dict[str, Any]]:
-    """Seconds to lower and simulate, and microseconds per instruction for 128 to 1,024 microbatches."""
+    """Measure seconds to lower and simulate, and microseconds per instruction for 128 to 1,024 microbatches."""
     rows = []
     for microbatches in (128, 256, 512, 1024):
         plan = Plan.even([str(i) for i in range(STAGES)], STAGES, "pipedream_2bw", microbatches)

@@ -1,4 +1,4 @@
-"""The machine of a measurement: processor or GPU model and core count, without its name."""
+"""Describe the machine of a measurement: processor or GPU model and core count, without its host name."""
 
 import os
 import pathlib
@@ -9,7 +9,7 @@ import jax
 
 
 def describe() -> dict[str, Any]:
-    """Model of the device that computes, usable cores, versions."""
+    """Return the model of the device that computes, the number of usable cores, and versions."""
     device = jax.devices()[0]
     name = _cpu_model() if device.platform == "cpu" else device.device_kind
     return {
@@ -22,7 +22,7 @@ def describe() -> dict[str, Any]:
 
 
 def make_cpu_devices() -> None:
-    """Four, wherever CPUs are the devices."""
+    """Create four CPU devices if CPUs are the devices."""
     jax.config.update("jax_num_cpu_devices", 4)
 
 

@@ -1,4 +1,4 @@
-"""The command line of a benchmark with several parts: which parts to run, and the file for their figures."""
+"""The command line of benchmarks with several parts: which parts to run, and the file for their figures."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Records when the steps of a `jpipe.Pipeline` end in this process, without waiting between them."""
+"""Record when the steps of a `jpipe.Pipeline` end in this process, without waiting between them."""
 
 import queue
 import threading
@@ -23,7 +23,7 @@ class Runner:
         self._state = pipe.init(jax.random.key(0), batch)
 
     def __call__(self, steps: int, tracer: jpipe.Tracer | None = None) -> dict[str, Any]:
-        """Run steps, dispatched as fast as the devices take them, and wait for their computations.
+        """Run steps as fast as the devices take them, and wait for their computations.
 
         Args:
             steps: number of steps.
@@ -37,7 +37,7 @@ class Runner:
 
 
 class _UpdateClock:
-    """Records when each update of one worker of this process ends: the first worker that makes one.
+    """A recorder of the time of each update of one worker of this process, the first one that makes one.
 
     A thread waits for it, so that the thread that dispatches does not; a few waits per batch have no measurable cost.
     """

@@ -1,4 +1,4 @@
-"""Measured programs: processes that are started once and then run steps on request, in turn with others; always with time limits."""
+"""Measured programs: processes that start once and then run steps on request, in turn with others, always with time limits."""
 
 import bisect
 import contextlib
@@ -22,11 +22,11 @@ _ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Exit): ")  # as a t
 
 
 class ProgramFailed(Exception):
-    """A program failed; the message names it and has its last lines."""
+    """A program failed; the message has its name and last lines."""
 
 
 class Program:
-    """Several processes that run one program together. Use it in a `with` statement, which always kills them at its end.
+    """Several processes that run one program together, to use in a `with` statement, which always kills them at its end.
 
     Args:
         name: of the program, for messages.
@@ -48,7 +48,7 @@ class Program:
             raise
 
     def facts(self, seconds: float = READY_SECONDS) -> list[dict[str, Any]]:
-        """What each process prints when it is ready.
+        """Return what each process prints when it is ready.
 
         Args:
             seconds: how long to wait for each.
@@ -59,7 +59,7 @@ class Program:
         return [self._answer(process, seconds) for process in self._processes]
 
     def run(self, steps: int, seconds: float = RUN_SECONDS) -> list[dict[str, Any]]:
-        """Let all processes run `steps` steps; returns their answers.
+        """Let all processes run `steps` steps, and return their answers.
 
         Args:
             steps: how many, at least 2.
@@ -71,7 +71,7 @@ class Program:
         return self.ask(str(steps), seconds)
 
     def ask(self, line: str, seconds: float = RUN_SECONDS) -> list[dict[str, Any]]:
-        """Send a line to all processes; returns their answers.
+        """Send a line to all processes, and return their answers.
 
         Args:
             line: what the program understands.
@@ -105,7 +105,7 @@ class Program:
         return answer
 
     def _last_words(self) -> str:
-        """The error of the process that ended first: the others may only have lost their peer."""
+        """Return the error of the process that ended first; the others may only have lost their peer."""
         ended = [process for process in self._processes if process.exit_code() is not None]
         words = [line for process in sorted(ended, key=lambda process: process.ended) if (line := process.last_words())]
         return f": {words[0]}" if words else ""
@@ -161,7 +161,7 @@ class _Process:
 
 
 def python_module(module: str, *arguments: object, python: str = sys.executable) -> list[str]:
-    """The command line that runs a module of this project.
+    """Return the command line that runs a module of this project.
 
     Args:
         module: its full name.
@@ -172,14 +172,14 @@ def python_module(module: str, *arguments: object, python: str = sys.executable)
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return a port of this machine that is free now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def steps_per_second(ends: Sequence[Sequence[float]]) -> float:
-    """The steps per second of all processes together, while all of them run: each step counts once for each process.
+    """Return the steps per second of all processes together, while all of them run; a step counts once for each process.
 
     Args:
         ends: for each process when each of its steps ended. The time before the first end, such as filling a pipeline, is excluded.
@@ -194,7 +194,7 @@ def steps_per_second(ends: Sequence[Sequence[float]]) -> float:
 
 
 def _steps_until(moment: float, ends: Sequence[float]) -> float:
-    """Steps since the first end, parts of a step included."""
+    """Count steps since the first end, including fractions of a step."""
     after = min(max(bisect.bisect_left(ends, moment), 1), len(ends) - 1)
     before = after - 1
     return before + (moment - ends[before]) / (ends[after] - ends[before])

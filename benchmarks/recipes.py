@@ -1,4 +1,4 @@
-"""What training recipes cost in a pipeline: clipping by the global norm and skipping batches in time, bfloat16 weights in memory."""
+"""Measure what training recipes cost in a pipeline: time of global-norm clipping and skipped batches, memory of bfloat16 weights."""
 
 import statistics
 import time
@@ -33,7 +33,7 @@ DEPTHS, BATCHES = (2, 4, 8, 16), 6
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
+    """A model to train.
 
     Attributes:
         stack: the model.
@@ -49,7 +49,7 @@ class Model:
 
 
 def byte_gpt() -> Model:
-    """A GPT of the size of that of `make train`."""
+    """Return a GPT of the size of that of `make train`."""
     return Model(gpt.stack(SIZES), gpt.summed_loss, gpt.optimizer(), partial(gpt.data, SIZES))
 
 
@@ -61,7 +61,7 @@ def measure(
     schedules: Sequence[str] = tuple(SCHEDULES),
     depths: Sequence[int] = DEPTHS,
 ) -> list[dict[str, Any]]:
-    """Ratios of step times and of the bytes of weight versions, and a count of computations that the norm delays.
+    """Measure ratios of step times and of the bytes of weight versions, and count computations that the norm delays.
 
     Args:
         make: makes the model.
@@ -81,7 +81,7 @@ def measure(
 
 
 def _step_times(name: str, model: Model, stages: int, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Each option against none: the median of the ratios of neighbouring measurements."""
+    """Compare each option with none: the median of the ratios of neighbouring measurements."""
     plan = Plan.even(model.stack.ids, stages, microbatches=MICROBATCHES, **SCHEDULES[name])
     runs = {option: _Run(model, plan, used) for option, used in OPTIONS.items()}
     plain, *others = runs
@@ -94,15 +94,15 @@ def _step_times(name: str, model: Model, stages: int, rounds: int, steps: int) -
             for each, seconds in pair.items():
                 times[each].append(seconds)
     label = f"{name}, {stages} stages"
-    found = [{"figure": f"{label}: s per step", "measured": statistics.median(times[plain])}]
+    rows = [{"figure": f"{label}: s per step", "measured": statistics.median(times[plain])}]
     for option in others:
         goal = "<= 1.01" if OPTIONS[option] else "1"
-        found.append({"figure": f"{label}: step time, {option} / without", "measured": statistics.median(ratios[option]), "goal": goal})
-    return found
+        rows.append({"figure": f"{label}: step time, {option} / without", "measured": statistics.median(ratios[option]), "goal": goal})
+    return rows
 
 
 class _Run:
-    """A pipeline that never empties, warmed up."""
+    """A warmed-up pipeline that never empties."""
 
     def __init__(self, model: Model, plan: Plan, options: dict[str, Any]) -> None:
         self._pipe = Pipeline(model.stack, plan, model.loss, model.optimizer, **options)
@@ -111,7 +111,7 @@ class _Run:
         self.seconds(WARM_UP)
 
     def seconds(self, steps: int) -> float:
-        """Seconds per step, from devices without work to devices without work."""
+        """Measure seconds per step, from idle devices to idle devices."""
         start = time.perf_counter()
         for _ in range(steps):
             self._state, _ = self._pipe.step(self._state, self._batch)
@@ -123,7 +123,7 @@ class _Run:
 
 
 def _stash(model: Model, stages: int) -> list[dict[str, Any]]:
-    """PipeDream with an update after each microbatch, float32 against bfloat16 with float32 masters."""
+    """Compare PipeDream with an update after each microbatch in float32 and in bfloat16 with float32 masters."""
     plain, masters = (_held(model, stages, precision) for precision in (Precision(), Precision(params="bfloat16")))
     label = f"PipeDream, {stages} stages, m = 1"
     return [
@@ -134,16 +134,16 @@ def _stash(model: Model, stages: int) -> list[dict[str, Any]]:
 
 
 def _held(model: Model, stages: int, precision: Precision) -> tuple[int, int]:
-    """Bytes of all workers, each when it holds most: of its weight versions, and of these and its optimizer state."""
+    """Return the bytes of all workers at their maximum: of weight versions, and of these with the optimizer state."""
     plan, batch = Plan.even(model.stack.ids, stages, "pipedream", 1), model.data(1)
     pipe = Pipeline(model.stack, plan, model.loss, model.optimizer, precision=precision)
     versions, both = [0] * stages, [0] * stages
 
     def observe(event: Event) -> None:
         worker, state = event.instruction.worker, event.state
-        held = _alive_bytes(state.versions)
-        versions[worker] = max(versions[worker], held)
-        both[worker] = max(both[worker], held + _alive_bytes(state.optimizer))
+        alive = _alive_bytes(state.versions)
+        versions[worker] = max(versions[worker], alive)
+        both[worker] = max(both[worker], alive + _alive_bytes(state.optimizer))
 
     state = pipe.init(jax.random.key(0), batch)
     for _ in range(WARM_UP):
@@ -153,7 +153,7 @@ def _held(model: Model, stages: int, precision: Precision) -> tuple[int, int]:
 
 
 def _alive_bytes(tree: Any) -> int:
-    """Of the arrays in a tree that are not deleted; versions that share an array hold it once."""
+    """Count the bytes of the arrays in a tree that are not deleted; an array shared by versions counts once."""
     arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()
     return sum(array.nbytes for array in arrays if not array.is_deleted())
 
@@ -162,7 +162,7 @@ def _alive_bytes(tree: Any) -> int:
 
 
 def _delayed(name: str, depths: Sequence[int]) -> dict[str, Any]:
-    """How many computations begin at another time with the norm than without it, in simulations of unequal stages and slow links."""
+    """Count computations that start at another time with the norm than without it, in simulations of unequal stages and slow links."""
     delayed = total = 0
     for depth in depths:
         costs = [StageCost(forward=1 + 0.1 * s, backward=2 + 0.3 * (-s % 3), outputs=1, gradient=1) for s in range(depth)]

@@ -1,4 +1,4 @@
-"""Lowering and verifying programs for 8 to 4,096 workers with measured costs: a deep pipeline, and replicas of a short one."""
+"""Measure lowering and verification for 8 to 4,096 workers with measured costs: a deep pipeline, and replicas of a short one."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ SIZES = Sizes(layers=1, width=256, heads=8, sequence=128, rows=4)
 
 
 def measure() -> list[dict[str, Any]]:
-    """Seconds to lower and simulate one batch, and microseconds per instruction, which should be constant."""
+    """Measure seconds to lower and simulate one batch, and microseconds per instruction, which should be constant."""
     first, middle, last = _stage_costs()
     rows = []
     for workers in WORKERS:
@@ -46,7 +46,7 @@ def _rows(label: str, plan: Plan, costs: Sequence[StageCost]) -> list[dict[str, 
 
 
 def _stage_costs() -> tuple[StageCost, ...]:
-    """Embedding, one block of the GPT, and its head, as this machine runs them."""
+    """Measure embedding, one block and head of the GPT on this machine."""
     stack, batch = gpt.stack(SIZES), gpt.data(SIZES, MICROBATCHES)
     plan = Plan.even(stack.ids, 3, "pipedream_flush", MICROBATCHES)
     pipe = Pipeline(stack, plan, gpt.summed_loss, gpt.optimizer())

@@ -1,4 +1,4 @@
-"""The other end of `programs`: a measured program gets requests and prints answers as lines of JSON on standard input and output."""
+"""The counterpart of `programs` in a measured program: it answers requests as lines of JSON on standard input and output."""
 
 import json
 import sys
@@ -20,12 +20,12 @@ def serve(run: Callable[[int], dict[str, Any]], **facts: Any) -> None:
 
 
 def now() -> float:
-    """A clock that all processes of a machine share."""
+    """Return the time of a clock that all processes of a machine share."""
     return time.monotonic()
 
 
 def step_by_step(step: Callable[[], object]) -> Callable[[int], dict[str, Any]]:
-    """The function `run` of `serve`, for a step that returns when it is finished.
+    """Return the function `run` of `serve` for a step that returns when it is finished.
 
     Args:
         step: runs one step and waits for it.

@@ -1,4 +1,4 @@
-"""One stage on one device against one plain jitted train step of the same GPT with gradient accumulation."""
+"""Compare one stage on one device with one plain jitted train step of the same GPT with gradient accumulation."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ MICROBATCHES, ROWS, REPEATS = 8, 4, 15
 
 
 def measure() -> list[dict[str, Any]]:
-    """Throughput and peak memory of the one-stage pipeline divided by those of the plain step, measured in turn."""
+    """Divide throughput and peak memory of the one-stage pipeline by those of the plain step, measured in turn."""
     keep_freed_memory()  # as in `jpipe train`; it affects both sides
     stack = layers(MODEL)
     optimizer = optax.adamw(1e-3)
@@ -55,7 +55,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 class _PlainStep:
-    """Training without jpipe: a scan over the microbatches that sums gradients, then the optimizer."""
+    """A train step without jpipe: a scan over the microbatches that sums gradients, then the optimizer."""
 
     def __init__(self, stack: LayerStack, optimizer: optax.GradientTransformation, batch: Any, params: Any) -> None:
         def loss_of(params: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ class _PlainStep:
 
     @property
     def peak_bytes(self) -> int:
-        """Arguments, outputs that are not written in place, temporaries."""
+        """The bytes of arguments, temporaries, and outputs that are not written in place."""
         memory = self.compiled.memory_analysis()
         return memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 

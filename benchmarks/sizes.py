@@ -1,4 +1,4 @@
-"""The sizes of the benchmarks' GPT, and what follows from them; without JAX, so that the PyTorch program can import it."""
+"""The sizes of the benchmarks' GPT and what follows from them, without JAX, so that the PyTorch program can import it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Sizes:
-    """The GPT without position vectors: embedding, pre-norm blocks, norm and output layer, biases everywhere but in the embedding.
+    """A GPT without position vectors: embedding, pre-norm blocks, norm and output layer, with biases everywhere but in the embedding.
 
     Attributes:
         layers: number of blocks.
@@ -30,20 +30,23 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
         block = 12 * self.width**2 + 13 * self.width
         return self.vocabulary * self.width + self.layers * block + 2 * self.width + (self.width + 1) * self.vocabulary
 
     @property
     def sequence_flops(self) -> int:
-        """Of forward and backward of one sequence: 6 for each weight of a matrix and token, and 12 · layers · sequence · width
-        for each token's attention, counted as if it were not causal. Recomputation does not count."""
+        """The FLOPs of forward and backward of one sequence, without recomputation.
+
+        These are 6 for each weight of a matrix and token, and 12 · layers · sequence · width for each token's attention, counted as if it
+        were not causal.
+        """
         matrices = 12 * self.layers * self.width**2 + self.width * self.vocabulary
         return self.sequence * (6 * matrices + 12 * self.layers * self.sequence * self.width)
 
 
 def warm_up(microbatches: int) -> int:
-    """Steps to run before timing: in all programs the memory of a process grows for some twenty microbatches.
+    """Return the steps to run before timing: in all programs the memory of a process grows for some twenty microbatches.
 
     Args:
         microbatches: microbatches per step.

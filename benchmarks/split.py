@@ -1,4 +1,4 @@
-"""The two halves of a backward against the whole one: floating-point operations, time, and the bytes kept in between."""
+"""Compare the two halves of a backward with the whole one: floating-point operations, time, and the bytes kept in between."""
 
 import statistics
 import time
@@ -21,23 +21,23 @@ Half = Literal["backward", "backward_input", "backward_weight"]
 
 
 def measure() -> list[dict[str, Any]]:
-    """For two blocks of the GPT, without recomputation and with it."""
-    found: list[dict[str, Any]] = []
+    """Measure two blocks of the GPT, without recomputation and with it."""
+    rows: list[dict[str, Any]] = []
     for recompute, most in (("none", "<= 1.01"), ("full", "<= 1.0105")):
         programs = {name: _Program(_stage(recompute), name) for name in ("backward", "backward_input", "backward_weight")}
         whole, halves = programs["backward"], (programs["backward_input"], programs["backward_weight"])
         times = [(whole.seconds(), sum(half.seconds() for half in halves)) for _ in range(REPEATS + 1)][1:]
         stage, what = _stage(recompute), f"two GPT blocks, recompute {recompute}: both halves / whole backward"
-        found += [
+        rows += [
             {"figure": f"{what}: FLOPs", "measured": sum(half.flops for half in halves) / whole.flops, "goal": most},
             {"figure": f"{what}: time", "measured": statistics.median(both / one for one, both in times), "goal": "<= 1.03"},
             {"figure": f"two GPT blocks, recompute {recompute}: stash / residuals", "measured": stage.stash_bytes / stage.cost.residuals},
         ]
-    return found
+    return rows
 
 
 def _stage(recompute: str) -> StandaloneStage:
-    """Two blocks in the middle of the model."""
+    """Return two blocks in the middle of the model."""
     stack = layers(MODEL)
     tokens = jax.ShapeDtypeStruct((ROWS, MODEL.seq_len), np.int32)
     optimizer = jpipe.model.LayerwiseOptimizer(optax.adamw(1e-3), {})
@@ -54,12 +54,12 @@ class _Program:
 
     @property
     def flops(self) -> float:
-        """As XLA counts them."""
+        """The floating-point operations as XLA counts them."""
         analysis: Any = self.compiled.cost_analysis()
         return float(analysis["flops"])
 
     def seconds(self) -> float:
-        """The time of one call."""
+        """Measure the time of one call."""
         begin = time.perf_counter()
         result, _ = jax.block_until_ready(self.compiled(*self.arguments))
         end = time.perf_counter()

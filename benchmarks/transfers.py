@@ -1,4 +1,4 @@
-"""`python -m benchmarks.transfers`: the cost of transfers and sums of arrays between two processes, each pinned to a core."""
+"""`python -m benchmarks.transfers`: measure transfers and sums of arrays between two processes, each pinned to a core."""
 
 import json
 import os
@@ -23,7 +23,7 @@ LIMIT = 240  # seconds
 
 
 def measure() -> list[dict[str, Any]]:
-    """The figures, measured by two processes that this one starts and ends."""
+    """Start two processes and return the figures that they measure."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -43,7 +43,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def _process(process: int, port: str) -> None:
-    """One of the two processes: process 0 prints the figures as a line of JSON, after all other output."""
+    """Run one of the two processes: process 0 prints the figures as a line of JSON, after all other output."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[process % len(cores)]})
@@ -56,7 +56,7 @@ def _process(process: int, port: str) -> None:
 
 
 def _transfers(name: str, size: int, count: int) -> list[dict[str, Any]]:
-    """A round trip: half its time is one transfer; the processor time of one process is that of both ends of a transfer."""
+    """Measure round trips: half the time is one transfer; the processor time of one process is that of both ends of a transfer."""
     here, there = jax.local_devices()[0], next(d for d in jax.devices() if d.process_index != jax.process_index())
     first, second = (here, there) if jax.process_index() == 0 else (there, here)
     links = Connection(first, second), Connection(second, first)
@@ -82,7 +82,7 @@ def _transfers(name: str, size: int, count: int) -> list[dict[str, Any]]:
 
 
 def _dispatch() -> list[dict[str, Any]]:
-    """The work of Python and JAX for a transfer, with a program that moves nothing: the rest is gloo and the network."""
+    """Measure Python's and JAX's work for a transfer, with a program that moves nothing: the rest is gloo and the network."""
     x = jnp.zeros((), jnp.float32, device=jax.local_devices()[0])
     still = Group(jax.devices()).compile(lambda x: x, x)
     seconds, _ = _timed(lambda: still(x), 2000)
@@ -103,7 +103,7 @@ def _reductions() -> list[dict[str, Any]]:
 
 
 def _timed(call: Callable[[], Any], count: int) -> tuple[float, float]:
-    """The median time of a call and the mean of the processor time it takes in this process."""
+    """Return the median time of a call and the mean of its processor time in this process."""
     for _ in range(5):
         call()
     times, before = [], time.process_time()

@@ -1,4 +1,4 @@
-"""The picture of the packages in jpipe, planner and train, and of what they import, read from the code by Grimp (`make pictures`)."""
+"""Draw the packages in jpipe, planner and train with what they import, read from the code by Grimp (`make pictures`)."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ PACKAGES = "jpipe", "jpipe_planner", "jpipe_train"
 
 
 def rooms(package: str) -> tuple[dict[str, int], dict[str, set[str]]]:
-    """The children of a package with how many modules each has, and which others each of them imports."""
+    """Return the children of a package with the number of modules of each, and which others each of them imports."""
     graph = grimp.build_graph(package)
     children = sorted(graph.find_children(package))
     sizes = {child: sum(not graph.find_children(module) for module in {child, *graph.find_descendants(child)}) for child in children}
@@ -25,22 +25,22 @@ def _imports(graph: Any, importer: str, imported: str) -> bool:
 
 
 def heights(imports: dict[str, set[str]]) -> dict[str, int]:
-    """The level of each package: one more than the highest that it imports.
+    """Compute the level of each package: one more than the highest that it imports.
 
     Raises:
         ValueError: packages import each other in a circle.
     """
-    found: dict[str, int] = {}
-    while len(found) < len(imports):
-        ready = [name for name, others in imports.items() if name not in found and others <= found.keys()]
+    levels: dict[str, int] = {}
+    while len(levels) < len(imports):
+        ready = [name for name, others in imports.items() if name not in levels and others <= levels.keys()]
         if not ready:
-            raise ValueError(f"import each other in a circle: {', '.join(sorted(imports.keys() - found.keys()))}")
-        found |= {name: 1 + max((found[other] for other in imports[name]), default=-1) for name in ready}
-    return found
+            raise ValueError(f"import each other in a circle: {', '.join(sorted(imports.keys() - levels.keys()))}")
+        levels |= {name: 1 + max((levels[other] for other in imports[name]), default=-1) for name in ready}
+    return levels
 
 
 def needed(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """The arrows to draw, without those that follow from others."""
+    """Return the arrows to draw, without those that follow from others."""
 
     def behind(name: str) -> set[str]:
         return imports[name].union(*(behind(other) for other in imports[name]))
@@ -49,26 +49,26 @@ def needed(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
 
 
 def draw(axes: matplotlib.axes.Axes, package: str) -> None:
-    """One package: a box for each of its packages, with importers above what they import."""
+    """Draw one package: a box for each of its packages, with importers above what they import."""
     sizes, imports = rooms(package)
     height = heights(imports)
     levels = [[name for name in sizes if height[name] == level] for level in range(max(height.values()) + 1)]
-    places = {name: ((n + 0.5) / len(level), y) for y, level in enumerate(levels) for n, name in enumerate(level)}
+    coordinates = {name: ((n + 0.5) / len(level), y) for y, level in enumerate(levels) for n, name in enumerate(level)}
     for importer, imported in sorted(needed(imports)):
-        (x, y), (below_x, below_y) = places[importer], places[imported]
+        (x, y), (below_x, below_y) = coordinates[importer], coordinates[imported]
         bend = 0.0 if y - below_y == 1 else 0.3 if below_x < x else -0.15  # around the boxes in between
         arrow = {"arrowstyle": "->", "color": "#777777", "shrinkA": 0, "shrinkB": 0, "connectionstyle": f"arc3,rad={bend}"}
         axes.annotate("", (below_x, below_y + 0.25), (x, y - 0.25), arrowprops=arrow)
-    for name, (x, y) in places.items():
-        own = name.removeprefix(f"{package}.")
-        label = own if sizes[name] == 1 else f"{own}\n{sizes[name]} modules"
+    for name, (x, y) in coordinates.items():
+        name_in_package = name.removeprefix(f"{package}.")
+        label = name_in_package if sizes[name] == 1 else f"{name_in_package}\n{sizes[name]} modules"
         axes.text(x, y, label, ha="center", va="center", fontsize=8, bbox={"boxstyle": "round,pad=0.4", "fc": "#EAF2FA", "ec": "#0072B2"})
     axes.set(title=package, xlim=(0, 1), ylim=(-0.6, len(levels) - 0.4))
     axes.axis("off")
 
 
 def picture() -> Figure:
-    """All packages side by side."""
+    """Draw all packages side by side."""
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     figure.suptitle("What imports what: arrows point to what is imported; those that follow from others are left out", fontsize=10)
     for axes, package in zip(figure.subplots(1, len(PACKAGES)), PACKAGES, strict=True):

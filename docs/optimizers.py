@@ -1,4 +1,4 @@
-"""Which optimizers of optax a pipeline takes: the tables of optimizers.md, tried and written by `python -m docs.optimizers`."""
+"""Test which optimizers of optax a pipeline supports, and write the tables of optimizers.md: `python -m docs.optimizers`."""
 
 import functools
 import itertools
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 def _by_name(module: Any, prefix: str, names: str, instead: str = "", remark: str = "", **arguments: Any) -> list[Row]:
-    """Optimizers of a module that take a learning rate."""
+    """Return the optimizers of a module that take a learning rate."""
     return [
         Row(f"`{prefix}{name}`", functools.partial(getattr(module, name), **{"learning_rate": RATE} | arguments), instead, remark)
         for name in names.split()
@@ -222,7 +222,9 @@ ROWS = tuple(itertools.chain(*TABLES.values()))
 
 
 def check(row: Row) -> str:
-    """How the row is wrong, or "": one that works gives the same numbers layer by layer as on the whole model; another is refused.
+    """Return how a row is wrong, or "".
+
+    A supported optimizer gives the same numbers layer by layer as on the whole model; an unsupported one is refused.
 
     In float64 the numbers are equal to rounding, if `jax_enable_x64` is set.
     """
@@ -241,7 +243,7 @@ def check(row: Row) -> str:
 
 
 def _difference(rule: Any, layerwise: Any, specs: dict[str, Any]) -> float:
-    """The largest difference between the parameters after some updates of the whole model and of its layers."""
+    """Return the largest difference between the parameters after some updates of the whole model and of its layers."""
     generator = np.random.default_rng(5)
 
     def random_tree() -> dict[str, Any]:
@@ -265,7 +267,7 @@ def _difference(rule: Any, layerwise: Any, specs: dict[str, Any]) -> float:
 
 
 def table(rows: tuple[Row, ...]) -> str:
-    """The table in Markdown; neighbours of which the same is true share a line."""
+    """Format the table in Markdown; neighbours with equal results share a line."""
     lines = ["| optax | layer by layer | instead | remark |", "|---|---|---|---|"]
     for (instead, remark), group in itertools.groupby(rows, lambda row: (row.instead, row.remark)):
         names = ", ".join(row.name for row in group)
@@ -276,7 +278,7 @@ def table(rows: tuple[Row, ...]) -> str:
 
 
 def written(page: str) -> str:
-    """The page with the tables as they are now."""
+    """Return the page with its tables updated."""
     for name, rows in TABLES.items():
         begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
         before, after = page.split(begin)

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/pictures/ (`make pictures`); the same timelines give the same files."""
+"""Draw the pictures of docs/pictures/ (`make pictures`); the same timelines give the same files."""
 
 import dataclasses
 from pathlib import Path
@@ -7,7 +7,9 @@ from typing import Any
 from jpipe_planner import draw_choice
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
-from jpipe_train.plan.planning import Parts, Request, profile_of, read_topology, search
+from jpipe_train.plan.inputs import Request, read_topology
+from jpipe_train.plan.profiling import Parts, profile_of
+from jpipe_train.plan.search import search
 
 import jpipe
 from docs import imports
@@ -30,7 +32,7 @@ LARGE = ("depth=54", "width=1920", "heads=20", "seq_len=512", "compute_dtype=bfl
 
 
 def plan_and_costs(schedule: str, microbatches: int, chunks: int = 1, **options: Any) -> tuple[jpipe.Plan, list[jpipe.programs.StageCost]]:
-    """A plan for four ranks that all take 1 for a forward, 2 for a backward, and 1 for each of its halves."""
+    """Return a plan for four ranks that all take 1 for a forward, 2 for a backward, and 1 for each of its halves."""
     layers = [f"layer {number}" for number in range(4 * chunks)]
     plan = jpipe.Plan.even(layers, len(layers), schedule, microbatches, chunks_per_rank=chunks, **options)
     share = 1 / chunks
@@ -39,13 +41,13 @@ def plan_and_costs(schedule: str, microbatches: int, chunks: int = 1, **options:
 
 
 def timeline(schedule: str, batches: int, microbatches: int, chunks: int = 1, **options: Any) -> jpipe.programs.Timeline:
-    """From an empty pipeline to an empty one."""
+    """Simulate from an empty pipeline to an empty one."""
     plan, costs = plan_and_costs(schedule, microbatches, chunks, **options)
     return jpipe.simulate(jpipe.lower(plan, batches), costs).timeline
 
 
 def batch_of(schedule: str, chunks: int) -> jpipe.programs.Window:
-    """A batch of eight microbatches in a long run, counted from 0."""
+    """Return the window of a batch of eight microbatches in a long run, with times from 0."""
     plan, costs = plan_and_costs(schedule, 8, chunks)
     window = jpipe.programs.predict_window(plan, costs, first=2, batches=1)
     counted = tuple(tuple(span._replace(microbatch=span.microbatch % 8, version=0) for span in spans) for spans in window.timeline)
@@ -53,7 +55,7 @@ def batch_of(schedule: str, chunks: int) -> jpipe.programs.Window:
 
 
 def draw_flushing() -> None:
-    """All schedules that flush, a batch of each."""
+    """Draw a batch of each schedule that flushes."""
     windows = {schedule: batch_of(schedule, chunks) for schedule, chunks in FLUSHING.items()}
     longest = windows["gpipe"].seconds
     naive = windows.pop("naive")
@@ -71,7 +73,7 @@ def _cut(span: jpipe.programs.Span, end: float) -> jpipe.programs.Span:
 
 
 def draw_asynchronous() -> None:
-    """All schedules without a flush, two batches of each; and the versions that they read, three batches of half the size."""
+    """Draw two batches of each schedule without a flush; and the versions that they read, in three batches of half the size."""
     names: dict[str, dict[str, Any]] = {
         "pipedream": {},
         "pipedream with vertical_sync": {"vertical_sync": True},
@@ -88,18 +90,18 @@ def draw_asynchronous() -> None:
 
 
 def draw_plans() -> None:
-    """All plans of a GPT too large for one device, on eight of them, as `jpipe plan --png` draws them."""
+    """Draw all plans of a GPT too large for one device, on eight of them, as `jpipe plan --png` does."""
     reporter = Reporter(1, 1, "samples")
     topology = read_topology(str(CONFIGS / "topologies" / "v100-16gb-8.yaml"))
     config = config_file.load(str(CONFIGS / "gpt-bytes.yaml"), (*(f"model.{key}" for key in LARGE), "plan.file=auto"), allow_code=False)
     parts, batch = Parts.of(config, reporter), 64
     profile = profile_of(parts, topology, batch, topology.num_devices, reporter)
-    found = search(profile, topology, batch, Request(up_to=True, schedules=("all",)), False, reporter)
-    draw_choice(found.choice, found.candidates, found.choice.ranked[0], found.known).savefig(FOLDER / "plans.png")
+    result = search(profile, topology, batch, Request(up_to=True, schedules=("all",)), False, reporter)
+    draw_choice(result.choice, result.candidates, result.choice.ranked[0], result.known).savefig(FOLDER / "plans.png")
 
 
 def main() -> None:
-    """Draw them all."""
+    """Draw all pictures."""
     FOLDER.mkdir(exist_ok=True)
     draw_flushing()
     draw_asynchronous()

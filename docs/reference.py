@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jpipe_planner
 import pdoc.doc
 import pdoc.render
 import pdoc.render_helpers
@@ -18,6 +19,7 @@ import jpipe
 MODULES = (
     "jpipe",
     "jpipe.plan",
+    "jpipe.ops",
     "jpipe.schedules",
     "jpipe.model",
     "jpipe.programs",
@@ -26,22 +28,28 @@ MODULES = (
     "jpipe.processes",
     "jpipe.runtime",
     "jpipe.errors",
+    "jpipe.context",
+    "jpipe.checkpoints",
+    "jpipe.files",
+    "jpipe_planner",
 )
 
 
 def public_names(module: str) -> list[str]:
-    """What a public module exports; submodules have pages of their own."""
-    found = importlib.import_module(module)
-    return [name for name in found.__all__ if not inspect.ismodule(getattr(found, name))]
+    """Return the public names of a module, without its submodules, which have pages of their own."""
+    exporter = importlib.import_module(module)
+    return [name for name in exporter.__all__ if not inspect.ismodule(getattr(exporter, name))]
 
 
 def build(folder: Path) -> Path:
     """Write the pages into `folder`, and return the path of the first one."""
-    elsewhere = _documented_variables()
-    pages = {name: _Page(importlib.import_module(name)) for name in MODULES}
-    for name, page in pages.items():
+    modules = {name: importlib.import_module(name) for name in MODULES}
+    for name, module in modules.items():
         for member in public_names(name):  # pdoc looks into the module, where names that are imported on first use are not
-            setattr(page.obj, member, getattr(page.obj, member))
+            setattr(module, member, getattr(module, member))
+    elsewhere = _documented_variables()
+    pages = {name: _Page(module) for name, module in modules.items()}
+    for page in pages.values():
         for variable in page.variables:  # pdoc looks for their docstrings only in the module that shows them
             variable.docstring = variable.docstring or elsewhere.get(variable.name, "")
         for described in page.classes:
@@ -61,24 +69,25 @@ class _Page(pdoc.doc.Module):
 
     @cached_property
     def own_members(self) -> Any:
-        """Only these."""
+        """The members of the public names."""
         return [self.members[name] for name in public_names(self.fullname)]
 
     @cached_property
     def submodules(self) -> Any:
-        """Those with pages of their own."""
+        """The submodules that have pages of their own."""
         return [pdoc.doc.Module(importlib.import_module(name)) for name in MODULES if name.rpartition(".")[0] == self.fullname]
 
 
 def _documented_variables() -> dict[str, str]:
-    """The docstrings that stand below variables, in all modules of jpipe."""
-    names = [module.name for module in pkgutil.walk_packages(jpipe.__path__, "jpipe.")]
+    """Return the docstrings that stand below variables, in all modules of the two libraries."""
+    packages = (jpipe, jpipe_planner)
+    names = [module.name for package in packages for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     variables = [variable for name in names for variable in pdoc.doc.Module(importlib.import_module(name)).variables]
     return {variable.name: variable.docstring for variable in variables if variable.docstring}
 
 
 def _leave_out_bare_fields(described: pdoc.doc.Class) -> None:
-    """Drop fields without a docstring of their own, which the class tells of under `Attributes`, and what NamedTuple says of itself."""
+    """Drop fields without a docstring of their own, which the class describes under `Attributes`, and NamedTuple's own."""
     for name, member in list(described.members.items()):
         if member.docstring.startswith(("Alias for field number", "Create new instance of")):
             member.docstring = ""
@@ -89,7 +98,7 @@ def _leave_out_bare_fields(described: pdoc.doc.Class) -> None:
 
 
 def _format_signature(signature: inspect.Signature, colon: bool) -> Any:
-    """As pdoc writes it, with readable types."""
+    """Format a signature as pdoc does, with readable types."""
     parameters = [p.replace(annotation=_Written(p.annotation)) for p in signature.parameters.values()]
     returned = _Written(signature.return_annotation)
     return pdoc.render_helpers.format_signature(signature.replace(parameters=parameters, return_annotation=returned), colon)
@@ -109,10 +118,10 @@ class _Written:
 
 
 def _readable(text: str) -> str:
-    """Types without the modules they are kept in, and the union of all instructions by its name."""
+    """Replace types by ones without their modules, and the union of all instructions by its name."""
     text = re.sub(r"\b(jax\.)?jaxlib\._jax\.", "jax.", text)
-    text = re.sub(r"\b(typing|collections\.abc|jpipe|pydantic(_core)?)\.([a-z_]+\.)*(?=[A-Z])", "", text)
-    return re.sub(r"Load \| .* \| Evaluate", "Instruction", text)
+    text = re.sub(r"\b(typing|collections\.abc|jpipe|jpipe_planner|pydantic(_core)?)\.([a-z_]+\.)*(?=[A-Z])", "", text)
+    return re.sub(r"Load \| .* \| Release", "Instruction", text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small U-Net finds the discs in noisy images. Its skip connections reach across stages: what flows between layers is a pytree.
+"""Train a small U-Net that finds discs in noisy images; its skip connections cross stages, because layers pass pytrees.
 
 With a config: `jpipe train examples/conv_skips.yaml --allow-code`. From Python, as in `main` below: `python examples/conv_skips.py`.
 """
@@ -26,7 +26,7 @@ class Conv(nnx.Module):
 
 
 class Down(nnx.Module):
-    """Keeps its input for the way up, and halves it."""
+    """Halve the input, and keep it for the way up."""
 
     def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs):
         self.conv = Conv(inputs, outputs, rngs=rngs)
@@ -37,7 +37,7 @@ class Down(nnx.Module):
 
 
 class Up(nnx.Module):
-    """Doubles its input, and takes what was kept last on the way down."""
+    """Double the input, and join it with the input kept last on the way down."""
 
     def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs):
         self.conv = Conv(inputs + outputs, outputs, rngs=rngs)
@@ -49,7 +49,7 @@ class Up(nnx.Module):
 
 
 def model(width: int = 8) -> jpipe.LayerStack:
-    """From images [b, 16, 16, 1] to a logit for each pixel, [b, 16, 16, 1]."""
+    """Return a U-Net as layers: images [b, 16, 16, 1] in, a logit for each pixel out, [b, 16, 16, 1]."""
     return jpipe.LayerStack(
         {
             "stem": lambda rngs: Conv(1, width, rngs=rngs),
@@ -65,12 +65,16 @@ def model(width: int = 8) -> jpipe.LayerStack:
 
 
 def loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The cross-entropy of "is this pixel part of a disc?", summed, and the number of pixels."""
+    """Compute the cross-entropy of "is this pixel part of a disc?".
+
+    Returns:
+        The sum over the pixels, and their number.
+    """
     return optax.sigmoid_binary_cross_entropy(logits, labels).sum(), jnp.asarray(labels.size)
 
 
 class Discs:
-    """`batches[t]`: noisy images of one disc each, with the pixels that are the disc's. A function of (seed, t) only."""
+    """`batches[t]`: noisy images of one disc each, and the pixels of that disc. A function of (seed, t) only."""
 
     def __init__(self, seed: int, batch_size: int, noise: float, length: int = 0):
         self.seed, self.batch_size, self.noise, self.length = seed, batch_size, noise, length
@@ -88,12 +92,12 @@ class Discs:
 
 
 def data(seed: int, batch_size: int, noise: float = 0.5) -> tuple[Discs, Discs]:
-    """(train, validation). What is for validation never depends on the seed."""
+    """Return (train, validation); the validation data never depends on the seed."""
     return Discs(seed + 1, batch_size, noise), Discs(0, batch_size, noise, length=4)
 
 
 def main(steps: int = 100) -> None:
-    """The same without a config."""
+    """Train without a config."""
     stack = model()
     plan = jpipe.Plan.even(stack.ids, num_stages=4, schedule="pipedream_flush", microbatches=4)
     pipe = jpipe.Pipeline(stack, plan, loss, optax.adam(1e-2))

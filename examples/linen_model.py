@@ -1,4 +1,4 @@
-"""A residual network of Linen modules, with dropout, fits a function of two numbers.
+"""Train a residual network of Linen modules, with dropout, to fit a function of two numbers.
 
 With a config: `jpipe train examples/linen_model.yaml --allow-code`. From Python, as in `main` below: `python examples/linen_model.py`.
 """
@@ -13,7 +13,7 @@ import jpipe
 
 
 class Block(nn.Module):
-    """x + mlp(norm(x)). A parameter `train` tells training from evaluation: jpipe sets it."""
+    """x + mlp(norm(x)). jpipe sets the parameter `train`."""
 
     width: int
     dropout: float
@@ -25,18 +25,22 @@ class Block(nn.Module):
 
 
 def model(width: int = 32, depth: int = 3, dropout: float = 0.02) -> jpipe.LayerStack:
-    """From points [b, 2] to values [b, 1]."""
+    """Return the network as layers: points [b, 2] in, values [b, 1] out."""
     blocks = {f"block_{i}": Block(width, dropout) for i in range(depth)}
     return jpipe.LayerStack({"in": nn.Dense(width), **blocks, "norm": nn.LayerNorm(), "out": nn.Dense(1)})
 
 
 def loss(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The squared error, summed, and over how many."""
+    """Compute the squared error.
+
+    Returns:
+        The sum over the values, and their number.
+    """
     return jnp.square(outputs - labels).sum(), jnp.asarray(labels.size)
 
 
 class Waves:
-    """`batches[t]`: points of a square, with the height of a wave there. A function of (seed, t) only."""
+    """`batches[t]`: points in a square, and the height of a wave at each. A function of (seed, t) only."""
 
     def __init__(self, seed: int, batch_size: int, length: int = 0):
         self.seed, self.batch_size, self.length = seed, batch_size, length
@@ -50,12 +54,12 @@ class Waves:
 
 
 def data(seed: int, batch_size: int) -> tuple[Waves, Waves]:
-    """(train, validation). What is for validation never depends on the seed."""
+    """Return (train, validation); the validation data never depends on the seed."""
     return Waves(seed + 1, batch_size), Waves(0, batch_size, length=4)
 
 
 def main(steps: int = 400) -> None:
-    """The same without a config."""
+    """Train without a config."""
     stack = model()
     plan = jpipe.Plan.even(stack.ids, num_stages=3, schedule="pipedream", microbatches=2)
     pipe = jpipe.Pipeline(stack, plan, loss, optax.lion(1e-3))

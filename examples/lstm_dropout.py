@@ -1,4 +1,4 @@
-"""Two LSTMs with dropout learn to write bytes of text, in Flax NNX.
+"""Train two LSTMs with dropout to write bytes of text, in Flax NNX.
 
 With a config: `jpipe train examples/lstm_dropout.yaml --allow-code`. From Python, as in `main` below: `python examples/lstm_dropout.py`.
 """
@@ -15,7 +15,7 @@ import jpipe
 
 
 class LSTM(nnx.Module):
-    """An LSTM over the positions of a sequence, then dropout."""
+    """An LSTM over the positions of a sequence, followed by dropout."""
 
     def __init__(self, inputs: int, width: int, dropout: float, *, rngs: nnx.Rngs):
         self.lstm = nnx.RNN(nnx.OptimizedLSTMCell(inputs, width, rngs=rngs), rngs=rngs)
@@ -26,7 +26,7 @@ class LSTM(nnx.Module):
 
 
 def model(width: int = 64, dropout: float = 0.1) -> jpipe.LayerStack:
-    """From bytes [b, s] to logits of the next byte, [b, s, 256]."""
+    """Return a byte model as layers: bytes [b, s] in, logits of the next byte out, [b, s, 256]."""
     return jpipe.LayerStack(
         {
             "embed": lambda rngs: nnx.Embed(256, width, rngs=rngs),
@@ -38,7 +38,7 @@ def model(width: int = 64, dropout: float = 0.1) -> jpipe.LayerStack:
 
 
 def main(steps: int = 100) -> None:
-    """Without a config, on the text of this file."""
+    """Train without a config, on the text of this file."""
     stack = model()
     plan = jpipe.Plan.even(stack.ids, num_stages=4, schedule="gpipe", microbatches=4)
 

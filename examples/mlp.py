@@ -1,4 +1,4 @@
-"""An MLP learns which of three spirals a point lies on.
+"""Train an MLP to tell which of three spirals a point lies on.
 
 With a config: `jpipe train examples/mlp.yaml --allow-code`. From Python, as in `main` below: `python examples/mlp.py`.
 """
@@ -23,7 +23,7 @@ class Hidden(nnx.Module):
 
 
 def model(width: int = 64, depth: int = 4) -> jpipe.LayerStack:
-    """From points in the plane to the logits of three classes, as layers that can be cut anywhere."""
+    """Return an MLP as layers that can be cut anywhere: points in the plane in, logits of three classes out."""
     hidden = {f"hidden_{i}": lambda rngs: Hidden(width, width, rngs=rngs) for i in range(depth - 1)}
     return jpipe.LayerStack(
         {
@@ -35,7 +35,7 @@ def model(width: int = 64, depth: int = 4) -> jpipe.LayerStack:
 
 
 class Spirals:
-    """`batches[t]`: points on three spirals, with the number of the spiral of each. A function of (seed, t) only."""
+    """`batches[t]`: points on three spirals, and the number of each point's spiral. A function of (seed, t) only."""
 
     def __init__(self, seed: int, batch_size: int, noise: float, length: int = 0):
         self.seed, self.batch_size, self.noise, self.length = seed, batch_size, noise, length
@@ -53,12 +53,12 @@ class Spirals:
 
 
 def data(seed: int, batch_size: int, noise: float = 0.02) -> tuple[Spirals, Spirals]:
-    """(train, validation). What is for validation never depends on the seed."""
+    """Return (train, validation); the validation data never depends on the seed."""
     return Spirals(seed + 1, batch_size, noise), Spirals(0, batch_size, noise, length=4)
 
 
 def main(steps: int = 300) -> None:
-    """The same without a config."""
+    """Train without a config."""
     stack = model()
     plan = jpipe.Plan.even(stack.ids, num_stages=3, schedule="pipedream_2bw", microbatches=4)
 

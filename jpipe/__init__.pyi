@@ -1,4 +1,4 @@
-from . import checkpoints, context, errors, files, meshes, model, plan, processes, programs, runtime, schedules, stages
+from . import checkpoints, context, errors, files, meshes, model, ops, plan, processes, programs, runtime, schedules, stages
 from ._host_memory import keep_freed_memory
 from .errors import InputError, PeerLost
 from .model._layer import Layer
@@ -8,8 +8,8 @@ from .model._ties import Tie
 from .pipeline import Pipeline
 from .plan import Plan, Stage
 from .programs._costs import Link
-from .programs._lower import lower
 from .programs._simulate import simulate
+from .programs.lowering import lower
 from .runtime._join import join_processes
 from .runtime._metrics import Evaluation, Mean, Metrics
 from .runtime._trace import Tracer
@@ -47,6 +47,7 @@ __all__ = [
     "lower",
     "meshes",
     "model",
+    "ops",
     "plan",
     "processes",
     "programs",

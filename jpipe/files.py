@@ -1,4 +1,4 @@
-"""How jpipe, planner and train name, read and write files.
+"""Functions that name, read and write the files of jpipe, jpipe_planner and jpipe_train safely.
 
 A folder may come from a stranger, or strangers may be able to write to it. So nothing is written through a symbolic link or under a name
 that can be guessed, and a file is written completely or not at all.
@@ -34,18 +34,18 @@ __all__ = [
 ]
 
 TEMPORARY = ".jpipe-*.tmp"
-"""The names of files that are being written; those that a killed process leaves can be removed."""
+"""The pattern of the names of files that are being written; a file that a killed process has left can be removed."""
 
 
 def expanded(path: str, where: str) -> Path:
-    """A path with the home folder in place of `~`.
+    """Return a path with the home folder in place of `~`.
 
     Args:
-        path: as given by a user.
+        path: from a user.
         where: its config key or option, for messages.
 
     Raises:
-        InputError: there is no such home folder, or no file can have that name.
+        InputError: there is no such home folder, or no file can have the name.
     """
     try:
         os.fsencode(path)
@@ -60,31 +60,31 @@ def expanded(path: str, where: str) -> Path:
 
 
 def resolved(path: str, where: str) -> Path:
-    """An absolute path without `..`, symbolic links and `~`; parts that do not exist are taken literally.
+    """Return an absolute path without `..`, symbolic links and `~`; parts that do not exist are kept as they are.
 
     Args:
-        path: as given by a user.
+        path: from a user.
         where: as in `expanded`.
 
     Raises:
-        InputError: no file can have that name, or it is not UTF-8, which TensorStore requires to write checkpoints.
+        InputError: no file can have the name, or it is not UTF-8, which TensorStore requires to write checkpoints.
     """
     try:
-        found = expanded(path, where).resolve()
-        str(found).encode()
-        if any(part.is_symlink() for part in (found, *found.parents)):  # since Python 3.13 `resolve` does not raise for a cycle of links
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(found))
+        real = expanded(path, where).resolve()
+        str(real).encode()
+        if any(part.is_symlink() for part in (real, *real.parents)):  # since Python 3.13 `resolve` does not raise for a cycle of links
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(real))
     except UnicodeEncodeError:
-        raise InputError(f"{where}: expected a path in UTF-8, found {os.fsencode(found)!r}; rename the folder, or choose another") from None
+        raise InputError(f"{where}: expected a path in UTF-8, found {os.fsencode(real)!r}; rename the folder, or choose another") from None
     except (OSError, RuntimeError) as error:  # a cycle of symbolic links
         raise InputError(f"{where}: cannot find '{path}': {getattr(error, 'strerror', None) or error}; choose another") from None
-    return found
+    return real
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file (text as UTF-8) completely or, if writing fails or process or machine die, not at all.
+    """Write a file completely or, if writing fails or process or machine die, not at all; it is on disk when this returns.
 
-    An existing file is replaced, and so is a symbolic link, whatever it points to. The file is on disk when this returns.
+    Text is written as UTF-8. An existing file is replaced, and so is a symbolic link, whatever it points to.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
@@ -107,40 +107,40 @@ def create(path: Path) -> BinaryIO:
     """Create a file, open for writing.
 
     Raises:
-        OSError: it cannot be created, or there is something of that name, such as a symbolic link.
+        OSError: it cannot be created, or the name exists, also as a symbolic link.
     """
     return open(_open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 
 
 def unused(path: str, where: str) -> Path:
-    """An absolute path for something new. Links lead to the folder that it is to be in, but itself it is none.
+    """Return the absolute path of a new file or folder; its parent may be behind links.
 
     Args:
-        path: as given by a user.
+        path: from a user.
         where: its option, for messages.
 
     Raises:
-        InputError: there is something of that name, or no file can have it.
+        InputError: the name exists, or no file can have it.
     """
-    found = expanded(path, where)
-    found = resolved(str(found.parent), where) / found.name
-    if os.path.lexists(found):
+    new = expanded(path, where)
+    new = resolved(str(new.parent), where) / new.name
+    if os.path.lexists(new):
         raise InputError(f"{where}: '{path}' already exists; choose another name, or remove it first")
-    return found
+    return new
 
 
 @contextlib.contextmanager
 def new_folder(path: Path, where: str) -> Iterator[Path]:
-    """A folder to write into under another name; it gets its own name, with all that is in it on disk, if nothing fails inside.
+    """Yield a folder to write into that gets its name, with its content on disk, if nothing fails inside, and else is removed.
 
-    Otherwise it is removed. The folders that it is to be in are made.
+    Its parents are created.
 
     Args:
         path: see `unused`.
         where: its option, for messages.
 
     Raises:
-        InputError: the folder or something in it cannot be written.
+        InputError: the folder or a file in it cannot be written.
     """
     unfinished = path.with_name(TEMPORARY.replace("*", secrets.token_hex(8)))
     try:
@@ -163,7 +163,7 @@ def open_to_append(path: Path) -> BinaryIO:
     """Open a file to append to it, unbuffered; it is created if it does not exist.
 
     Raises:
-        OSError: it cannot be opened; a symbolic link is refused, and so is a FIFO or a device, which could block forever.
+        OSError: it cannot be opened, or is a symbolic link, a FIFO or a device, which could block forever.
     """
     try:
         number = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
@@ -177,17 +177,17 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, unless it exists.
+    """Create a folder and its parents, unless it exists.
 
     Raises:
-        OSError: it cannot be made; a symbolic link is refused, whatever it points to.
+        OSError: it cannot be created, or is a symbolic link, whatever it points to.
     """
     path.mkdir(parents=True, exist_ok=True)
     refuse_link(path)
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a symbolic link.
+    """Check that a path is not a symbolic link.
 
     Raises:
         OSError: it is one.
@@ -197,12 +197,10 @@ def refuse_link(path: Path) -> None:
 
 
 def open_to_read(path: Path) -> BufferedReader:
-    """Open a regular file to read; a symbolic link to one is followed.
-
-    A FIFO, a device or a socket is refused without reading it, which could block forever.
+    """Open a regular file, or a symbolic link to one, to read.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
+        OSError: it cannot be opened, or is not a regular file; a FIFO, a device or a socket is not read, which could block forever.
     """
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -233,11 +231,11 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int, cannot: str, hint: str, other: str) -> str:
-    """Read a regular file of text in UTF-8 that a user named.
+    """Read a regular file of text in UTF-8 for a user.
 
     Args:
         path: the file.
-        most: bytes, a multiple of a MiB; a larger file is refused.
+        most: the largest size, in bytes, a multiple of a MiB.
         cannot: start of the message, such as "plan.file: cannot read 'plan.json'"; the system's message follows.
         hint: end of the message.
         other: the message for a file that is not text.
@@ -263,10 +261,10 @@ def to_disk(path: Path) -> None:
 
 
 def shown(path: Path) -> str:
-    """A path for messages: relative to the current folder, if it is inside it."""
+    """Return a path for messages, relative to the current folder if it is inside it."""
     try:
         current = Path.cwd()
-    except OSError:  # somebody has removed it
+    except OSError:  # it was removed
         return str(path)
     return str(path.relative_to(current) if path.is_relative_to(current) else path)
 

@@ -32,8 +32,8 @@ from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._rows import tell_of_rows
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
-from jpipe.programs._lower import lower
 from jpipe.programs._steps import Steps
+from jpipe.programs.lowering import lower
 from jpipe.runtime._executor import Executor, To, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
@@ -51,15 +51,18 @@ from jpipe.stages._batch import (
     bucket_of_inputs,
     check_buckets,
     count_microbatches,
+    describe_shapes,
     microbatch_spec,
     rows_of,
-    told,
 )
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
-from jpipe.stages._compile import CompiledPrograms, CompiledStage, compile_initializers, compile_stages, compile_start
-from jpipe.stages._functions import StageFunctions, check_metrics
+from jpipe.stages._compile import CompiledPrograms, compile_stages, compile_start
+from jpipe.stages._compiled_stage import CompiledStage
+from jpipe.stages._initializers import compile_initializers
 from jpipe.stages._shares import shares_of, with_shares
+from jpipe.stages.functions._evaluation import check_metrics
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 
@@ -129,6 +132,11 @@ class Pipeline:
         if not callable(loss):
             raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
         plan.check_layers(stack.ids)
+        if stack.carries_rows and max(plan.replicas) > 1:
+            raise InputError(
+                f"plan.replicas: expected 1 for each stage of layers that carry a state of each row from batch to batch, found "
+                f"{max(plan.replicas)}; use more stages instead, or layers that carry none"
+            )
         check_precision(precision)
         check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
         check_ema_decay(ema_decay, plan)
@@ -152,7 +160,7 @@ class Pipeline:
         return html_of_plan(self.plan, "Pipeline", self._facts(), devices)
 
     def _facts(self) -> str:
-        where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {told(self._executor.specs)}"
+        where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {describe_shapes(self._executor.specs)}"
         numbers = {"clip_global_norm": self.clip_global_norm, "ema_decay": self.ema_decay}
         given = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
@@ -529,7 +537,7 @@ class Pipeline:
         recompute = [f.stage.recompute != "none" for f in functions]
         costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
         costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
-        for own in self.plan.rank_stages:
+        for own in self.plan.pipeline_ranks:
             for s in own:
                 if s + 1 in own:
                     passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))

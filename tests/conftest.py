@@ -1,4 +1,4 @@
-"""What holds in every test: eight devices on any machine, strict numbers, types checked at run time."""
+"""Fixtures and hooks of all tests: eight devices on any machine, strict promotion of dtypes and ranks, types checked at run time."""
 
 import collections
 import itertools
@@ -49,7 +49,7 @@ type(Protocol).__instancecheck__ = _has_all_members_once
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory):
-    """Programs that are equal are compiled once in a session, by whichever of its workers comes first.
+    """Compile equal programs once in a session, whichever of its workers comes first.
 
     Or once in all sessions that share the folder JPIPE_TEST_CACHE.
     """
@@ -64,7 +64,7 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def made_once(compiled_once):
-    """And what leads there is traced once in a worker."""
+    """Trace equal stages once in a worker."""
     from tests import sharing  # only here: the packages that it imports are to be checked
 
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +77,7 @@ _tests = itertools.count()
 
 @pytest.fixture(autouse=True)
 def not_too_many_programs(made_once):
-    """Programs that are shared are let go where there are too many; looked at every few tests, for it takes some milliseconds."""
+    """Drop the shared programs when there are too many; checked every few tests, because the check takes some milliseconds."""
     from tests import sharing
 
     if next(_tests) % 8 == 0:
@@ -86,7 +86,7 @@ def not_too_many_programs(made_once):
 
 @pytest.fixture
 def nothing_shared(made_once, monkeypatch):
-    """For tests of what is traced, compiled or read from the cache, and when."""
+    """Share nothing in a test of what is traced, compiled or read from the cache, and when."""
     from tests import sharing
 
     monkeypatch.setattr(sharing, "enabled", False)
@@ -111,7 +111,7 @@ OTHERS = re.compile(
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Of each test that is marked `thinned`, mark all combinations `slow` but a few, and most of these `exhaustive`; see pyproject.toml.
+    """Mark all but a few combinations of each `thinned` test `slow`, and most of these `exhaustive`; see pyproject.toml.
 
     Of a test about numbers the first that `make test` has is marked `numbers`; where it has none of them, all are.
     """
@@ -139,7 +139,7 @@ def _thin(cases):
 
 
 def _covering(cases, size, most, chosen=()):
-    """Few of the cases, at most `most`, that have each combination of `size` values which those chosen before do not have."""
+    """Return few cases, at most `most`, that together have each combination of `size` values that the chosen cases lack."""
     values = {item: sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in cases}
     covers = {item: set(itertools.combinations(found, min(size, len(found)))) for item, found in values.items()}
     left = set().union(*covers.values()).difference(*(covers[item] for item in chosen))
@@ -154,7 +154,7 @@ def _covering(cases, size, most, chosen=()):
 
 @pytest.fixture
 def two_by_two(monkeypatch):
-    """A schedule that is in the registry for the length of a test."""
+    """Register a schedule for the length of a test."""
     from jpipe import schedules
     from tests.two_by_two import TWO_BY_TWO
 

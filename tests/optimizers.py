@@ -1,11 +1,11 @@
-"""Optax under our strict rules of promotion."""
+"""Optax optimizers under strict promotion."""
 
 import jax
 import optax
 
 
 def lenient(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same optimizer with JAX's standard promotion inside it, and only there: Adam and schedules mix int and float."""
+    """Return the optimizer with JAX's standard promotion inside it, and only there: Adam and schedules mix int and float."""
 
     def init(params):
         with jax.numpy_dtype_promotion("standard"):

@@ -1,7 +1,7 @@
-"""Work that is equal in many tests is done once in a session: stages lowered and compiled, optimizers probed, configured models made.
+"""A cache of the work that many tests repeat: stages lowered and compiled, optimizers probed, configured models built.
 
-Equal means all that goes in: the same layers, loss and optimizer (the same objects, that is), stage, shapes, device and JAX settings.
-What a test makes for itself is new, and so is what comes of it.
+Work is repeated when all its inputs are equal: the layers, loss and optimizer (the same objects), stage, shapes, device and JAX settings.
+Objects that a test builds for itself are new, so their work is not shared.
 """
 
 import functools
@@ -15,8 +15,7 @@ import pytest
 from jpipe_train.assemble import build, model
 
 from jpipe import pipeline
-from jpipe.stages import _builder, _compile
-from jpipe.stages import _functions as _stage
+from jpipe.stages import _builder, _compile, _initializers
 from tests.jpipe import running
 
 SETTINGS = (
@@ -34,7 +33,7 @@ MOST = 500  # keys of each kind that are kept: a compiled stage takes some megab
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called once for equal keys; a key has a part that can be hashed and one that is compared, or is None: always called."""
+    """Wrap a function so that equal keys call it once. A key is a hashable part followed by parts to compare, or None to call always."""
     known: dict[Any, list[tuple[Any, Any]]] = {}
     KNOWN.append(known)
 
@@ -56,7 +55,7 @@ def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[...,
 
 
 def forget_if_full() -> None:
-    """Let go of all compiled programs where there are many: each takes memory mappings, of which Linux gives a process 65,530.
+    """Drop all compiled programs when there are many: each takes memory mappings, of which Linux gives a process 65,530.
 
     A process that runs out of them crashes.
     """
@@ -70,7 +69,7 @@ def forget_if_full() -> None:
 
 
 def shared(patch: pytest.MonkeyPatch) -> None:
-    """Do equal work once from here on."""
+    """Share equal work from here on."""
 
     def share(module: Any, name: str, key: Callable[..., Any]) -> None:
         patch.setattr(module, name, once(getattr(module, name), key))
@@ -80,7 +79,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
         "_lower_call",
         lambda f, place, name, counts, chosen, part: ((f.stage.layers, place, name, tuple(counts), part), f, chosen),
     )
-    share(_compile, "_lower_initializer", lambda layer, x, device: (device, layer, x))
+    share(_initializers, "_lower_initializer", lambda layer, x, device: (device, layer, x))
     share(
         _builder,
         "check_gradients",
@@ -88,13 +87,13 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     )
     share(_builder, "find_layerwise", lambda rule, params, masters, ties: ((tuple(params), masters), rule, params, ties))
     share(pipeline, "measure_bytes", lambda f, recomputes, splits, chosen: ((f.stage.layers, recomputes, splits), f, chosen))
-    share(_stage, "check_summed", lambda loss, where, f, outputs: ((where, f.stage.layers), loss, f, outputs))
+    share(_builder, "check_loss", lambda loss, where, layer_id, y, labels: ((where, layer_id), loss, y, labels))
     # What users name may be another function in the next test: only what is built in is shared.
     share(
         model,
         "layers",
         lambda config, rows, computes=None, chunk=None: (
-            None if config.target and not config.is_built_in else ((repr(config), rows, computes, chunk), model.built_in.layers)
+            None if config.target else ((repr(config), rows, computes, chunk), model.built_in.layers)
         ),
     )
     share(build, "optimizer", lambda config, steps, params: None if ":" in config.name else ((repr(config), steps), params))

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 import pytest
 from jpipe_planner import Placed, Problem, Profile, Topology, evaluate_partition
-from jpipe_train.data.samples import make
 from matplotlib.figure import Figure
 
 import jpipe
@@ -31,6 +30,7 @@ from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
+from examples.papers.samples import make
 
 CORE = min(os.sched_getaffinity(0))
 DENSE = jpipe.Layer(
@@ -301,7 +301,7 @@ def test_the_table_compares_the_time_to_the_target(tmp_path):
 @pytest.mark.parametrize("name", tasks.TASKS)
 def test_what_is_trained_may_have_replicas(name, tmp_path):
     config = tasks.load(tasks.TASKS[name], tmp_path)
-    assert not config.model.carries
+    assert not tasks.model.layers(config.model, config.train.batch_size).carries_rows
     assert config.train.batch_size % (4 * min(tasks.SIZES)) == 0, "data parallelism on four hosts needs a microbatch each"
 
 

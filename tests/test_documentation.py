@@ -27,7 +27,7 @@ import jpipe
 from docs import reference
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "papers" / "README.md"]
 MODULES = sorted(module.name for module in pkgutil.walk_packages(jpipe.__path__, "jpipe."))
 
 

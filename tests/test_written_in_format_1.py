@@ -41,4 +41,5 @@ def test_a_checkpoint_of_two_processes_in_items_of_their_own():
     assert checkpoints.steps(WRITTEN) == [4]
     pipe = pipeline()
     state = checkpoints.load(pipe, WRITTEN, jax.random.key(KEY), BATCH)
-    assert continued(pipe, state) == json.loads((WRITTEN / "losses.json").read_text())
+    losses = json.loads((WRITTEN / "losses.json").read_text())
+    np.testing.assert_allclose(continued(pipe, state), losses, rtol=1e-6)  # XLA may be told to optimize more or less

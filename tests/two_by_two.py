@@ -1,14 +1,14 @@
-"""A schedule that is not of the registry: all there is to say of it, as a file in `jpipe/schedules/` would."""
+"""A schedule outside the registry, written as a file in `jpipe/schedules/` would be."""
 
-from jpipe.schedules import Compute, Schedule, one_forward_one_backward, pipeline_in_flight
+from jpipe.schedules import Action, Schedule, one_forward_one_backward, pipeline_in_flight
 
 
 def _order(plan, s, microbatches):
-    """1F1B of pairs: two forwards, then two backwards."""
+    """Yield 1F1B of pairs: two forwards, then two backwards."""
     pairs = [microbatches[n : n + 2] for n in range(0, len(microbatches), 2)]
     for entry in one_forward_one_backward(plan, s, range(len(pairs)), pipeline_in_flight(plan, s)):
         for op in entry.op:
-            yield from (Compute(op, s, k) for k in pairs[entry.microbatch])
+            yield from (Action(op, s, k) for k in pairs[entry.microbatch])
 
 
 TWO_BY_TWO = Schedule(

@@ -1,1 +1,1 @@
-"""Tests checkpoints against kills and damage, and measures their cost; `python -m benchmarks.faults`."""
+"""Test checkpoints against kills and damage, and measure their cost; `python -m benchmarks.faults`."""

@@ -21,7 +21,7 @@ Part = Callable[[argparse.Namespace], Any]
 
 
 def in_a_folder(part: Callable[[pathlib.Path, argparse.Namespace], Any]) -> Part:
-    """A part that has a temporary folder to write in."""
+    """Wrap a part so that it gets a temporary folder to write in."""
 
     def run(options: argparse.Namespace) -> Any:
         with tempfile.TemporaryDirectory() as folder:

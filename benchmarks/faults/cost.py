@@ -1,4 +1,4 @@
-"""The cost of checkpoints with the default config: delay of training, bytes, and the time of a restore."""
+"""Measure the cost of checkpoints with the default config: the delay of training, bytes, and the time of a restore."""
 
 import contextlib
 import shutil
@@ -31,28 +31,28 @@ ALONE = Together(None)
 
 
 def main(folder: Path, rounds: int) -> dict[str, Any]:
-    """Measure, print, and give the figures.
+    """Measure, print and return the figures.
 
     Args:
         folder: where the checkpoints are written.
         rounds: how often steps with and without checkpoints take turns.
     """
-    found: dict[str, Any] = {"bytes": {}}
+    figures: dict[str, Any] = {"bytes": {}}
     for schedule in SCHEDULES:
         training = _Training(_config(folder / schedule, schedule))
         if schedule == SCHEDULES[0]:
-            found |= training.turns(rounds)
+            figures |= training.turns(rounds)
         else:
             training.block(saves=True)
-        found["bytes"][schedule] = training.bytes_written()
+        figures["bytes"][schedule] = training.bytes_written()
         if schedule == SCHEDULES[0]:
-            found |= _restores(training.config)
-    print_table(("figure", "found"), list(_rows(found)))
-    return found
+            figures |= _restores(training.config)
+    print_table(("figure", "found"), list(_rows(figures)))
+    return figures
 
 
 class _Training:
-    """The training loop without evaluations and rows, in blocks of as many steps as there are between two checkpoints.
+    """The training loop without evaluations and rows, in blocks of as many steps as lie between two checkpoints.
 
     Args:
         config: of the run.
@@ -74,7 +74,11 @@ class _Training:
             self._step(saves=False)
 
     def block(self, saves: bool) -> tuple[float, float]:
-        """Run some steps, with a snapshot if `saves`: their seconds, and those that this thread spent on checkpoints."""
+        """Run some steps, with a snapshot if `saves`.
+
+        Returns:
+            Their seconds, and the seconds that this thread spent on checkpoints.
+        """
         began, self._stalled = time.perf_counter(), 0.0
         for _ in range(self.every):
             self._step(saves)
@@ -83,7 +87,11 @@ class _Training:
         return time.perf_counter() - began, self._stalled
 
     def turns(self, rounds: int) -> dict[str, float]:
-        """Blocks with a checkpoint and without by turns, the first two not counted: medians of seconds per step, and of their ratios."""
+        """Run blocks with and without a checkpoint in turn.
+
+        Returns:
+            Medians of the seconds per step and of their ratios, without the first two blocks.
+        """
         blocks = [(self.block(saves=True), self.block(saves=False)) for _ in range(rounds + 1)][1:]
         return {
             "step with": statistics.median(saving[0] for saving, _ in blocks) / self.every,
@@ -93,19 +101,19 @@ class _Training:
         }
 
     def bytes_written(self) -> dict[str, int]:
-        """Bytes of the newest checkpoint, and of what the workers hold: all versions, optimizer state and layer state."""
-        place = self._folder / "checkpoints" / f"{checkpoint_files.steps(self._folder)[-1]:08d}"
-        held = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
+        """Return the bytes of the newest checkpoint, and those that the workers hold: versions, optimizer state and layer state."""
+        place = self._folder / "checkpoints" / str(checkpoint_files.steps(self._folder)[-1])
+        state = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
         return {
             "files": sum(path.stat().st_size for path in place.rglob("*") if path.is_file()),
-            "state": sum(leaf.nbytes for leaf in jax.tree.leaves(held)),
+            "state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
         }
 
     def _step(self, saves: bool) -> None:
         step = self._state.batch
         with self._counted():
             if saves:
-                self._checkpoints.arm(step)
+                self._checkpoints.schedule_snapshot(step)
             observer = self._checkpoints.observing()
         self._state, metrics = self._pipe.step(self._state, self._batches.train[step], observe=observer and self._timed(observer))
         for t, loss in ({} if self._last is None else self._last.losses).items():
@@ -113,7 +121,7 @@ class _Training:
             self._through = t
         self._last = metrics
         with self._counted():
-            self._checkpoints.proceed(self._through, lambda _: {})
+            self._checkpoints.flush_finished(self._through, lambda _: {})
 
     def _timed(self, observer: Callable[[jpipe.runtime.Event], None]) -> Callable[[jpipe.runtime.Event], None]:
         def observe(event: jpipe.runtime.Event) -> None:
@@ -136,30 +144,30 @@ def _config(folder: Path, schedule: str) -> Config:
 
 def _ready(config: Config) -> tuple[jpipe.Pipeline, data.Data, Reporter]:
     reporter = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
-    return *loop.ready(config, reporter), reporter
+    return *loop.build_and_check(config, reporter), reporter
 
 
 def _restores(config: Config, times: int = 3) -> dict[str, float]:
-    """Medians of seconds until a run has its first state: fresh, and from its newest checkpoint; both compile."""
+    """Return median seconds until a run has its first state, fresh and from its newest checkpoint; both compile."""
     fresh, restored = [], []
     for _ in range(times):
-        for taken, resumes in ((fresh, False), (restored, True)):
+        for durations, resumes in ((fresh, False), (restored, True)):
             pipe, batches, reporter = _ready(config)
             began = time.perf_counter()
             resumed = find(config, "must", ALONE, reporter.say) if resumes else None
             layers = None if resumed is None else starting.read_checkpoint(config, pipe, batches, ALONE, resumed)[0]
             jax.block_until_ready(starting.begin(config, pipe, batches, resumed, layers))
-            taken.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - began)
     return {"fresh": statistics.median(fresh), "restored": statistics.median(restored)}
 
 
-def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "a step without checkpoints", f"{found['step without'] * 1e3:.0f} ms"
-    yield "a step with a checkpoint every 10", f"{found['step with'] * 1e3:.0f} ms, {found['ratio']:.3f} times as long"
-    yield "time of the training thread for it", f"{found['stall']:.2%} of the interval"
-    for schedule, of in found["bytes"].items():
+def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "a step without checkpoints", f"{figures['step without'] * 1e3:.0f} ms"
+    yield "a step with a checkpoint every 10", f"{figures['step with'] * 1e3:.0f} ms, {figures['ratio']:.3f} times as long"
+    yield "time of the training thread for it", f"{figures['stall']:.2%} of the interval"
+    for schedule, of in figures["bytes"].items():
         yield f"bytes written ÷ bytes of state, `{schedule}`", f"{of['files'] / of['state']:.3f} ({of['files'] / 1e6:.1f} MB)"
     yield (
         "restore ÷ start without a checkpoint, both with compilation",
-        f"{found['restored'] / found['fresh']:.2f} ({found['restored']:.1f} s)",
+        f"{figures['restored'] / figures['fresh']:.2f} ({figures['restored']:.1f} s)",
     )

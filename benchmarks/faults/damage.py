@@ -1,4 +1,4 @@
-"""Files of the newest checkpoint cut off, deleted or changed: the run must name the file, and resume from the checkpoint before."""
+"""Truncate, delete or change files of the newest checkpoint: the run must name the file and resume from the checkpoint before."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ STOPPED, END = 3 * EVERY, 4 * EVERY  # steps
 
 
 def main(folder: Path, runs: int, seed: int) -> list[dict[str, Any]]:
-    """Damage, print, and give the figures.
+    """Damage, print and return the figures.
 
     Args:
         folder: where the runs are written.
@@ -33,7 +33,7 @@ def main(folder: Path, runs: int, seed: int) -> list[dict[str, Any]]:
     whole = trained(folder / "whole", END)
     expected = end_of(whole)
     stopped = trained(folder / "stopped", STOPPED)
-    found = []
+    results = []
     drawn = damages(newest(stopped), random.Random(seed))  # noqa: S311 - places, not secrets
     for number, (name, how, at) in enumerate(itertools.islice(drawn, runs)):
         again = folder / "again"
@@ -41,21 +41,21 @@ def main(folder: Path, runs: int, seed: int) -> list[dict[str, Any]]:
         shutil.copytree(stopped, again / "run")
         damage(newest(again / "run") / name, how, at)
         wrong = outcome(again, name, expected)
-        found.append({"file": name, "how": how, "at": at, "wrong": wrong})
+        results.append({"file": name, "how": how, "at": at, "wrong": wrong})
         place = "" if how == "deleted" else f" at byte {at:,}"
         print(f"{number}: {name} {how}{place}: {wrong or 'file named, checkpoint before used, identical'}", flush=True)
-    rows = [(how, *_counts([row for row in found if row["how"] == how])) for how in HOW]
+    rows = [(how, *_counts([row for row in results if row["how"] == how])) for how in HOW]
     print_table(("damage", "checkpoints", "files", "named, and identical"), rows)
-    return found
+    return results
 
 
 def newest(run: Path) -> Path:
-    """The folder of the newest complete checkpoint of a run."""
-    return run / "checkpoints" / f"{steps(run)[-1]:08d}"
+    """Return the folder of the newest complete checkpoint of a run."""
+    return run / "checkpoints" / str(steps(run)[-1])
 
 
 def damages(place: Path, chance: random.Random) -> Iterator[tuple[str, str, int]]:
-    """File, kind and place of damages of a checkpoint, without end; every file has each kind before any has one again.
+    """Yield file, kind and place of damages of a checkpoint, endlessly; every file has each kind before any has one again.
 
     Args:
         place: its folder.
@@ -84,7 +84,7 @@ def damage(path: Path, how: str, at: int) -> None:
 
 
 def trained(folder: Path, until: int) -> Path:
-    """A run of so many steps in `folder`."""
+    """Train a run of this many steps in `folder`."""
     config = Config.model_validate(config_of(folder, PLAN, until))
     with contextlib.redirect_stdout(io.StringIO()):
         loop.main(config)
@@ -92,15 +92,15 @@ def trained(folder: Path, until: int) -> Path:
 
 
 def outcome(folder: Path, name: str, expected: End) -> str | None:
-    """What is wrong with the resumed run in the damaged `folder`, or nothing."""
+    """Return what is wrong with the resumed run in the damaged `folder`, or None."""
     config = Config.model_validate(config_of(folder, PLAN, END))
-    told = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(told):
+        with contextlib.redirect_stdout(printed):
             loop.main(config)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    words = told.getvalue()
+    words = printed.getvalue()
     resumed = re.search(r"resumes at step (\d+)", words)
     if resumed is None or int(resumed[1]) != STOPPED - EVERY:
         return f"resumed at step {resumed and resumed[1]}"

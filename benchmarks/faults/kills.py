@@ -1,4 +1,4 @@
-"""Runs of four processes, one of which is killed at a random moment: each must end like a run without a kill."""
+"""Kill one of the four processes of a run at a random moment: the run must end like one without a kill."""
 
 import os
 import random
@@ -23,7 +23,7 @@ _LOOK = 0.002  # seconds between two looks at the folder
 
 
 class Kill(NamedTuple):
-    """What came of one.
+    """The result of a kill.
 
     Attributes:
         process: which one was killed.
@@ -48,7 +48,7 @@ class _Pace(NamedTuple):
 
 
 def main(folder: Path, runs: int, seed: int, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Kill, print, and give the figures.
+    """Kill, print and return the figures.
 
     Args:
         folder: where the runs are written.
@@ -56,7 +56,7 @@ def main(folder: Path, runs: int, seed: int, names: Sequence[str] = ()) -> list[
         seed: of the moments and of who is killed.
         names: kinds; none: all.
     """
-    found = []
+    results = []
     for name in names or KINDS:
         config = config_of(folder / "alone", KINDS[name])
         expected, pace = _alone(config, folder / "alone")
@@ -65,21 +65,21 @@ def main(folder: Path, runs: int, seed: int, names: Sequence[str] = ()) -> list[
             chance = random.Random(f"{seed} {name} {number}")  # noqa: S311 - moments, not secrets
             kills.append(_killed(name, folder / "killed", expected, pace, chance))
             print(f"{name} {number}: {_told(kills[-1])}", flush=True)
-        found.append({"kind": name, "runs": len(kills), "identical": sum(kill.wrong is None for kill in kills)})
-        found[-1] |= {moment: sum(kill.moment == moment for kill in kills) for moment in MOMENTS}
-        found[-1] |= {"resumed at": _steps(kills), "wrong": [_told(kill) for kill in kills if kill.wrong]}
+        results.append({"kind": name, "runs": len(kills), "identical": sum(kill.wrong is None for kill in kills)})
+        results[-1] |= {moment: sum(kill.moment == moment for kill in kills) for moment in MOMENTS}
+        results[-1] |= {"resumed at": _steps(kills), "wrong": [_told(kill) for kill in kills if kill.wrong]}
         shutil.rmtree(folder / "alone")
     head = ("kind", "runs", *MOMENTS, "resumed at", "identical")
-    print_table(head, [[row[column] for column in head] for row in found])
-    return found
+    print_table(head, [[row[column] for column in head] for row in results])
+    return results
 
 
 def moment_of(run: Path) -> str:
-    """What the run in the folder `run` is about, one of `MOMENTS`."""
-    places = list((run / "checkpoints").glob("[0-9]*"))
-    if any(not (place / MARKER).exists() for place in places):
+    """Return what the run in the folder `run` is doing, one of `MOMENTS`."""
+    folders = list((run / "checkpoints").glob("[0-9]*"))
+    if any(not (folder / MARKER).exists() for folder in folders):
         return "during a save"
-    return "between saves" if places else "before the first"
+    return "between saves" if folders else "before the first"
 
 
 def _alone(config: dict[str, Any], folder: Path) -> tuple[End, _Pace]:
@@ -96,7 +96,7 @@ def _alone(config: dict[str, Any], folder: Path) -> tuple[End, _Pace]:
 
 
 def _killed(name: str, folder: Path, expected: End, pace: _Pace, chance: random.Random) -> Kill:
-    """One run, killed; those that are over by the moment of the kill are not counted."""
+    """Kill a run; runs that end before the kill are not counted."""
     while True:
         shutil.rmtree(folder, ignore_errors=True)
         early, share = chance.random() < _EARLY, chance.random()
@@ -111,7 +111,11 @@ def _killed(name: str, folder: Path, expected: End, pace: _Pace, chance: random.
 
 
 def _kill(config: Mapping[str, Any], folder: Path, victim: int, early: bool, pause: float) -> Kill | None:
-    """Start a run, kill one process so many seconds after the start (`early`) or the first row, and wait for the end; None: too late."""
+    """Start a run, kill one process some seconds after the start (`early`) or the first row, and wait for the end.
+
+    Returns:
+        The result, or None if the run ended first.
+    """
     run = Path(config["run"]["dir"])
     with launched(config, folder, PROCESSES, restarts=1) as process:
         begun: Callable[[], object] = (lambda: _started(process.pid)) if early else (lambda: _rows(run))
@@ -133,7 +137,11 @@ def _failed(folder: Path) -> RuntimeError:
 
 
 def _wait(happened: Callable[[], object], process: Popen[bytes]) -> bool:
-    """Wait for it; false: the launcher ended before."""
+    """Wait until a condition holds.
+
+    Returns:
+        False if the launcher ended first.
+    """
     end = time.monotonic() + LIMIT
     while not happened():
         if process.poll() is not None:
@@ -145,16 +153,16 @@ def _wait(happened: Callable[[], object], process: Popen[bytes]) -> bool:
 
 
 def _started(launcher: int) -> list[int] | None:
-    """The process ids by the number of the process; None: not all have started."""
-    found = {}
+    """Return the process ids by the number of the process, or None if not all have started."""
+    children = {}
     try:
         for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
             arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
             if b"--process-id" in arguments:
-                found[int(arguments[arguments.index(b"--process-id") + 1])] = int(child)
+                children[int(arguments[arguments.index(b"--process-id") + 1])] = int(child)
     except (FileNotFoundError, ProcessLookupError):  # one of them has just ended
         return None
-    return [found[number] for number in range(PROCESSES)] if len(found) == PROCESSES else None
+    return [children[number] for number in range(PROCESSES)] if len(children) == PROCESSES else None
 
 
 def _rows(run: Path) -> int:
@@ -165,7 +173,7 @@ def _rows(run: Path) -> int:
 
 
 def _is_done(run: Path) -> bool:
-    return (run / "checkpoints" / f"{STEPS:08d}" / MARKER).exists()
+    return (run / "checkpoints" / str(STEPS) / MARKER).exists()
 
 
 def _told(kill: Kill) -> str:
@@ -175,6 +183,6 @@ def _told(kill: Kill) -> str:
 
 
 def _steps(kills: Sequence[Kill]) -> str:
-    """`0 (2), 6 (5), 9`: the steps, and how often each."""
+    """Format steps with their counts, such as `0 (2), 6 (5), 9`."""
     counted = sorted(Counter(kill.resumed or 0 for kill in kills).items())
     return ", ".join(str(step) if often == 1 else f"{step} ({often})" for step, often in counted)

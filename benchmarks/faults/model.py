@@ -1,4 +1,4 @@
-"""A model that compiles quickly and has everything that a checkpoint must keep: batch statistics, dropout, momentum."""
+"""A model that compiles quickly and has everything that a checkpoint keeps: batch statistics, dropout, momentum."""
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +20,27 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(0.3, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Rows to rows."""
+        """Apply the block to rows."""
         return self.dropout(jnp.tanh(self.norm(self.linear(x))))
 
 
 def layers() -> jpipe.LayerStack:
-    """Four layers."""
+    """Return four layers."""
     blocks = {f"block_{number}": lambda rngs: Block(rngs) for number in range(3)}
     return jpipe.LayerStack({**blocks, "head": lambda rngs: nnx.Linear(WIDTH, 1, rngs=rngs)})
 
 
 def data(seed: int, batch_size: int) -> tuple[list[Batch], list[Batch]]:
-    """Random rows, and their first column."""
+    """Return random rows, labelled with their first column."""
     rows = np.random.default_rng(seed).normal(size=(BATCHES + 1, batch_size, WIDTH)).astype(np.float32)
     batches = [(x, x[:, :1]) for x in rows]
     return batches[:BATCHES], batches[BATCHES:]
 
 
 def loss(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, int]:
-    """The sum of the squared errors, and their number."""
+    """Compute the squared error.
+
+    Returns:
+        The sum of the errors, and their number.
+    """
     return ((outputs - labels) ** 2).sum(), labels.size

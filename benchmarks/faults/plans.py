@@ -1,4 +1,4 @@
-"""Checkpoints of each plan restored under every other plan, and the same run in different numbers of processes."""
+"""Restore checkpoints of each plan under every other plan, and compare one run in different numbers of processes."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ COUNTS = 1, 2, 4
 
 
 def pairs(folder: Path) -> list[dict[str, Any]]:
-    """Restore, go on, print, and give the figures.
+    """Restore, continue, print and return the figures.
 
     Args:
         folder: where the runs are written.
@@ -46,22 +46,22 @@ def pairs(folder: Path) -> list[dict[str, Any]]:
     for number, plan in enumerate(PLANS.values()):
         with contextlib.redirect_stdout(io.StringIO()):
             loop.main(Config.model_validate(config_of(folder / str(number), plan, STEPS)))
-    found: dict[tuple[str, str], str | None] = {}
+    results: dict[tuple[str, str], str | None] = {}
     for (number, one), other in itertools.product(enumerate(PLANS), PLANS):
-        found[one, other] = outcome(folder / str(number), PLANS[other])
-        print(f"{one} → {other}: {found[one, other] or 'the same weights and optimizer state; trains on'}", flush=True)
-    print_table(("from, to", *PLANS), [(one, *("wrong" if found[one, other] else "same" for other in PLANS)) for one in PLANS])
-    return [{"from": one, "to": other, "wrong": wrong} for (one, other), wrong in found.items()]
+        results[one, other] = outcome(folder / str(number), PLANS[other])
+        print(f"{one} → {other}: {results[one, other] or 'the same weights and optimizer state; trains on'}", flush=True)
+    print_table(("from, to", *PLANS), [(one, *("wrong" if results[one, other] else "same" for other in PLANS)) for one in PLANS])
+    return [{"from": one, "to": other, "wrong": wrong} for (one, other), wrong in results.items()]
 
 
 def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
-    """What is wrong with the run in `folder` resumed under another plan, or nothing."""
+    """Return what is wrong with the run in `folder` resumed under another plan, or None."""
     config = Config.model_validate(config_of(folder, plan, STEPS + 2))
     together, reporter = Together(None), Reporter(STEPS, *data.portion(config), Console(quiet=True))
     try:
         resumed = find(config, "must", together, reporter.say)
         assert resumed is not None
-        pipe, batches = loop.ready(config, reporter)
+        pipe, batches = loop.build_and_check(config, reporter)
         layers, damaged = starting.read_checkpoint(config, pipe, batches, together, resumed)
         if layers is None:
             return damaged
@@ -80,12 +80,12 @@ def outcome(folder: Path, plan: Mapping[str, Any]) -> str | None:
 
 
 def by_processes(folder: Path) -> list[dict[str, Any]]:
-    """The same run by some numbers of processes, compared with the first; print, and give the figures.
+    """Compare one run in different numbers of processes with the first; print and return the figures.
 
     Args:
         folder: where the runs are written.
     """
-    found = []
+    results = []
     for kind in KINDS:
         ends = []
         for count in COUNTS:
@@ -95,22 +95,22 @@ def by_processes(folder: Path) -> list[dict[str, Any]]:
                 if process.wait(LIMIT):
                     raise RuntimeError(f"bench-faults: {kind} in {count} processes failed: {last_words(place)}")
             ends.append(end_of(place / "run"))
-        wrong = next((told for end in ends[1:] if (told := difference(end, ends[0], "end"))), None)
-        found.append({"kind": kind, "processes": COUNTS, "wrong": wrong})
+        wrong = next((text for end in ends[1:] if (text := difference(end, ends[0], "end"))), None)
+        results.append({"kind": kind, "processes": COUNTS, "wrong": wrong})
         print(f"{kind}: by {', '.join(map(str, COUNTS))} processes {wrong or 'identical'}", flush=True)
-    return found
+    return results
 
 
 def _newest(state: jpipe.State) -> dict[str, Any]:
-    """By layer id the leaves of the newest weights and of the optimizer state, of each replica the same."""
-    found: dict[str, Any] = {}
+    """Return by layer id the leaves of the newest weights and of the optimizer state, checked to be equal in all replicas."""
+    first_replicas: dict[str, Any] = {}
     for worker in state.workers:
         for layer_id, params in worker.weights.read(worker.weights.newest).items():
             leaves = [np.asarray(leaf) for leaf in jax.tree.leaves((params, worker.optimizer[layer_id]))]
-            assert difference(found.setdefault(layer_id, leaves), leaves) is None, "replicas that differ"
-    return found
+            assert difference(first_replicas.setdefault(layer_id, leaves), leaves) is None, "replicas that differ"
+    return first_replicas
 
 
 def _leaves(layer: Mapping[str, Any]) -> list[np.ndarray]:
-    """In the same order: the names of the parameters and of the momentum stand in alphabetical order."""
+    """Return leaves in the same order: parameters and momentum are sorted by name."""
     return jax.tree.leaves((layer["params"]["0"], layer["optimizer"]))

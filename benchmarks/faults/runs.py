@@ -1,4 +1,4 @@
-"""Tiny runs that write checkpoints, and the comparison of two of them."""
+"""Run tiny trainings that write checkpoints, and compare two of them."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ class End(NamedTuple):
 
 
 def config_of(folder: Path, plan: Mapping[str, Any], steps: int = STEPS) -> dict[str, Any]:
-    """The config of a run of `benchmarks.faults.model` as plain data.
+    """Return the config of a run of `benchmarks.faults.model` as plain data.
 
     Args:
         folder: the run is written in its folder `run`.
@@ -62,7 +62,7 @@ def config_of(folder: Path, plan: Mapping[str, Any], steps: int = STEPS) -> dict
 
 @contextlib.contextmanager
 def launched(config: Mapping[str, Any], folder: Path, processes: int, restarts: int = 0) -> Iterator[subprocess.Popen[bytes]]:
-    """`jpipe launch` of a run; afterwards it and its processes have ended.
+    """Run `jpipe launch` in a `with` statement; at its end the launcher and its processes have ended.
 
     Args:
         config: the run's, as plain data.
@@ -103,31 +103,31 @@ def launched(config: Mapping[str, Any], folder: Path, processes: int, restarts: 
 
 
 def last_words(folder: Path) -> str:
-    """The launcher's message about a run in this folder, or the last printed line if there is none."""
+    """Return the launcher's message about a run in this folder, or its last printed line."""
     lines = [line.strip() for line in (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    own = [line.removeprefix("jpipe: ") for line in lines if line.startswith("jpipe: ")]
-    return "; then ".join(own or lines[-1:]) or "nothing"
+    of_launcher = [line.removeprefix("jpipe: ") for line in lines if line.startswith("jpipe: ")]
+    return "; then ".join(of_launcher or lines[-1:]) or "nothing"
 
 
 def end_of(run: Path) -> End:
-    """The result of the run in the folder `run`; the hashes of its checkpoint are checked."""
+    """Return the result of the run in the folder `run`, after checking the hashes of its checkpoint."""
     rows = [repeatable(json.loads(line)) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return End(rows, checkpoint_files.read_layers(run, checkpoint_files.steps(run)[-1]))
 
 
-def difference(found: Any, expected: Any, where: str = "") -> str | None:
-    """The first difference of two trees of dicts, sequences, arrays and plain values, in dtypes, shapes and bits, or None."""
+def difference(actual: Any, expected: Any, where: str = "") -> str | None:
+    """Return the first difference of two trees of dicts, sequences, arrays and plain values in dtypes, shapes and bits, or None."""
     if isinstance(expected, np.ndarray):
-        same = isinstance(found, np.ndarray) and (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        return None if same and found.tobytes() == expected.tobytes() else f"{where}: other numbers"
+        same = isinstance(actual, np.ndarray) and (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        return None if same and actual.tobytes() == expected.tobytes() else f"{where}: other numbers"
     if isinstance(expected, Mapping):
-        if not isinstance(found, Mapping) or found.keys() != expected.keys():
+        if not isinstance(actual, Mapping) or actual.keys() != expected.keys():
             return f"{where}: other keys"
-        pairs = [(f"{where}/{key}", found[key], value) for key, value in expected.items()]
+        pairs = [(f"{where}/{key}", actual[key], value) for key, value in expected.items()]
     elif isinstance(expected, (list, tuple)):
-        if not isinstance(found, type(expected)) or len(found) != len(expected):
+        if not isinstance(actual, type(expected)) or len(actual) != len(expected):
             return f"{where}: another length"
-        pairs = [(f"{where}/{index}", one, other) for index, (one, other) in enumerate(zip(found, expected, strict=True))]
+        pairs = [(f"{where}/{index}", one, other) for index, (one, other) in enumerate(zip(actual, expected, strict=True))]
     else:
-        return None if found == expected else f"{where}: {found!r} in place of {expected!r}"
-    return next((told for place, one, other in pairs if (told := difference(one, other, place))), None)
+        return None if actual == expected else f"{where}: {actual!r} in place of {expected!r}"
+    return next((text for place, one, other in pairs if (text := difference(one, other, place))), None)

@@ -1,1 +1,1 @@
-"""Several hosts on a slow network, made on one machine from network namespaces. `python -m benchmarks.hosts` prints tables."""
+"""Emulate several hosts on a slow network by network namespaces of one machine; `python -m benchmarks.hosts` prints tables."""

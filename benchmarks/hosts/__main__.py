@@ -1,4 +1,4 @@
-"""`python -m benchmarks.hosts`: data parallelism and pipelines over two and four hosts, at rates that limit data parallelism.
+"""`python -m benchmarks.hosts`: compare data parallelism and pipelines over two and four hosts, at rates that limit data parallelism.
 
 A host is a network namespace with a process pinned to one core. First data parallelism runs without a limit: its time is taken as its
 compute time C, and its bytes give the rates at which it should communicate for 50, 80 and 90% of its time. One run at such a rate shows
@@ -68,7 +68,7 @@ def _options() -> argparse.Namespace:
 
 
 def _shape(name: str, hosts: int) -> dict[str, Any]:
-    """The bytes of all weights, and those of a sample's activations at the cuts of the straight pipeline."""
+    """Return the bytes of all weights, and those of a sample's activations at the cuts of the straight pipeline."""
     layers = sizes(WORKLOADS[name])
     ids = list(layers)
     cuts = {ids[cut]: layers[ids[cut - 1]][1] for cut in WORKLOADS[name].cuts[hosts]}
@@ -76,7 +76,7 @@ def _shape(name: str, hosts: int) -> dict[str, Any]:
 
 
 def _measure(network: Network, name: str) -> list[dict[str, Any]]:
-    """A row for each plan and rate."""
+    """Measure a row for each plan and rate."""
     rows: list[dict[str, Any]] = []
     rates: list[float | None] = []
     for kind in kinds(WORKLOADS[name], len(network.hosts)):
@@ -99,7 +99,7 @@ def _measure(network: Network, name: str) -> list[dict[str, Any]]:
 
 
 def _rates(network: Network, program: Program, name: str, free: dict[str, Any]) -> list[float]:
-    """The rates at which data parallelism communicates for `SHARES` of its time, from a run without a limit and one with a limit."""
+    """Find the rates at which data parallelism communicates for `SHARES` of its time, from one run with and one without a limit."""
     compute, share = free["step_seconds"], SHARES[len(SHARES) // 2]
     network.limit(rate_for(share, compute, free["most_sent"]))
     communicates = _run(program, name)["step_seconds"] - compute
@@ -117,7 +117,7 @@ def _start(network: Network, name: str, kind: str) -> Program:
 
 
 def _run(program: Program, name: str) -> dict[str, Any]:
-    """One measurement, after a short one that determines how many steps fill the time."""
+    """Measure once, after a short run that determines how many steps fill the time."""
     answers = program.run(3)
     seconds = _step_seconds(answers)
     if 2 * seconds < TIMED_SECONDS:
@@ -139,7 +139,7 @@ def _step_seconds(answers: list[dict[str, Any]]) -> float:
 
 
 def rate_for(share: float, compute_seconds: float, sent_bytes: float) -> float:
-    """Bits per second at which sending takes a share of a step, if sending and computing do not overlap.
+    """Return the bits per second at which sending takes a share of a step, if sending and computing do not overlap.
 
     Args:
         share: share of the time of a step, between 0 and 1.

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.hosts.accuracy`: data parallelism and the planned pipeline, trained to the same validation loss on slow links.
+"""`python -m benchmarks.hosts.accuracy`: train by data parallelism and by the planned pipeline to one validation loss on slow links.
 
-Small VGG-16, GNMT-8 and AWD-LM learn `jpipe data make`'s samples over two and four hosts, network namespaces with a process each, whose
+Small VGG-16, GNMT-8 and AWD-LM learn generated samples over two and four hosts, network namespaces with a process each, whose
 links have a fixed rate. The planner chooses the pipeline from a profile of one core of this machine, for that rate. Both runs have the same
 first weights, batches, optimizer and learning rate. The time of validation is not counted.
 """
@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 from jpipe_planner import Profile, Ranked
-from jpipe_train.data.samples import make
 
 import jpipe
 from benchmarks.hosts import accuracy_draw
@@ -28,6 +27,7 @@ from benchmarks.hosts.tasks import TASKS, load, plans
 from benchmarks.machine import describe
 from benchmarks.papers.document import Table, write
 from benchmarks.programs import Program, ProgramFailed, python_module
+from examples.papers.samples import make
 
 PLACE = "time to accuracy"  # in the document
 PICTURE = "time-to-accuracy.png"
@@ -35,7 +35,7 @@ _COMPILING, _TRAINING = 600.0, 300.0  # seconds that a program may take to be re
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write what was found.
+    """Measure, print and write the results.
 
     Args:
         arguments: of the command line, by default those of this process.
@@ -53,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted; the hosts are removed", file=sys.stderr)
         return 130
     results["runs"].sort(key=lambda run: (list(TASKS).index(run["task"]), run["hosts"]))  # stable: data parallelism stays first
-    found = table(results["runs"])
-    print(f"\n{found.text}")
+    runs_table = table(results["runs"])
+    print(f"\n{runs_table.text}")
     if options.document:
-        write(options.document, {found.name: found.text})
+        write(options.document, {runs_table.name: runs_table.text})
     if options.pictures:
         accuracy_draw.draw(results["runs"], options.pictures / PICTURE)
     print(f"written to {options.json}")
@@ -75,7 +75,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _kept(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The runs of an earlier measurement that this one does not repeat.
+    """Return the runs of an earlier measurement that this one does not repeat.
 
     Raises:
         SystemExit: the file cannot be read, or is none of this benchmark.
@@ -88,7 +88,7 @@ def _kept(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _measure(options: argparse.Namespace, folder: Path, results: dict[str, Any]) -> None:
-    """Two runs for each task and number of hosts; what they give is written after each of them.
+    """Run both plans for each task and number of hosts, and write the results after each run.
 
     Raises:
         NoNetwork, ProgramFailed, jpipe.InputError: it cannot go on.
@@ -105,24 +105,24 @@ def _measure(options: argparse.Namespace, folder: Path, results: dict[str, Any])
 
 
 def _profile(name: str, folder: Path) -> Profile:
-    """Of a task, on one core that has nothing else to do."""
+    """Profile a task on one idle core."""
     begin, core = time.monotonic(), min(os.sched_getaffinity(0))
     with Program(name, [python_module("benchmarks.hosts.profile_program", name, folder)], [core], ENVIRONMENT) as program:
-        found = Profile.from_json(program.facts(_COMPILING)[0]["profile"])
+        profile = Profile.from_json(program.facts(_COMPILING)[0]["profile"])
     print(f"… {name}: profiled in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    return found
+    return profile
 
 
 def _chosen(name: str, folder: Path, profile: Profile, hosts: int) -> list[tuple[str, Ranked, bool]]:
-    """Data parallelism and the best pipeline, each with whether it is the planner's choice."""
+    """Return data parallelism and the best pipeline, each with whether it is the planner's choice."""
     task = TASKS[name]
     ranked = plans(load(task, folder), profile, hosts, task.rate, len(os.sched_getaffinity(0)))
-    found = [next(one for one in ranked if (one.candidate.depth == 1) == alone) for alone in (True, False)]
-    return [(kind, one, one is ranked[0]) for kind, one in zip(("data parallelism", "pipeline"), found, strict=True)]
+    best = [next(one for one in ranked if (one.candidate.depth == 1) == alone) for alone in (True, False)]
+    return [(kind, one, one is ranked[0]) for kind, one in zip(("data parallelism", "pipeline"), best, strict=True)]
 
 
 def _train(network: Network, name: str, folder: Path, kind: str, ranked: Ranked, ids: tuple[str, ...]) -> dict[str, Any]:
-    """One run, until it reaches the target, or has made the most steps."""
+    """Run once, until the target or the greatest number of steps."""
     task, hosts, cores = TASKS[name], len(network.hosts), sorted(os.sched_getaffinity(0))
     batch = ranked.candidate.batch
     plan = ranked.candidate.plan(ids)
@@ -141,8 +141,8 @@ def _train(network: Network, name: str, folder: Path, kind: str, ranked: Ranked,
         network.limit(task.rate)
         for steps in range(0, task.most + 1, task.every):
             answers = program.ask(str(task.every if steps else 0), _TRAINING)
-            taken = max(answer["seconds"] for answer in answers) if steps else 0.0
-            seconds = curve[-1]["seconds"] + taken if curve else 0.0
+            duration = max(answer["seconds"] for answer in answers) if steps else 0.0
+            seconds = curve[-1]["seconds"] + duration if curve else 0.0
             sent = [total + answer["sent_bytes"] * (steps > 0) for total, answer in zip(sent, answers, strict=True)]
             curve.append({"samples": steps * batch, "seconds": seconds, "loss": answers[0]["loss"]})
             if curve[-1]["loss"] <= task.target:
@@ -160,7 +160,7 @@ def _train(network: Network, name: str, folder: Path, kind: str, ranked: Ranked,
 
 
 def shown(plan: jpipe.Plan) -> str:
-    """Schedule, replicas and cuts: "2BW 1-1, cut before fc6".
+    """Format schedule, replicas and cuts: "2BW 1-1, cut before fc6".
 
     Args:
         plan: one of data parallelism or of a pipeline.
@@ -174,7 +174,7 @@ def shown(plan: jpipe.Plan) -> str:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> Table:
-    """A row for each run, data parallelism before the pipeline that is compared with it.
+    """Return a row for each run, data parallelism before the pipeline that is compared with it.
 
     Args:
         runs: of `main`'s JSON.

@@ -1,4 +1,4 @@
-"""The picture of time to accuracy: validation loss over the seconds of training, a panel for each model and number of hosts."""
+"""Draw time to accuracy: validation loss over the seconds of training, a panel for each model and number of hosts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +21,8 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     panels = figure.subplots(len(counts), len(tasks), squeeze=False)
     for row, hosts in zip(panels, counts, strict=True):
         for axes, task in zip(row, tasks, strict=True):
-            if own := [run for run in runs if (run["task"], run["hosts"]) == (task, hosts)]:
-                _panel(axes, own)
+            if panel := [run for run in runs if (run["task"], run["hosts"]) == (task, hosts)]:
+                _panel(axes, panel)
             else:
                 axes.set_visible(False)
     named = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.hosts.accuracy_program TASK SAMPLES PLAN HOSTS PROCESS COORDINATOR`: what trains in one host.
+"""`python -m benchmarks.hosts.accuracy_program TASK SAMPLES PLAN HOSTS PROCESS COORDINATOR`: the training program of one host.
 
-PLAN is a file. For each number on standard input it trains so many steps and then validates.
+PLAN is a file. For each number on standard input it trains that many steps and then validates.
 """
 
 import sys
@@ -17,7 +17,7 @@ from benchmarks.serve import now, serve
 
 
 class Trainer:
-    """Trains, and knows the time and the bytes that steps take; validation counts for neither.
+    """A trainer that measures time and bytes of its steps, without validation.
 
     Args:
         task: a name of `TASKS`.
@@ -33,17 +33,21 @@ class Trainer:
         self._state = self._pipe.init(jax.random.key(config.seed), self._batches[0])
 
     def __call__(self, steps: int) -> dict[str, Any]:
-        """Train so many more steps, none at all perhaps: {"seconds", "sent_bytes", "loss" of the validation after them}."""
+        """Train for this many more steps, possibly none.
+
+        Returns:
+            {"seconds", "sent_bytes", "loss" of the validation after them}.
+        """
         begin, before = now(), sent_bytes()
         for _ in range(steps):
             self._state, _ = self._pipe.step(self._state, self._batches[self._state.batch])
         jax.block_until_ready(self._state)
-        taken = {"seconds": now() - begin, "sent_bytes": sent_bytes() - before}
-        return {**taken, "loss": mean_loss([self._pipe.evaluate(self._state, batch) for batch in self._held_out])}
+        facts = {"seconds": now() - begin, "sent_bytes": sent_bytes() - before}
+        return {**facts, "loss": mean_loss([self._pipe.evaluate(self._state, batch) for batch in self._held_out])}
 
 
 def main() -> None:
-    """Compile, then train as standard input asks."""
+    """Compile, then train as standard input requests."""
     task, samples, plan, hosts, process, coordinator = sys.argv[1:7]
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.hosts.host_program WORKLOAD PLAN HOSTS PROCESS COORDINATOR`: what runs in one host."""
+"""`python -m benchmarks.hosts.host_program WORKLOAD PLAN HOSTS PROCESS COORDINATOR`: the program of one host."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Two models with many weights and few activations, and the plans by which two and four hosts train them."""
+"""Two models with many weights and few activations, and the plans that train them on two and four hosts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +35,7 @@ class Workload(NamedTuple):
 
 
 def vgg() -> jpipe.LayerStack:
-    """Convolutions that compute much, then dense layers that hold 99% of the 6.6 million weights."""
+    """Return a model of costly convolutions, followed by dense layers that hold 99% of the 6.6 million weights."""
     channels = (3, 32, 64, 64)
     convolutions = {f"conv_{i}": partial(_Convolution, channels[i], channels[i + 1]) for i in range(3)}
     dense = {f"dense_{i}": partial(_Dense, width, 2048) for i, width in enumerate((4 * 4 * channels[-1], 2048))}
@@ -43,7 +43,7 @@ def vgg() -> jpipe.LayerStack:
 
 
 def lstm() -> jpipe.LayerStack:
-    """A language model: word vectors, two LSTM layers, and a large output layer."""
+    """Return a language model: word vectors, two LSTM layers, and a large output layer."""
     return jpipe.LayerStack(
         {
             "words": lambda rngs: nnx.Embed(VOCABULARY, 512, rngs=rngs),
@@ -55,12 +55,16 @@ def lstm() -> jpipe.LayerStack:
 
 
 def loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum of the cross-entropies, and the number of labels."""
+    """Compute the cross-entropy.
+
+    Returns:
+        The sum, and the number of labels.
+    """
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum(), jnp.asarray(labels.size, jnp.float32)
 
 
 def make_plan(workload: Workload, kind: str, hosts: int) -> jpipe.Plan:
-    """The plan of a name.
+    """Return the plan of a name.
 
     Args:
         workload: what is trained.
@@ -79,7 +83,7 @@ def make_plan(workload: Workload, kind: str, hosts: int) -> jpipe.Plan:
 
 
 def sizes(workload: Workload) -> dict[str, tuple[int, float]]:
-    """For each layer the bytes of its weights, and those of its output per sample.
+    """Return for each layer the bytes of its weights and of its output per sample.
 
     Args:
         workload: what is trained.
@@ -90,7 +94,7 @@ def sizes(workload: Workload) -> dict[str, tuple[int, float]]:
 
 
 def kinds(workload: Workload, hosts: int) -> list[str]:
-    """The plans that are compared, data parallelism first.
+    """Return the names of the compared plans, data parallelism first.
 
     Args:
         workload: what is trained.
@@ -138,7 +142,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def build(name: str, kind: str, hosts: int) -> tuple[jpipe.Pipeline, Any]:
-    """The pipeline of a workload and plan, and its batch.
+    """Build the pipeline of a workload and plan, and its batch.
 
     Args:
         name: of `WORKLOADS`.

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces that share a switch, with links of limited bandwidth. It needs Linux, root and iproute2.
+"""Hosts as network namespaces behind one switch, with links of limited bandwidth; needs Linux, root and iproute2.
 
 The switch is also a namespace, with a bridge in it: nothing is set up outside the namespaces, so removing them removes everything.
 """
@@ -18,11 +18,11 @@ _SECONDS = 20  # for one command of iproute2
 
 
 class NoNetwork(Exception):
-    """What is missing to make hosts; says what to do."""
+    """A requirement for hosts is missing; the message says what to do."""
 
 
 class Network:
-    """Hosts behind one switch. Use it in a `with` statement: at its end everything is removed, with the processes that still run in it.
+    """Hosts behind one switch, to use in a `with` statement: its end removes everything, with processes that still run in it.
 
     Namespaces that a killed run left behind are removed at the start.
 
@@ -48,7 +48,7 @@ class Network:
             raise
 
     def address(self, host: int) -> str:
-        """Of a host.
+        """Return the address of a host.
 
         Args:
             host: counted from 0.
@@ -56,7 +56,7 @@ class Network:
         return f"10.77.0.{host + 1}"
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs a command in a host.
+        """Return the command line that runs a command in a host.
 
         Args:
             host: counted from 0.
@@ -109,7 +109,7 @@ class Network:
 
 
 def remove_all() -> None:
-    """Remove the namespaces of this benchmark, with the processes in them, whichever run made them."""
+    """Remove the namespaces of this benchmark, of any run, with the processes in them."""
     listed = _run("ip", "netns", "list", check=False).split("\n")
     for name in (line.split()[0] for line in listed if line.strip()):
         if name == SWITCH or name.startswith(PREFIX):
@@ -121,7 +121,7 @@ def remove_all() -> None:
 
 
 def sent_bytes() -> int:
-    """The bytes that the host of this process has sent so far, including headers."""
+    """Return the bytes that the host of this process has sent so far, including headers."""
     for line in pathlib.Path("/proc/self/net/dev").read_text().splitlines():
         device, _, counters = line.partition(":")
         if device.strip() == "eth0":
@@ -134,7 +134,7 @@ def _name(host: int) -> str:
 
 
 def _take_lock() -> IO[str]:
-    """Held until it is closed, or this process is gone."""
+    """Take a lock that is held until it is closed or this process ends."""
     lock = _LOCK.open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.hosts.profile_program TASK SAMPLES`: profiles a task on the core of this process, and prints the profile."""
+"""`python -m benchmarks.hosts.profile_program TASK SAMPLES`: profile a task on the core of this process, and print the profile."""
 
 import json
 import sys

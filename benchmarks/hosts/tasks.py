@@ -1,15 +1,18 @@
-"""What time to accuracy is measured with: three small models of the papers, their data, and how each of them is trained."""
+"""The tasks of time to accuracy: three small models of the papers, their data, and how they are trained."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 from jpipe_planner import Profile, Ranked, Topology, measure
+from jpipe_train.assemble import model
 from jpipe_train.assemble.build import build
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data.data import Data
-from jpipe_train.plan.planning import Parts, Request, search
+from jpipe_train.plan.inputs import Request
+from jpipe_train.plan.profiling import Parts
+from jpipe_train.plan.search import search
 from rich.console import Console
 
 import jpipe
@@ -22,12 +25,12 @@ _QUIET = Reporter(1, 1, "samples", Console(quiet=True))
 
 
 class Task(NamedTuple):
-    """A model, its data and its links.
+    """A model with its data and links.
 
     Attributes:
         config: a file of `configs/papers/`.
         changes: of its keys; the optimizer and its rate are those of both runs.
-        sample: that `jpipe data make` writes.
+        sample: that `examples.papers.samples` writes.
         rate: of each link, bits per second: one at which data parallelism communicates most of its time.
         target: validation loss that ends a run.
         every: steps between two validations.
@@ -85,23 +88,22 @@ TASKS: dict[str, Task] = {
 
 
 def load(task: Task, samples: Path) -> Config:
-    """The config of a task.
+    """Load the config of a task.
 
     Args:
         task: what is trained.
         samples: the folder with the data set of each task, by its name.
     """
     folder = samples / task.sample
-    places = {"folder": folder}
+    folders = {"folder": folder}
     if task.sample == "images":
-        places = {"folder": folder / "train", "validation_folder": folder / "val"}
-    return config_file.load(
-        CONFIGS / f"{task.config}.yaml", [*task.changes, *(f"data.arguments.{key}={place}" for key, place in places.items())]
-    )
+        folders = {"folder": folder / "train", "validation_folder": folder / "val"}
+    changes = [*task.changes, *(f"data.arguments.{key}={path}" for key, path in folders.items())]
+    return config_file.load(CONFIGS / f"{task.config}.yaml", changes, allow_code=True)
 
 
 def profile(config: Config) -> Profile:
-    """Times of the layers on one core, and their bytes.
+    """Measure the layers' times on one core, and their bytes.
 
     Args:
         config: of a task.
@@ -110,25 +112,26 @@ def profile(config: Config) -> Profile:
     return measure(parts.stack, parts.rows, parts.loss, parts.rule, SIZES, policies=("none",), seconds=10.0)
 
 
-def plans(config: Config, found: Profile, hosts: int, rate: float, cores: int) -> tuple[Ranked, ...]:
-    """The planner's plans that use all hosts, fastest first.
+def plans(config: Config, layer_costs: Profile, hosts: int, rate: float, cores: int) -> tuple[Ranked, ...]:
+    """Find the planner's plans that use all hosts, fastest first.
 
     Args:
         config: of a task.
-        found: its profile.
+        layer_costs: its profile.
         hosts: a worker on each.
         rate: of each link, bits per second.
         cores: that the hosts share.
     """
     level = {"count": hosts, "bandwidth": rate / 8, "latency": LATENCY, "name": "network"}
     topology = Topology(name=f"{hosts} hosts", levels=(level,), cores=float(max(min(cores, hosts), 1)))
-    request = Request(all_devices=True, schedules=SCHEDULES, replicas=not config.model.carries)
-    choice = search(found, topology, config.train.batch_size, request, False, _QUIET).choice
+    carries_rows = model.layers(config.model, config.train.batch_size).carries_rows
+    request = Request(all_devices=True, schedules=SCHEDULES, replicas=not carries_rows)
+    choice = search(layer_costs, topology, config.train.batch_size, request, False, _QUIET).choice
     return tuple(ranked for ranked in choice.ranked)
 
 
 def pipeline(config: Config, plan: jpipe.Plan) -> tuple[jpipe.Pipeline, Data]:
-    """As `jpipe train` makes it.
+    """Build the pipeline as `jpipe train` does.
 
     Args:
         config: of a task.

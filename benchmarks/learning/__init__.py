@@ -1,1 +1,1 @@
-"""How well models learn with weights that are some updates old: plain training, 2BW and PipeDream compared."""
+"""Compare how well models learn with weights that are some updates old: plain training, 2BW and PipeDream."""

@@ -67,25 +67,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(setting: Setting, variants: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Train variants; prints a row of a table for each.
+    """Train variants, and print a row of a table for each.
 
     Args:
         setting: what is trained.
         variants: which of `VARIANTS`.
         seeds: one run for each.
     """
-    task, found = TASKS[setting.task](), {}
+    task, results = TASKS[setting.task](), {}
     print(f"\n{setting.name}, {setting.steps} steps; mean over {len(seeds)} seeds (range)\n")
     print(f"| {'':<26} | {'loss on held-out data':<24} | {'accuracy':<24} | predicted time of a step |\n|---|---|---|---|")
     for variant in variants:
         began = time.monotonic()
         curves = train(setting, task, variant, seeds)
         step_time = predict_step(make_plan(variant, task.stack.ids, setting.stages))
-        found[variant] = {"step_time": step_time, "runs": [curve._asdict() for curve in curves]}
+        results[variant] = {"step_time": step_time, "runs": [curve._asdict() for curve in curves]}
         loss, accuracy = (_mean_and_range([getattr(curve, name)[-1] for curve in curves]) for name in ("loss", "accuracy"))
         print(f"| {variant:<26} | {loss:<24} | {accuracy:<24} | {step_time:.2f} |", flush=True)
         print(f"… {setting.name}: {variant}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return dataclasses.asdict(setting) | {"variants": found}
+    return dataclasses.asdict(setting) | {"variants": results}
 
 
 def _mean_and_range(values: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""The pictures of docs/learning.md: mean over the seeds as a line, range over the seeds as an area."""
+"""Draw the pictures of docs/learning.md: the mean over the seeds as a line, their range as an area."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -53,10 +53,10 @@ def _figure(settings: Sequence[Mapping[str, Any]], across: str, up: str) -> Any:
 def _draw(axes: Any, setting: Mapping[str, Any], across: str, up: str) -> None:
     for name, variant in setting["variants"].items():
         curves, (colour, dashes) = variant["runs"], LOOKS[name]
-        places = [step * (variant["step_time"] if across == "time" else 1) for step in curves[0]["steps"]]
+        positions = [step * (variant["step_time"] if across == "time" else 1) for step in curves[0]["steps"]]
         values = list(zip(*(curve[up] for curve in curves), strict=True))
-        axes.plot(places, [sum(v) / len(v) for v in values], dashes, color=colour, label=name, linewidth=1.6)
-        axes.fill_between(places, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15, linewidth=0)
+        axes.plot(positions, [sum(v) / len(v) for v in values], dashes, color=colour, label=name, linewidth=1.6)
+        axes.fill_between(positions, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15, linewidth=0)
     title = f"{TASKS[setting['task']]}, {setting['stages']} stages, learning rate {setting['learning_rate']:g}"
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(AXES[across], fontsize=9)

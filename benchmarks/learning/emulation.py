@@ -1,18 +1,20 @@
-"""PipeDream with and without weight stashing, one microbatch after the other, with the stage functions of a pipeline."""
+"""Emulate PipeDream with and without weight stashing, one microbatch after the other, with the stage functions of a pipeline."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 import jpipe
+from jpipe.stages import update
 
 Tree = Any
 
 
 class Updated(NamedTuple):
-    """What an update leaves.
+    """The results of an update.
 
     Attributes:
         loss: mean loss of its batch.
@@ -26,7 +28,7 @@ class Updated(NamedTuple):
 
 
 class Emulation:
-    """Trains as PipeDream does.
+    """A trainer that updates as PipeDream does.
 
     With weight stashing the backward of a microbatch reads the weights that its forward read. Without, it reads the newest
     weights, with the activations of its forward: then its gradient belongs to no one set of weights.
@@ -45,8 +47,9 @@ class Emulation:
             )
         self._pipe, self._batch, self._stashing = pipe, batch, stashing
         self._functions = pipe.stage_functions(batch)
-        names = ("forward", "backward", "forward_backward", "update")
-        self._calls = [{name: jax.jit(getattr(f, name)) for name in names} for f in self._functions]
+        names = ("forward", "backward", "forward_backward")
+        calls = [{name: getattr(f, name) for name in names} | {"update": partial(update, f)} for f in self._functions]
+        self._calls = [{name: jax.jit(call) for name, call in of_stage.items()} for of_stage in calls]
 
     def run(self, key: jax.Array, batches: Iterable[Any]) -> Iterator[Updated]:
         """Train from fresh weights, one item per update.
@@ -57,7 +60,7 @@ class Emulation:
         """
         plan, functions, calls = self._pipe.plan, self._functions, self._calls
         workers = self._pipe.init(key, self._batch).workers
-        start = [jax.device_put(workers[own[0]], jax.devices()[0]) for own in plan.stage_workers]
+        start = [jax.device_put(workers[layers[0]], jax.devices()[0]) for layers in plan.stage_workers]
         m, d, last = plan.microbatches, plan.depth, plan.depth - 1
         every = 1 if plan.update_every == "replicas" else m
         versions, optimizer = [dict(w.versions) for w in start], [w.optimizer for w in start]
@@ -81,11 +84,11 @@ class Emulation:
             for s in range(d):
                 versions[s][g + 1], optimizer[s], sums[s], mean = calls[s]["update"](versions[s][g], optimizer[s], sums[s])
                 versions[s] = {v: w for v, w in versions[s].items() if v > g - d - 1}
-            yield Updated(float(mean[0]), merged(own[g + 1] for own in versions), merged(state))
+            yield Updated(float(mean[0]), merged(layers[g + 1] for layers in versions), merged(state))
 
 
 def merged(stages: Iterable[dict[str, Tree]]) -> dict[str, Tree]:
-    """The layers of all stages in one dict."""
+    """Merge the layers of all stages into one dict."""
     return {layer_id: tree for stage in stages for layer_id, tree in stage.items()}
 
 

@@ -1,4 +1,4 @@
-"""Trains a task under each schedule, and predicts the time of a step."""
+"""Train a task under each schedule, and predict the time of a step."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ VARIANTS = ("plain", "2BW", "PipeDream", "PipeDream without stashing", "PipeDrea
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how.
+    """A task, and how it is trained.
 
     Attributes:
         task: "gpt" or "digits".
@@ -34,12 +34,12 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Such as "digits, 4 stages, learning rate 0.02"."""
+        """A label such as "digits, 4 stages, learning rate 0.02"."""
         return f"{self.task}, {self.stages} stages, learning rate {self.learning_rate:g}"
 
 
 class Curve(NamedTuple):
-    """What one run reached on the held-out data.
+    """The results of one run on the held-out data.
 
     Attributes:
         steps: updates made, for each evaluation.
@@ -53,14 +53,17 @@ class Curve(NamedTuple):
 
 
 def make_plan(variant: str, layers: tuple[str, ...], stages: int) -> jpipe.Plan:
-    """Each batch makes one update. It is one microbatch for PipeDream, as in its paper, and as many as there are stages for the others."""
+    """Return a plan whose batches make one update each.
+
+    For PipeDream a batch is one microbatch, as in its paper; for the others it has as many microbatches as there are stages.
+    """
     if variant in ("plain", "2BW"):
         return jpipe.Plan.even(layers, stages, "pipedream_flush" if variant == "plain" else "pipedream_2bw", stages)
     return jpipe.Plan.even(layers, stages, "pipedream", 1, vertical_sync="vertical" in variant)
 
 
 def predict_step(plan: jpipe.Plan) -> float:
-    """Time of a step in steady state, where the forward and backward of a whole batch take 1 at each stage, and links nothing.
+    """Predict the time of a step in steady state, if forward and backward of a whole batch take 1 at each stage, and links nothing.
 
     Without stashing the order of work is that of PipeDream, and so is the time.
     """
@@ -90,7 +93,10 @@ def train(setting: Setting, task: Task, variant: str, seeds: Iterable[int]) -> l
 
 
 def _run_pipeline(pipe: jpipe.Pipeline, key: jax.Array, batches: Iterable[Any], every: int) -> Iterator[tuple[Any, Any]]:
-    """The newest (parameters, layer state) after each `every` updates. The pipeline is drained for them, which changes no number."""
+    """Yield the newest (parameters, layer state) after each `every` updates.
+
+    The pipeline is drained for them, which changes no number.
+    """
     state = None
     for t, batch in enumerate(batches, start=1):
         state, _ = pipe.step(pipe.init(key, batch) if state is None else state, batch)
@@ -100,7 +106,7 @@ def _run_pipeline(pipe: jpipe.Pipeline, key: jax.Array, batches: Iterable[Any], 
 
 
 def _scorer(task: Task) -> Any:
-    """A function from parameters and layer state to (loss, accuracy) on the held-out data."""
+    """Return a function from parameters and layer state to (loss, accuracy) on the held-out data."""
     inputs, labels = jax.device_put(task.held_out)
 
     @jax.jit

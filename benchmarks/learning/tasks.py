@@ -1,4 +1,4 @@
-"""The two models, with real data: a small GPT on the source of Python's standard library, an MLP on the digits of scikit-learn."""
+"""Two models with real data: a small GPT on the source of Python's standard library, an MLP on the digits of scikit-learn."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ SEQ_LEN = 64  # bytes per sequence
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data and its optimizer.
+    """A model with its data and optimizer.
 
     Attributes:
         stack: the model; all layers but the first and the last are equal.
@@ -42,7 +42,7 @@ class Task:
 
 
 def make_gpt() -> Task:
-    """Four blocks of width 64, 240,000 parameters; Adam; 8 sequences of 64 bytes per batch."""
+    """Return a GPT of four blocks of width 64, with 240,000 parameters, Adam, and 8 sequences of 64 bytes per batch."""
     text = read_bytes(None, 0.05)
     train, held_out = Windows(text.train, SEQ_LEN), Windows(text.validation, SEQ_LEN)
     rng = np.random.default_rng(0)
@@ -56,7 +56,7 @@ def make_gpt() -> Task:
 
 
 def make_digits() -> Task:
-    """An MLP of eight layers of width 64; SGD with momentum 0.9; 32 of 1,437 images per batch, 360 held out."""
+    """Return an MLP of eight layers of width 64, SGD with momentum 0.9, 32 of 1,437 images per batch, 360 held out."""
     from sklearn import datasets  # it takes a second to import
 
     images, labels = datasets.load_digits(return_X_y=True)
@@ -74,7 +74,7 @@ def make_digits() -> Task:
 
 
 class Dense(nnx.Module):
-    """A linear map of equal width and a ReLU, initialized for it (He et al.)."""
+    """A linear map of equal width and a ReLU, with He initialization."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(width, width, kernel_init=nnx.initializers.he_normal(), rngs=rngs)
@@ -84,12 +84,12 @@ class Dense(nnx.Module):
 
 
 def accuracy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Share of the labels with the largest logit."""
+    """Return the share of the labels that have the largest logit."""
     return (logits.argmax(-1) == labels).mean()
 
 
 def _shuffled(count: int, size: int, read: Callable[[np.ndarray], Batch], seed: int) -> Iterator[Batch]:
-    """Epoch after epoch in a new order; the rest of an epoch that fills no batch is left out."""
+    """Yield epoch after epoch in new orders, without rows at the end that fill no batch."""
     rng = np.random.default_rng(seed)
     while True:
         order = rng.permutation(count)

@@ -1,1 +1,1 @@
-"""The papers' tables and figures beside what the planner and the simulator predict for the models of `configs/papers/`."""
+"""Compare the papers' tables and figures with the predictions of planner and simulator for the models of `configs/papers/`."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.papers [NAME ...] [--document FILE] [--pictures FOLDER]`: the papers' tables and figures beside what is predicted.
+"""`python -m benchmarks.papers [NAME ...] [--document FILE] [--pictures FOLDER]`: compare the papers' tables and figures with predictions.
 
 No GPU is needed: profiles are analytic. Each part is a table or figure of PipeDream (SOSP 2019) or PipeDream-2BW (ICML 2021).
 """
@@ -45,21 +45,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the tables into this folder")
     parser.add_argument("--model", action="append", choices=PIPEDREAM, help="of table-1: only this model; more than once for several")
     try:
-        found = dict[str, Table]()
-        parts.run(parser, {name: _shown(part, found) for name, part in PARTS.items()}, "benchmarks/papers.json", arguments)
+        tables = dict[str, Table]()
+        parts.run(parser, {name: _shown(part, tables) for name, part in PARTS.items()}, "benchmarks/papers.json", arguments)
     except InputError as error:
         sys.exit(f"bench-papers: {error}")
 
 
 def _document(name: str) -> Path:
-    """A document that is there."""
+    """Return the path of an existing document."""
     if not (path := Path(name)).is_file():
         raise argparse.ArgumentTypeError(f"expected a document, found no file '{name}'; name one with a place for each table")
     return path
 
 
-def _shown(part: Callable[[argparse.Namespace], list[Table]], found: dict[str, Table]) -> Callable[[argparse.Namespace], Any]:
-    """The part, with its tables printed, put into the document, drawn with those that are found before, and given as data."""
+def _shown(part: Callable[[argparse.Namespace], list[Table]], earlier: dict[str, Table]) -> Callable[[argparse.Namespace], Any]:
+    """Wrap a part: print its tables, write them into the document, draw them with earlier ones, and return them as data."""
 
     def run(options: argparse.Namespace) -> Any:
         tables = part(options)
@@ -67,9 +67,9 @@ def _shown(part: Callable[[argparse.Namespace], list[Table]], found: dict[str, T
             print(f"{table.name}\n\n{table.text}", flush=True)
         if options.document:
             write(options.document, {table.name: table.text for table in tables})
-        found.update({table.name: table for table in tables})
+        earlier.update({table.name: table for table in tables})
         if options.pictures:
-            draw_all(found, [table.name for table in tables], options.pictures)
+            draw_all(earlier, [table.name for table in tables], options.pictures)
         return [table._asdict() for table in tables]
 
     return run

@@ -1,4 +1,4 @@
-"""Tables as Markdown: printed, and put into a document in place of the ones that are there."""
+"""Format tables as Markdown, and replace tables of a document."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ class Table(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As Markdown, a line each row."""
+        """The table as Markdown, a line for each row."""
         lines = [self.head, ["---"] * len(self.head), *self.rows]
         return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def put(text: str, tables: Mapping[str, str]) -> str:
-    """The text with each table after the line `<!-- NAME -->`, in place of the lines of a table that follow it.
+    """Put each table after the line `<!-- NAME -->` of a text, in place of the table that follows it.
 
     Args:
         text: of the document.

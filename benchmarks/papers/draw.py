@@ -1,4 +1,4 @@
-"""The pictures of docs/papers.md, drawn from the cells of its tables, so that both show the same."""
+"""Draw the pictures of docs/papers.md from the cells of its tables, so that both show the same."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,12 +26,12 @@ class Picture(NamedTuple):
 
 
 def draw_all(tables: Mapping[str, Table], new: Collection[str], folder: Path) -> list[Path]:
-    """Write each picture that shows a new table and whose tables are all there.
+    """Write each picture that shows a new table and has all its tables.
 
     Args:
         tables: by name.
         new: the names of the new ones.
-        folder: of the pictures; made if it is not there.
+        folder: of the pictures; created if it does not exist.
 
     Returns:
         The files written.
@@ -50,14 +50,14 @@ def draw_all(tables: Mapping[str, Table], new: Collection[str], folder: Path) ->
 
 
 def numbers(cell: object) -> list[float]:
-    """All numbers of a cell, in order: `15-1 (5.28)` has 15, 1 and 5.28, `-72%` has -72."""
-    found = re.findall(r"(?:^[-+])?\d[\d,]*(?:\.\d+)?", str(cell))
-    return [float(one.replace(",", "")) for one in found]
+    """Return all numbers of a cell, in order: `15-1 (5.28)` has 15, 1 and 5.28, `-72%` has -72."""
+    texts = re.findall(r"(?:^[-+])?\d[\d,]*(?:\.\d+)?", str(cell))
+    return [float(one.replace(",", "")) for one in texts]
 
 
 def _last(cell: object) -> float | None:
-    """The last number of a cell: what is in brackets, or the only number."""
-    return found[-1] if (found := numbers(cell)) else None
+    """Return the last number of a cell, which is in brackets or the only number."""
+    return all_numbers[-1] if (all_numbers := numbers(cell)) else None
 
 
 def _titled(axes: Any, title: str, across: str = "", up: str = "") -> None:
@@ -69,23 +69,23 @@ def _titled(axes: Any, title: str, across: str = "", up: str = "") -> None:
 
 
 def _legend(axes: Any, columns: int = 2, below: float = 0.2) -> None:
-    """Below the axes, where it hides nothing."""
+    """Put the legend below the axes, where it hides nothing."""
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -below), ncols=columns, fontsize=8, frameon=False)
 
 
 def _labelled_rows(axes: Any, names: Sequence[str]) -> None:
-    """A row for each name, from top to bottom."""
+    """Label a row for each name, from top to bottom."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(axis="x", alpha=0.3)
 
 
 def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], colours: Sequence[str]) -> None:
-    """Groups of upright bars, one group a name; there is no bar where there is no number."""
+    """Draw upright bars in groups, one group per name, without a bar if there is no number."""
     width = 0.8 / len(series)
     for n, ((label, values), colour) in enumerate(zip(series.items(), colours, strict=True)):
-        places = [place + (n - (len(series) - 1) / 2) * width for place in range(len(names))]
-        axes.bar(places, [value or 0 for value in values], width, color=colour, label=label)
+        positions = [place + (n - (len(series) - 1) / 2) * width for place in range(len(names))]
+        axes.bar(positions, [value or 0 for value in values], width, color=colour, label=label)
     axes.set_xticks(range(len(names)), names)
     axes.grid(axis="y", alpha=0.3)
 
@@ -98,7 +98,7 @@ def _draw_plans(figure: Any, tables: Mapping[str, Table]) -> None:
         shown = [(_last(row[column]), n) for n, row in enumerate(rows)]
         left.plot(*zip(*shown, strict=True), mark, color=colour, label=label, markersize=7, fillstyle="none", markeredgewidth=1.6)
     waits = {(str(row[0]).split(",")[0], row[1]): _last(row[4]) for row in tables["table 1, sums"].rows}
-    shown = [(found, n) for n, row in enumerate(rows) if (found := waits.get((row[0], row[1])))]
+    shown = [(wait, n) for n, row in enumerate(rows) if (wait := waits.get((row[0], row[1])))]
     left.plot(*zip(*shown, strict=True), "x", color=ORANGE, label="the same, if sums do not overlap", markersize=7, markeredgewidth=1.8)
     _labelled_rows(left, [f"{row[0]}, {row[1]}" for row in rows])
     left.set_xscale("log", base=2)
@@ -163,8 +163,8 @@ def _draw_bytes(figure: Any, tables: Mapping[str, Table]) -> None:
         right.barh(
             n, max(ends[1] - ends[0], 0.8), 0.4, left=ends[0], color=ORANGE, label="from fastest cuts to fewest bytes" if n == 0 else None
         )
-        for m, said in enumerate(numbers(row[6])):
-            right.plot(said, n, "D", color=BLACK, markersize=7, label="the paper and its preprint" if n + m == 0 else None)
+        for m, claim in enumerate(numbers(row[6])):
+            right.plot(claim, n, "D", color=BLACK, markersize=7, label="the paper and its preprint" if n + m == 0 else None)
     _labelled_rows(right, [f"{row[0]}, {row[2]}\n{row[1]}, {row[3]} rows" for row in claims])
     right.set_xlim(30, 100)
     _titled(right, "The paper's claims: bytes saved", "% less than data parallelism")
@@ -182,8 +182,8 @@ def _draw_memory(figure: Any, tables: Mapping[str, Table]) -> None:
     _titled(left, "Figure 16: memory of four stages", "", "GB of a GPU")
     _legend(left, 3)
     flights = tables["figure 18"].rows
-    found = {f"stage {n}": [_last(row[2 + n]) for row in flights] for n in range(4)}
-    _bars(middle, [str(row[0]) for row in flights], found, colours)
+    stages = {f"stage {n}": [_last(row[2 + n]) for row in flights] for n in range(4)}
+    _bars(middle, [str(row[0]) for row in flights], stages, colours)
     _titled(middle, "Figure 18: GNMT-8, memory", "microbatches in flight", "GB of a GPU")
     _legend(middle, 4)
     right.bar([str(row[0]) for row in flights], [numbers(row[1])[0] for row in flights], 0.6, color=BLUE)
@@ -219,7 +219,7 @@ def _draw_2bw(figure: Any, tables: Mapping[str, Table]) -> None:
     depths = tables["figure 8"]
     looks = zip(depths.rows, (LIGHT[BLUE], BLUE, GREEN, ORANGE), ("o", "s", "^", "D"), strict=True)
     for row, colour, mark in looks:
-        shown = [(str(depths.head[n]).removeprefix("batch "), found) for n in (2, 3, 4) if (found := _last(row[n]))]
+        shown = [(str(depths.head[n]).removeprefix("batch "), value) for n in (2, 3, 4) if (value := _last(row[n]))]
         label = f"d = {row[0]}, b = {row[1]}" + (" (does not fit)" if "too much" in str(row[5]) else "")
         right.plot(*zip(*shown, strict=True), mark + "-", color=colour, label=label)
     right.set_ylim(bottom=0)

@@ -1,6 +1,6 @@
-"""Analytic profiles of the models of `configs/papers/`, each made once in a run, and the papers' clusters.
+"""Analytic profiles of the models of `configs/papers/`, each computed once in a run, and the papers' clusters.
 
-Images need no files. The data of the other models is that of `jpipe data make`, which gives the shapes of a row.
+Images need no files. The data of the other models is that of `examples.papers.samples`, which gives the shapes of a row.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from jpipe_train.config import config_file
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.config.presets import PRESETS
 from jpipe_train.console.progress import Reporter
-from jpipe_train.data.samples import make
 from jpipe_train.models import cross_entropy, layers
-from jpipe_train.plan.planning import Parts
+from jpipe_train.plan.profiling import Parts
 from rich.console import Console
 
 import jpipe
+from examples.papers.samples import make
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FEATURES = 4096  # of a frame, as in the paper; the sample has fewer
@@ -36,7 +36,7 @@ class Paper(NamedTuple):
     Attributes:
         config: its name in `configs/papers/`.
         rows: the paper's microbatch for each GPU.
-        sample: the name of the data in `jpipe data make`; "": it needs none.
+        sample: the name of the data in `examples.papers.samples`; "": it needs none.
         overrides: `key=value` for the config.
     """
 
@@ -73,13 +73,13 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
 
 
 def topology(name: str) -> Topology:
-    """That of a file in `configs/topologies/`."""
+    """Read a topology of `configs/topologies/`."""
     file = CONFIGS / "topologies" / f"{name}.yaml"
     return Topology.from_yaml(file.read_text(encoding="utf-8"), file.name)
 
 
 def servers(cluster: str, count: int, bandwidth_inside: float | None = None) -> Topology:
-    """So many servers of a cluster of two levels.
+    """Return a number of servers of a cluster of two levels.
 
     Args:
         cluster: a name in `configs/topologies/`.
@@ -109,7 +109,9 @@ def pipedream_profile(name: str, rows: int = 0) -> Profile:
             sample = Path("samples") / paper.sample
             sample.mkdir(parents=True)
             make.SAMPLES[paper.sample](sample, 0)
-        parts = Parts.of(config_file.load(CONFIGS / "papers" / f"{paper.config}.yaml", paper.overrides), Reporter(1, 1, "rows", console))
+        parts = Parts.of(
+            config_file.load(CONFIGS / "papers" / f"{paper.config}.yaml", paper.overrides, allow_code=True), Reporter(1, 1, "rows", console)
+        )
 
         def batch(count: int) -> Any:
             inputs, labels = parts.rows(count)
@@ -156,7 +158,7 @@ def _keys(name: str) -> dict[str, Any]:
 
 
 def with_blocks(profile: Profile, count: int, sizes: Sequence[int] = ()) -> Profile:
-    """Repeat the blocks of a profile; equal layers need no profile of their own.
+    """Repeat the blocks of a profile; equal blocks need no profiles of their own.
 
     Args:
         profile: of an embedding, at least two blocks and a head.

@@ -1,4 +1,4 @@
-"""PipeDream (SOSP 2019): table 1 and figures 1, 12, 14, 16, 17 and 18, planned from the models of `configs/papers/`."""
+"""PipeDream (SOSP 2019): table 1 and figures 1, 12, 14, 16, 17 and 18, planned for the models of `configs/papers/`."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ TABLE_1: tuple[tuple[str, str, str, str], ...] = (
 )
 """Model, cluster, the paper's configuration, and its speed-up over data parallelism in the time of an epoch."""
 DEPTHS = {("GNMT-16", "4 × 4 A"): 14, ("GNMT-16", "2 × 8 B"): 14, ("GNMT-8", "3 × 4 A"): 10}
-"""Stages of the straight pipelines that PipeDream's published code has for so many GPUs; the other GPUs are idle."""
+"""Stages of the straight pipelines that PipeDream's published code has for that many GPUs; the other GPUs are idle."""
 
 
 def machine(cluster: str, shared_pcie: bool = False) -> Topology:
@@ -47,7 +47,7 @@ def machine(cluster: str, shared_pcie: bool = False) -> Topology:
 
 
 def profile_on(model: str, where: Topology, rows: int = 0) -> Profile:
-    """Return the profile of Cluster-A's device, with times by the FLOP/s of the device that is there.
+    """Return the profile of Cluster-A's device with times scaled to the FLOP/s of the machine's device.
 
     Args:
         model: its name in the paper.
@@ -61,19 +61,19 @@ def profile_on(model: str, where: Topology, rows: int = 0) -> Profile:
 
 
 def replicas_of(model: str, cluster: str, paper: str) -> tuple[int, ...]:
-    """Of each stage of the paper's configuration."""
+    """Return the replicas of each stage of the paper's configuration."""
     if paper == STRAIGHT:
         return (1,) * DEPTHS.get((model, cluster), machine(cluster).num_devices)
     return tuple(map(int, paper.split("-")))
 
 
 def problem_on(model: str, where: Topology, rows: int = 0) -> Problem:
-    """Return the search for stages of a model there."""
+    """Return the search for stages of a model on a machine."""
     return stages.problem_of(profile_on(model, where, rows), where)
 
 
 def table_1(models: Sequence[str] = ()) -> list[Table]:
-    """The plans beside the paper's, and what the paper's speed-ups say of its sums of gradients.
+    """Compare plans with the paper's, and derive from the paper's speed-ups the rate of its gradient sums.
 
     Args:
         models: only these; by default all.
@@ -93,7 +93,7 @@ MICROBATCHES = 4
 
 
 def _recurrence_row(model: str, cluster: str, paper: str, speed_up: str) -> tuple[str, ...]:
-    """The plans by the paper's update, by one update of all stages, and by the paper's own recurrence with both of its costs."""
+    """Return the plans by the paper's update, by one update of all stages, and by the paper's recurrence with both of its costs."""
     where = machine(cluster)
     profile = profile_on(model, where)
     problem, uniform = stages.problem_of(profile, where), stages.problem_of(profile, where, MICROBATCHES * where.num_devices)
@@ -112,13 +112,13 @@ def _row(model: str, cluster: str, paper: str, speed_up: str) -> tuple[str, ...]
     return (*cells, *[""] * (8 - len(cells)))
 
 
-def _cell(problem: Problem, found: Partition | None) -> str:
-    """Its stages, and in brackets its speed-up."""
-    assert found is not None, "fewer layers than stages"
-    name = stages.name_of(found)
-    if name == STRAIGHT and found.devices < problem.topology.num_devices:
-        name += f", {len(found.stages)} stages"
-    return f"{name} ({stages.data_parallel(problem).seconds / found.seconds:.2f})"
+def _cell(problem: Problem, partition: Partition | None) -> str:
+    """Format the stages, with the speed-up in brackets."""
+    assert partition is not None, "fewer layers than stages"
+    name = stages.name_of(partition)
+    if name == STRAIGHT and partition.devices < problem.topology.num_devices:
+        name += f", {len(partition.stages)} stages"
+    return f"{name} ({stages.data_parallel(problem).seconds / partition.seconds:.2f})"
 
 
 ROWS = {"AWD-LM": (80, 20)}
@@ -126,13 +126,13 @@ ROWS = {"AWD-LM": (80, 20)}
 
 
 def _sums_row(model: str, cluster: str, paper: str, speed_up: str, rows: int) -> tuple[str, ...]:
-    """The speed-up of the paper's stages with sums that overlap or do not, and the rate of the sums with which it is the paper's."""
+    """Return the speed-up of the paper's stages with and without overlapping sums, and the rate of the sums that gives the paper's."""
     problem, replicas = problem_on(model, machine(cluster)), replicas_of(model, cluster, paper)
-    found, devices = stages.best_cuts(problem, replicas), problem.topology.num_devices
-    assert found is not None, "fewer layers than stages"
+    fastest, devices = stages.best_cuts(problem, replicas), problem.topology.num_devices
+    assert fastest is not None, "fewer layers than stages"
     often = PIPEDREAM[model].rows // rows if rows else 1  # how many sums data parallelism has in place of one
     share = stages.sum_share(problem)
-    overlap = stages.data_parallel(problem).seconds / found.seconds * max(1.0, often * share) / max(1.0, share)
+    overlap = stages.data_parallel(problem).seconds / fastest.seconds * max(1.0, often * share) / max(1.0, share)
     waiting = stages.waiting_speed_up(problem, replicas, often)
     slower, link = stages.slowness(problem, replicas, float(speed_up)), problem.link(0, devices - 1).bandwidth
     rates = (f"{often * link / slower / 1e9:.2f} GB/s", f"{often / slower:.0%}") if slower else ("none", "")
@@ -152,7 +152,7 @@ FIGURE_17 = {
 
 
 def figure_17() -> list[Table]:
-    """Bytes that all devices send for a sample, and the paper's claims about them."""
+    """Compare the bytes that all devices send per sample with the paper's claims."""
     head = ("model", "data parallelism", "fastest pipeline", "difference", "fewest bytes", "difference")
     head += ("the paper's stages", "fastest cuts", "fewest bytes", "paper")
     rows = []
@@ -160,8 +160,8 @@ def figure_17() -> list[Table]:
         problem, size = problem_on(model, machine(cluster)), PIPEDREAM[model].rows
         alone = stages.bytes_per_sample(problem, stages.data_parallel(problem), size)
         cells = list[str]()
-        for found in (stages.best_pipeline(problem), stages.least_bytes(problem)):
-            cells += [stages.name_of(found), _difference(problem, found)]
+        for partition in (stages.best_pipeline(problem), stages.least_bytes(problem)):
+            cells += [stages.name_of(partition), _difference(problem, partition)]
         cells += [paper, *_both(problem, replicas_of(model, cluster, paper))] if paper else ["", "", ""]
         rows.append((model, f"{alone / 1e6:.1f} MB", *cells, says))
     claims_head = ("model", "cluster", "stages", "rows of a GPU under data parallelism", "fastest cuts", "fewest bytes", "paper")
@@ -185,16 +185,16 @@ def _claim(model: str, cluster: str, paper: str, rows: int, microbatch: int, say
 
 
 def _both(problem: Problem, replicas: tuple[int, ...], more: int = 1) -> tuple[str, str]:
-    """The differences of the fastest cuts and of those with the fewest bytes."""
+    """Return the differences of the fastest cuts and of those with the fewest bytes."""
     fastest = stages.best_cuts(problem, replicas)
     assert fastest is not None, "fewer layers than stages"
     return _difference(problem, fastest, more), _difference(problem, stages.least_bytes(problem, replicas), more)
 
 
-def _difference(problem: Problem, found: Partition, more: int = 1) -> str:
-    """Of the bytes for a sample, to those of data parallelism, which sums so many times as often."""
+def _difference(problem: Problem, partition: Partition, more: int = 1) -> str:
+    """Compare the bytes per sample with those of data parallelism, which sums `more` times as often."""
     alone = more * stages.bytes_per_sample(problem, stages.data_parallel(problem), 1)
-    return f"{stages.bytes_per_sample(problem, found, 1) / alone - 1:+.0%}"
+    return f"{stages.bytes_per_sample(problem, partition, 1) / alone - 1:+.0%}"
 
 
 FIGURE_1 = ("AlexNet", "VGG-16", "ResNet-50", "GNMT-8", "GNMT-16", "AWD-LM")
@@ -203,8 +203,8 @@ SERVERS = {"8 × 1080Ti": ("gtx-1080ti-32", 4), "4 × V100, PCIe": ("cluster-a",
 
 
 def figure_1() -> list[Table]:
-    """Which share of its time data parallelism waits: from sums that overlap fully to sums after the computation."""
-    columns = [(name, *found, count) for name, found in SERVERS.items() for count in (1, found[1])]
+    """Compute the share of time that data parallelism waits, from fully overlapping sums to sums after the computation."""
+    columns = [(name, *cluster, count) for name, cluster in SERVERS.items() for count in (1, cluster[1])]
     head = ("model", *(f"{name}, {_gpus(cluster, count)} GPUs" for name, cluster, _, count in columns))
     rows = []
     for model in FIGURE_1:
@@ -223,7 +223,7 @@ def _waits(profile: Profile, where: Topology) -> str:
 
 
 def figure_12() -> list[Table]:
-    """The same for GNMT-8 on servers of 8 V100 over NVLink, in float32 and float16."""
+    """Compute figure 1 for GNMT-8 on servers of 8 V100 over NVLink, in float32 and float16."""
     halves = topology("v100-16gb-8").device
     rows = []
     for count in (1, 2, 4):
@@ -239,7 +239,7 @@ FIGURE_14 = {"VGG-16": "14.9", "AlexNet": "6.5", "GNMT-8": "2 or more", "GNMT-16
 
 
 def figure_14() -> list[Table]:
-    """Throughput over that of model parallelism without pipelining, on 4 GPUs of Cluster-A, simulated."""
+    """Simulate throughput on 4 GPUs of Cluster-A relative to model parallelism without pipelining."""
     where = machine("1 × 4 A")
     a, b = [], []
     for model, says in FIGURE_14.items():
@@ -261,12 +261,12 @@ def figure_14() -> list[Table]:
 
 
 def _throughput(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream") -> float:
-    """Microbatches per second, simulated."""
+    """Simulate microbatches per second."""
     return partition.plan(profile.ids, problem).microbatches / stages.simulate(profile, problem, partition, schedule).batch_seconds
 
 
 def figure_16() -> list[Table]:
-    """Peak memory of each of 4 GPUs under straight pipelines, simulated, beside that of data parallelism."""
+    """Simulate the peak memory of each of 4 GPUs under straight pipelines, and compare it with data parallelism."""
     where = machine("1 × 4 A")
     rows = []
     for model in ("VGG-16", "GNMT-8", "GNMT-16"):
@@ -281,7 +281,7 @@ def figure_16() -> list[Table]:
 
 
 def figure_18() -> list[Table]:
-    """GNMT-8 as four stages on 4 GPUs: throughput and memory by the microbatches in flight at the first stage."""
+    """Simulate GNMT-8 as four stages on 4 GPUs: throughput and memory by the microbatches in flight at the first stage."""
     where = machine("1 × 4 A")
     profile, problem = profile_on("GNMT-8", where), problem_on("GNMT-8", where)
     straight = stages.best_cuts(problem, (1, 1, 1, 1))
@@ -298,12 +298,14 @@ def figure_18() -> list[Table]:
 
 
 def _two_in_flight(four: Sequence[int], seven: Sequence[int]) -> list[float]:
-    """Peak bytes of each of four stages with at most two microbatches in flight, from those with four and with seven at the first stage.
+    """Return the peak bytes of four stages with at most two microbatches in flight.
+
+    They are extrapolated from simulations with four and with seven microbatches in flight at the first stage.
 
     Stage s has 4 - s in flight of the four, and 7 - 2 s of the seven. Each takes as much memory as the one before.
     """
-    slopes = [(more - own) / max(3 - s, 1) for s, (own, more) in enumerate(zip(four, seven, strict=True))]
-    return [own - max(2 - s, 0) * slope for s, (own, slope) in enumerate(zip(four, slopes, strict=True))]
+    slopes = [(more - peak) / max(3 - s, 1) for s, (peak, more) in enumerate(zip(four, seven, strict=True))]
+    return [peak - max(2 - s, 0) * slope for s, (peak, slope) in enumerate(zip(four, slopes, strict=True))]
 
 
 def _gigabytes(size: float) -> str:

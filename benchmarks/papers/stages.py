@@ -1,4 +1,4 @@
-"""The fastest cuts for given replicas, and what a partition does: its speed-up over data parallelism, its bytes, its simulation."""
+"""Find the fastest cuts for given replicas, and evaluate partitions: speed-up over data parallelism, bytes, simulation."""
 
 import itertools
 import math
@@ -25,29 +25,29 @@ import jpipe
 
 
 def scaled(profile: Profile, seconds: float, size: float = 1.0) -> Profile:
-    """The same model with other times and sizes.
+    """Return the same model with scaled times and sizes.
 
     Args:
         profile: with one microbatch size.
         seconds: the factor of all times.
         size: the factor of weights, gradients and outputs.
     """
-    found = []
+    layers = []
     for layer in profile.layers:
         (one,) = layer.at
         times = {"forward": one.forward * seconds, "backward": one.backward * seconds, "outputs": int(one.outputs * size)}
         sizes = {"weights": int(layer.weights * size), "accumulators": int(layer.accumulators * size)}
-        found.append(layer.model_copy(update={**sizes, "update": layer.update * seconds, "at": (one.model_copy(update=times),)}))
-    return profile.model_copy(update={"layers": tuple(found)})
+        layers.append(layer.model_copy(update={**sizes, "update": layer.update * seconds, "at": (one.model_copy(update=times),)}))
+    return profile.model_copy(update={"layers": tuple(layers)})
 
 
 def rate(device: Device, dtype: str = "float32") -> float:
-    """FLOP/s that large matrix products reach."""
+    """Return the FLOP/s that large matrix products reach."""
     return device.flops[dtype] * device.efficiency
 
 
 def problem_of(profile: Profile, topology: Topology, microbatches: int | Literal["replicas"] = "replicas") -> Problem:
-    """Return the search at the only microbatch size, without a limit of memory.
+    """Return the partition problem at the only microbatch size, without a limit of memory.
 
     Args:
         profile: with one microbatch size.
@@ -63,19 +63,19 @@ Seconds = Callable[[Problem, Placed], float]
 
 
 def waiting(slower: float) -> Seconds:
-    """Stages whose sums of gradients take so many times as long as on the link, and begin only after the computation."""
+    """Return a function that times a stage whose gradient sums start only after its computation, slowed down by a factor."""
 
     def seconds(problem: Problem, stage: Placed) -> float:
-        own = problem.layers[stage.start : stage.stop]
+        layers = problem.layers[stage.start : stage.stop]
         link = problem.link(stage.first, stage.first + stage.replicas - 1)
-        summed = slower * float(all_reduce_seconds(sum(layer.summed for layer in own), stage.replicas, link))
-        return (sum(layer.forward + layer.backward + layer.update for layer in own) + summed) / stage.replicas
+        summed = slower * float(all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, link))
+        return (sum(layer.forward + layer.backward + layer.update for layer in layers) + summed) / stage.replicas
 
     return seconds
 
 
 def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds = placed_seconds) -> Partition | None:
-    """The fastest stages with so many replicas each, by dynamic programming over the cuts.
+    """Find the fastest stages with these replicas by dynamic programming over the cuts.
 
     Args:
         problem: the costs and the devices.
@@ -87,25 +87,25 @@ def best_cuts(problem: Problem, replicas: tuple[int, ...], seconds_of: Seconds =
     """
     count, firsts = len(problem.layers), [0, *itertools.accumulate(replicas)]
     best: dict[int, tuple[float, tuple[Placed, ...]]] = {0: (0.0, ())}
-    for s, own in enumerate(replicas):
+    for s, copies in enumerate(replicas):
         last = s == len(replicas) - 1
-        found: dict[int, tuple[float, tuple[Placed, ...]]] = {}
+        longer: dict[int, tuple[float, tuple[Placed, ...]]] = {}
         for start, (before, placed) in best.items():
             cut = 0.0
             if s:
                 link = problem.link(firsts[s - 1], firsts[s + 1] - 1)
                 cut = float(cut_seconds(problem.layers[start - 1].outputs, link))
             for stop in range(count if last else start + 1, count + 1):
-                stage = Placed(start, stop, firsts[s], own)
+                stage = Placed(start, stop, firsts[s], copies)
                 seconds = max(before, cut, placed_seconds(problem, stage)) if start < stop else math.inf
-                if seconds < found.get(stop, (math.inf, ()))[0]:
-                    found[stop] = seconds, (*placed, stage)
-        best = found
+                if seconds < longer.get(stop, (math.inf, ()))[0]:
+                    longer[stop] = seconds, (*placed, stage)
+        best = longer
     return evaluate_partition(problem, best[count][1]) if count in best else None
 
 
 def waiting_speed_up(problem: Problem, replicas: tuple[int, ...], slower: float = 1.0) -> float:
-    """The throughput of the fastest stages with these replicas, divided by that of data parallelism, where no sum overlaps.
+    """Divide the throughput of the fastest stages with these replicas by that of data parallelism, without overlapping sums.
 
     Args:
         problem: the costs and the devices.
@@ -113,16 +113,16 @@ def waiting_speed_up(problem: Problem, replicas: tuple[int, ...], slower: float 
         slower: how many times as long as on the link all sums take.
     """
     seconds = waiting(slower)
-    found = best_cuts(problem, replicas, seconds)
-    assert found is not None, f"too few layers for {replicas}"
-    links = [problem.link(one.first, after.first + after.replicas - 1) for one, after in itertools.pairwise(found.stages)]
-    cuts = [cut_seconds(problem.layers[one.stop - 1].outputs, link) for one, link in zip(found.stages, links, strict=False)]
+    fastest = best_cuts(problem, replicas, seconds)
+    assert fastest is not None, f"too few layers for {replicas}"
+    links = [problem.link(one.first, after.first + after.replicas - 1) for one, after in itertools.pairwise(fastest.stages)]
+    cuts = [cut_seconds(problem.layers[one.stop - 1].outputs, link) for one, link in zip(fastest.stages, links, strict=False)]
     (whole,) = data_parallel(problem).stages
-    return seconds(problem, whole) / max(*cuts, *(seconds(problem, stage) for stage in found.stages))
+    return seconds(problem, whole) / max(*cuts, *(seconds(problem, stage) for stage in fastest.stages))
 
 
 def slowness(problem: Problem, replicas: tuple[int, ...], speed_up: float) -> float | None:
-    """How many times as long as on the link all sums must take for this `waiting_speed_up`; None: there is no such number.
+    """Find by what factor all sums must be slower than the link for this `waiting_speed_up`, or None if no factor gives it.
 
     Args:
         problem: the costs and the devices.
@@ -141,24 +141,24 @@ def slowness(problem: Problem, replicas: tuple[int, ...], speed_up: float) -> fl
 
 
 def data_parallel(problem: Problem) -> Partition:
-    """All layers on every device."""
+    """Return the partition with all layers on every device."""
     return evaluate_partition(problem, [Placed(0, len(problem.layers), 0, problem.topology.num_devices)])
 
 
 def configurations(devices: int, depth: int | None = None) -> list[tuple[int, ...]]:
-    """All ways to give the devices to stages, at least two of them, as replicas of each stage."""
+    """Yield all ways to distribute the devices over at least two stages, as the replicas of each stage."""
     depths = range(2, devices + 1) if depth is None else (depth,)
     return [split for d in depths for split in itertools.product(range(1, devices + 1), repeat=d) if sum(split) == devices]
 
 
 def best_pipeline(problem: Problem) -> Partition:
-    """The fastest partition of at least two stages; of a few devices only, because it tries all replicas."""
-    found = [best_cuts(problem, replicas) for replicas in configurations(problem.topology.num_devices)]
-    return min((one for one in found if one), key=lambda one: (one.seconds, len(one.stages)))
+    """Find the fastest partition of at least two stages, by trying all replicas, which takes long for many devices."""
+    partitions = [best_cuts(problem, replicas) for replicas in configurations(problem.topology.num_devices)]
+    return min((one for one in partitions if one), key=lambda one: (one.seconds, len(one.stages)))
 
 
 def least_bytes(problem: Problem, replicas: tuple[int, ...] | None = None) -> Partition:
-    """The partition of at least two stages that sends the fewest bytes, found by trying all cuts.
+    """Find the partition of at least two stages that sends the fewest bytes, by trying all cuts.
 
     Args:
         problem: the costs and the devices.
@@ -171,33 +171,33 @@ def least_bytes(problem: Problem, replicas: tuple[int, ...] | None = None) -> Pa
         firsts = (0, *itertools.accumulate(split))
         for cuts in itertools.combinations(range(1, count), len(split) - 1):
             ends = zip((0, *cuts), (*cuts, count), firsts, split, strict=False)
-            placed = [Placed(start, stop, first, own) for start, stop, first, own in ends]
+            placed = [Placed(start, stop, first, copies) for start, stop, first, copies in ends]
             sums = sum(2 * (one.replicas - 1) / one.replicas * (summed[one.stop] - summed[one.start]) for one in placed)
             sent = sums + sum(2 * problem.layers[cut - 1].outputs for cut in cuts)  # of a microbatch
-            best = min(best, (sent, placed), key=lambda found: found[0])
+            best = min(best, (sent, placed), key=lambda candidate: candidate[0])
     return evaluate_partition(problem, best[1])
 
 
 def name_of(partition: Partition) -> str:
-    """`15-1`: the replicas of each stage; `straight`: more than one stage, none of them replicated."""
+    """Format the replicas of each stage, such as `15-1`, or `straight` for several stages without replicas."""
     replicas = [stage.replicas for stage in partition.stages]
     return "straight" if len(replicas) > 1 and max(replicas) == 1 else "-".join(map(str, replicas))
 
 
 def sum_share(problem: Problem) -> float:
-    """Seconds of the sum of all gradients over all devices, divided by those of a microbatch's forward and backward."""
+    """Divide the seconds of summing all gradients over all devices by those of a microbatch's forward and backward."""
     devices = problem.topology.num_devices
     summed = all_reduce_seconds(sum(layer.summed for layer in problem.layers), devices, problem.link(0, devices - 1))
     return float(summed) / sum(layer.forward + layer.backward for layer in problem.layers)
 
 
 def bytes_per_sample(problem: Problem, partition: Partition, rows: int) -> float:
-    """Bytes that all devices together send for each sample: outputs, their gradients, and the sums of the weights' gradients."""
+    """Return the bytes that all devices send per sample: outputs, their gradients, and sums of weight gradients."""
     return as_candidate(problem, partition, rows).sent
 
 
 def simulate(profile: Profile, problem: Problem, partition: Partition, schedule: str = "pipedream", extra: int = 0) -> Simulated:
-    """A partition under a schedule.
+    """Simulate a partition under a schedule.
 
     Args:
         profile: of the model.
@@ -211,6 +211,6 @@ def simulate(profile: Profile, problem: Problem, partition: Partition, schedule:
         plan = jpipe.Plan(schedule=schedule, microbatches=plan.microbatches, stages=[stage.model_dump() for stage in plan.stages])
     if extra:
         plan = jpipe.Plan(**{**plan.model_dump(), "extra_in_flight": extra})
-    found = simulate_plan(plan, profile.stage_costs(plan, profile.sizes[0]), problem.topology)
-    assert found is not None, "too long to simulate"
-    return found
+    result = simulate_plan(plan, profile.stage_costs(plan, profile.sizes[0]), problem.topology)
+    assert result is not None, "too long to simulate"
+    return result

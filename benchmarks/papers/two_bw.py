@@ -47,16 +47,16 @@ def choice() -> list[Table]:
         cluster, depth, batches = PAPER[name]
         profile = transformer_profile(name, MORE_SIZES, POLICIES)
         for half, label in ((0.0, "as fast"), (HALF_ROWS, "slower")):
-            for found in best_plans(with_half_rows(profile, half), topology(cluster), batches):
-                own = found.best
-                full = sum(policy == "full" for policy in own.policies)
+            for chosen in best_plans(with_half_rows(profile, half), topology(cluster), batches):
+                best = chosen.best
+                full = sum(policy == "full" for policy in best.policies)
                 cells = (
-                    f"{own.depth} × {own.replicas[0]}",
-                    f"{own.rows} × {own.microbatches // own.replicas[0]}",
-                    f"{full} of {own.depth}",
+                    f"{best.depth} × {best.replicas[0]}",
+                    f"{best.rows} × {best.microbatches // best.replicas[0]}",
+                    f"{full} of {best.depth}",
                 )
-                cells += (_gigabytes(max(own.memory)), f"{own.samples_per_second:.1f}", found.slower)
-                rows.append((name, found.batch, label, f"d = {depth}, recompute", *cells))
+                cells += (_gigabytes(max(best.memory)), f"{best.samples_per_second:.1f}", chosen.slower)
+                rows.append((name, chosen.batch, label, f"d = {depth}, recompute", *cells))
     return [Table("2bw choice", (*head, "next best depth"), rows)]
 
 
@@ -123,9 +123,9 @@ def throughputs(profile: Profile, where: Topology, depth: int, batches: Sequence
     for batch in batches:
         width = where.num_devices // depth
         for rows in reversed([rows for rows in profile.sizes if rows * width * depth <= batch]):
-            found = {name: same_policy(profile, where, name, depth, rows, batch) for name in SCHEDULES}
-            if max(found["pipedream_2bw"].peak_bytes) <= (where.device.memory or float("inf")):
-                yield batch, rows, {name: batch / one.batch_seconds for name, one in found.items()}
+            predictions = {name: same_policy(profile, where, name, depth, rows, batch) for name in SCHEDULES}
+            if max(predictions["pipedream_2bw"].peak_bytes) <= (where.device.memory or float("inf")):
+                yield batch, rows, {name: batch / one.batch_seconds for name, one in predictions.items()}
                 break
 
 
@@ -144,9 +144,9 @@ def same_policy(profile: Profile, where: Topology, schedule: str, depth: int, ro
     plans = search_parallel(profile, where, batch, exact=True, schedules=(schedule,))
     plan = next(c for c in plans if (c.depth, c.rows, c.extra_in_flight) == (depth, rows, 0) and c.devices == where.num_devices)
     plan = dataclasses.replace(plan, policies=(policy,) * depth)
-    found = simulate_plan(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), where)
-    assert found is not None, "too long to simulate"
-    return found
+    result = simulate_plan(plan.plan(profile.ids), profile.stage_costs(plan.plan(profile.ids), rows), where)
+    assert result is not None, "too long to simulate"
+    return result
 
 
 FIGURE_7 = (("none", 64, 1), ("none", 64, 4), ("none", 64, 8), ("full", 64, 1), ("full", 64, 4), ("full", 64, 8), ("full", 256, 4))
@@ -159,8 +159,8 @@ def figure_7() -> list[Table]:
     limit = where.device.memory or float("inf")
     rows = []
     for policy, batch, size in FIGURE_7:
-        found = peaks(profile, where, 8, size, batch, policy).values()
-        cells = (f"{_gigabytes(peak)}{'' if peak <= limit else ', too much'}" for peak in found)
+        peak_bytes = peaks(profile, where, 8, size, batch, policy).values()
+        cells = (f"{_gigabytes(peak)}{'' if peak <= limit else ', too much'}" for peak in peak_bytes)
         rows.append((policy, batch, size, *cells))
     return [Table("figure 7", ("recompute", "batch", "rows of a microbatch", *SCHEDULES, "pipedream"), rows)]
 
@@ -168,7 +168,7 @@ def figure_7() -> list[Table]:
 def peaks(profile: Profile, where: Topology, depth: int, rows: int, batch: int, policy: str) -> dict[str, float]:
     """Return the peak bytes of the fullest device by schedule; PipeDream updates after each microbatch."""
     batches = {**dict.fromkeys(SCHEDULES, batch), "pipedream": rows}
-    return {name: max(same_policy(profile, where, name, depth, rows, own, policy).peak_bytes) for name, own in batches.items()}
+    return {name: max(same_policy(profile, where, name, depth, rows, size, policy).peak_bytes) for name, size in batches.items()}
 
 
 FIGURE_8 = ((4, 1), (4, 8), (8, 8), (8, 32))
@@ -186,9 +186,9 @@ def figure_8() -> list[Table]:
             if batch < size * where.num_devices:  # fewer microbatches than stages
                 cells.append("")
                 continue
-            found = same_policy(profile, where, "pipedream_2bw", depth, size, batch)
-            peak = max(peak, *found.peak_bytes)
-            cells.append(f"{batch / found.batch_seconds:.0f}")
+            result = same_policy(profile, where, "pipedream_2bw", depth, size, batch)
+            peak = max(peak, *result.peak_bytes)
+            cells.append(f"{batch / result.batch_seconds:.0f}")
         rows.append((depth, size, *cells, f"{_gigabytes(peak)}{'' if peak <= limit else ', too much'}"))
     return [Table("figure 8", ("d", "b", "batch 512", "batch 1,024", "batch 2,048", "memory"), rows)]
 
@@ -200,9 +200,9 @@ FIGURE_9 = (1, 8)
 def figure_9() -> list[Table]:
     """Find the largest GPT of the width of 3.8B that 2BW trains on 64 GPUs, by depth."""
     where = topology("v100-16gb-64")
-    found = {rows: largest_models(two_blocks("GPT, 3.8B", FIGURE_9, POLICIES), where, rows) for rows in FIGURE_9}
+    largest = {rows: largest_models(two_blocks("GPT, 3.8B", FIGURE_9, POLICIES), where, rows) for rows in FIGURE_9}
     head = ("d", *(f"microbatches of {rows} row{'s' if rows > 1 else ''}" for rows in FIGURE_9))
-    cells = [(depth, *(f"{found[rows][depth] / 1e9:.1f}B" for rows in FIGURE_9)) for depth in found[FIGURE_9[0]]]
+    cells = [(depth, *(f"{largest[rows][depth] / 1e9:.1f}B" for rows in FIGURE_9)) for depth in largest[FIGURE_9[0]]]
     return [Table("figure 9", head, cells)]
 
 
@@ -214,7 +214,7 @@ def largest_models(profile: Profile, where: Topology, rows: int) -> dict[int, fl
         where: the topology.
         rows: of a microbatch.
     """
-    depth, batch, found = 1, rows * where.num_devices, dict[int, float]()
+    depth, batch, models = 1, rows * where.num_devices, dict[int, float]()
     while depth <= where.num_devices:
         fits, fails = 0, 1024
         while fails - fits > 1:
@@ -222,13 +222,13 @@ def largest_models(profile: Profile, where: Topology, rows: int) -> dict[int, fl
             plans = search_parallel(with_blocks(profile, blocks, (rows,)), where, batch, exact=True, schedules=("pipedream_2bw",))
             enough = any(c.over is None and c.depth == depth for c in plans)
             fits, fails = (blocks, fails) if enough else (fits, blocks)
-        found[depth] = parameters(with_blocks(profile, fits, (rows,))) if fits else 0.0
+        models[depth] = parameters(with_blocks(profile, fits, (rows,))) if fits else 0.0
         depth *= 2
-    return found
+    return models
 
 
 def parameters(profile: Profile) -> float:
-    """Count them; each takes two bytes."""
+    """Count the parameters; each takes two bytes."""
     return sum(layer.weights for layer in profile.layers) / 2
 
 

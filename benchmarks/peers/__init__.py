@@ -1,1 +1,1 @@
-"""The same GPT trained by jpipe, PyTorch and plain JAX on two cores, in one run. `python -m benchmarks.peers` prints a table."""
+"""Train the same GPT by jpipe, PyTorch and plain JAX on two cores, in one run; `python -m benchmarks.peers` prints a table."""

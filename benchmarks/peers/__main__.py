@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers`: jpipe compared with PyTorch and plain JAX, with two workers of one core each, for m = 8 and m = 2.
+"""`python -m benchmarks.peers`: compare jpipe with PyTorch and plain JAX, with two workers of one core each, for m = 8 and m = 2.
 
 The ceiling is two independent JAX jobs of one core each at the same time: the speed of two workers that never wait. Each program is
 measured in turn with the ceiling, so a machine that gets slower or faster changes both; its share is the median over the rounds.
@@ -64,7 +64,7 @@ def _options() -> argparse.Namespace:
 
 
 class _Measurement:
-    """The measurements for one m: the ceiling stays started, and each program is measured in turn with it."""
+    """The measurements for one m: the ceiling keeps running, and each program is measured in turn with it."""
 
     def __init__(self, microbatches: int, cores: list[int], options: argparse.Namespace) -> None:
         self.microbatches, self.cores, self.options = microbatches, cores, options
@@ -107,7 +107,7 @@ class _Measurement:
         }
 
     def _rate(self, entry: Entry, program: Program, steps: dict[int, int]) -> float:
-        """Sequences per second."""
+        """Measure sequences per second."""
         answers = program.run(steps[self.microbatches])
         rate = steps_per_second([answer["ends"] for answer in answers]) * PEERS.rows * self.microbatches
         return rate / entry.processes if entry.together else rate
@@ -137,8 +137,8 @@ def _print(microbatches: int, rows: list[dict[str, Any]]) -> None:
             milliseconds = " and ".join(f"{time * 1e3:.1f} ms" for time in times)
             print(f"{row['name']:<28} {milliseconds} per microbatch: balance {balance:.3f}")
     print(f"\n{'goal':<58} {'at least':>9} {'found':>8}")
-    for text, least, found in goals(microbatches, shares):
-        print(f"{text:<58} {least:>9.3f} {found:>8.3f}  {'met' if found >= least else 'MISSED'}")
+    for text, least, measured in goals(microbatches, shares):
+        print(f"{text:<58} {least:>9.3f} {measured:>8.3f}  {'met' if measured >= least else 'MISSED'}")
 
 
 if __name__ == "__main__":

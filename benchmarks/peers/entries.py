@@ -1,4 +1,4 @@
-"""The programs that are compared, how each is started, and its goals."""
+"""The compared programs, how each is started, and its goals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,11 +39,11 @@ class Entry:
 
     @property
     def is_torch(self) -> bool:
-        """Whether it needs PyTorch."""
+        """Whether the program needs PyTorch."""
         return self.module == "torch_program"
 
     def goal(self, microbatches: int) -> float | None:
-        """The share of the ceiling that it has to reach.
+        """Return the share of the ceiling that the program has to reach, or None if its bound is unknown.
 
         Args:
             microbatches: of a batch.
@@ -53,7 +53,7 @@ class Entry:
         return self.share_of_bound * (microbatches / (microbatches + WORKERS - 1) if self.flushes else 1)
 
     def commands(self, microbatches: int, python: str) -> list[list[str]]:
-        """The command line of each process.
+        """Return the command line of each process.
 
         Args:
             microbatches: of a batch.
@@ -110,39 +110,41 @@ ENTRIES: Sequence[Entry] = (
 
 
 def goals(microbatches: int, shares: dict[str, float]) -> list[tuple[str, float, float]]:
-    """Goals and measurements: (goal as text, its least value, the measured value) for each goal that was measured.
+    """Return (goal as text, its least value, the measured value) for each goal that was measured.
 
     Args:
         microbatches: of a batch.
         shares: of the ceiling, by the name of the entry.
     """
-    found = []
+    results = []
     for entry in ENTRIES:
         if entry.name not in shares:
             continue
         goal, share = entry.goal(microbatches), shares[entry.name]
         if goal is None:
-            found += _goals_beside_others(entry, microbatches, shares)
+            results += _goals_beside_others(entry, microbatches, shares)
             continue
-        found.append((f"{entry.name} ÷ ceiling", goal, share))
+        results.append((f"{entry.name} ÷ ceiling", goal, share))
         for rival in (entry.rival, SPMD):
             if rival in shares:
-                found.append((f"{entry.name} ÷ {rival}", 1.0, share / shares[rival]))
+                results.append((f"{entry.name} ÷ {rival}", 1.0, share / shares[rival]))
     pipelines = [shares[name] for name in ("torch GPipe", "torch 1F1B") if name in shares]
     if microbatches == 2 and pipelines:
         for name in ("jpipe pipedream_2bw", "jpipe pipedream_2bw+1"):
             if name in shares:
-                found.append((f"{name} ÷ torch's best pipeline", 1.6, shares[name] / max(pipelines)))
-    return found
+                results.append((f"{name} ÷ torch's best pipeline", 1.6, shares[name] / max(pipelines)))
+    return results
 
 
 def _goals_beside_others(entry: Entry, microbatches: int, shares: dict[str, float]) -> list[tuple[str, float, float]]:
-    """The goals of an entry whose bound is not known by itself: to be faster than another schedule, and to reach more of the ceiling than
-    its rival reaches of twice PyTorch's single core."""
-    found, share = [], shares[entry.name]
+    """Return the goals of an entry whose bound is unknown.
+
+    It has to be faster than another schedule, and to reach more of the ceiling than its rival reaches of twice PyTorch's single core.
+    """
+    results, share = [], shares[entry.name]
     if entry.times is not None and microbatches == 2 and entry.times[0] in shares:
         other, least = entry.times
-        found.append((f"{entry.name} ÷ {other}", least, share / shares[other]))
+        results.append((f"{entry.name} ÷ {other}", least, share / shares[other]))
     if entry.rival in shares and TORCH_ALONE in shares:
-        found.append((f"{entry.name} ÷ ceiling", shares[entry.rival] / (2 * shares[TORCH_ALONE]), share))
-    return found
+        results.append((f"{entry.name} ÷ ceiling", shares[entry.rival] / (2 * shares[TORCH_ALONE]), share))
+    return results

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers.jax_plain M`: the whole model in one jitted step of M microbatches, one process, no pipeline."""
+"""`python -m benchmarks.peers.jax_plain M`: run the model as one jitted step of M microbatches in one process, without a pipeline."""
 
 import sys
 
@@ -10,7 +10,7 @@ from benchmarks.sizes import PEERS, warm_up
 
 
 def main() -> None:
-    """Compile, warm up, then run the steps that standard input asks for."""
+    """Compile, warm up, then run the steps that standard input requests."""
     microbatches = int(sys.argv[1])
     batch = jax.device_put(gpt.data(PEERS, microbatches))
     step = gpt.PlainStep(PEERS, microbatches, batch)

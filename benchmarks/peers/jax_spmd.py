@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers.jax_spmd M PROCESS PROCESSES PORT`: GPipe as one jitted SPMD program, as written without jpipe.
+"""`python -m benchmarks.peers.jax_spmd M PROCESS PROCESSES PORT`: run GPipe as one jitted SPMD program, written without jpipe.
 
 Each process holds a part of the blocks; embedding and head are in all processes. A scan over m + d - 1 ticks runs the blocks in every
 process and sends the result with `ppermute`; results while the pipeline fills and drains are dropped.
@@ -21,7 +21,7 @@ WHOLE, CUT = PartitionSpec(), PartitionSpec("stage")
 
 
 def main() -> None:
-    """Compile, warm up, then run the steps that standard input asks for."""
+    """Compile, warm up, then run the steps that standard input requests."""
     microbatches, process, processes, port = map(int, sys.argv[1:5])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
@@ -54,7 +54,7 @@ def _step(loss: Any) -> Any:
 
 
 def _loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean loss of a batch in each process, with its own blocks and all microbatches."""
+    """Compute the mean loss of a batch in each process, with its own blocks and all microbatches."""
     stages, stage = jax.lax.axis_size("stage"), jax.lax.axis_index("stage")
     microbatches, rows, positions = tokens.shape
     onward = [(s, (s + 1) % stages) for s in range(stages)]
@@ -73,7 +73,7 @@ def _loss(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _spread(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """An array over all processes, from the part of each."""
+    """Build an array over all processes from the part of each."""
     values = np.asarray(leaf)
     return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
 

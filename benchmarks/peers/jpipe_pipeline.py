@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers.jpipe_pipeline SCHEDULE M PROCESS PROCESSES PORT`: the same model in jpipe, with one rank per process.
+"""`python -m benchmarks.peers.jpipe_pipeline SCHEDULE M PROCESS PROCESSES PORT`: run the same model in jpipe, one rank per process.
 
 SCHEDULE is one of jpipe's (`+1`: one more microbatch in flight, `/2`: two stages on each rank), or `dp`, data parallelism: one stage with
 one replica per process. With one process the stages share its core, and the times of their computations are measured as well.
@@ -21,7 +21,7 @@ RANKS = 2
 
 
 def main() -> None:
-    """Compile, warm up, then run the steps that standard input asks for."""
+    """Compile, warm up, then run the steps that standard input requests."""
     (kind, _, extra), (microbatches, process, processes, port) = sys.argv[1].partition("+"), map(int, sys.argv[2:6])
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _cut(ids: Sequence[str], schedule: str, chunks: int) -> tuple[list[jpipe.Stage], jpipe.schedules.Ranks]:
-    """Stages of equally many blocks, the first one with the embedding and the last one with the head, and the ranks that run them."""
+    """Return stages of equally many blocks, with the embedding in the first and the head in the last one, and their ranks."""
     count = RANKS * chunks
     blocks = ids[1:-1]
     size = len(blocks) // count
@@ -54,7 +54,7 @@ def _cut(ids: Sequence[str], schedule: str, chunks: int) -> tuple[list[jpipe.Sta
 
 
 def _stage_seconds(pipe: jpipe.Pipeline, batch: Any, steps: int) -> list[float]:
-    """Median time of a forward and a backward of each stage."""
+    """Measure the median time of a forward and a backward of each stage."""
     state = pipe.init(jax.random.key(0), batch)
     state, _ = pipe.step(state, batch)
     with jpipe.Tracer(pipe.plan) as tracer:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers.torch_program KIND M PROCESS PROCESSES PORT`: the same model in PyTorch, run by a Python that has it.
+"""`python -m benchmarks.peers.torch_program KIND M PROCESS PROCESSES PORT`: run the same model in PyTorch, by a Python that has it.
 
 KIND is `single` (one process), `ddp` (DistributedDataParallel), or a schedule of torch.distributed.pipelining, as in `PIPELINES`.
 """
@@ -30,7 +30,7 @@ PIPELINES = {
 
 
 def main() -> None:
-    """Warm up, then run the steps that standard input asks for."""
+    """Warm up, then run the steps that standard input requests."""
     kind, (microbatches, process, processes, port) = sys.argv[1], map(int, sys.argv[2:6])
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -50,8 +50,8 @@ def main() -> None:
         count = torch.tensor(_count(model))
         if kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
-        own = slice(process, None, processes)
-        step = _plain_step(model, inputs.split(PEERS.rows)[own], labels.split(PEERS.rows)[own])
+        of_process = slice(process, None, processes)
+        step = _plain_step(model, inputs.split(PEERS.rows)[of_process], labels.split(PEERS.rows)[of_process])
     for _ in range(warm_up(microbatches)):
         step()
     serve(step_by_step(step), parameters=int(count))
@@ -68,7 +68,7 @@ class Block(nn.Module):
         self.expand, self.contract = nn.Linear(w, 4 * w), nn.Linear(4 * w, w)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of one microbatch."""
+        """Apply the block to one microbatch."""
         b, s, w = x.shape
         q, k, v = self.qkv(self.attention_norm(x)).view(b, s, 3, PEERS.heads, w // PEERS.heads).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -89,7 +89,7 @@ class Part(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of one microbatch."""
+        """Apply the part to one microbatch."""
         return self.layers(x)
 
 
@@ -102,7 +102,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _plain_step(model: nn.Module, inputs: tuple[torch.Tensor, ...], labels: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-    """A step over this process's microbatches; the gradients of all processes are averaged in the backward of the last one."""
+    """Return a step over this process's microbatches; gradients are averaged over processes in the last backward."""
     optimizer, last = _optimizer(model), len(inputs) - 1
 
     def step() -> None:
@@ -117,7 +117,7 @@ def _plain_step(model: nn.Module, inputs: tuple[torch.Tensor, ...], labels: tupl
 
 
 def _stages(layout: str, process: int, processes: int) -> tuple[list[int], int]:
-    """The stages of a process, and how many there are of all."""
+    """Return the stages of a process, and the number of all stages."""
     if layout == "straight":
         return [process], processes
     return [process, process + processes if layout == "looped" else 2 * processes - 1 - process], 2 * processes
@@ -129,12 +129,12 @@ def _pipeline_step(
     stages = [PipelineStage(part, number, parts, torch.device("cpu")) for part, number in zip(model, numbers, strict=True)]
     schedule = PIPELINES[kind][0](stages if parts > dist.get_world_size() else stages[0], microbatches, loss_fn=_loss)
     optimizer = _optimizer(model)
-    given = (inputs,) if 0 in numbers else ()
+    arguments = (inputs,) if 0 in numbers else ()
     wanted: dict[str, Any] = {"target": labels, "losses": []} if parts - 1 in numbers else {}
 
     def step() -> None:
         optimizer.zero_grad()
-        schedule.step(*given, **wanted)
+        schedule.step(*arguments, **wanted)
         optimizer.step()
 
     return step

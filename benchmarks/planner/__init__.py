@@ -1,1 +1,1 @@
-"""The planner's results for the papers' models and clusters, its speed, and its accuracy on this machine."""
+"""Measure the planner: its speed, its choices, and its accuracy on this machine."""

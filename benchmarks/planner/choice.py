@@ -1,4 +1,7 @@
-"""Compares the choice with simulating every candidate, in speed of the plan and in time: on profiles of a folder, or on random ones."""
+"""Compare the planner's choice with simulating every candidate, in speed of the plan and in time.
+
+Profiles come from a folder, or are drawn at random.
+"""
 
 import argparse
 import time
@@ -18,7 +21,7 @@ BY_CLOSED_FORM = 10  # kinds that earlier versions simulated, chosen by closed f
 
 
 def main(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure, print, and give the figures.
+    """Measure, print and return the figures.
 
     Args:
         options: `profiles`, a folder with a `graph.txt` in each of its folders; None: random profiles.
@@ -46,7 +49,7 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _profiles(folder: str | None) -> Iterator[tuple[str, Profile]]:
-    """The profiles by name; a minibatch of a `graph.txt` counts as one row, which makes no difference here."""
+    """Return the profiles by name; a minibatch of a `graph.txt` counts as one row, which makes no difference here."""
     if folder is not None:
         for path in sorted(Path(folder).expanduser().glob("*/graph.txt")):
             yield path.parent.name, read_graph_txt(path.read_text(encoding="utf-8"), 1)
@@ -55,7 +58,7 @@ def _profiles(folder: str | None) -> Iterator[tuple[str, Profile]]:
 
 
 def _random(seed: int) -> Profile:
-    """Twenty different layers, with sizes for which the links of the clusters matter."""
+    """Draw twenty different layers, with sizes for which the links of the clusters matter."""
     random, count, layers = np.random.default_rng(seed), 20, []
     forwards, outputs, weights = random.exponential(5e-3, count), 10 ** random.uniform(5.5, 7.5, count), 10 ** random.uniform(5, 8, count)
     for n, (forward, out, size) in enumerate(zip(forwards.tolist(), outputs.tolist(), weights.tolist(), strict=True)):
@@ -67,7 +70,7 @@ def _random(seed: int) -> Profile:
 def _measured(profile: Profile, topology: Topology, count: int) -> dict[str, Any]:
     begin = time.process_time()
     candidates = find_candidates(profile, topology, count)
-    found = time.process_time()
+    searched = time.process_time()
     choice = choose(profile, topology, candidates)
     chosen = time.process_time()
     # all of them, by the same simulator
@@ -87,8 +90,8 @@ def _measured(profile: Profile, topology: Topology, count: int) -> dict[str, Any
         "loss": 1 - fast[choice.ranked[0].candidate] / best,
         "closed_form_loss": 1 - max(fast.get(candidate, 0.0) for candidate in before) / best,
         "seconds": chosen - begin,
-        "closed_form_seconds": found - begin + sum(seconds[candidate] for candidate in before),
-        "all_seconds": found - begin + sum(seconds.values()),
+        "closed_form_seconds": searched - begin + sum(seconds[candidate] for candidate in before),
+        "all_seconds": searched - begin + sum(seconds.values()),
         "simulated": sum(one.simulated is not None for one in choice.ranked),
     }
 
@@ -99,14 +102,14 @@ def _simulated(profile: Profile, topology: Topology, candidate: Candidate) -> Ra
 
 
 def _by_closed_form(fitting: list[Candidate], fast: dict[Candidate, float]) -> list[Candidate]:
-    """The candidates to simulate if there is one per kind, and closed forms determine which and how many."""
+    """Choose the candidates to simulate by closed forms, one per kind."""
     first: dict[tuple[object, ...], Candidate] = {}
     for candidate in fitting:
         first.setdefault(candidate.kind, candidate)
-    taken: list[Candidate] = []
+    chosen: list[Candidate] = []
     for candidate in first.values():
-        reached = max((fast.get(one, 0.0) for one in taken), default=0.0)
-        if len(taken) >= 4 * BY_CLOSED_FORM or (len(taken) >= BY_CLOSED_FORM and candidate.samples_per_second <= reached):
+        reached = max((fast.get(one, 0.0) for one in chosen), default=0.0)
+        if len(chosen) >= 4 * BY_CLOSED_FORM or (len(chosen) >= BY_CLOSED_FORM and candidate.samples_per_second <= reached):
             break
-        taken.append(candidate)
-    return taken
+        chosen.append(candidate)
+    return chosen

@@ -1,4 +1,4 @@
-"""Plans of the default GPT over two and four processes of this machine: predicted, measured, and the planner's choice.
+"""Run plans of the default GPT over two and four processes of this machine: predicted, measured, and the planner's choice.
 
 All plans that use every process with a batch of 32: each cut, schedule and number of pipelines, microbatches of 4, 8 and 16 rows, and for
 PipeDream any replicas; without recomputation or additional microbatches in flight, which would make thousands of plans. Each process has
@@ -30,7 +30,7 @@ UNEVEN = ("pipedream",)  # schedules whose stages may have different replicas he
 
 
 class Row(NamedTuple):
-    """One plan.
+    """The measurement of one plan.
 
     Attributes:
         plan: what was run.
@@ -50,28 +50,28 @@ class Row(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Measured, on cores as fast as they were for the profile."""
+        """The measured seconds, corrected to cores as fast as they were for the profile."""
         return self.measured / self.slower
 
     @property
     def time_ratio(self) -> float:
-        """Measured ÷ predicted."""
+        """The measured seconds divided by the predicted ones."""
         return self.seconds / self.predicted.batch_seconds
 
     @property
     def memory_ratio(self) -> float:
-        """Measured ÷ predicted, of the rank where they differ most."""
+        """The measured bytes divided by the predicted ones, on the rank where they differ most."""
         return max((self.peaks[rank] / self.predicted.peak_bytes[rank] for rank in self.peaks), key=lambda ratio: abs(ratio - 1))
 
 
 def name_of(plan: jpipe.Plan, rows: int) -> str:
-    """`pipedream 2·1·1, 8 × 4 rows, 0 1 2`: schedule, replicas, microbatches, and the first layer of each stage."""
+    """Format schedule, replicas, microbatches, and the first layer of each stage: `pipedream 2·1·1, 8 × 4 rows, 0 1 2`."""
     starts = [0, *itertools.accumulate(len(stage.layers) for stage in plan.stages)][:-1]
     return f"{plan.schedule} {'·'.join(map(str, plan.replicas))}, {plan.microbatches} × {rows} rows, {' '.join(map(str, starts))}"
 
 
 def main(names: tuple[str, ...] = (), counts: tuple[int, ...] = COUNTS, every: Sequence[int] = (1, 4)) -> list[dict[str, Any]]:
-    """Measure, print, and give the figures.
+    """Measure, print and return the figures.
 
     Args:
         names: only plans whose names contain one of them.
@@ -82,7 +82,7 @@ def main(names: tuple[str, ...] = (), counts: tuple[int, ...] = COUNTS, every: S
 
 
 def legal_plans(workers: int) -> Iterator[tuple[jpipe.Plan, int]]:
-    """All plans of the default GPT on so many workers with the default batch, each with the rows of a microbatch."""
+    """Yield all plans of the default GPT on a number of workers with the default batch, each with the rows of a microbatch."""
     ids = layers.layers(MODEL).ids
     for depth in range(1, min(workers, len(ids)) + 1):
         splits = [split for split in itertools.product(range(1, workers + 1), repeat=depth) if sum(split) == workers]
@@ -102,10 +102,10 @@ def _measure(count: int, names: tuple[str, ...], one_of: int) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))[:2]
     port = free_port()
     commands = [python_module("benchmarks.planner.plan_runner", index, count, port) for index in range(count)]
-    found: list[Row] = []
+    measurements: list[Row] = []
     with Program("plans", commands, [cores[index % len(cores)] for index in range(count)], ENVIRONMENT) as program:
-        said = program.facts()
-        facts = said[0]
+        facts_of_all = program.facts()
+        facts = facts_of_all[0]
         profile = Profile(**facts["profile"])
         topology = Topology(**(facts["topology"] | {"cores": len(cores)}))
         print(f"{count} processes on {len(cores)} cores: {profile.dispatch * 1e6:.0f} µs a dispatch, links {topology.levels[0]}")
@@ -118,25 +118,25 @@ def _measure(count: int, names: tuple[str, ...], one_of: int) -> dict[str, Any]:
             try:
                 answers = program.ask(json.dumps({"plan": plan.model_dump(mode="json"), "steps": steps}))
             except ProgramFailed as error:
-                sys.exit(f"bench-planner: {name_of(plan, rows)}, after {len(found)} plans: {error}")
+                sys.exit(f"bench-planner: {name_of(plan, rows)}, after {len(measurements)} plans: {error}")
             predicted = simulate_plan(plan, _costs(profile, plan, rows, answers), topology)
             assert predicted is not None
-            slower = statistics.fmean(answer["pace"] / told["pace"] for answer, told in zip(answers, said, strict=True))
+            slower = statistics.fmean(answer["pace"] / profiled["pace"] for answer, profiled in zip(answers, facts_of_all, strict=True))
             seconds = statistics.fmean(statistics.median(np.diff(answer["ends"]).tolist()) for answer in answers)
             peaks = {int(rank): size for answer in answers for rank, size in answer["peaks"].items()}
-            found.append(Row(plan, rows, predicted, seconds, slower, peaks))
-            _print(found[-1])
-    return {"legal plans": len(plans), **_summary(count, found, profile, topology)}
+            measurements.append(Row(plan, rows, predicted, seconds, slower, peaks))
+            _print(measurements[-1])
+    return {"legal plans": len(plans), **_summary(count, measurements, profile, topology)}
 
 
 def _costs(profile: Profile, plan: jpipe.Plan, rows: int, answers: list[dict[str, Any]]) -> list[jpipe.programs.StageCost]:
-    """Times from the profile, sizes from the compiled stages, as `jpipe plan` has them in the end."""
+    """Combine times from the profile with sizes from the compiled stages, as `jpipe plan` does in the end."""
     times = profile.stage_costs(plan, rows)
     costs = []
     for s, (size, time) in enumerate(zip(answers[0]["costs"], times, strict=True)):
         temporary = max(answer["costs"][s]["temporary"] for answer in answers)
-        own = {"temporary": temporary, "forward": time.forward, "backward": time.backward, "update": time.update}
-        costs.append(jpipe.programs.StageCost(**{**size, **own}))
+        fields = {"temporary": temporary, "forward": time.forward, "backward": time.backward, "update": time.update}
+        costs.append(jpipe.programs.StageCost(**{**size, **fields}))
     return costs
 
 
@@ -148,26 +148,26 @@ def _print(row: Row) -> None:
     )
 
 
-def _summary(count: int, found: list[Row], profile: Profile, topology: Topology) -> dict[str, Any]:
-    predicted = [BATCH / row.predicted.batch_seconds for row in found]
-    measured, raw = [BATCH / row.seconds for row in found], [BATCH / row.measured for row in found]
-    ratios = [row.time_ratio for row in found]
-    memory_ratios = [row.memory_ratio for row in found]
-    worst = max(found, key=lambda row: abs(row.time_ratio - 1))
-    memory = max(found, key=lambda row: abs(row.memory_ratio - 1))
-    best = min(found, key=lambda row: row.seconds)
+def _summary(count: int, rows: list[Row], profile: Profile, topology: Topology) -> dict[str, Any]:
+    predicted = [BATCH / row.predicted.batch_seconds for row in rows]
+    measured, raw = [BATCH / row.seconds for row in rows], [BATCH / row.measured for row in rows]
+    ratios = [row.time_ratio for row in rows]
+    memory_ratios = [row.memory_ratio for row in rows]
+    worst = max(rows, key=lambda row: abs(row.time_ratio - 1))
+    memory = max(rows, key=lambda row: abs(row.memory_ratio - 1))
+    best = min(rows, key=lambda row: row.seconds)
     choice = choose(profile, topology, find_candidates(profile, topology, BATCH))
     first = choice.plan(choice.ranked[0])
-    chosen = next((row for row in found if _same(first, row.plan)), None)  # None: the planner's choice is not among those measured
+    chosen = next((row for row in rows if _same(first, row.plan)), None)  # None: the planner's choice is not among those measured
     figures: dict[str, Any] = {
         "processes": count,
-        "plans": len(found),
+        "plans": len(rows),
         "correlation": float(np.corrcoef(predicted, measured)[0, 1]),
         "correlation as measured": float(np.corrcoef(predicted, raw)[0, 1]),
         "median ratio": statistics.median(ratios),
-        "median ratio as measured": statistics.median(row.measured / row.predicted.batch_seconds for row in found),
+        "median ratio as measured": statistics.median(row.measured / row.predicted.batch_seconds for row in rows),
         "within 15%": sum(abs(ratio - 1) <= 0.15 for ratio in ratios) / len(ratios),
-        "memory within 5%": sum(abs(ratio - 1) <= 0.05 for ratio in memory_ratios) / len(found),
+        "memory within 5%": sum(abs(ratio - 1) <= 0.05 for ratio in memory_ratios) / len(rows),
         "worst": [name_of(worst.plan, worst.rows), worst.time_ratio],
         "worst memory": [name_of(memory.plan, memory.rows), memory.memory_ratio],
         "best measured": [name_of(best.plan, best.rows), best.seconds],

@@ -1,10 +1,10 @@
-"""Tables that can be read in a terminal and pasted into a document."""
+"""Print tables that can be read in a terminal and pasted into a document."""
 
 from collections.abc import Sequence
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print as Markdown.
+    """Print a table as Markdown.
 
     Args:
         head: names of the columns.

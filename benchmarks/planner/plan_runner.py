@@ -1,4 +1,4 @@
-"""`python -m benchmarks.planner.plan_runner INDEX COUNT PORT`: one of several processes that run the plans which they receive.
+"""`python -m benchmarks.planner.plan_runner INDEX COUNT PORT`: one of several processes that run the plans they receive.
 
 It prints what the planner needs (the profile of process 0, and the links measured by all). Then, for each line of JSON with a plan and a
 number of steps, it prints the time of the steps and the memory of its workers. Before and after each plan it times a step of the whole
@@ -44,20 +44,20 @@ def main(index: int, count: int, port: int) -> None:
     paces.append(pace())
     if index == 0:
         processes.broadcast("profile", list(map(float, text.encode())))
-    found = Profile.from_json(bytes(map(int, processes.receive("profile", 0))).decode())
-    topology = local_topology(dispatch=found.dispatch)
-    facts = {"profile": json.loads(found.to_json()), "topology": topology.model_dump(mode="json")}
+    received = Profile.from_json(bytes(map(int, processes.receive("profile", 0))).decode())
+    topology = local_topology(dispatch=received.dispatch)
+    facts = {"profile": json.loads(received.to_json()), "topology": topology.model_dump(mode="json")}
     print(json.dumps({**facts, "pace": statistics.fmean(paces)}), flush=True)
     paces = [pace()]
     for line in sys.stdin:
-        told = json.loads(line)
-        answer = run(jpipe.Plan(**told["plan"]), told["steps"])
+        request = json.loads(line)
+        answer = run(jpipe.Plan(**request["plan"]), request["steps"])
         paces.append(pace())
         print(json.dumps({**answer, "pace": statistics.fmean(paces[-2:])}), flush=True)
 
 
 def profile() -> Profile:
-    """Of the default GPT, on the core of this process."""
+    """Profile the default GPT on the core of this process."""
     stack = layers.layers(MODEL)
 
     def batch(rows: int) -> Any:
@@ -68,7 +68,7 @@ def profile() -> Profile:
 
 
 def _pace() -> Callable[[], float]:
-    """A function that runs forward and backward of the whole model for a third of a second, and returns the time of one."""
+    """Return a function that runs forward and backward of the whole model for a third of a second and returns the time of one."""
     stack, (inputs, labels) = layers.layers(MODEL), _batch(SIZES[0])
     specs = {layer_id: (spec.params, spec.state) for layer_id, spec in stack.specs(inputs).items()}
     params, state = (jax.tree.map(_filled, {layer_id: spec[n] for layer_id, spec in specs.items()}) for n in (0, 1))
@@ -101,13 +101,16 @@ def _batch(rows: int) -> Any:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """As in the default config."""
+    """Return the optimizer of the default config."""
     return optax.adamw(1e-3)
 
 
 def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
-    """When the steps ended, the sizes of the stages, and the most bytes of each rank here: its arrays as they were seen, and what is
-    there only while a program runs."""
+    """Run steps of a plan.
+
+    Returns:
+        When the steps ended, the sizes of the stages, and the peak bytes of each rank of this process: of its arrays, and of temporaries.
+    """
     batch = _batch(BATCH)
     pipe = jpipe.Pipeline(layers.layers(MODEL), plan, cross_entropy.loss, optimizer())
     runner = Runner(pipe, batch)
@@ -120,7 +123,7 @@ def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
     here = [rank for rank, workers in enumerate(plan.rank_workers) if pipe.devices[workers[0]].process_index == jax.process_index()]
     unseen = [
         size
-        for stages, size in zip(plan.rank_stages, temporary_of_ranks(plan, costs), strict=True)
+        for stages, size in zip(plan.pipeline_ranks, temporary_of_ranks(plan, costs), strict=True)
         for _ in range(plan.replicas[stages[0]])
     ]
     peaks = {rank: max(sample.total for sample in memory[rank]) + unseen[rank] for rank in here}

@@ -1,4 +1,4 @@
-"""The time of the searches on one core, with and without a memory limit.
+"""Measure the time of the searches on one core, with and without a memory limit.
 
 The layers are synthetic and all different: from the first to the last, weights grow and outputs shrink, as in convolutional networks.
 """
@@ -22,7 +22,7 @@ REPEATS = 3
 
 
 def main() -> list[dict[str, Any]]:
-    """Measure, print, and give the figures."""
+    """Measure, print and return the figures."""
     flat, servers = Topology.flat(16, ETHERNET), _servers(8, 2)
     searches = [
         ("40 layers, 16 devices", 0.02, "0.12 to 0.33 s", 40, flat, True),
@@ -47,7 +47,7 @@ def main() -> list[dict[str, Any]]:
 
 
 def invented(count: int, topology: Topology) -> Problem:
-    """A model of `layers` layers, always the same one, for which data parallelism communicates twice as long as it computes."""
+    """Return a deterministic model of `layers` layers for which data parallelism communicates twice as long as it computes."""
     random, bandwidth = np.random.default_rng(0), topology.levels[-1].bandwidth
     seconds = random.uniform(0.2e-3, 5e-3, count)
     share = np.arange(count) / count
@@ -65,12 +65,12 @@ def invented(count: int, topology: Topology) -> Problem:
 
 
 def with_limit(problem: Problem) -> Problem:
-    """The same with less memory than the fastest plan takes."""
+    """Return the same topology with less memory than the fastest plan takes."""
     return dataclasses.replace(problem, memory=SHARE * max(search_pipedream(problem).memory))
 
 
 def blocks(count: int) -> Profile:
-    """A GPT of equal blocks between an embedding and a head, at five microbatch sizes."""
+    """Return a GPT of equal blocks between an embedding and a head, at five microbatch sizes."""
     sizes = (1, 2, 4, 8, 16)
 
     def layer(name: str, share: float, weights: int) -> dict[str, Any]:
@@ -95,13 +95,13 @@ def blocks(count: int) -> Profile:
 
 
 def _servers(*counts: int) -> Topology:
-    """NVLink inside, Ethernet around, half as fast in each level more."""
+    """Return servers with NVLink inside and Ethernet between them, each outer level half as fast."""
     bandwidths = [NVLINK, *(ETHERNET / 2**k for k in range(len(counts) - 1))]
     return Topology(levels=[{"count": count, "bandwidth": bandwidth} for count, bandwidth in zip(counts, bandwidths, strict=True)])
 
 
 def _row(what: str, find: Callable[[], Any], goal: float | None = None, original: str = "") -> dict[str, Any]:
-    """The shortest of some runs, to exclude the effect of other programs."""
+    """Measure the shortest of some runs, to exclude the effect of other programs."""
     print(f"… {what}", file=sys.stderr, flush=True)
     times = []
     for _ in range(REPEATS):

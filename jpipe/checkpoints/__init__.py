@@ -1,6 +1,7 @@
-"""Checkpoints of a run: written while it goes on, and read under any plan. `jpipe train` uses these functions.
+"""Checkpoints of a run, written while it goes on and restored under any plan; `jpipe train` uses these functions.
 
-A public module of its own, `jpipe.checkpoints`: importing `jpipe` does not import Orbax. Layout and hashes: `jpipe.checkpoints.files`.
+It is a public module of its own, `jpipe.checkpoints`, because it imports Orbax and `import jpipe` does not. The files of a checkpoint are
+described in `jpipe.checkpoints.files`.
 """
 
 import errno
@@ -13,8 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
-from jpipe.checkpoints import files
+from jpipe.checkpoints import files, folders, managers
 from jpipe.checkpoints.files import prune, steps
 from jpipe.errors import InputError
 from jpipe.pipeline import Pipeline
@@ -31,7 +33,7 @@ _PATIENCE = 5.0  # seconds without any progress until the processes are named th
 
 
 def save(
-    folder: str | Path,
+    folder: str | Path | ocp.CheckpointManager,
     snapshot: Snapshot,
     *,
     facts: Any = None,
@@ -40,140 +42,175 @@ def save(
     limit: float = 600.0,
     processes: Processes | None = None,
 ) -> None:
-    """Write a checkpoint, the folder `checkpoints/00000040` for a snapshot at batch 40; returns when it is whole and on the disk.
+    """Write a checkpoint, the folder `checkpoints/40` for a snapshot at batch 40; it is complete and on disk when this returns.
 
-    In a run of several processes all call this, each writes the layers it has, and process 0 says that it is complete. Before that the
-    copies of parameters that stages share are compared, bit for bit, those of the replicas of a stage included.
+    In a run of several processes all call this, each writes its layers, and process 0 completes the checkpoint. Before that the copies of
+    parameters that stages and their replicas share are compared, bit for bit.
 
     Args:
-        folder: of the run; the same for all processes, which share its file system.
+        folder: of the run, which all processes share; or, in a run of one process, an `ocp.CheckpointManager`, whose options decide
+            whether the checkpoint is written and which are kept.
         snapshot: from `Pipeline.snapshot`, complete.
-        facts: anything that JSON can say, for `files.read_facts`.
-        rows: gives the metrics so far, for `files.read_metrics`; process 0 asks once the parts are written.
-        keep: so many of the newest checkpoints stay, older ones are removed; None: all stay. With other rules, see `prune`.
+        facts: of any JSON types, for `files.read_facts`; a manager keeps them as custom metadata.
+        rows: returns the metrics so far, for `files.read_metrics`; process 0 calls it when the parts are written. Not used by a manager.
+        keep: the number of newest checkpoints that stay, older ones are removed; None: all stay. `prune` has other rules.
         limit: seconds that process 0 waits for the others.
         processes: of the run; by default those of `jpipe.join_processes`.
 
     Raises:
-        OSError: the disk is full, say; nothing is left of this checkpoint.
+        OSError: the disk is full, for example; nothing is left of this checkpoint.
         TimeoutError: another process did not write its part.
-        PeerLost: another process did not call this. Process 0 names it on standard error after five seconds in which nothing moves in any
-            process, and gives up when the run counts as hanging (`wait` of `join_processes`), or with `InputError` if that process has
-            finished.
-        jpipe.runtime.CopiesDiffer: in process 0, the copies of a shared parameter are not the same; nothing is left of this checkpoint.
-        InputError: `folder` cannot be used, `snapshot` is not complete, or `keep` is below 1.
+        PeerLost: another process did not call this until the run counts as hanging (`wait` of `join_processes`). Process 0 names it on
+            standard error after five seconds in which nothing moves in any process.
+        jpipe.runtime.CopiesDiffer: in process 0, the copies of a shared parameter differ; nothing is left of this checkpoint.
+        InputError: `folder` cannot be used, `snapshot` is not complete, `keep` is below 1, or another process has finished.
     """
     _check(snapshot, keep)
-    place, processes = files.run_folder(folder), processes or join_processes()
-    index = 0 if processes is None else processes.index
+    processes = processes or join_processes()
+    if isinstance(folder, ocp.CheckpointManager):
+        managers.check_alone(processes, keep)
+        _check_copies(snapshot, snapshot.shared_copies())
+        return managers.save(folder, snapshot.batch, snapshot.layers(), facts)
+    run, index = folders.run_folder(folder), 0 if processes is None else processes.index
     if processes is not None and index > 0:
         processes.broadcast(_begun(snapshot.batch, index), [])
     problem: OSError | None = None
     try:
-        files.write_layers(place, snapshot.batch, snapshot.layers(), index)
+        files.write_layers(run, snapshot.batch, snapshot.layers(), index)
     except OSError as error:
         problem = error
     copies = snapshot.shared_copies()
     if index == 0:
         if processes is not None:
             _await_calls(processes, snapshot.batch)
-        _complete(place, snapshot, copies, processes, problem, facts, rows, limit)
+        _complete(run, snapshot, copies, processes, problem, facts, rows, limit)
         if keep is not None:
-            prune(place, keep)
+            prune(run, keep)
         return
     assert processes is not None
-    numbers = [float(number) for copy in copies for number in copy]
-    processes.broadcast(_ended(snapshot.batch, index, well=problem is None), numbers)  # process 0 waits for it
+    numbers = [float(number) for copy in copies for number in copy]  # process 0 waits for them
+    processes.broadcast(_ended(snapshot.batch, index, well=problem is None), numbers)
     if problem is not None:
         raise problem
 
 
 def load(
-    pipe: Pipeline, folder: str | Path, key: jax.Array, batch: Batch, step: int | None = None, *, buckets: Sequence[Batch] = ()
+    pipe: Pipeline,
+    folder: str | Path | ocp.CheckpointManager,
+    key: jax.Array,
+    batch: Batch,
+    step: int | None = None,
+    *,
+    buckets: Sequence[Batch] = (),
 ) -> State | None:
-    """The state of a run before a batch, everything compiled; the run goes on as if it had not ended. See `Pipeline.restore`.
+    """Restore the state of a run before a batch and compile everything; the run continues as if it had not ended.
+
+    `Pipeline.restore` tells what is restored under another plan.
 
     Args:
-        pipe: what is to go on, perhaps under another plan than the run had.
-        folder: of the run, one of `jpipe train` too.
-        key: of the run, as it was given to `Pipeline.init`.
+        pipe: the pipeline that continues, perhaps under another plan than the run had.
+        folder: of the run, also of one of `jpipe train`; or an `ocp.CheckpointManager`, of such a run's `checkpoints` or with which `save`
+            was called.
+        key: of the run, as passed to `Pipeline.init`.
         batch: as in `Pipeline.init`; only shapes and dtypes are used.
-        step: of the checkpoint, the batches that its weights have seen; None: the newest that is whole.
+        step: of the checkpoint, the batches that its weights have seen; None: the newest that is complete.
         buckets: as in `Pipeline.init`.
 
     Returns:
-        The state; its `batch` is the step. None where `step` is None and the folder has no whole checkpoint.
+        The state; its `batch` is the step. None if `step` is None and there is no complete checkpoint.
 
     Raises:
-        InputError: a checkpoint of another model or optimizer, a damaged one, no such step, or no whole one where there are some.
+        InputError: a checkpoint of another model or optimizer, a damaged one, no such step, or only incomplete ones.
 
     Example:
         >>> state = load(pipe, "runs/mine", key, batches[0]) or pipe.init(key, batches[0])  # doctest: +SKIP
     """
     if not isinstance(pipe, Pipeline):
         raise InputError(f"pipe: expected a jpipe.Pipeline, found {type(pipe).__name__}")
-    place = files.run_folder(folder)
-    found = files.newest_good(place, lambda line: None) if step is None else step
-    if found is None:
-        if steps(place):
-            raise InputError(f"{place}: none of its checkpoints is whole; choose another folder, or remove them to begin anew")
+    if isinstance(folder, ocp.CheckpointManager):
+        run = managers.run_of(folder)
+        if run is None:
+            return _load_managed(pipe, folder, key, batch, step, buckets)
+        folder = run
+    run = folders.run_folder(folder)
+    chosen = files.newest_good(run, lambda line: None) if step is None else step
+    if chosen is None:
+        if steps(run):
+            raise InputError(f"{run}: none of its checkpoints is whole; choose another folder, or remove them to begin anew")
         return None
-    if found not in steps(place):
-        raise InputError(f"step: expected one of {', '.join(map(str, steps(place))) or 'none at all'}, those in '{place}', found {found}")
-    pipe.check_layers(batch, stand_ins(pipe, place, found), found)
-    return pipe.restore(key, batch, read(pipe, place, found), found, buckets=buckets)
+    if chosen not in steps(run):
+        raise InputError(f"step: expected one of {', '.join(map(str, steps(run))) or 'none at all'}, those in '{run}', found {chosen}")
+    pipe.check_layers(batch, stand_ins(pipe, run, chosen), chosen)
+    return pipe.restore(key, batch, read(pipe, run, chosen), chosen, buckets=buckets)
+
+
+def _load_managed(
+    pipe: Pipeline, manager: ocp.CheckpointManager, key: jax.Array, batch: Batch, step: int | None, buckets: Sequence[Batch]
+) -> State | None:
+    """Restore a state from a checkpoint that a manager wrote."""
+    chosen = managers.find_step(manager, step)
+    if chosen is None:
+        return None
+    specs = managers.layer_specs(manager, chosen)
+    names = _local_names(pipe, list(specs), str(manager.directory), chosen)
+    pipe.check_layers(batch, _without_memory({name: specs[name] for name in names}), chosen)
+    return pipe.restore(key, batch, managers.read_layers(manager, chosen, names), chosen, buckets=buckets)
 
 
 def read(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
-    """The layers of this process's workers, read and held against their hashes; what `Pipeline.restore` takes.
+    """Read the layers of this process's workers and verify their hashes, for `Pipeline.restore`.
 
     Args:
-        pipe: what is to go on.
+        pipe: the pipeline that continues.
         folder: of the run.
         step: of the checkpoint.
 
     Raises:
         InputError: one of them is not in the checkpoint; a file is damaged.
     """
-    return files.read_layers(folder, step, _own_names(pipe, folder, step))
+    return files.read_layers(folder, step, _local_names(pipe, files.layers_in(folder, step), str(folder), step))
 
 
 def stand_ins(pipe: Pipeline, folder: Path, step: int) -> dict[str, Plain]:
-    """What has the shapes and types of `read` and needs no memory, for `Pipeline.check_layers` before anything is read.
+    """Return arrays with the shapes and dtypes of those of `read` that need no memory, for `Pipeline.check_layers`.
 
     Args:
-        pipe: what is to go on.
+        pipe: the pipeline that continues.
         folder: of the run.
         step: of the checkpoint.
 
     Raises:
-        InputError: as `read`, but for the contents of files.
+        InputError: as `read`, except for the contents of files.
     """
     specs = files.layer_specs(folder, step)
-    own = {name: specs[name] for name in _own_names(pipe, folder, step)}
-    return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), own)
+    names = _local_names(pipe, files.layers_in(folder, step), str(folder), step)
+    return _without_memory({name: specs[name] for name in names})
+
+
+def _without_memory(specs: dict[str, Plain]) -> dict[str, Plain]:
+    return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), specs)
 
 
 def own_layers(pipe: Pipeline) -> list[str]:
-    """The layers of this process's workers, and those that hold the first places of shared parameters that these use."""
-    ids, ties = _layers_here(pipe), pipe.stack.ties
+    """Return the layers of this process's workers and those with the first places of the shared parameters that these use."""
+    ids, ties = _local_layers(pipe), pipe.stack.ties
     return list(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
 
 
-def _layers_here(pipe: Pipeline) -> list[str]:
-    own = {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == jax.process_index()}
-    return [layer_id for s in sorted(own) for layer_id in pipe.plan.stages[s].layers]
+def _local_layers(pipe: Pipeline) -> list[str]:
+    devices = zip(pipe.plan.workers, pipe.devices, strict=True)
+    stages = {s for (s, _), device in devices if device.process_index == jax.process_index()}
+    return [layer_id for s in sorted(stages) for layer_id in pipe.plan.stages[s].layers]
 
 
-def _own_names(pipe: Pipeline, folder: Path, step: int) -> list[str]:
-    """The names in the checkpoint of the layers of this process's workers."""
-    ids, there = pipe.stack.ties.entries(_layers_here(pipe)), files.layers_in(folder, step)
-    everything = pipe.stack.ties.entries(pipe.stack.ids)
-    if missing := [layer_id for layer_id in everything if layer_id not in there]:
-        raise InputError(f"{folder}: the checkpoint of step {step} lacks layer '{missing[0]}'; is it of another model?")
-    if unknown := [name for name in there if layer_of(name, everything) is None]:
-        raise InputError(f"{folder}: the model lacks layer '{unknown[0]}' of the checkpoint of step {step}; is it another model?")
-    return [name for name in there if layer_of(name, everything) in ids]
+def _local_names(pipe: Pipeline, names: Sequence[str], where: str, step: int) -> list[str]:
+    """Return the names in a checkpoint, among `names`, of the layers of this process's workers."""
+    local, everything = pipe.stack.ties.entries(_local_layers(pipe)), pipe.stack.ties.entries(pipe.stack.ids)
+    if missing := [layer_id for layer_id in everything if layer_id not in names]:
+        raise InputError(f"{where}: the checkpoint of step {step} lacks layer '{missing[0]}'; is it of another model?")
+    if unknown := [name for name in names if layer_of(name, everything) is None]:
+        raise InputError(f"{where}: the model lacks layer '{unknown[0]}' of the checkpoint of step {step}; is it another model?")
+    return [name for name in names if layer_of(name, everything) in local]
 
 
 def _check(snapshot: Any, keep: int | None) -> None:
@@ -182,7 +219,7 @@ def _check(snapshot: Any, keep: int | None) -> None:
             f"checkpoint: expected a jpipe.runtime.Snapshot, found {type(snapshot).__name__}; make one with pipe.snapshot(batch)"
         )
     if keep is not None:
-        files.check_keep(keep)
+        folders.check_keep(keep)
     if not snapshot.complete:
         raise InputError(
             f"checkpoint: expected a complete snapshot, found one at batch {snapshot.batch} whose run has not come to it yet; step on"
@@ -190,7 +227,7 @@ def _check(snapshot: Any, keep: int | None) -> None:
 
 
 def _await_calls(processes: Processes, step: int) -> None:
-    """Wait until all other processes have called `save`; name those that have not, since mostly they never will."""
+    """Wait until all other processes have called `save`; name those that have not, since they probably never will."""
     absent, patience = list(range(1, processes.count)), time.monotonic() + _PATIENCE
     while absent:
         with processes.waiting(f"the call of checkpoints.save for step {step}", absent):
@@ -204,7 +241,7 @@ def _await_calls(processes: Processes, step: int) -> None:
                 if time.monotonic() > patience and processes.still() > _PATIENCE:
                     text = f"the checkpoint of step {step} waits for {_named(absent)} to call checkpoints.save; call it in all processes"
                     os.write(2, f"jpipe: {text}\n".encode())
-                    patience = math.inf  # once is enough
+                    patience = math.inf  # name them once
                 time.sleep(0.02)
         for k in [k for k in absent if processes.has_message(_begun(step, k))]:
             processes.receive(_begun(step, k), k)
@@ -225,13 +262,13 @@ def _complete(
     rows: Callable[[], bytes],
     limit: float,
 ) -> None:
-    """Say that it is complete, or clear it away: the disk may be full, or copies of shared parameters may differ."""
+    """Complete a checkpoint, or remove it if the disk is full or copies of shared parameters differ."""
     step, count, end = snapshot.batch, 1 if processes is None else processes.count, time.monotonic() + limit
 
     def has_reported(k: int, well: bool) -> bool:
         return processes is not None and processes.has_message(_ended(step, k, well=well))
 
-    # A part of an earlier attempt may be there: only the process itself knows when that of this one is.
+    # A part of an earlier attempt may exist, so each process reports when it has written its own.
     while time.monotonic() < end and not all(has_reported(k, True) or has_reported(k, False) for k in range(1, count)):
         time.sleep(0.02)
     failed = {k for k in range(1, count) if has_reported(k, False)} | ({0} if problem is not None else set())
@@ -248,12 +285,12 @@ def _complete(
         _check_copies(snapshot, copies)
         files.complete(place, step, count, facts, rows())
     except (OSError, CopiesDiffer):
-        files.discard(place, step)
+        folders.discard(place, step)
         raise
 
 
 def _check_copies(snapshot: Snapshot, copies: Iterable[SharedCopy]) -> None:
-    """Refuse copies of a shared parameter that differ from that of its first stage."""
+    """Check that the copies of each shared parameter equal that of its first stage."""
     first: dict[int, SharedCopy] = {}
     for copy in sorted(copies):
         other = first.setdefault(copy.parameter, copy)

@@ -1,4 +1,4 @@
-"""One process's part of a checkpoint, as an Orbax item that plain Orbax reads as well: the only code here that knows Orbax."""
+"""Orbax items: written in parts, one a process, and read through Orbax's handlers."""
 
 import contextlib
 import errno
@@ -18,52 +18,212 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jpipe import files
-from jpipe.checkpoints.zstd_frames import unpacked
 
 Tree = dict[str, Any]
 """Nested dicts with string keys and arrays as leaves."""
 
+ITEM = "default"
+"""The folder of the item inside a step's folder, where `ocp.CheckpointManager` looks for it."""
 
-def write_item(path: Path, layers: Mapping[str, Tree]) -> list[Path]:
-    """Write layers as the Orbax item `path`, which appears whole or not at all; no other process is waited for.
+STRUCTURE = "structure.json"
+"""The file of a part that holds its nested dicts, with 0 in place of each array."""
 
-    What was written is read again and compared, so that files that vanish meanwhile, or that a disk has lost, are noticed.
+
+def write_part(path: Path, layers: Mapping[str, Tree], process: int) -> list[Path]:
+    """Write the layers of one process as a part of an item, without waiting for other processes.
+
+    The arrays are read again and compared, so that files that vanish meanwhile, or that a disk has lost, are noticed.
 
     Args:
-        path: a folder that is not there yet; the one above it is.
+        path: a new folder in an existing one.
         layers: `{layer id: nested dicts of arrays}`. The arrays are copied to the host here.
+        process: the index of the process.
 
     Returns:
-        The files of the item.
+        The files of the part's arrays.
 
     Raises:
-        OSError: the disk is full, say, or what is there is not what was written.
+        OSError: the disk is full, for example, or the files do not hold what was written.
     """
-    tree = jax.tree.map(np.asarray, jax.device_get(dict(layers)))  # all leaves are on their way before the first is waited for
-    item = _escaped(tree)
-    if not jax.tree.leaves(item):
-        item[_NO_LAYER] = np.zeros(0)  # Orbax warns of an item without any array, and refuses one without anything
-    for array in jax.tree.leaves(item):
-        _zarr(array)  # a dtype that cannot be stored is the caller's mistake
+    tree = escape_names(jax.tree.map(np.asarray, jax.device_get(dict(layers))))  # starts all copies before it waits for the first
+    arrays = {".".join(key.key for key in keys): array for keys, array in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    headers = {name: json.dumps(_zarr_header(array)).encode() for name, array in arrays.items()}  # raises for unsupported dtypes
+    path.mkdir()
+    files.write_atomically(path / STRUCTURE, json.dumps(jax.tree.map(lambda array: 0, tree)))
+    if not arrays:
+        return []
+    store = path / f"ocdbt.process_{process}"
+    with _system_errors(store):
+        _write_store(store, arrays, headers)
+    written = sorted(file for file in store.rglob("*") if file.is_file())
+    _compare(store, arrays)
+    return written
+
+
+def join_parts(path: Path, parts: Sequence[Path]) -> None:
+    """Write an Orbax item from the parts of all processes; their arrays are moved into it, not copied.
+
+    Args:
+        path: the item, a new folder in an existing one of the same file system.
+        parts: the folders of `write_part`.
+
+    Raises:
+        OSError: the disk is full, for example, or files of a part have vanished.
+    """
+    structure: Tree = {}
+    for part in parts:
+        structure |= json.loads((part / STRUCTURE).read_bytes())
+    if not jax.tree.leaves(structure):  # Orbax warns of an item without arrays
+        empty = {_NO_LAYER: np.zeros(0)}
+        _write_store(parts[0] / "ocdbt.process_0", empty, {_NO_LAYER: json.dumps(_zarr_header(empty[_NO_LAYER])).encode()})
+        structure[_NO_LAYER] = 0
+    stores = [store for part in parts for store in part.glob("ocdbt.process_*")]
+    with _system_errors(path), _without_tracebacks():
+        tree = jax.tree.map(lambda leaf: np.zeros(0), structure)  # the stores already hold the arrays
+        with ocp.Checkpointer(_handler(_MoveStores(stores)), multiprocessing_options=_alone()) as checkpointer:
+            checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree))
+
+
+def step_metadata() -> str:
+    """Return the content of a step's `_CHECKPOINT_METADATA`, from which Orbax knows how to restore the item."""
+    return json.dumps({"item_handlers": {ITEM: ocp.PyTreeCheckpointHandler().typestr()}})
+
+
+def item_specs(path: Path) -> dict[str, Tree]:
+    """Return shapes and dtypes of an item of jpipe's, by layer id; no array is read.
+
+    Raises:
+        Exception: of any kind, if it is not an item that `join_parts` has written.
+    """
+    specs = tree_specs(path, _handler(ocp.type_handlers.NumpyHandler()))
+    for layer, parts in specs.items():
+        if layer != _NO_LAYER and not isinstance(parts, dict):
+            raise TypeError(f"expected nested dicts of arrays for each layer, found an array as '{layer}'")
+    declared = sum(size for spec in jax.tree.leaves(specs) if (size := math.prod(spec.shape) * spec.dtype.itemsize) > _INLINE)
+    on_disk = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if declared > on_disk:  # the arrays are stored uncompressed
+        raise ValueError(f"it declares arrays of {declared:,} bytes, and its files hold {on_disk:,}")
+    return unescape_names({layer: parts for layer, parts in specs.items() if layer != _NO_LAYER})
+
+
+def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
+    """Read some layers of an item of jpipe's, without waiting for other processes.
+
+    The item may come from a stranger: arrays that declare more bytes than its files hold are not read.
+
+    Args:
+        path: the item.
+        ids: the layers to read, all of which it has.
+
+    Returns:
+        `{layer id: nested dicts of NumPy arrays}`, which may be read-only.
+
+    Raises:
+        Exception: of any kind, if it is not an item that `join_parts` has written.
+    """
+    specs = item_specs(path)
+    tree = {layer: parts if layer in ids else jax.tree.map(lambda spec: ..., parts) for layer, parts in specs.items()}
+    read = unescape_names(read_tree(path, escape_names(tree), _handler(ocp.type_handlers.NumpyHandler())))
+    return {layer: parts for layer, parts in read.items() if layer in ids}
+
+
+def tree_specs(path: Path, handler: ocp.PyTreeCheckpointHandler | None = None) -> Any:
+    """Return shapes and dtypes of the tree of any Orbax item, without reading an array.
+
+    Args:
+        path: the item.
+        handler: reads the metadata; by default one that knows all types of leaves.
+
+    Returns:
+        The tree with `jax.ShapeDtypeStruct`s as leaves; leaves that are no arrays, such as strings, are `...`.
+
+    Raises:
+        Exception: of any kind, if it is not an Orbax item or its names are nested too deeply.
+    """
+    _check_names(path)
+    with _without_tracebacks():
+        tree = (handler or _handler()).metadata(path.absolute()).tree
+    return jax.tree.map(_spec, tree)
+
+
+def read_tree(path: Path, specs: Any, handler: ocp.PyTreeCheckpointHandler | None = None) -> Any:
+    """Read arrays of any Orbax item.
+
+    Args:
+        path: the item.
+        specs: its tree as `tree_specs` returns it, with `...` in place of the arrays that are not needed.
+        handler: as in `tree_specs`.
+
+    Returns:
+        The tree with NumPy arrays as leaves, and with `...` where `specs` has it.
+
+    Raises:
+        Exception: of any kind, if an array cannot be read.
+    """
+    if all(spec is ... for spec in jax.tree.leaves(specs)):
+        return specs
+    arguments = jax.tree.map(lambda spec: ocp.RestoreArgs(restore_type=np.ndarray), specs)
+    with _without_tracebacks():
+        return (handler or _handler()).restore(path.absolute(), args=ocp.args.PyTreeRestore(item=specs, restore_args=arguments))
+
+
+def write_tree(path: Path, tree: Any) -> None:
+    """Write a tree as an Orbax item that `ocp.StandardCheckpointer` restores, in place of the empty folder `path`.
+
+    Raises:
+        OSError: the disk is full, for example.
+    """
+    with _system_errors(path), _without_tracebacks():
+        handler = ocp.StandardCheckpointHandler(multiprocessing_options=_alone())
+        with ocp.Checkpointer(handler, multiprocessing_options=_alone()) as checkpointer:
+            checkpointer.save(path.absolute(), args=ocp.args.StandardSave(tree), force=True)
+
+
+def escape_names(tree: Any) -> Any:
+    """Escape the keys of nested dicts, so that none has the dot with which Orbax joins them: `block.0` becomes `block%2E0`.
+
+    Raises:
+        TypeError: there is something else than dicts and arrays.
+    """
+    if isinstance(tree, dict):
+        return {quote(key, safe=" ").replace(".", "%2E"): escape_names(value) for key, value in tree.items()}
+    if tree is not ... and not isinstance(tree, np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"expected nested dicts of arrays, found {type(tree).__name__}")
+    return tree
+
+
+def unescape_names(tree: Any) -> Any:
+    """Invert `escape_names`.
+
+    Raises:
+        ValueError: two keys become the same.
+    """
+    if not isinstance(tree, dict):
+        return tree
+    unescaped = {unquote(key): unescape_names(value) for key, value in tree.items()}
+    if len(unescaped) < len(tree):
+        raise ValueError(f"a name occurs twice among {', '.join(tree)}")
+    return unescaped
+
+
+@contextlib.contextmanager
+def _system_errors(path: Path) -> Iterator[None]:
+    """Raise the errors of Orbax and TensorStore, which are of many kinds, as `OSError`."""
     try:
-        with _without_tracebacks():
-            _checkpointer().save(path.absolute(), args=ocp.args.PyTreeSave(item))
+        yield
     except OSError:
         raise
-    except Exception as error:  # of many kinds, as where files vanish while they are written
+    except Exception as error:
         code = _OS_ERROR.search(str(error))
         if code is None:
-            said = (str(error).splitlines() or [""])[0][:200]
-            raise OSError(errno.EIO, f"Orbax could not write it ({type(error).__name__}: {said})", str(path)) from error
+            text = (str(error).splitlines() or [""])[0][:200]
+            raise OSError(errno.EIO, f"Orbax could not write it ({type(error).__name__}: {text})", str(path)) from error
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    _compare(path, item)
-    return files
 
 
 @contextlib.contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Keep Orbax from logging the tracebacks of its threads, whose exceptions are raised as well."""
+    """Keep Orbax from logging the tracebacks of exceptions that it raises as well."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return not (record.exc_info and "orbax" in record.pathname)
@@ -76,182 +236,89 @@ def _without_tracebacks() -> Iterator[None]:
         logger.removeFilter(is_wanted)
 
 
-def _compare(path: Path, item: Tree) -> None:
-    """Read an item again, one array at a time, and compare it with what was written.
+def _compare(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Read the arrays of a store again, one at a time, and compare them with what was written.
 
     Raises:
-        OSError: it is something else, or cannot be read.
+        OSError: they differ or cannot be read.
     """
-    expected = {tuple(key.key for key in names): array for names, array in jax.tree_util.tree_flatten_with_path(item)[0]}
     try:
-        store = _store(path)
-        specs = {names: spec for names, spec in _specs(path, store).items() if spec is not None}
-        lost = expected.keys() - specs.keys()
-        same = not lost and all(
-            np.array_equal(_bytes(_array(names, specs[names], store.read(_chunk(names, specs[names])).result())), _bytes(array))
-            for names, array in expected.items()
-        )
+        store = ts.KvStore.open(_store_spec(path)).result()
+        equal = all(store.read(_chunk_key(name, array)).result().value == array.tobytes() for name, array in arrays.items())
     except Exception as error:  # of many kinds, since files are missing
         raise OSError(errno.EIO, f"its files were removed, or cannot be read again ({type(error).__name__})", str(path)) from error
-    if not same:
+    if not equal:
         raise OSError(errno.EIO, "its files are not what was written", str(path))
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
-
-
-def read_item(path: Path, ids: Collection[str]) -> dict[str, Tree]:
-    """Read some layers of an item; nothing of the others is read, and no other process is waited for.
-
-    The item may be a stranger's. It is read as `write_item` writes it and in no other way: bytes that are the array, no codec, so that
-    what is read is never larger than the files.
-
-    Args:
-        path: what `write_item` wrote, in a run of any number of processes.
-        ids: layers that the item holds.
-
-    Returns:
-        `{layer id: nested dicts of NumPy arrays}`, which may be read-only.
-
-    Raises:
-        ValueError, TypeError, KeyError, OSError: it is not as `write_item` writes items.
-    """
-    wanted = {_escape(layer) for layer in ids}
-    store = _store(path)
-    specs = {names: spec for names, spec in _specs(path, store).items() if names[0] in wanted}
-    chunks = {names: store.read(_chunk(names, spec)) for names, spec in specs.items() if spec is not None}
-    return _nested({names: None if spec is None else _array(names, spec, chunks[names].result()) for names, spec in specs.items()})
-
-
-def item_specs(path: Path) -> dict[str, Tree]:
-    """Shapes and dtypes of all that `read_item` can read, by layer id; no array is read.
-
-    Raises:
-        ValueError, TypeError, KeyError, OSError: it is not as `write_item` writes items.
-    """
-    return _nested({names: spec for names, spec in _specs(path, _store(path)).items() if names[0] != _NO_LAYER})
-
-
-_Names = tuple[str, ...]
-_DEEPEST = 64  # dicts in dicts; far more would exhaust the stack of those who use the tree
+_DEEPEST = 64  # dicts in dicts; far more would overflow the stack of code that walks the tree
 _MOST_METADATA = 2**26  # bytes of `_METADATA`, about 200 for each array
-_MOST_ZARRAY = 2**16
-_LARGEST_INDEX = 2**28  # bytes; about 200 for each array and 1,024 at most for a small one
-_INLINE = 1024  # bytes of an array that OCDBT may hold in its own compressed nodes; larger ones are there as they are
+_INLINE = 1024  # bytes of an array that OCDBT may keep in its compressed index; larger arrays are stored as they are
 
 
-def _store(path: Path) -> Any:
-    """The item's OCDBT store. TensorStore unpacks the nodes of its index as they come, so what they unpack to is bounded before."""
-    index = sum(unpacked(file) for file in path.rglob("*") if file.is_file())
-    if index > _LARGEST_INDEX:
-        raise ValueError(f"its index would take {index:,} bytes of memory, more than {_LARGEST_INDEX:,}")
-    return ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path.absolute()}/"}}).result()
-
-
-def _specs(path: Path, store: Any) -> dict[_Names, jax.ShapeDtypeStruct | None]:
-    """By the escaped names on the way to it each array's shape and dtype; None: an empty dict."""
-    leaves = {_names(entry): entry["value_metadata"]["value_type"] for entry in _entries(path)}
-    for names, kind in leaves.items():
-        if kind not in ("np.ndarray", "Dict") or (kind == "np.ndarray" and len(names) < 2 and names != (_NO_LAYER,)):
-            raise TypeError(f"expected nested dicts of arrays for each layer, found '{kind}' as '{'/'.join(names)}'")
-    headers = {names: store.read(f"{'.'.join(names)}/.zarray") for names, kind in leaves.items() if kind == "np.ndarray"}
-    specs = {names: _spec(names, headers[names].result()) if names in headers else None for names in leaves}
-    declared = sum(size for spec in specs.values() if spec is not None and (size := _size(spec)) > _INLINE)
-    there = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    if declared > there:
-        raise ValueError(f"it declares arrays of {declared:,} bytes, and its files hold {there:,}")
-    return specs
-
-
-def _entries(path: Path) -> Collection[Any]:
-    """What `_METADATA` says of each leaf."""
+def _check_names(path: Path) -> None:
+    """Check that no name leads out of the item's folder and that names are not nested too deeply for the code that walks the tree."""
     metadata = json.loads(files.read_bytes(path / "_METADATA", _MOST_METADATA))
-    if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
-        raise ValueError("expected Zarr arrays, version 2, in an OCDBT store")
-    entries: dict[str, Any] = metadata["tree_metadata"]
-    return entries.values()
+    for entry in metadata["tree_metadata"].values():
+        if len(entry["key_metadata"]) > _DEEPEST:
+            raise ValueError(f"expected at most {_DEEPEST} dicts in each other")
+        if metadata.get("use_ocdbt") is not True and any("/" in str(part["key"]) for part in entry["key_metadata"]):
+            raise ValueError("expected names without '/' for arrays in folders of their own")
 
 
-def _names(entry: Any) -> _Names:
-    names = tuple(part["key"] for part in entry["key_metadata"])
-    if not 1 <= len(names) <= _DEEPEST or not all(isinstance(name, str) and "." not in name for name in names):
-        raise ValueError("expected names of jpipe's, without dots, in at most 64 dicts")
-    return names
+def _spec(leaf: Any) -> Any:
+    """Return shape and dtype of a leaf of Orbax's metadata; `...` for one that is not an array."""
+    shape, dtype, storage = (getattr(leaf, name, None) for name in ("shape", "dtype", "storage"))
+    if shape is None or dtype is None:
+        return ...
+    chunk = shape if storage is None or storage.chunk_shape is None else storage.chunk_shape
+    if any(inner > max(size, 1) for inner, size in zip(chunk, shape, strict=True)):  # a chunk is unpacked as a whole
+        raise ValueError(f"'{leaf.name}' has chunks of shape {list(chunk)}, larger than its own, {list(shape)}")
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _spec(names: _Names, header: Any) -> jax.ShapeDtypeStruct:
-    """What `.zarray` says, if that is what `_zarr` writes."""
-    if len(header.value) > _MOST_ZARRAY:
-        raise ValueError(f"'{'/'.join(names)}' has a header of {len(header.value):,} bytes")
-    said = json.loads(header.value)
-    shape, name = said["shape"], said["dtype"]
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"'{'/'.join(names)}' has a shape that is none")
-    dtype = np.dtype(name) if name[0] in "<>|" else ts.dtype(name).numpy_dtype
-    if dtype.hasobject or dtype.itemsize > 16:
-        raise TypeError(f"'{'/'.join(names)}' holds no numbers")
-    spec = jax.ShapeDtypeStruct(tuple(shape), dtype)
-    if said != json.loads(json.dumps(_zarr(spec))):
-        raise ValueError(f"'{'/'.join(names)}' is not stored as jpipe stores arrays, in one piece and uncompressed")
-    return spec
+class _MoveStores(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types
+    """Moves the stores that processes have written into the item, where Orbax merges their indices.
 
-
-def _size(spec: jax.ShapeDtypeStruct) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
-
-
-def _chunk(names: _Names, spec: Any) -> str:
-    return f"{'.'.join(names)}/{'.'.join('0' * spec.ndim) or '0'}"
-
-
-def _array(names: _Names, spec: jax.ShapeDtypeStruct, chunk: Any) -> np.ndarray:
-    if len(chunk.value) != _size(spec):
-        raise ValueError(f"'{'/'.join(names)}' declares {_size(spec):,} bytes and has {len(chunk.value):,}")
-    return np.frombuffer(chunk.value, spec.dtype).reshape(spec.shape)
-
-
-def _nested(leaves: Mapping[_Names, Any]) -> dict[str, Tree]:
-    """Nested dicts by unescaped names."""
-    tree: Tree = {}
-    for names, leaf in leaves.items():
-        *outer, last = map(unquote, names)
-        inner = tree
-        for name in outer:
-            inner = inner.setdefault(name, {})
-            if not isinstance(inner, dict):
-                raise TypeError(f"'{'/'.join(names)}' is inside an array")
-        if inner.setdefault(last, {} if leaf is None else leaf) is not leaf and leaf is not None:
-            raise ValueError(f"'{'/'.join(names)}' occurs twice")
-    return tree
-
-
-class _OwnArrays(ocp.type_handlers.NumpyHandler):  # type: ignore[misc] # Orbax has no types
-    """Writes the arrays of this very process; Orbax's own handler leaves out, silently, those of any process but 0.
-
-    What is written is what Orbax reads: a Zarr array (version 2, in one piece, uncompressed) for each leaf, all in one OCDBT store, in
-    the folder that Orbax takes into the item by its name. One transaction for all of them costs a third of Orbax's way.
+    Orbax's own handler leaves out, silently, the arrays of any process but 0. One transaction for all arrays of a process costs a third of
+    Orbax's way.
     """
+
+    def __init__(self, stores: Sequence[Path]) -> None:
+        super().__init__()
+        self._stores = stores
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[ocp.type_handlers.ParamInfo], args: Sequence[ocp.SaveArgs] | None = None
     ) -> Sequence[Any]:
-        folder = infos[0].parent_dir / f"ocdbt.process_{jax.process_index()}"
-        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}, "config": {"max_inline_value_bytes": 1024}}
-        with ts.Transaction() as transaction:
-            staged = ts.KvStore.open(spec, transaction=transaction).result()
-            for value, info in zip(values, infos, strict=True):
-                staged.write(f"{info.name}/.zarray", json.dumps(_zarr(value)).encode())
-                staged.write(_chunk((info.name,), value), value.tobytes())
+        for store in self._stores:
+            os.rename(store, infos[0].parent_dir / store.name)
         return []
 
 
-def _zarr(value: np.ndarray | jax.ShapeDtypeStruct) -> dict[str, Any]:
+def _store_spec(path: Path) -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path.absolute()}/"}, "config": {"max_inline_value_bytes": _INLINE}}
+
+
+def _write_store(path: Path, arrays: Mapping[str, np.ndarray], headers: Mapping[str, bytes]) -> None:
+    """Write arrays as Orbax reads them: Zarr arrays of version 2, uncompressed and in one piece, in an OCDBT store."""
+    with ts.Transaction() as transaction:
+        store = ts.KvStore.open(_store_spec(path), transaction=transaction).result()
+        for name, array in arrays.items():
+            store.write(f"{name}/.zarray", headers[name])
+            store.write(_chunk_key(name, array), array.tobytes())
+
+
+def _chunk_key(name: str, array: np.ndarray) -> str:
+    return f"{name}/{'.'.join('0' * array.ndim) or '0'}"
+
+
+def _zarr_header(array: np.ndarray) -> dict[str, Any]:
     return {
         "zarr_format": 2,
-        "shape": value.shape,
-        "chunks": [max(size, 1) for size in value.shape],
-        "dtype": value.dtype.str if value.dtype.isbuiltin == 1 else ts.dtype(value.dtype).name,  # bfloat16 and its like go by name
+        "shape": array.shape,
+        "chunks": [max(size, 1) for size in array.shape],
+        "dtype": array.dtype.str if array.dtype.isbuiltin == 1 else ts.dtype(array.dtype).name,  # bfloat16 and similar go by name
         "order": "C",
         "fill_value": None,
         "filters": None,
@@ -260,33 +327,27 @@ def _zarr(value: np.ndarray | jax.ShapeDtypeStruct) -> dict[str, Any]:
     }
 
 
-def _checkpointer() -> ocp.Checkpointer:
-    """Orbax for this process alone: it neither waits for the others nor leaves the writing to process 0."""
-    process = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(process, {process}, f"process-{process}")
-    handlers = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, _OwnArrays()),
+def _handler(numpy_handler: ocp.type_handlers.NumpyHandler | None = None) -> ocp.PyTreeCheckpointHandler:
+    """Return Orbax's handler of trees for this process alone, which does not wait for others.
+
+    Args:
+        numpy_handler: reads or writes NumPy arrays, which are then the only leaves; None: all types of leaves can be read.
+    """
+    if numpy_handler is None:
+        return ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone())
+    types = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, numpy_handler),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # never used; Orbax warns where there is none
     )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, type_handler_registry=handlers)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+    return ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone(), type_handler_registry=types)
+
+
+def _alone() -> ocp.options.MultiprocessingOptions:
+    process = jax.process_index()
+    return ocp.options.MultiprocessingOptions(process, {process}, f"process-{process}")
 
 
 # TensorStore passes the error of the system on as text only; older versions wrote `OS error 28`.
 _OS_ERROR = re.compile(r"(?:os_error_code='|OS error )(\d+)")
 
-
-def _escaped(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {_escape(key): _escaped(value) for key, value in tree.items()}
-    if not isinstance(tree, np.ndarray):
-        raise TypeError(f"expected nested dicts of arrays, found {type(tree).__name__}")
-    return tree
-
-
-_NO_LAYER = "%-"  # no layer has this name: `_escape` never makes it
-
-
-def _escape(name: str) -> str:
-    """A name without the characters that Orbax joins names with: `block.0` becomes `block%2E0`; `unquote` takes it back."""
-    return quote(name, safe=" ").replace(".", "%2E")
+_NO_LAYER = "%-"  # no layer has this name, for `escape_names` never returns it

@@ -1,16 +1,20 @@
-"""What the JSON files of a checkpoint say, and whether its files are still what they say (train/checkpoint_files.py shows the folder)."""
+"""The JSON files of a checkpoint, and the comparison of its other files with the sizes and hashes in them.
+
+`jpipe.checkpoints.files` shows the folder.
+"""
 
 import contextlib
 import errno
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pydantic
 
 from jpipe import InputError, files
+from jpipe.checkpoints.orbax_item import ITEM
 
 __all__ = [
     "MARKER",
@@ -18,25 +22,26 @@ __all__ = [
     "describe",
 ]
 
-FORMAT = "jpipe-checkpoint/1"
+FORMAT = "jpipe-checkpoint/2"
 MARKER = "checkpoint.json"
 ROWS = "metrics.jsonl"
-_FAMILY = FORMAT.partition("/")[0] + "/"
+_FAMILY = "jpipe-checkpoint/"
+_READABLE = (f"{_FAMILY}1", FORMAT)
 _MOST_JSON = 2**23  # bytes of a marker or of `process-0.json`: plans and configs have limits below that, 10,000 files take 2 MB
 _MOST_ROWS = 2**30  # bytes of `metrics.jsonl`: five million logged steps
 
 
 class Damaged(InputError):
-    """A checkpoint that is not what was written: the message names the file and what is wrong with it.
+    """A checkpoint that is not what was written.
 
     Attributes:
         path: of the file or folder.
-        found: what is wrong.
+        problem: what is wrong with it.
     """
 
-    def __init__(self, path: Path, found: str) -> None:
-        super().__init__(f"{path}: {found}; take another checkpoint")
-        self.path, self.found = path, found
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}; take another checkpoint")
+        self.path, self.problem = path, problem
 
 
 class _Strict(pydantic.BaseModel):
@@ -44,18 +49,18 @@ class _Strict(pydantic.BaseModel):
 
 
 class File(_Strict):
-    """A file of an item as it was written."""
+    """Size and hash of a file as it was written."""
 
     size: int
     sha256: str
 
 
-class Item(_Strict):
-    """`process-0.json`: what one process wrote.
+class Part(_Strict):
+    """The content of `process-0.json`: what one process has written.
 
     Attributes:
         layers: their ids.
-        files: by the path in the item's folder.
+        files: by their paths inside the folder of the step; in format 1 inside the item of the process.
     """
 
     layers: list[str]
@@ -63,118 +68,134 @@ class Item(_Strict):
 
 
 class Marker(_Strict):
-    """`checkpoint.json`: the checkpoint is complete.
+    """The content of `checkpoint.json`, with which a checkpoint is complete.
 
     Attributes:
-        format: `FORMAT`.
+        format: `FORMAT` or an earlier one.
         step: batches that the weights have seen.
-        processes: how many wrote an item.
+        processes: the number of processes that wrote a part.
         items: the SHA-256 of each `process-0.json`, by its name.
+        index: the files of the item that no single process has written, by their paths inside the folder of the step; none in format 1.
         rows: the SHA-256 of `metrics.jsonl`.
-        facts: of the run; whatever JSON can say.
-        sha256: of all the rest, however it is laid out; this rule holds for later formats too.
+        facts: what the run says of itself, of any JSON types.
+        sha256: of the other fields, however they are laid out; this rule holds for later formats, too.
     """
 
     format: str
     step: int
     processes: int
     items: dict[str, str]
+    index: dict[str, File] = {}
     rows: str
     facts: Any
     sha256: str
 
 
-def marker_text(step: int, items: dict[str, str], rows: str, facts: Any) -> str:
-    """The marker as JSON; the arguments are its fields."""
+class StoredPart(NamedTuple):
+    """A part of a checkpoint with the files that reading its layers needs.
+
+    Attributes:
+        item: the folder of the Orbax item that has its layers.
+        layers: their ids.
+        files: sizes and hashes, by path.
+    """
+
+    item: Path
+    layers: list[str]
+    files: dict[Path, File]
+
+
+def marker_text(step: int, items: dict[str, str], rows: str, facts: Any, index: dict[str, File]) -> str:
+    """Return the marker as JSON; the arguments are its fields."""
     data = {"format": FORMAT, "step": step, "processes": len(items), "items": items, "rows": rows, "facts": facts}
+    data["index"] = {name: file.model_dump() for name, file in index.items()}
     return json.dumps(data | {"sha256": _digest(data)}, indent=1)
 
 
-def read_marker(place: Path, step: int) -> Marker:
-    """The marker of the checkpoint in the folder `place`.
+def read_marker(folder: Path, step: int) -> Marker:
+    """Read the marker in the folder of a step.
 
     Raises:
         Damaged: it is missing, was changed, or is that of another step.
         InputError: a newer jpipe wrote it.
     """
-    _refuse_link(place)
-    path = place / MARKER
+    _refuse_link(folder)
+    path = folder / MARKER
     if not path.exists():
-        raise Damaged(place, f"has no {MARKER}, was not finished")
+        raise Damaged(folder, f"has no {MARKER}, was not finished")
     data = _load(path, _read(path, _MOST_JSON))
-    said = data.pop("sha256", None)
-    if said != _digest(data):
+    digest = data.pop("sha256", None)
+    if digest != _digest(data):
         raise _changed(path)
-    found = data.get("format")
-    if isinstance(found, str) and found.startswith(_FAMILY) and found != FORMAT:
-        raise InputError(f"{path}: expected the format {FORMAT}, found {found}; a newer jpipe wrote it: update jpipe")
-    marker = _validated(path, Marker, data | {"sha256": said})
+    written = data.get("format")
+    if isinstance(written, str) and written.startswith(_FAMILY) and written not in _READABLE:
+        raise InputError(f"{path}: expected the format {FORMAT}, found {written}; a newer jpipe wrote it: update jpipe")
+    marker = _validated(path, Marker, data | {"sha256": digest})
     names = {f"process-{process}.json" for process in range(len(marker.items))}
-    if marker.format != FORMAT or marker.processes != len(names) or set(marker.items) != names:
+    if marker.format not in _READABLE or marker.processes != len(names) or set(marker.items) != names:
         raise _foreign(path)
     if marker.step != step:
         raise Damaged(path, f"is the marker of step {marker.step}, not of {step} as the folder's name says")
     return marker
 
 
-def read_items(place: Path, marker: Marker) -> dict[str, Item]:
-    """What each process wrote, by the name of its item's folder: `process-0`.
+def read_parts(folder: Path, marker: Marker) -> list[StoredPart]:
+    """Read what each process has written.
 
     Raises:
-        Damaged: a file that says so is missing or was changed.
+        Damaged: a file that says so is missing or was changed, or names a file outside of the folder.
     """
-    items = {}
+    parts = []
     for name, digest in sorted(marker.items.items()):
-        path = place / name
-        _refuse_link(path.with_suffix(""))
-        items[path.stem] = _validated(path, Item, _load(path, _read_whole(path, digest, _MOST_JSON)))
-    return items
+        path = folder / name
+        root, item = (folder, folder / ITEM) if marker.format == FORMAT else (path.with_suffix(""), path.with_suffix(""))
+        _refuse_link(item)
+        part = _validated(path, Part, _load(path, _read_whole(path, digest, _MOST_JSON)))
+        parts.append(StoredPart(item, part.layers, {_inside(root, name): file for name, file in (marker.index | part.files).items()}))
+    return parts
 
 
-def read_rows(place: Path, marker: Marker) -> bytes:
-    """The rows of the run as they were when the checkpoint was completed.
+def read_rows(folder: Path, marker: Marker) -> bytes:
+    """Read the rows of the run as they were when the checkpoint was completed.
 
     Raises:
         Damaged: their file is missing or was changed.
     """
-    return _read_whole(place / ROWS, marker.rows, _MOST_ROWS)
+    return _read_whole(folder / ROWS, marker.rows, _MOST_ROWS)
 
 
-def verify_item(folder: Path, item: Item, contents: bool = True) -> None:
-    """Hold the files in an item's folder against what was written.
+def verify_files(parts: Iterable[StoredPart], contents: bool = True) -> None:
+    """Check the files of parts against their sizes and hashes.
 
     Args:
-        folder: the item's.
-        item: what was written.
-        contents: read them; or else only look for them and for their sizes.
+        parts: from `read_parts`.
+        contents: whether to compare hashes, for which the files are read.
 
     Raises:
-        Damaged: one is missing, cut off or changed, or among them is something else than a file or folder, such as a FIFO.
+        Damaged: one is missing, cut off or changed, or something in an item is neither a file nor a folder, such as a FIFO.
         InputError: one may not be read.
     """
-    for path in folder.rglob("*"):  # those that are not named, too: Orbax and TensorStore open what they find
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise Damaged(path, "is no regular file, was not written by jpipe")
-    for name, file in item.files.items():
-        inside = PurePosixPath(name)
-        if inside.is_absolute() or ".." in inside.parts:
-            raise Damaged(folder, f"names a file outside of itself, '{name}'")
-        path = folder / inside
+    parts = list(parts)
+    for item in dict.fromkeys(part.item for part in parts):
+        for path in item.rglob("*"):  # also those that are not named: Orbax and TensorStore open what they find
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                raise Damaged(path, "is no regular file, was not written by jpipe")
+    for path, file in {path: file for part in parts for path, file in part.files.items()}.items():
         with _reading(path):
-            there = path.is_file()
-        if not there:
+            exists = path.is_file() and not path.is_symlink()
+        if not exists:
             raise Damaged(path, "is missing")
         size = path.stat().st_size
         if size < file.size:
             raise Damaged(path, f"is cut off, {size:,} of {file.size:,} bytes are left")
         with _reading(path):
-            same = size == file.size and (not contents or describe(path) == file)
-        if not same:
+            equal = size == file.size and (not contents or describe(path) == file)
+        if not equal:
             raise _changed(path)
 
 
 def describe(path: Path) -> File:
-    """Size and hash of a file.
+    """Return size and hash of a file.
 
     Raises:
         OSError: it cannot be read.
@@ -185,9 +206,15 @@ def describe(path: Path) -> File:
 
 
 def _refuse_link(folder: Path) -> None:
-    """What is behind a link can be changed by others, even after it was held against the hashes."""
+    """Raise `Damaged` for a symbolic link, for others can change its target even after the hashes are compared."""
     if folder.is_symlink():
         raise Damaged(folder, "is a symbolic link, not a folder that jpipe has written")
+
+
+def _inside(root: Path, name: str) -> Path:
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise Damaged(root, f"names a file outside of itself, '{name}'")
+    return root / name
 
 
 def _read(path: Path, most: int) -> bytes:
@@ -201,7 +228,7 @@ def _read(path: Path, most: int) -> bytes:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """A disk that has lost a file has damaged it; one that may not be read, or not now, is as good as it was."""
+    """Raise `Damaged` where the disk has lost a file, and `InputError` where it cannot be read now."""
     try:
         yield
     except FileNotFoundError:

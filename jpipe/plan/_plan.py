@@ -1,4 +1,4 @@
-"""The plan of a run: its fields, the numbers that follow from them, and how it is written and read."""
+"""The plan of a run: its fields, the numbers that follow from them, and reading and writing it as JSON."""
 
 import itertools
 import json
@@ -19,13 +19,13 @@ from jpipe.plan._text import FORMAT, html_of_plan, read_json, text_of_plan
 from jpipe.schedules import SCHEDULES, Ranks, arranged
 
 Numbers = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)], ...], Field(strict=False)]
-"""Lists of numbers: for each rank its stages, or for each rank the devices of its replicas."""
+"""Lists of numbers: for each pipeline rank its stages, or the devices of its replicas."""
 
 
 class Plan(pydantic.BaseModel):
-    """Stages, schedule, microbatches and recomputation of one run. A plan that was built or read is legal for its schedule.
+    """Stages, schedule, microbatches and recomputation of one run.
 
-    Fields are given by keyword and cannot be changed afterwards.
+    Every plan that was built or read can run with its schedule. Fields are given by keyword and cannot be changed afterwards.
 
     Attributes:
         format: "jpipe-plan/1", which marks the JSON as a plan.
@@ -39,7 +39,7 @@ class Plan(pydantic.BaseModel):
             once. False, the default: as many as keep every worker busy, sums hidden behind one more microbatch.
         update_every: "batch", the default: all stages update after each batch. "replicas": stage s updates after r_s microbatches,
             as in the original PipeDream; stages with different replicas update at different rates. For `pipedream`.
-        flush_first: for schedules that do not flush: flush after each of the first so many batches, so that these read the newest
+        flush_first: for schedules that do not flush: flush after each of this many first batches, so that these read the newest
             weights; then run freely. A warm-up without staleness. 0 by default; needs update_every "batch".
         split_backward: "joint", the default, or "early": compute each backward in two halves, and send the input gradient after the first.
             For `pipedream_flush`, `pipedream` and `pipedream_2bw`; the zero-bubble schedules always split.
@@ -49,7 +49,7 @@ class Plan(pydantic.BaseModel):
             that belongs to rows, such as a carried recurrent state.
         keep_together: what gets neighbouring devices, so that it stays inside a host: "replicas", the default, those of a stage (the
             sums of gradients, 2BW section 3.3); "stages", those of a pipeline (the activations).
-        ranks: for each rank the stages that it runs by turns on its device, in order; None: one stage for each rank, or what the schedule
+        ranks: for each pipeline rank the stages that it runs by turns, in order; None: one stage for each rank, or what the schedule
             needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
         order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
             microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
@@ -60,12 +60,12 @@ class Plan(pydantic.BaseModel):
             axis or None for each dim. A parameter that matches several has the first.
         shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
             other what they have updated. The numbers are the same. For schedules that flush. False by default.
-        placement: for each rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
+        placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; with a mesh the first device of each, the others follow it. None: in order, as `keep_together` says.
-        predicted: what a planner expects of the plan; None: it was not asked.
+        predicted: the prediction of a planner; None: there is none.
 
     Raises:
-        InputError: any part that is wrong, with what was expected.
+        InputError: a part is wrong; the message says what was expected.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
@@ -111,7 +111,7 @@ class Plan(pydantic.BaseModel):
         return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Plan":
-        """A copy with other values of some fields, which are not checked. What was computed from the old ones is computed again."""
+        """Return a copy with other values of some fields, without checks; cached properties are computed again."""
         copied = super().model_copy(update=update, deep=deep)
         for name in vars(copied).keys() - Plan.model_fields.keys():
             del vars(copied)[name]
@@ -119,7 +119,7 @@ class Plan(pydantic.BaseModel):
 
     @property
     def depth(self) -> int:
-        """d, the number of stages."""
+        """The number of stages, d."""
         return len(self.stages)
 
     @property
@@ -129,60 +129,60 @@ class Plan(pydantic.BaseModel):
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
-        """r_s, the number of replicas of each stage."""
+        """The number of replicas of each stage, r_s."""
         return tuple(stage.replicas for stage in self.stages)
 
     @cached_property
     def workers(self) -> tuple[tuple[int, int], ...]:
-        """(stage, replica) of each worker. Workers are numbered stage by stage, the replicas of a stage one after the other."""
+        """The (stage, replica) of each worker. Workers are numbered stage by stage, the replicas of a stage one after the other."""
         return tuple((s, replica) for s, count in enumerate(self.replicas) for replica in range(count))
 
     @cached_property
     def stage_workers(self) -> tuple[tuple[int, ...], ...]:
-        """The workers of each stage, replica by replica; microbatch k is with number k mod r of them."""
+        """The workers of each stage, replica by replica; worker k mod r of a stage runs microbatch k."""
         numbers = iter(range(sum(self.replicas)))
         return tuple(tuple(itertools.islice(numbers, count)) for count in self.replicas)
 
     @cached_property
-    def rank_stages(self) -> Ranks:
-        """For each rank, counted without replicas, the stages that it runs, in order."""
+    def pipeline_ranks(self) -> Ranks:
+        """The stages of each pipeline rank, in order; its replicas are ranks that run the same stages."""
         if self.ranks is not None:
             return self.ranks
         layout = SCHEDULES[self.schedule].layout
         return arranged("v", self.depth, 2) if layout == "v" and self.depth % 2 == 0 else arranged("straight", self.depth, 1)
 
     @cached_property
-    def rank_places(self) -> tuple[tuple[int, int], ...]:
-        """(number in `rank_stages`, replica) of each rank: with replicas each replica is a rank, those of the first stages first."""
-        return tuple((p, replica) for p, stages in enumerate(self.rank_stages) for replica in range(self.replicas[stages[0]]))
+    def rank_positions(self) -> tuple[tuple[int, int], ...]:
+        """(pipeline rank, replica) of each rank. Ranks are numbered pipeline rank by pipeline rank, its replicas one after the other."""
+        return tuple((p, replica) for p, stages in enumerate(self.pipeline_ranks) for replica in range(self.replicas[stages[0]]))
 
     @cached_property
     def rank_workers(self) -> tuple[tuple[int, ...], ...]:
-        """The workers of each rank, as `rank_places` counts them, which take turns on its device."""
-        return tuple(tuple(self.stage_workers[s][replica] for s in self.rank_stages[p]) for p, replica in self.rank_places)
+        """The workers of each rank, which take turns on its device."""
+        return tuple(tuple(self.stage_workers[s][replica] for s in self.pipeline_ranks[p]) for p, replica in self.rank_positions)
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank of each worker, as `rank_places` counts them."""
-        found = {w: rank for rank, workers in enumerate(self.rank_workers) for w in workers}
-        return tuple(found[w] for w in range(len(found)))
+        """The rank of each worker."""
+        ranks = {w: rank for rank, workers in enumerate(self.rank_workers) for w in workers}
+        return tuple(ranks[w] for w in range(len(ranks)))
 
     @property
     def placing_order(self) -> tuple[int, ...]:
         """The ranks in the order in which they take devices where `placement` names none, as `keep_together` says."""
-        key = (lambda rank: rank) if self.keep_together == "replicas" else (lambda rank: self.rank_places[rank][::-1])
-        return tuple(sorted(range(len(self.rank_places)), key=key))
+        key = (lambda rank: rank) if self.keep_together == "replicas" else (lambda rank: self.rank_positions[rank][::-1])
+        return tuple(sorted(range(len(self.rank_positions)), key=key))
 
     def worker(self, s: int, k: int) -> int:
-        """The worker of stage s that runs microbatch k."""
+        """Return the worker of stage s that runs microbatch k."""
         return self.stage_workers[s][k % self.replicas[s]]
 
     def microbatches_per_update(self, s: int) -> int:
-        """M_s, how many microbatches, over all its replicas, an update of stage s sees: m, or r_s with update_every "replicas"."""
+        """Return M_s, the microbatches of all replicas in an update of stage s: m, or r_s with update_every "replicas"."""
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
 
     def updates_per_batch(self, s: int) -> int:
-        """m / M_s, how many updates stage s makes a batch: 1, or more with update_every "replicas"."""
+        """Return m / M_s, the updates of stage s in a batch: 1, or more with update_every "replicas"."""
         return self.microbatches // self.microbatches_per_update(s)
 
     @classmethod
@@ -200,7 +200,7 @@ class Plan(pydantic.BaseModel):
         fsdp: bool = False,
         **fields: Any,
     ) -> "Plan":
-        """A plan whose stages hold equally many layers (the first ones take the remainder).
+        """Return a plan whose stages hold equally many layers; the first stages take the remainder.
 
         Args:
             layers: all layer ids in order.
@@ -250,7 +250,7 @@ class Plan(pydantic.BaseModel):
         check_layers_of_model(self.layers, ids)
 
     def to_json(self) -> str:
-        """The plan as JSON text; `from_json` reads it back."""
+        """Return the plan as JSON text, which `from_json` reads."""
         return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
     @classmethod
@@ -258,11 +258,11 @@ class Plan(pydantic.BaseModel):
         """Read a plan from JSON text.
 
         Args:
-            text: what `to_json` wrote, or a person.
+            text: from `to_json`, or written by hand.
             where: names the source (a file, say) in error messages.
 
         Raises:
-            InputError: no JSON (with line and column), not a plan of this format, or an illegal plan.
+            InputError: the text is not JSON (with line and column), not a plan of this format, or a plan that cannot run.
         """
         data = read_json(text, FORMAT, where)
         try:

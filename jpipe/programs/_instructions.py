@@ -1,14 +1,13 @@
-"""Instructions, and the program that holds them: tiny frozen data that `lower` writes, `simulate` verifies and the runtime interprets.
+"""Instructions and programs: frozen data that `lower` writes, `simulate` verifies and the runtime interprets.
 
 Each instruction names its worker, one replica of one stage, and so its stage and its rank (`Plan.workers`, `Plan.rank_of`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 from jpipe.plan import Plan
-from jpipe.schedules._schedule import PARTS, Op
 
 Data = Literal["inputs", "labels"]
 Message = Literal["activation", "gradient", "squares", "norm", "shared", "weights"]
@@ -24,54 +23,10 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """Run the stage on the stage input with weights `version`; leaves the output and the residuals."""
+class Compute:
+    """Run the program of an op (a name of `jpipe.ops.OPS`) on a microbatch, with weights `version`."""
 
-    worker: int
-    microbatch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """Turn residuals and output gradient into the input gradient with weights `version`; add to the gradients of the batch."""
-
-    worker: int
-    microbatch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardBackward:
-    """Forward and backward of one microbatch in one program, where the backward follows at once (the last stage)."""
-
-    worker: int
-    microbatch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardInput:
-    """The first half of a backward: turn residuals and output gradient into the input gradient; leaves the stash for the second half."""
-
-    worker: int
-    microbatch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardWeight:
-    """The second half of a backward: add to the gradients of the batch, from the stash."""
-
-    worker: int
-    microbatch: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardBackwardInput:
-    """Forward and first half of the backward of one microbatch in one program, where the backward follows at once (the last stage)."""
-
+    op: str
     worker: int
     microbatch: int
     version: int
@@ -79,7 +34,7 @@ class ForwardBackwardInput:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and let go of it.
+    """Send the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and free it.
 
     With the global norm: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both belong to the
     batch that ends with the microbatch, and the worker keeps the norm. With shared parameters: `shared`, their gradients of that batch,
@@ -95,7 +50,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Take what the worker `source` sends: the stage input (`activation`), the output gradient (`gradient`) or another message."""
+    """Receive a message of the worker `source`: the stage input (`activation`), the output gradient (`gradient`) or another message."""
 
     worker: int
     microbatch: int
@@ -133,7 +88,7 @@ class AddShared:
 
 @dataclass(frozen=True, slots=True)
 class SumSquares:
-    """Sum the squares of the mean gradient of `batch`, layer by layer, and add those of the stages after; at stage 0 make the norm."""
+    """Sum the squares of the mean gradient of `batch`, layer by layer, and add those of later stages; at stage 0 compute the norm."""
 
     worker: int
     batch: int
@@ -153,67 +108,17 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let go of weights `version`: no microbatch will read them again."""
+    """Free the weights `version`, which no microbatch will read again."""
 
     worker: int
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluate:
-    """Run the stage forward only, in evaluation mode, with weights `version`."""
-
-    worker: int
-    microbatch: int
-    version: int
-
-
-Computation = Forward | Backward | ForwardBackward | BackwardInput | BackwardWeight | ForwardBackwardInput
-
-COMPUTATIONS: dict[str, type[Computation]] = {
-    "F": Forward,
-    "B": Backward,
-    "FB": ForwardBackward,
-    "I": BackwardInput,
-    "W": BackwardWeight,
-    "FI": ForwardBackwardInput,
-}
-"""The instruction of each op of an order, see `jpipe.schedules.Compute`. Lists of computations are made of this and of `PARTS`."""
-
-OP_OF: dict[type, Op] = {kind: cast(Op, op) for op, kind in COMPUTATIONS.items()}
-"""The op of each computation."""
-
-Instruction = (
-    Load
-    | Forward
-    | Backward
-    | ForwardBackward
-    | BackwardInput
-    | BackwardWeight
-    | ForwardBackwardInput
-    | Send
-    | Receive
-    | AllReduce
-    | TakeShared
-    | AddShared
-    | SumSquares
-    | Update
-    | Release
-    | Evaluate
-)
-
-
-def parts(instruction: Instruction) -> str:
-    """Return what an instruction does of a forward (F), the backward for inputs (I) and that for weights (W), as in `PARTS`.
-
-    Empty for an instruction that is no computation of the schedule's order.
-    """
-    op = OP_OF.get(type(instruction))
-    return "" if op is None else PARTS[op]
+Instruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShared | SumSquares | Update | Release
 
 
 def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
-    """The same instruction so many batches later in the run."""
+    """Return the same instruction `batches` batches later in the run."""
     if not batches:
         return instruction
     updates = batches * plan.updates_per_batch(plan.workers[instruction.worker][0])
@@ -238,7 +143,7 @@ class Program:
             batch meanwhile.
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
         instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates and releases; the program of a rank
-            is what is left when those of the workers of other ranks are taken out.
+            is the instructions of its workers, in the same order.
     """
 
     plan: Plan
@@ -253,5 +158,5 @@ class Program:
     instructions: tuple[Instruction, ...]
 
     def worker(self, worker: int) -> Iterator[Instruction]:
-        """The instructions of one worker, counted from 0, in order."""
+        """Yield the instructions of one worker, counted from 0, in order."""
         return (i for i in self.instructions if i.worker == worker)

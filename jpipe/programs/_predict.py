@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jpipe.ops import OPS
 from jpipe.programs._costs import Network, Passed, StageCost
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
-    COMPUTATIONS,
-    OP_OF,
     AddShared,
     AllReduce,
-    Computation,
+    Compute,
     Instruction,
     Load,
     Program,
@@ -21,26 +20,25 @@ from jpipe.programs._instructions import (
     SumSquares,
     TakeShared,
     Update,
-    parts,
 )
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline, format_grid, to_ticks
 from jpipe.programs._traffic import Traffic
 from jpipe.programs._verify import versions_before
-from jpipe.schedules import SCHEDULES, Op
+from jpipe.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a program will do, for given costs.
+    """The predicted time, memory and bytes moved of a program.
 
     Attributes:
         timeline: the spans of each rank, in seconds.
-        memory: what each rank holds, at the beginning and after each of its computations.
+        memory: the bytes of each rank, at the beginning and after each of its computations.
         seconds: from the first start to the last end.
         bubble: share of the ranks' time, up to the last end, in which they do not compute.
         held_bytes: for each rank the most bytes of arrays alive after any instruction: weights, optimizer state, accumulators, residuals,
             messages and waiting inputs.
-        peak_bytes: the peak memory: the most bytes at any time, those included that are there only while a computation runs.
+        peak_bytes: the peak memory: the most bytes at any time, with those that exist only while a computation runs.
         moved_bytes: for each rank the bytes it sends to others.
         versions_alive: for each worker the most weight versions alive at a time.
     """
@@ -56,25 +54,25 @@ class Prediction:
 
     @property
     def temporary_bytes(self) -> tuple[int, ...]:
-        """For each rank the part of the peak memory that is there only while a computation runs, `peak_bytes` minus `held_bytes`.
+        """The part of each rank's peak memory that exists only while a computation runs, `peak_bytes` minus `held_bytes`.
 
-        That is the scratch memory of its programs (`StageCost.temporary`), and results that exist before what they are made from is let go.
+        That is the scratch memory of its programs (`StageCost.temporary`), and results that exist before their inputs are freed.
         """
         return tuple(peak - held for peak, held in zip(self.peak_bytes, self.held_bytes, strict=True))
 
     def grid(self, tick: float | None = None) -> str:
-        """The timeline as text; `tick` in seconds, by default the shortest computation."""
+        """Return the timeline as text; `tick` in seconds, by default the shortest computation."""
         return draw_grid(self.timeline, tick)
 
 
 def draw_grid(timeline: Timeline, tick: float | None = None, notes: Sequence[tuple[int, str]] = ()) -> str:
-    """A timeline in seconds as text, with (rank, note) pairs behind the rows; a tick is by default the shortest computation."""
+    """Return a timeline in seconds as text, with (rank, note) pairs behind the rows; a tick is by default the shortest computation."""
     shortest = min((span.end - span.start for spans in timeline for span in spans), default=1.0)
     return format_grid(to_ticks(timeline, tick or shortest or 1.0), notes)
 
 
 class _Rank:
-    """The clock of one rank, what it has done, and the bytes that its workers hold."""
+    """The clock, the spans and the bytes of one rank."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -85,7 +83,7 @@ class _Rank:
         self.samples: list[MemorySample] = []
 
     def begin(self) -> None:
-        """Count what all its workers hold at the beginning."""
+        """Add up the bytes of all its workers at the beginning."""
         self.held = self.most_held = sum(worker.memory.at_first for worker in self.workers)
         self.sample()
 
@@ -116,15 +114,14 @@ class _Rank:
 
 
 class _Memory:
-    """The bytes of one worker, which its rank adds up."""
+    """The bytes of one worker, which are added to those of its rank."""
 
     def __init__(self, cost: StageCost, versions: set[int], rank: _Rank) -> None:
         self.cost, self.rank = cost, rank
         self.weights = dict.fromkeys(sorted(versions), cost.trained)  # by version; replaced and not changed: samples share it
         self.at_first = len(versions) * cost.trained + cost.frozen + cost.optimizer + cost.state + cost.accumulators
         self.most_versions = len(versions)
-        self.in_flight = 0  # microbatches between their forward and their backward, or its first half
-        self.stashes = 0  # microbatches between the two halves of their backward
+        self.waiting = {"residuals": 0, "stash": 0}  # how many microbatches have left each of these for a later op
         self.accumulates = True  # whether there is memory for gradients: not between a batch set aside and the next backward
 
     def add(self, size: int) -> None:
@@ -143,14 +140,14 @@ class _Memory:
         self.most_versions = max(self.most_versions, len(self.weights))
 
     def by_version(self) -> dict[int, int]:
-        """The bytes of each version; what all of them share counts with the oldest one."""
+        """Return the bytes of each version; what all of them share counts with the oldest one."""
         if not self.cost.frozen or not self.weights:
             return self.weights
         oldest = min(self.weights)
         return self.weights | {oldest: self.weights[oldest] + self.cost.frozen}
 
     def complete(self, version: int, size: int) -> None:
-        """Add what comes to a version, or, below 0, leave out what is still to come."""
+        """Add bytes to a version; negative ones are still to arrive."""
         self.weights = self.weights | {version: self.weights[version] + size}
         self.add(size)
 
@@ -159,7 +156,7 @@ class _Memory:
         self.add(-self.cost.trained)
 
     def compute(self, made: int, used: int) -> None:
-        """Hold what a computation makes and what it uses while it runs, then only the former."""
+        """Hold what a computation makes and what it uses while it runs, then only what it makes."""
         rank = self.rank
         running = rank.held + made + self.cost.temporary
         if running > rank.peak:
@@ -168,13 +165,13 @@ class _Memory:
         rank.sample()
 
     def parts(self) -> tuple[int, int, int]:
-        """The bytes of optimizer state, of accumulators, and of residuals and stashes."""
+        """Return the bytes of optimizer state, of accumulators, and of residuals and stashes."""
         cost = self.cost
-        return cost.optimizer, cost.accumulators, self.in_flight * cost.residuals + self.stashes * cost.stash
+        return cost.optimizer, cost.accumulators, self.waiting["residuals"] * cost.residuals + self.waiting["stash"] * cost.stash
 
 
 class _Worker:
-    """What one worker waits for and holds."""
+    """The messages that one worker waits for, and its memory."""
 
     def __init__(self, stage: int, chunk: int, cost: StageCost, rank: _Rank, versions: set[int]) -> None:
         self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
@@ -188,16 +185,16 @@ class _Worker:
     def wait(self, until: float) -> None:
         self.rank.wait(until)
 
-    def compute(self, op: Op, i: Computation, needs: str, seconds: float) -> None:
+    def compute(self, i: Compute, needs: str, seconds: float) -> None:
         rank = self.rank
         starts = max(rank.clock, self.whole, self.ready.pop((needs, i.microbatch), 0.0))
         rank.clock = starts + seconds
         rank.busy += seconds
-        rank.spans.append(Span(op, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk))
+        rank.spans.append(Span(i.op, i.microbatch, i.version, starts, rank.clock, chunk=self.chunk))
 
 
 class Predictor:
-    """Adds up the costs of a program's instructions, one after the other in an executable order.
+    """A simulation that adds up the costs of a program's instructions, in an executable order.
 
     Args:
         program: what runs.
@@ -226,16 +223,16 @@ class Predictor:
             rank.begin()
 
     def add(self, i: Instruction) -> None:
-        """Execute the next instruction, which is verified."""
+        """Execute the next, verified instruction."""
         if type(i) is not Receive:  # its send does the transfer
             _HANDLERS[type(i)](self, self._workers[i.worker], i)
 
     def timeline(self) -> Timeline:
-        """The spans of each rank so far."""
+        """Return the spans of each rank so far."""
         return tuple(tuple(rank.spans) for rank in self._ranks)
 
     def prediction(self) -> Prediction:
-        """The prediction from all instructions so far."""
+        """Return the prediction from all instructions so far."""
         ranks = self._ranks
         seconds = max(rank.clock for rank in ranks)
         busy = sum(rank.busy for rank in ranks)
@@ -253,37 +250,32 @@ class Predictor:
     def _load(self, worker: _Worker, i: Load) -> None:
         worker.memory.add(worker.cost.inputs if i.data == "inputs" else worker.cost.labels)
 
-    def _computation(self, worker: _Worker, i: Computation) -> None:
-        cost, memory, does, k = worker.cost, worker.memory, parts(i), i.microbatch
-        last, made = worker.stage == self._plan.depth - 1, 0
-        seconds = cost.forward if "F" in does else 0.0
-        if "I" in does or "W" in does:
-            seconds += cost.backward if "IW" in does else cost.backward_input if "I" in does else cost.backward_weight
-        needs = "activation" if "F" in does else "gradient" if "I" in does else ""
-        worker.compute(OP_OF[type(i)], i, needs, seconds)
-        if does == "F":
-            if not last:
+    def _compute(self, worker: _Worker, i: Compute) -> None:
+        op, cost, memory, k = OPS[i.op], worker.cost, worker.memory, i.microbatch
+        is_last = worker.stage == self._plan.depth - 1
+        worker.compute(i, _MESSAGES[op.reads], cost.seconds(i.op))
+        made = cost.gradient if op.gives_gradient else 0
+        if "output" in op.leaves:
+            made += cost.message if is_last else cost.outputs - cost.kept_outputs
+            if not is_last:
                 worker.ready["activation", k] = worker.rank.clock
-            memory.in_flight += 1
-            made += cost.residuals + (cost.message if last else cost.outputs - cost.kept_outputs)
-        elif does[0] == "I":
-            memory.in_flight -= 1
-        if "I" in does:
-            made += cost.gradient
-        if "I" in does and "W" not in does:
-            memory.stashes += 1
-            made += cost.stash
-        elif does == "W":
-            memory.stashes -= 1
-        freed = cost.inputs + cost.labels if "F" in does else cost.residuals + cost.message if "I" in does else cost.stash
-        memory.compute(made, freed - self._kept_by_other(worker, k, does))
-        if "I" in does:
-            self._gradient(worker, k)
-        if "W" in does:
+        for kind, size in (("residuals", cost.residuals), ("stash", cost.stash)):
+            if kind in op.leaves:
+                memory.waiting[kind] += 1
+                made += size
+        if op.begins:
+            freed = cost.inputs + cost.labels
+        else:
+            memory.waiting[op.reads] -= 1
+            freed = cost.residuals + cost.message if op.reads == "residuals" else cost.stash
+        memory.compute(made, freed - self._kept_by_other(worker, k, op.parts))
+        if op.gives_gradient and worker.stage > 0:
+            worker.ready["gradient", k] = worker.rank.clock
+        if op.finishes:
             self._accumulate(worker, k)
 
     def _kept_by_other(self, worker: _Worker, k: int, computed: str) -> int:
-        """The bytes that a worker lets go of after these halves of its computations, and another worker of its rank still keeps."""
+        """Return the bytes that a worker frees after computing these parts, and another worker of its rank still keeps."""
         gone = 0
         for receiver, side in ((worker, "receiver"), (self._next_on_rank(worker), "sender")):
             if receiver is not None and k in receiver.passed:
@@ -295,13 +287,8 @@ class Predictor:
         return gone
 
     def _next_on_rank(self, worker: _Worker) -> _Worker | None:
-        """The worker of the next stage, if it is on the same rank."""
+        """Return the worker of the next stage, if it is on the same rank."""
         return next((other for other in worker.rank.workers if other.stage == worker.stage + 1), None)
-
-    def _gradient(self, worker: _Worker, k: int) -> None:
-        """Note when the input gradient of a microbatch can be sent."""
-        if worker.stage > 0:
-            worker.ready["gradient", k] = worker.rank.clock
 
     def _accumulate(self, worker: _Worker, k: int) -> None:
         """Add the gradients of a microbatch to those of its batch, which may be set aside at its end."""
@@ -376,17 +363,17 @@ class Predictor:
                 worker.wait(worker.ready[f"shared of stage {s}", last_microbatch(self._plan, i.batch)])
 
     def _shared_bytes(self, s: int, other: int) -> int:
-        """The size of the shared gradients that one stage sends to another."""
+        """Return the size of the shared gradients that one stage sends to another."""
         sizes = zip(self._program.shared, self._workers[self._plan.stage_workers[s][0]].cost.shared, strict=False)
         return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
     def _updated_bytes(self, worker: "_Worker", number: int) -> int:
-        """The size of the weights that a replica updates for all."""
+        """Return the size of the weights that a replica updates for all."""
         updated = worker.cost.updated
         return updated[self._plan.workers[number][1]] if updated else 0
 
     def _squares_bytes(self, s: int) -> int:
-        """The size of the sums of squares of a stage and all later ones, which stage s sends on."""
+        """Return the size of the sums of squares of a stage and all later ones, which stage s sends on."""
         return sum(self._workers[workers[0]].cost.squares for workers in self._plan.stage_workers[s:])
 
     def _sum_squares(self, worker: _Worker, i: SumSquares) -> None:
@@ -425,9 +412,12 @@ class Predictor:
         worker.memory.release(i.version)
 
 
+_MESSAGES = {"inputs": "activation", "residuals": "gradient", "stash": ""}
+"""The message that an op waits for, by what it reads."""
+
 _HANDLERS: dict[type, Callable[[Predictor, _Worker, Any], None]] = {
     Load: Predictor._load,
-    **dict.fromkeys(COMPUTATIONS.values(), Predictor._computation),
+    Compute: Predictor._compute,
     Send: Predictor._send,
     AllReduce: Predictor._all_reduce,
     TakeShared: Predictor._take_shared,

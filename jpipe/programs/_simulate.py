@@ -27,7 +27,7 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
     Args:
         program: from `lower`, with `drain` and `begin` equal to `start`.
         costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
-        link: between any two workers, or a function from two workers to theirs; by default transfers and sums are free. A sum
+        link: between any two ranks, or a function of two ranks that gives theirs; by default transfers and sums are free. A sum
             has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
 
     Returns:
@@ -45,7 +45,7 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
     if not isinstance(costs, Sequence) or not all(isinstance(cost, StageCost) for cost in costs):
         raise InputError(f"simulate: expected a list of jpipe.programs.StageCost as costs, found {short(costs)}")
     if not (link is None or isinstance(link, Link) or callable(link)):
-        raise InputError(f"simulate: expected a jpipe.Link, or a function of two workers that gives one, found {short(link)}")
+        raise InputError(f"simulate: expected a jpipe.Link, or a function of two ranks that gives one, found {short(link)}")
     if len(costs) != program.plan.depth:
         raise InputError(f"simulate: expected {program.plan.depth} costs, one for each stage, found {len(costs)}")
     check_costs(costs)

@@ -1,4 +1,4 @@
-"""The rank x time grid: a timeline as text that humans can compare, and the parser that reads it back.
+"""Timelines, and the rank x time grid: a timeline as text that humans can compare, and its parser.
 
 One row a rank, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in one
 program; `I3.1` and `W3.1` are the halves of a backward, for inputs and for weights, `FI3.1` a forward and the first half in one program.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jpipe.errors import InputError
-from jpipe.schedules import Op
+from jpipe.ops import OPS
 
 
 class Span(NamedTuple):
@@ -30,7 +30,7 @@ class Span(NamedTuple):
         chunk: which of the rank's stages, counted from 0.
     """
 
-    op: Op
+    op: str
     microbatch: int
     version: int
     start: float
@@ -74,14 +74,14 @@ class MemorySample(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum of all of them."""
+        """The bytes of all parts."""
         return sum(self.weights.values()) + self.optimizer + self.gradients + self.residuals + self.other
 
 
 MemoryTimeline = tuple[tuple[MemorySample, ...], ...]
 """The samples of each rank, in order of time: one after each of its computations."""
 
-_CELL = re.compile(r"(FB|FI|F|B|I|W)(\d+)\.(\d+)(?:/(\d+))?(\*?)")
+_CELL = re.compile(r"([A-Z]+)(\d+)\.(\d+)(?:/(\d+))?(\*?)")
 
 
 def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
@@ -107,7 +107,7 @@ def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
 
 
 def format_grid(timeline: Sequence[Sequence[Span]], marked: Iterable[tuple[int, str]] = ()) -> str:
-    """A timeline in whole ticks (see `to_ticks`) as text.
+    """Return a timeline in whole ticks (see `to_ticks`) as text.
 
     Args:
         timeline: the spans of each rank.
@@ -131,13 +131,13 @@ def format_grid(timeline: Sequence[Sequence[Span]], marked: Iterable[tuple[int, 
 
 
 def parse_grid(text: str) -> Timeline:
-    """Read back what `format_grid` wrote (indentation, blank lines and notes behind a row are passed over).
+    """Read the text of `format_grid`; indentation, blank lines and notes behind a row are ignored.
 
     Returns:
         The timeline in ticks.
 
     Raises:
-        InputError: a row that is not one, with its line number.
+        InputError: a row is malformed; the message has its line number.
     """
     rows: list[tuple[Span, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -171,10 +171,10 @@ def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
             spans[-1] = spans[-1]._replace(end=tick + 1)
             continue
         match = _CELL.fullmatch(token)
-        if not match:
+        if match is None or match[1] not in OPS:
             raise InputError(
                 f"grid, line {number}, tick {tick}: expected a cell like F3.1, B3.1*, FB3.1, W3.1/1, '-' or '.', found '{token}'"
             )
         op, microbatch, version, chunk, star = match.groups()
-        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0)))  # type: ignore[arg-type]  # the pattern lets only these ops pass
+        spans.append(Span(op, int(microbatch), int(version), tick, tick + 1, bool(star), chunk=int(chunk or 0)))
     return tuple(spans)

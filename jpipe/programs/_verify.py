@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from jpipe.ops import OPS, Reads
 from jpipe.plan import Plan
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
-    COMPUTATIONS,
-    OP_OF,
     AddShared,
     AllReduce,
-    Computation,
+    Compute,
     Instruction,
     Load,
     Program,
@@ -20,36 +19,35 @@ from jpipe.programs._instructions import (
     SumSquares,
     TakeShared,
     Update,
-    parts,
 )
 from jpipe.programs._walk import Violation
-from jpipe.schedules import SCHEDULES, Compute, Op
+from jpipe.schedules import SCHEDULES, Action
 
 
-def rank_computations(program: Program) -> list[Iterator[Compute]]:
-    """For each rank, replicas counted, the computations of its schedule in the batches of the program."""
+def rank_computations(program: Program) -> list[Iterator[Action]]:
+    """Return for each rank the computations of its schedule in the batches of the program."""
     plan = program.plan
     schedule = SCHEDULES[plan.schedule]
-    return [schedule.computations(plan, p, replica, program.start, program.end) for p, replica in plan.rank_places]
+    return [schedule.computations(plan, p, replica, program.start, program.end) for p, replica in plan.rank_positions]
 
 
 def versions_before(plan: Plan, worker: int, batch: int) -> set[int]:
-    """The weight versions of a worker where the pipeline is empty before `batch`: from the next one that is read to the newest."""
+    """Return the weight versions of a worker where the pipeline is empty before `batch`: from the next to be read to the newest."""
     s, replica = plan.workers[worker]
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
     return set(range(oldest, batch * plan.updates_per_batch(s) + 1))
 
 
 class Verifier:
-    """Checks the instructions of one worker, independently of `lower`.
+    """A check of the instructions of one worker, independent of `lower`.
 
     Args:
-        program: of all workers.
-        number: of the worker.
-        computations: those of its rank, in order; the workers of a rank share this iterator.
+        program: the program of all workers.
+        number: the number of the worker.
+        computations: the computations of its rank, in order; the workers of a rank share this iterator.
     """
 
-    def __init__(self, program: Program, number: int, computations: Iterator[Compute]) -> None:
+    def __init__(self, program: Program, number: int, computations: Iterator[Action]) -> None:
         self._program, self._plan, self._number = program, program.plan, number
         self._schedule = SCHEDULES[self._plan.schedule]
         self._stage, _ = self._plan.workers[number]
@@ -75,7 +73,7 @@ class Verifier:
         _CHECKS[type(i)](self, i)
 
     def check_end(self) -> None:
-        """Check what is left after the last instruction.
+        """Check the state after the last instruction.
 
         Raises:
             Violation: a computation is missing, or buffers or versions are left.
@@ -95,24 +93,18 @@ class Verifier:
     def _load(self, i: Load) -> None:
         self._put(i.data, i.microbatch)
 
-    def _computation(self, i: Computation) -> None:
-        does, k = parts(i), i.microbatch
-        if "F" in does:
-            self._take_inputs(k)
-        elif "I" in does:
-            self._take_residuals(k)
-        else:
-            self._take("stash", k)
-        self._compute(OP_OF[type(i)], i)
-        if does == "F":
-            self._put("residuals", k)
-            self._put("message" if self._last else "output", k)
-        if "I" in does:
-            self._give_gradient(k)
-        if "W" in does:
-            self._accumulate(i)
-        elif "I" in does:
-            self._put("stash", k)
+    def _compute(self, i: Compute) -> None:
+        op, k = OPS[i.op], i.microbatch
+        for kind in self._kinds_read(op.reads):
+            self._take(kind, k)
+        self._check_order_and_version(i)
+        for kind in op.leaves:
+            if kind == "accumulators":
+                self._accumulate(i)
+            elif kind == "output":
+                self._put("message" if self._last else "output", k)
+            elif kind in ("residuals", "stash") or (kind == "gradient" and not self._first):
+                self._put(kind, k)
 
     def _send(self, i: Send) -> None:
         if i.message == "norm":
@@ -192,10 +184,16 @@ class Verifier:
 
     # Rules -------------------------------------------------------------------------------------------------------------
 
-    def _compute(self, op: Op, i: Computation) -> None:
+    def _kinds_read(self, reads: Reads) -> tuple[str, ...]:
+        """Return the kinds of buffers that an op reads and frees."""
+        if reads == "inputs":
+            return ("inputs", "labels") if self._last else ("inputs",)
+        return ("residuals", "message") if reads == "residuals" else ("stash",)
+
+    def _check_order_and_version(self, i: Compute) -> None:
         k = i.microbatch
         expected = next(self._computations, None)
-        if expected != (op, self._stage, k):
+        if expected != (i.op, self._stage, k):
             self._fail(f"{i}: the schedule's next computation is {expected}")
         version = self._schedule.version(self._plan, self._stage, k)
         if i.version != version:
@@ -205,26 +203,18 @@ class Verifier:
         self._check_whole(version, i)
 
     def _check_whole(self, version: int, where: object) -> None:
-        """Whether a version has the weights of all replicas that update some of them."""
+        """Check that a version has the weights of all replicas that update some of them."""
         if missing := self._missing.get(version):
             self._fail(f"{where}: version {version} lacks the weights that workers {sorted(missing)} have updated")
 
     def _updated_with(self, i: Send | Receive) -> int:
-        """The version of which a message has the weights; the worker has updated its own."""
+        """Return the version whose weights a message has; the worker itself has updated its part."""
         version = i.microbatch // self._every + 1
         if version not in self._versions:
             self._fail(f"{i} before version {version} is there, alive are {sorted(self._versions)}")
         return version
 
-    def _take_residuals(self, k: int) -> None:
-        self._take("residuals", k)
-        self._take("message", k)
-
-    def _give_gradient(self, k: int) -> None:
-        if not self._first:
-            self._put("gradient", k)
-
-    def _accumulate(self, i: Computation) -> None:
+    def _accumulate(self, i: Compute) -> None:
         """Count the gradients of a microbatch; those of a whole batch may be set aside until its update."""
         self._accumulated += 1
         expected = self._every // self._replicas
@@ -234,11 +224,6 @@ class Verifier:
             self._accumulated = 0
             self._put("sums", i.microbatch // self._every)
 
-    def _take_inputs(self, k: int) -> None:
-        self._take("inputs", k)
-        if self._last:
-            self._take("labels", k)
-
     def _take_sum(self, batch: int) -> None:
         """Take the gradients of a whole batch, summed over all replicas."""
         if self._sets_aside:
@@ -247,14 +232,14 @@ class Verifier:
             self._fail(f"update {batch} after {self._accumulated} backwards, expected {self._every}")
 
     def _look_at_sum(self, batch: int) -> None:
-        """As `_take_sum`, for a computation that leaves it to the update."""
+        """Check that the gradients of a whole batch are there, and leave them to the update."""
         if self._sets_aside:
             self._put(self._aside_as, self._take(self._aside_as, batch))
         else:
             self._take_sum(batch)
 
     def _take_all_shared(self, k: int) -> None:
-        """Take what an update has of shared gradients: its own, those of all other stages, and all of them added."""
+        """Take the shared gradients of an update: of its stage, of all other stages, and their sums."""
         groups = {group: stages for group, stages in enumerate(self._program.shared) if self._stage in stages}
         if groups:
             self._take("shared", k)
@@ -298,7 +283,7 @@ _RECEIVED = {"activation": "inputs", "gradient": "message", "squares": "later sq
 
 _CHECKS: dict[type, Callable[[Verifier, Any], None]] = {
     Load: Verifier._load,
-    **dict.fromkeys(COMPUTATIONS.values(), Verifier._computation),
+    Compute: Verifier._compute,
     Send: Verifier._send,
     Receive: Verifier._receive,
     AllReduce: Verifier._all_reduce,

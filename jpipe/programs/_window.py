@@ -1,26 +1,26 @@
-"""Some batches cut out of a run where the pipeline is in steady state: step time and bubble, predicted and measured in the same way."""
+"""Windows of a run in steady state: step time and bubble, computed the same way for predictions and measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jpipe.errors import InputError
+from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import Link, Network, StageCost, shared_stages
-from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
-from jpipe.schedules._schedule import PARTS
+from jpipe.programs.lowering import batches_until_full, lower
 
 
 @dataclass(frozen=True)
 class Window:
-    """From the first forward of one batch to that of a later batch: whole periods of the pipeline.
+    """The part of a run from the first forward of one batch to that of a later batch: whole periods of the pipeline.
 
     Attributes:
         timeline: the spans of each rank inside, cut off at both ends; in seconds from the beginning of the window.
         memory: what each rank holds inside, beginning with what it held before.
         seconds: length of the window.
-        batches: how many batches entered the pipeline.
+        batches: the number of batches that entered the pipeline.
         bubble: share of the ranks' time in which they neither compute nor update.
     """
 
@@ -42,7 +42,7 @@ class Window:
 
 
 def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, first: int, batches: int) -> Window:
-    """Cut `batches` batches, from batch `first` on, out of a run of at least one batch more.
+    """Extract `batches` batches, from batch `first` on, from a run of at least one batch more.
 
     Args:
         timeline: of the run, in seconds, microbatches counted as in the run.
@@ -54,16 +54,19 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
     Raises:
         InputError: the run does not hold the entry of batch `first` or of batch `first + batches`.
     """
-    entries: dict[int, float] = {}  # when each microbatch enters the first stage
-    for span in (span for spans in timeline for span in spans if "F" in PARTS[span.op]):
-        entries[span.microbatch] = min(span.start, entries.get(span.microbatch, span.start))
+    entries: dict[int, tuple[float, int, int]] = {}  # when each microbatch enters the first stage, and the rank and index of that span
+    for rank, spans in enumerate(timeline):
+        for index, span in enumerate(spans):
+            if OPS[span.op].begins:
+                entry = span.start, rank, index
+                entries[span.microbatch] = min(entry, entries.get(span.microbatch, entry))
     try:
-        begin, end = (entries[batch * microbatches] for batch in (first, first + batches))
+        (begin, first_rank, first_index), (end, *_) = (entries[batch * microbatches] for batch in (first, first + batches))
     except KeyError as missing:
         raise InputError(
             f"extract_window: expected a run that holds the batches {first} to {first + batches}, found none of microbatch {missing}"
         ) from None
-    rows = tuple(_cut_spans(spans, begin, end) for spans in timeline)
+    rows = tuple(_cut_spans(spans, begin, end, first_index if rank == first_rank else 0) for rank, spans in enumerate(timeline))
     busy = sum(span.end - span.start + span.update_time for spans in rows for span in spans)
     samples = tuple(_cut_samples(row, begin, end) for row in memory)
     return Window(rows, samples, end - begin, batches, 1 - busy / ((end - begin) * len(rows)))
@@ -72,7 +75,7 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
 def predict_window(
     plan: Plan, costs: Sequence[StageCost], first: int, batches: int, *, global_norm: bool = False, link: Link | Network | None = None
 ) -> Window:
-    """The window that `extract_window` would cut out of a run, as simulated: the prediction to hold a measured window against.
+    """Predict the window that `extract_window` extracts from a run, to compare it with the measured one.
 
     Args:
         plan: what runs.
@@ -88,13 +91,20 @@ def predict_window(
     return extract_window(prediction.timeline, prediction.memory, plan.microbatches, first, batches)
 
 
-def _cut_spans(spans: Sequence[Span], begin: float, end: float) -> tuple[Span, ...]:
+def _cut_spans(spans: Sequence[Span], begin: float, end: float, first: int) -> tuple[Span, ...]:
+    """Return the parts of a rank's spans between two times.
+
+    The spans before index `first` have ended at `begin`, apart from updates that start later. The clock alone cannot tell: measured spans
+    may have no length, because a busy machine records the ends of several computations at once.
+    """
     kept = []
-    for span in spans:
+    for index, span in enumerate(spans):
+        is_later = span.update_start > begin if index < first else span.update_end > begin or span.start >= begin
+        if not is_later or span.start >= end:
+            continue
         times = span.start, span.end, span.update_start, span.update_end
         start, stop, update, updated = (min(max(time, begin), end) - begin for time in times)
-        if updated > start:
-            kept.append(span._replace(start=start, end=stop, update_wait=update - stop, update_time=updated - update))
+        kept.append(span._replace(start=start, end=stop, update_wait=update - stop, update_time=updated - update))
     return tuple(kept)
 
 

@@ -14,8 +14,8 @@ from jpipe.model._losses import Loss
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Send
-from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
+from jpipe.programs.lowering import lower_evaluation
 from jpipe.runtime._interpreter import Data, Found, Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
@@ -24,10 +24,14 @@ from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
 from jpipe.runtime.state import Latest, State, WorkerState, fingerprint, model_of
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
-from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, joined_rows, rows_of, told
-from jpipe.stages._compile import CompiledStage, compile_workers, with_metrics, with_outputs
-from jpipe.stages._functions import StageFunctions, check_metrics
+from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of
+from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
+from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._shares import shares_of
+from jpipe.stages.functions._evaluation import check_metrics
+from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._sums import shared_with
+from jpipe.stages.functions._update import average_params, master_params, squares_spec
 
 Tree = Any
 Weights = Literal["newest", "ema"]
@@ -67,7 +71,9 @@ class Executor:
     ) -> None:
         functions, self.specs = buckets[0].functions, [bucket.spec for bucket in buckets]
         if processes is not None:  # a difference would be noticed only when shapes of messages differ, or never
-            processes.agree({"plan": plan.to_json(), "shape of a microbatch": told(self.specs), "model": model_of(functions), **facts})
+            processes.agree(
+                {"plan": plan.to_json(), "shape of a microbatch": describe_shapes(self.specs), "model": model_of(functions), **facts}
+            )
         self.functions, self._buckets = functions, buckets
         self._plan, self._steps, self._places, self._processes = plan, steps, places, processes
         shares = [shares_of(plan, f) for f in functions]
@@ -264,9 +270,9 @@ class Executor:
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             f, (s, _) = stage.functions, self._plan.workers[w]
             if weights == "ema":
-                entries = f.average_params(worker.optimizer, worker.weights.read(worker.weights.newest), f.specs.fresh)
+                entries = average_params(f, worker.optimizer, worker.weights.read(worker.weights.newest), f.specs.fresh)
             elif has_masters:
-                entries = f.master_params(worker.optimizer, worker.weights.read(worker.weights.newest))
+                entries = master_params(f, worker.optimizer, worker.weights.read(worker.weights.newest))
             else:
                 entries = worker.weights.read(version * self._plan.updates_per_batch(s))
             layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in found)  # replicas hold the same
@@ -280,7 +286,7 @@ class Executor:
             number, f = version * self._plan.updates_per_batch(self._plan.workers[w][0]), stage.functions
             is_average = weights == "ema"
             newest = worker.weights.read(worker.weights.newest)
-            params = f.average_params(worker.optimizer, newest, f.specs.params) if is_average else worker.weights.read(number)
+            params = average_params(f, worker.optimizer, newest, f.specs.params) if is_average else worker.weights.read(number)
             found[w] = Latest(params, number)
         return found
 
@@ -339,13 +345,13 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
             case "norm":
                 return Sent(i, bucket, source.norm, to.norm)
             case "squares":
-                squares = source.functions.squares_spec([len(arrays[w].functions.counted) for w, *_ in plan.stage_workers[s:]])
+                squares = squares_spec([len(arrays[w].functions.counted) for w, *_ in plan.stage_workers[s:]])
                 return Sent(i, bucket, source.whole(squares), to.whole(squares))
             case "weights":
                 assert source.share is not None
-                return Sent(i, bucket, source.share.given(source.trained), source.share.given(to.trained))
+                return Sent(i, bucket, source.share.outgoing(source.trained), source.share.outgoing(to.trained))
         gradients = source.accumulators["gradients"], to.accumulators["gradients"]
-        return Sent(i, bucket, *(source.functions.shared_with(other, own) for own in gradients))
+        return Sent(i, bucket, *(shared_with(source.functions, other, own) for own in gradients))
 
     ordered = [i for _, i in sorted(kinds.items())]
     of_shape = [i for i in ordered if i.message in ("activation", "gradient")]

@@ -9,16 +9,11 @@ import numpy as np
 
 from jpipe.meshes._place import crowded_meshes
 from jpipe.model._precision import LossScale
+from jpipe.ops import OPS, Op
 from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Evaluate,
-    Forward,
-    ForwardBackward,
-    ForwardBackwardInput,
+    Compute,
     Instruction,
     Load,
     Program,
@@ -34,7 +29,8 @@ from jpipe.runtime._lanes import PendingTransfer, arrived
 from jpipe.runtime._nan_check import checked, is_on
 from jpipe.runtime._transport import Transport, rows
 from jpipe.runtime.state import Consumed, Microbatch, PendingUpdate, Weights, WorkerState, change
-from jpipe.stages._compile import CompiledStage, update_kind
+from jpipe.stages._compiled_stage import CompiledStage, update_kind
+from jpipe.stages.functions._sums import shared_with
 
 Tree = Any
 
@@ -114,15 +110,7 @@ def run(
             worker = workers.get(instruction.worker)
             if worker is None:
                 continue
-            if type(instruction) is Load:
-                worker.load(instruction, data.pop((instruction.data, instruction.microbatch)))
-            elif type(instruction) is AllReduce:
-                for w, total in worker.all_reduce(instruction).items():
-                    workers[w].take_sum(instruction, total)
-                    workers[w].delete_unused()
-            else:
-                _METHODS[type(instruction)](worker, instruction)
-            worker.delete_unused()
+            _dispatch(instruction, workers, data)
             if worker.takes_turns:
                 worker.settle()
             if observe is not None:
@@ -135,6 +123,20 @@ def run(
             own.delete_state()
         raise
     return {w: worker.held.state() for w, worker in workers.items()}, found
+
+
+def _dispatch(instruction: Instruction, workers: "Mapping[int, _Worker]", data: Data) -> None:
+    """Dispatch one instruction, and delete the arrays that only it still needed."""
+    worker = workers[instruction.worker]
+    if type(instruction) is Load:
+        worker.load(instruction, data.pop((instruction.data, instruction.microbatch)))
+    elif type(instruction) is AllReduce:
+        for w, total in worker.all_reduce(instruction).items():
+            workers[w].take_sum(instruction, total)
+            workers[w].delete_unused()
+    else:
+        _METHODS[type(instruction)](worker, instruction)
+    worker.delete_unused()
 
 
 def read_data(program: Program, workers: Container[int], batches: Mapping[str, Tree], rows_each: int) -> Data:
@@ -305,11 +307,6 @@ class _Worker:
         self.changed_parts.append((self.number, "layer state", 0))
         self.held.layer_state = state
 
-    def inputs(self, k: int) -> tuple[Tree, Tree]:
-        """Return the stage input, waited for if it comes from another process, and at the last stage the labels."""
-        microbatch = self.held.microbatches[k]
-        return arrived(microbatch.inputs), microbatch.labels
-
     @property
     def averages(self) -> bool:
         """Whether replicas average their layer state with each update."""
@@ -318,81 +315,50 @@ class _Worker:
     def load(self, i: Load, data: Tree) -> None:
         self.change_microbatch(i.microbatch + self.microbatch_shift, **{i.data: self.transport.load(i.worker, i.data, data)})
 
-    def forward(self, i: Forward) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        params, before = held.weights.read(i.version + self.version_shift), held.layer_state
-        x, labels, stage = *self.inputs(k), self.of(k)
-        (y, changed, saved), self.done = stage.calls["forward"](params, before, x, labels, self.rng(k))
-        self.change_layer_state(stage.functions.changed.joined(changed, before))
-        residuals = stage.functions.residuals.keep((before, x, labels), (y, held.layer_state)), saved
-        output = {"message" if self.functions.last else "output": y}
-        self.change_microbatch(k, inputs=None, labels=None, residuals=residuals, **output)
+    def compute(self, i: Compute) -> None:
+        """Run an op on what it reads, and keep what it leaves."""
+        op, held = OPS[i.op], self.held
+        if not op.trains:
+            self.evaluate(i)
+            return
+        k, version = i.microbatch + self.microbatch_shift, i.version + self.version_shift
+        params, before, stage = held.weights.read(version), held.layer_state, self.of(k)
+        functions, reads = stage.functions, self.read(op, k)
+        sums = (self.taken_accumulators(params),) if op.finishes else ()
+        scale = (held.scale(version),) if op.parts != "F" else ()
+        results, self.done = stage.calls[op.function](params, *reads, *sums, self.rng(k), *scale)
+        left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
+        fields: dict[str, Tree] = dict.fromkeys(_READ_FIELDS[op.reads])
+        if "state" in left:
+            self.change_layer_state(functions.changed.joined(left["state"], before))
+        if "output" in left:
+            fields["message" if self.functions.last else "output"] = left["output"]
+        if "residuals" in left:
+            fields["residuals"] = functions.residuals.keep(reads, (left["output"], held.layer_state)), left["residuals"]
+        if "stash" in left and op.begins:
+            fields["stash"] = functions.halves.stash_of(reads, held.layer_state, left["stash"])
+        elif "stash" in left:
+            fields["stash"] = functions.halves.late_inputs(*reads), left["stash"]
+        if op.gives_gradient and not self.functions.first:
+            fields["gradient"] = left["gradient"]
+        self.change_microbatch(k, **fields)
+        if op.finishes:
+            held.accumulators = left["accumulators"]
+            self.after_backward(k)
 
-    def backward(self, i: Backward) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        kept, saved, message = self.residuals(k)
-        version = i.version + self.version_shift
-        params = held.weights.read(version)
-        (gradient, held.accumulators), self.done = self.of(k).calls["backward"](
-            params, kept, saved, message, self.taken_accumulators(params), self.rng(k), held.scale(version)
-        )
-        self.change_microbatch(k, residuals=None, message=None, gradient=self.to_send(gradient))
-        self.after_backward(k)
-
-    def forward_backward(self, i: ForwardBackward) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        x, labels = self.inputs(k)
-        version = i.version + self.version_shift
-        params = held.weights.read(version)
-        arguments = params, held.layer_state, x, labels, self.taken_accumulators(params), self.rng(k), held.scale(version)
-        (gradient, held.accumulators, changed), self.done = self.of(k).calls["forward_backward"](*arguments)
-        self.change_layer_state(self.of(k).functions.changed.joined(changed, held.layer_state))
-        self.change_microbatch(k, inputs=None, labels=None, gradient=self.to_send(gradient))
-        self.after_backward(k)
-
-    def backward_input(self, i: BackwardInput) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        (kept, saved, message), stage = self.residuals(k), self.of(k)
-        version = i.version + self.version_shift
-        (gradient, stash), self.done = stage.calls["backward_input"](
-            held.weights.read(version), kept, saved, message, self.rng(k), held.scale(version)
-        )
-        stash = stage.functions.rest(kept, saved, message), stash
-        self.change_microbatch(k, residuals=None, message=None, gradient=self.to_send(gradient), stash=stash)
-
-    def forward_backward_input(self, i: ForwardBackwardInput) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        x, labels, stage = *self.inputs(k), self.of(k)
-        version, before = i.version + self.version_shift, held.layer_state
-        arguments = held.weights.read(version), before, x, labels, self.rng(k), held.scale(version)
-        (gradient, changed, made), self.done = stage.calls["forward_backward_input"](*arguments)
-        self.change_layer_state(stage.functions.changed.joined(changed, before))
-        stash = stage.functions.stash_of((before, x, labels), held.layer_state, made)
-        self.change_microbatch(k, inputs=None, labels=None, gradient=self.to_send(gradient), stash=stash)
-
-    def backward_weight(self, i: BackwardWeight) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        rest, stash = held.microbatches[k].stash
-        version = i.version + self.version_shift
-        params = held.weights.read(version)
-        held.accumulators, self.done = self.of(k).calls["backward_weight"](
-            params, rest, stash, self.taken_accumulators(params), self.rng(k), held.scale(version)
-        )
-        self.change_microbatch(k, stash=None)
-        self.after_backward(k)
-
-    def residuals(self, k: int) -> tuple[Any, Tree, Tree]:
-        """Return (kept arguments and outputs, saved arrays, gradient message) for the backward of a microbatch."""
+    def read(self, op: Op, k: int) -> tuple[Any, ...]:
+        """Return what an op reads: (state, x, labels), (kept arguments and outputs, saved arrays, gradient message) or (rest, stash)."""
         microbatch = self.held.microbatches[k]
-        return *microbatch.residuals, arrived(microbatch.message)
+        if op.reads == "inputs":
+            return self.held.layer_state, arrived(microbatch.inputs), microbatch.labels
+        if op.reads == "residuals":
+            return *microbatch.residuals, arrived(microbatch.message)
+        rest, stash = microbatch.stash
+        return rest, stash
 
     def taken_accumulators(self, params: Tree) -> Tree:
         """The gradient accumulators, new ones if the last were set aside; the computation writes into their memory."""
         return self.held.accumulators if self.held.accumulators is not None else self.calls["zero_accumulators"](params)
-
-    def to_send(self, gradient: Tree) -> Tree:
-        """Return the input gradient if there is a stage to send it to."""
-        return None if self.functions.first else gradient
 
     def after_backward(self, k: int) -> None:
         """Set the accumulators aside if they are complete and wait for their update."""
@@ -465,10 +431,10 @@ class _Worker:
                 tree = held.updates[update].squares
                 self.change_update(update, squares=None)
             case "shared":
-                tree = self.functions.shared_with(self.plan.workers[i.to][0], held.updates[update].shared)
+                tree = shared_with(self.functions, self.plan.workers[i.to][0], held.updates[update].shared)
             case "weights":
                 assert self.compiled.share is not None
-                tree = self.compiled.share.given(self.functions.trained.part(held.weights.read(update + 1)))
+                tree = self.compiled.share.outgoing(self.functions.trained.part(held.weights.read(update + 1)))
             case message:
                 field = "output" if message == "activation" else "gradient"
                 tree, bucket = getattr(held.microbatches[k], field), self.bucket(k)
@@ -554,11 +520,12 @@ class _Worker:
         self.held.weights = self.held.weights.without(version)
         self.held.loss_scales.pop(version, None)
 
-    def evaluate(self, i: Evaluate) -> None:
+    def evaluate(self, i: Compute) -> None:
+        """Run an evaluation; the last stage reports its results."""
         held, k, stage = self.held, i.microbatch, self.of(i.microbatch)
-        x, labels = self.inputs(k)
+        inputs = self.read(OPS[i.op], k)
         rng = (np.uint32(k), held.key) if stage.functions.evaluation_rng[1] is not None else (None, None)
-        y = stage.calls["evaluate"](held.weights.read(i.version), held.layer_state, x, labels, rng)
+        y = stage.calls["evaluate"](held.weights.read(i.version), *inputs, rng)
         if self.takes_turns:
             jax.block_until_ready(y)
         self.change_microbatch(k, inputs=None, labels=None, output=None if self.functions.last else y)
@@ -566,13 +533,11 @@ class _Worker:
             self.found.evaluations[k] = y
 
 
+_READ_FIELDS = {"inputs": ("inputs", "labels"), "residuals": ("residuals", "message"), "stash": ("stash",)}
+"""The fields of a microbatch that an op has used, by what it reads."""
+
 _METHODS: dict[type, Callable[[_Worker, Any], None]] = {
-    Forward: _Worker.forward,
-    Backward: _Worker.backward,
-    ForwardBackward: _Worker.forward_backward,
-    BackwardInput: _Worker.backward_input,
-    BackwardWeight: _Worker.backward_weight,
-    ForwardBackwardInput: _Worker.forward_backward_input,
+    Compute: _Worker.compute,
     Send: _Worker.send,
     Receive: _Worker.receive,
     TakeShared: _Worker.take_shared,
@@ -580,5 +545,4 @@ _METHODS: dict[type, Callable[[_Worker, Any], None]] = {
     SumSquares: _Worker.sum_squares,
     Update: _Worker.update,
     Release: _Worker.release,
-    Evaluate: _Worker.evaluate,
 }

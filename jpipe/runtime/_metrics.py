@@ -13,9 +13,10 @@ import numpy as np
 
 from jpipe.context import without_mesh
 from jpipe.errors import PeerLost
+from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
-from jpipe.programs._instructions import AllReduce, Computation, Program, Update, parts
+from jpipe.programs._instructions import AllReduce, Compute, Program, Update
 from jpipe.runtime._interpreter import Found
 from jpipe.runtime._lanes import arrived
 
@@ -197,7 +198,7 @@ class MetricsExchange:
             if program.plan.replicas[s] > 1:
                 ended = [i.batch // rate for i in own if type(i) is AllReduce and (i.batch + 1) % rate == 0]
             elif program.sets_aside[s]:
-                last = (i.microbatch for i in own if isinstance(i, Computation) and "W" in parts(i))
+                last = (i.microbatch for i in own if type(i) is Compute and OPS[i.op].finishes)
                 ended = [k // every for k in last if (k + 1) % every == 0]
             else:
                 ended = updated

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import shortened
+from jpipe.ops import OPS, Op
 from jpipe.plan import Plan
-from jpipe.stages._compile import CompiledStage
+from jpipe.stages._compiled_stage import CompiledStage
 
 Tree = Any
-
-_RNG = {"forward": 4, "forward_backward": 5, "forward_backward_input": 4, "evaluate": 4}
-"""By name of a call that runs the layers forward, which argument is (microbatch, key)."""
 
 
 def is_on() -> bool:
@@ -59,27 +57,32 @@ class _Checked:
 
     def _visible(self, results: Any) -> Any:
         """The results without what a forward keeps for its backward, where an operation that is masked later may leave anything."""
-        match self.name:
-            case "forward" | "forward_backward_input":
-                return results[0][:2]
-            case "backward_input":
-                return results[0][0]
-        return results
+        if self._op is None or not self._op.trains or len(self._op.leaves) == 1:
+            return results
+        return [result for kind, result in zip(self._op.leaves, results[0], strict=True) if kind not in ("residuals", "stash")]
+
+    @property
+    def _op(self) -> Op | None:
+        """The op that this call computes, if it is one's."""
+        return next((op for op in OPS.values() if op.function == self.name), None)
 
     def _begins(self, arguments: tuple[Any, ...], results: Any, wanted: "Wanted") -> str:
         """Where it begins: the layer, if it is one of this stage."""
-        if self.name in _RNG and (found := self._in_forward(arguments, wanted)):
+        op = self._op
+        if op is not None and op.begins and (found := self._in_forward(op, arguments, wanted)):
             return found
-        sums = results[0][1] if self.name in ("backward", "forward_backward") else results[0] if self.name == "backward_weight" else {}
+        sums: Mapping[str, Any] = {}
+        if op is not None and op.finishes:
+            sums = results[0] if len(op.leaves) == 1 else results[0][op.leaves.index("accumulators")]
         layers = [entry for entry, gradient in sums.get("gradients", {}).items() if _found(gradient, wanted)]
         if layers:
             return f"the last layer with it in its gradients is '{layers[-1]}'"
         return "it begins in its backward" if "backward" in self.name else "it begins there"
 
-    def _in_forward(self, arguments: tuple[Any, ...], wanted: "Wanted") -> str:
+    def _in_forward(self, op: Op, arguments: tuple[Any, ...], wanted: "Wanted") -> str:
         """Run the layers one by one on the same arguments; "" if none of their outputs has it."""
         f, (params, state, x) = self.stage.functions, arguments[:3]
-        number, train = _RNG[self.name], self.name != "evaluate"
+        number, train = 5 if op.finishes else 4, op.trains
         microbatch, key = arguments[number] if number < len(arguments) else (None, None)
         if _found(x, wanted):
             return "its input has it already"

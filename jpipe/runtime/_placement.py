@@ -25,7 +25,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
         InputError: the number of devices does not fit (the message lists workers and devices), they are of different kinds, or a mesh has
             devices of several processes.
     """
-    sizes = [plan.stages[plan.rank_stages[p][0]].devices_each for p, _ in plan.rank_places]
+    sizes = [plan.stages[plan.pipeline_ranks[p][0]].devices_each for p, _ in plan.rank_positions]
     of_ranks = _place_ranks(plan, sizes, devices)
     _check_apart(plan, of_ranks)
     return _one_kind(

@@ -10,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.errors import InputError
-from jpipe.model._optimizer import masters_of
 from jpipe.model._precision import LossScale, wider
+from jpipe.model.layerwise._optimizer import masters_of
+from jpipe.ops import OPS
 from jpipe.plan import Plan
-from jpipe.programs._instructions import Computation, Update, parts
+from jpipe.programs._instructions import Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
 from jpipe.runtime.state import WorkerState, weights_of
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, Share, shardings_of
-from jpipe.stages._compile import CompiledStage
-from jpipe.stages._functions import StageFunctions, floats_of, with_floats
+from jpipe.stages._compiled_stage import CompiledStage
+from jpipe.stages.functions._floats import floats_of, with_floats
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 
@@ -144,7 +146,7 @@ class _Part:
         if self.complete:
             return
         i, state = event.instruction, event.state
-        if isinstance(i, Computation) and "F" in parts(i):
+        if type(i) is Compute and OPS[i.op].begins:
             self._has_begun |= i.microbatch >= self._first
             if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
                 self._state = _copied(state.layer_state)

@@ -15,15 +15,15 @@ import jax
 
 from jpipe.errors import InputError
 from jpipe.meshes._partition import shard_bytes
+from jpipe.ops import OPS, Leaves
 from jpipe.plan import Plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._global_norm import route_of
-from jpipe.programs._instructions import COMPUTATIONS, OP_OF, Computation, SumSquares, Update
+from jpipe.programs._instructions import Compute, SumSquares, Update
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime.state import Microbatch, PendingUpdate, WorkerState
 from jpipe.schedules import SCHEDULES
-from jpipe.schedules._schedule import PARTS
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Tracer:
         w = event.instruction.worker
         watcher = self._watchers[self._plan.rank_of[w]]
         if event.done is not None:
-            assert isinstance(event.instruction, Computation | Update)
+            assert isinstance(event.instruction, _Instruction)
             watcher.watch(event.instruction, event.done, w, event.state)
         elif watcher.is_shared:
             watcher.look(w, event.state)
@@ -85,8 +85,10 @@ class Tracer:
         for watcher in self._watchers:
             if watcher.error is not None:
                 raise watcher.error
-        timeline = _timeline([watcher.computations for watcher in self._watchers], self._plan, self._global_norm)
-        return Trace(timeline, tuple(watcher.memory() for watcher in self._watchers))
+        ranks = [watcher.computations for watcher in self._watchers]
+        waits_for = _waits_for(ranks, self._plan, self._global_norm)
+        ends = _consistent({_key(c.instruction): c.end for row in ranks for c in row}, waits_for)
+        return Trace(_timeline(ranks, self._plan, waits_for, ends), tuple(watcher.memory(ends) for watcher in self._watchers))
 
     def close(self) -> None:
         """Stop measuring when all dispatched computations have ended."""
@@ -118,7 +120,8 @@ def _switch_often(begin: bool) -> None:
         sys.setswitchinterval(_usual_interval)
 
 
-_Instruction = Computation | Update
+_Instruction = Compute | Update
+_Key = tuple[int, str, int]  # worker, op or U, microbatch (of an update: batch)
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class _Watcher:
     def watch(self, instruction: _Instruction, done: jax.Array, worker: int, state: WorkerState) -> None:
         """Note a computation of a worker, and what the rank holds when it is over."""
         self.look(worker, state)
-        sample = _Sample(0.0, dict(self._parts), self._buffers.residuals, self._buffers.other)
+        sample = _Sample(dict(self._parts), self._buffers.residuals, self._buffers.other)
         self._queue.put((instruction, done, time.perf_counter() - self._began, sample))
 
     def stop(self) -> None:
@@ -169,7 +172,7 @@ class _Watcher:
                 end = time.perf_counter() - self._began
                 device = min(done.devices(), key=lambda device: device.id)  # of a mesh the first one
                 self.computations.append(_Computation(instruction, device, dispatched, end))
-                self._samples.append(sample._replace(time=end))
+                self._samples.append(sample)
         except Exception as error:  # `finish` raises it
             self.error = error
 
@@ -190,15 +193,15 @@ class _Watcher:
         self._first_parts.setdefault(worker, self._parts[worker])
         self._buffers.look(worker, state)
 
-    def memory(self) -> tuple[MemorySample, ...]:
+    def memory(self, ends: Mapping[_Key, float]) -> tuple[MemorySample, ...]:
         """What the rank held after each computation; a worker that had not computed yet held what it held at its first instruction."""
         found = []
-        for time_, parts, residuals, buffers in self._samples:
+        for computation, (parts, residuals, buffers) in zip(self.computations, self._samples, strict=True):
             workers = [parts.get(w, first) for w, first in self._first_parts.items()]
             numbers = sorted({version for part in workers for version in part.weights})
             weights = {version: sum(part.weights.get(version, 0) for part in workers) for version in numbers}
             optimizer, accumulators, state = (sum(sizes) for sizes in zip(*(part[1:] for part in workers), strict=True))
-            found.append(MemorySample(time_, weights, optimizer, accumulators, residuals, buffers + state))
+            found.append(MemorySample(ends[_key(computation.instruction)], weights, optimizer, accumulators, residuals, buffers + state))
         return tuple(found)
 
 
@@ -224,7 +227,6 @@ class _Parts(NamedTuple):
 class _Sample(NamedTuple):
     """What a rank holds: the parts of its workers, so far as they are known, and its buffers."""
 
-    time: float
     parts: dict[int, _Parts]
     residuals: int
     buffers: int
@@ -285,17 +287,22 @@ def _on_each_device(leaf: Any) -> int:
     return shard_bytes(leaf) if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else leaf.nbytes
 
 
-_Key = tuple[int, str, int]  # worker, op or U, microbatch (of an update: batch)
-
-
-def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: bool) -> Timeline:
-    """Spans from the ends of the computations and from what each had to wait for."""
-    computations = {_key(c.instruction): c for row in ranks for c in row}
+def _waits_for(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: bool) -> dict[_Key, list[_Key]]:
+    """Return the computations that each one waits for: those of its inputs, and the one before it on its rank."""
+    keys = [[_key(c.instruction) for c in row] for row in ranks]
+    computations = dict.fromkeys(itertools.chain(*keys))
     waits_for = {key: [k for k in _inputs(key, plan, global_norm) if k in computations] for key in computations}
-    for own in ranks:
-        for before, after in itertools.pairwise(own):
-            waits_for[_key(after.instruction)].append(_key(before.instruction))
-    ends = _consistent({key: c.end for key, c in computations.items()}, waits_for)
+    for row in keys:
+        for before, after in itertools.pairwise(row):
+            waits_for[after].append(before)
+    return waits_for
+
+
+def _timeline(
+    ranks: Sequence[Sequence[_Computation]], plan: Plan, waits_for: Mapping[_Key, Sequence[_Key]], ends: Mapping[_Key, float]
+) -> Timeline:
+    """Return the spans of each rank: a computation starts when what it waits for has ended."""
+    computations = {_key(c.instruction): c for row in ranks for c in row}
     rows: list[list[Span]] = [[] for _ in ranks]
     free: dict[jax.Device, float] = {}  # when the previous computation ended
     for key in sorted(computations, key=ends.__getitem__):  # stable: equal times stay in a rank's order
@@ -304,7 +311,7 @@ def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: 
         start = min(max([c.dispatched, free.get(c.device, 0.0), *(ends[k] for k in waits_for[key])]), end)
         free[c.device] = end
         if not isinstance(c.instruction, Update):
-            row.append(Span(OP_OF[type(c.instruction)], c.instruction.microbatch, c.instruction.version, start, end, chunk=chunk))
+            row.append(Span(c.instruction.op, c.instruction.microbatch, c.instruction.version, start, end, chunk=chunk))
         elif (place := max((n for n, span in enumerate(row) if span.chunk == chunk), default=None)) is not None:
             row[place] = row[place]._replace(updates=True, update_time=end - start, update_wait=start - row[place].end)
     return tuple(tuple(row) for row in rows)
@@ -313,19 +320,19 @@ def _timeline(ranks: Sequence[Sequence[_Computation]], plan: Plan, global_norm: 
 def _key(instruction: _Instruction) -> _Key:
     if isinstance(instruction, Update):
         return instruction.worker, "U", instruction.batch
-    return instruction.worker, OP_OF[type(instruction)], instruction.microbatch
+    return instruction.worker, instruction.op, instruction.microbatch
 
 
 def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
     """What may give a computation its input: its neighbour; for an update all replicas, with the global norm those of the first stage."""
     worker, op, k = key
     s = plan.workers[worker][0]
-    match PARTS.get(op, "")[:1]:  # "U" is no op
-        case "F":
-            return [(plan.worker(s - 1, k), "F", k)] if s > 0 else []
-        case "I":
-            return [(plan.worker(s + 1, k), after, k) for after in _ops_with("I")] if s + 1 < plan.depth else []
-        case "W":
+    match OPS[op].reads if op in OPS else "":  # an update is no op
+        case "inputs":
+            return [(plan.worker(s - 1, k), before, k) for before in _ops_leaving("output")] if s > 0 else []
+        case "residuals":
+            return [(plan.worker(s + 1, k), after, k) for after in _ops_leaving("gradient")] if s + 1 < plan.depth else []
+        case "stash":
             return []
         case _:
             end = (k + 1) * plan.microbatches_per_update(s)
@@ -333,11 +340,11 @@ def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
             is_alone = not global_norm or SCHEDULES[plan.schedule].flushes_after(plan, k)
             last = [] if is_alone else [end - 1 + route_of(plan).delay]
             microbatches = [*range(end - plan.replicas[summed], end), *last]
-            return [(plan.worker(summed, j), op, j) for j in microbatches for op in _ops_with("W")]
+            return [(plan.worker(summed, j), op, j) for j in microbatches for op in _ops_leaving("accumulators")]
 
 
-def _ops_with(part: str) -> list[str]:
-    return [op for op, does in PARTS.items() if part in does]
+def _ops_leaving(what: Leaves) -> list[str]:
+    return [name for name, op in OPS.items() if what in op.leaves]
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
@@ -383,7 +390,8 @@ def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None 
 
 
 def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
-    of = {op: _median([span.end - span.start for span in spans if span.op == op]) for op in COMPUTATIONS}
+    pieces = {op.pieces for op in OPS.values()}
+    of = {"".join(those): _median([span.end - span.start for span in spans if OPS[span.op].pieces == those]) for those in pieces}
     update = _median([span.update_time for span in spans if span.updates])
     if of["W"]:
         forward, first = of["F"], of["I"]

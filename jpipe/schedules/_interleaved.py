@@ -1,4 +1,4 @@
-"""Orders of ranks that run several chunks by turns: Megatron's interleaved 1F1B and what is made of it.
+"""Orders of ranks that run several chunks by turns, after Megatron's interleaved 1F1B.
 
 Microbatches come in groups. A rank does the forwards of a group through its first chunk, then through its second one, and so on, then
 those of the next group; the backwards alike, from its last chunk to its first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards it
@@ -10,31 +10,31 @@ Reference: Narayanan et al. 2021, section 2.2.
 import math
 from collections.abc import Iterator, Sequence
 
-from jpipe.schedules._schedule import Compute, Shape, fused, pipeline_in_flight, pipeline_order, split_early
+from jpipe.schedules._schedule import Action, Shape, fused, pipeline_in_flight, pipeline_order, split_early
 
 _AHEAD = 2
 """a without a flush: chunks make transfers more frequent, and with 2 microbatches ahead for each link their latency is hidden."""
 
 
-def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int | None = None) -> list[Compute]:
-    """The order of one batch.
+def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int | None = None) -> list[Action]:
+    """Return the order of one batch.
 
     Args:
         plan: with looped ranks.
-        p: the rank.
+        p: the pipeline rank.
         microbatches: those of one of its replicas, in order.
         ahead: a, as above.
         delay: how many backwards for inputs a backward for weights waits for; None: they are not split.
     """
-    rounds = max(len(microbatches) // len(plan.rank_stages), 1)
+    rounds = max(len(microbatches) // len(plan.pipeline_ranks), 1)
     return fused(plan, _interleaved(plan, p, microbatches, -(-len(microbatches) // rounds), 0, ahead, delay))
 
 
-def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
-    """The order of batches that are not flushed; groups go on where those of earlier batches ended. With one chunk for each rank, 1F1B."""
-    if plan.depth == len(plan.rank_stages):
+def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
+    """Return the order of batches without a flush, with groups of microbatches across batches; with one chunk a rank it is 1F1B."""
+    if plan.depth == len(plan.pipeline_ranks):
         return pipeline_order(plan, p, microbatches)
-    replicas, group = plan.replicas[0], len(plan.rank_stages)
+    replicas, group = plan.replicas[0], len(plan.pipeline_ranks)
     begun = max(microbatches[0] - plan.flush_first * plan.microbatches, 0) // replicas % group
     order = iter(fused(plan, _interleaved(plan, p, microbatches, group, begun, _AHEAD, None)))
     return split_early(plan, order) if plan.split_backward == "early" else order
@@ -42,16 +42,16 @@ def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[
 
 def _interleaved(
     plan: Shape, p: int, microbatches: Sequence[int], group: int, begun: int, ahead: int, delay: int | None
-) -> Iterator[Compute]:
-    """The order where the first group lacks its first `begun` microbatches, and the last one may lack some at its end.
+) -> Iterator[Action]:
+    """Return the order where the first group lacks its first `begun` microbatches, and the last one may lack some at its end.
 
     It is that of whole groups without what is lacking.
     """
-    stages, count = plan.rank_stages[p], len(microbatches)
+    stages, count = plan.pipeline_ranks[p], len(microbatches)
     groups = [range(first, first + group) for first in range(-begun, count, group)]
     forwards = [(s, n) for numbers in groups for s in stages for n in numbers]
     backwards = [(s, n) for numbers in groups for s in reversed(stages) for n in numbers]
-    warm_up = (len(stages) - 1) * group + ahead * (len(plan.rank_stages) - 1 - p)
+    warm_up = (len(stages) - 1) * group + ahead * (len(plan.pipeline_ranks) - 1 - p)
     order = [("F", *visit) for visit in forwards[:warm_up]]
     for i, visit in enumerate(backwards):
         order += [("F", *forward) for forward in forwards[warm_up + i : warm_up + i + 1]]
@@ -60,47 +60,47 @@ def _interleaved(
             order.append(("W", *backwards[i - delay]))
     if delay:
         order += [("W", *visit) for visit in backwards[-delay:]]
-    return (Compute(op, s, microbatches[n]) for op, s, n in order if 0 <= n < count)  # type: ignore[arg-type]  # only these ops
+    return (Action(op, s, microbatches[n]) for op, s, n in order if 0 <= n < count)
 
 
 def endless_done(plan: Shape, s: int, k: int) -> int:
-    """`Schedule.done` of `endless_order`: of how many microbatches a replica of stage s has done the backward before the forward of k.
+    """Return `Schedule.done` of `endless_order`: the backwards that a replica of stage s has done before the forward of k.
 
     The forward of the n-th microbatch, the b-th of group a, is visit i of its rank; backwards i - w - 1 and earlier are done, where w is
     the warm-up. Of these, g in every v g are of stage s.
     """
-    if plan.depth == len(plan.rank_stages):
+    if plan.depth == len(plan.pipeline_ranks):
         return max(k // plan.replicas[s] - pipeline_in_flight(plan, s) + 1, 0)
-    ranks = group = len(plan.rank_stages)
+    ranks = group = len(plan.pipeline_ranks)
     chunks = plan.depth // ranks
     c, p = divmod(s, ranks)
     a, b = divmod(k // plan.replicas[0], group)
     warm_up = (chunks - 1) * group + _AHEAD * (ranks - 1 - p)
     visits = group * (chunks * a + c) + b - warm_up  # backwards of all chunks that the rank has done
-    whole, rest = divmod(visits - group * (chunks - 1 - c), group * chunks)
-    return max(whole * group + min(rest, group), 0)
+    whole, remainder = divmod(visits - group * (chunks - 1 - c), group * chunks)
+    return max(whole * group + min(remainder, group), 0)
 
 
 def endless_in_flight(plan: Shape, s: int) -> int:
-    """`Schedule.in_flight` of `endless_order`."""
-    if plan.depth == len(plan.rank_stages):
+    """Return `Schedule.in_flight` of `endless_order`."""
+    if plan.depth == len(plan.pipeline_ranks):
         return pipeline_in_flight(plan, s)
-    group, replicas = len(plan.rank_stages), plan.replicas[0]
+    group, replicas = len(plan.pipeline_ranks), plan.replicas[0]
     late = range(100 * group, 101 * group)  # all groups are the same once the pipeline is full
     return max(n - endless_done(plan, s, n * replicas) for n in late) + 1
 
 
 def endless_period(plan: Shape) -> int:
-    """`Schedule.period` of `endless_order`: groups may begin in one batch and end in the next."""
-    if plan.depth == len(plan.rank_stages):
+    """Return `Schedule.period` of `endless_order`: groups may begin in one batch and end in the next."""
+    if plan.depth == len(plan.pipeline_ranks):
         return 1
-    own = plan.microbatches // plan.replicas[0]
-    return math.lcm(own, len(plan.rank_stages)) // own
+    microbatches = plan.microbatches // plan.replicas[0]
+    return math.lcm(microbatches, len(plan.pipeline_ranks)) // microbatches
 
 
 def refused_chunks(plan: Shape) -> str:
-    """Why ranks of several chunks cannot run this plan, or ""."""
-    if plan.depth == len(plan.rank_stages):
+    """Return why ranks of several chunks cannot run this plan, or ""."""
+    if plan.depth == len(plan.pipeline_ranks):
         return ""
     if plan.extra_in_flight:
         return f"extra_in_flight is for one stage for each rank, found {plan.extra_in_flight} and several stages on a rank; remove it"
@@ -108,9 +108,9 @@ def refused_chunks(plan: Shape) -> str:
 
 
 def unequal_replicas(plan: Shape) -> str:
-    """Why a schedule that needs as many replicas of each stage cannot run this plan, or ""."""
+    """Return why a schedule that needs the same replicas of each stage cannot run this plan, or ""."""
     if len(set(plan.replicas)) > 1:
-        several = " with several stages on a rank" if plan.depth > len(plan.rank_stages) else ""
+        several = " with several stages on a rank" if plan.depth > len(plan.pipeline_ranks) else ""
         found = f"found replicas {list(plan.replicas)}; give all stages the same number"
         return f"the schedule '{plan.schedule}'{several} needs equally many replicas of each stage, {found}"
     return ""

@@ -1,25 +1,15 @@
-"""What a schedule is: the order in which each rank computes and the weight version each computation reads, as data."""
+"""Schedules as data: the order in which each rank computes, and the weight version that each computation reads."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-Op = Literal["F", "B", "FB", "I", "W", "FI"]
-"""What is computed: a forward (F), a backward (B), or its halves, the backward for inputs (I) and that for weights (W); FB and FI are two
-of them as one program."""
-
-PARTS: Mapping[str, str] = MappingProxyType({"F": "F", "B": "IW", "FB": "FIW", "I": "I", "W": "W", "FI": "FI"})
-"""What each op does of a forward (F), the backward for inputs (I) and that for weights (W): everything else about ops follows from this.
-
-An op with F takes the stage input; one with I gives the input gradient; one with W adds to the gradients of the batch, and with it the
-microbatch is finished. What comes between two parts that are two ops stays in memory from one to the other.
-"""
+from jpipe.ops import OPS
 
 Ranks = tuple[tuple[int, ...], ...]
-"""For each rank the stages that it runs, in order."""
+"""For each pipeline rank (each rank of one pipeline, replicas not counted) the stages that it runs, in order."""
 
 
 @runtime_checkable
@@ -43,7 +33,7 @@ class Shape(Protocol):
     @property
     def flush_first(self) -> int: ...
     @property
-    def rank_stages(self) -> Ranks: ...
+    def pipeline_ranks(self) -> Ranks: ...
     @property
     def order(self) -> tuple[str, ...] | None: ...
     @property
@@ -54,60 +44,62 @@ class Shape(Protocol):
     def __hash__(self) -> int: ...
 
 
-class Compute(NamedTuple):
+class Action(NamedTuple):
     """One entry of an order: what is computed of a microbatch at a stage.
 
     Attributes:
-        op: FB and FI are for the last stage only: there a backward needs only its forward. A stage runs them for all microbatches or
-            for none.
+        op: the name of one of `jpipe.ops.OPS`. FB and FI are for the last stage only: there a backward needs only its forward. A stage runs
+            them for all microbatches or for none.
         stage: counted from 0.
         microbatch: counted from 0, over all batches.
     """
 
-    op: Op
+    op: str
     stage: int
     microbatch: int
 
     @property
     def is_forward(self) -> bool:
         """Whether the microbatch enters the stage."""
-        return "F" in PARTS[self.op]
+        return OPS[self.op].begins
 
     @property
     def gives_gradient(self) -> bool:
-        """Whether the input gradient is there afterwards."""
-        return "I" in PARTS[self.op]
+        """Whether it computes the gradient of the stage input."""
+        return OPS[self.op].gives_gradient
 
     @property
     def finishes(self) -> bool:
-        """Whether the gradients of the weights are there afterwards, and nothing more is to be done at the stage."""
-        return "W" in PARTS[self.op]
+        """Whether it computes the gradients of the weights, after which nothing remains to be done at the stage."""
+        return OPS[self.op].finishes
 
 
 def synchronous_version(plan: Shape, s: int, k: int) -> int:
-    """All microbatches of a batch read the weights of the last update: v = floor(k / m)."""
+    """Return v = floor(k / m): all microbatches of a batch read the weights of the last update."""
     return k // plan.microbatches
 
 
 def one_version(plan: Shape, s: int) -> int:
-    """Only the newest weights."""
+    """Return 1: only the newest weights are alive."""
     return 1
 
 
 def repeats(plan: Shape) -> int:
-    """The order is the same in each batch."""
+    """Return 1: the order is the same in each batch."""
     return 1
 
 
 def no_refusal(plan: Shape) -> str:
-    """Every plan is legal."""
+    """Return "": every plan is legal."""
     return ""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule. In all functions s is a stage, r_s = `plan.replicas[s]`, k a microbatch, m = `plan.microbatches`,
-    d = `plan.depth`; all count from 0. Microbatch k runs forward and backward on replica k mod r_s of each stage.
+    """A pipeline schedule.
+
+    In all functions s is a stage, r_s = `plan.replicas[s]`, k a microbatch, m = `plan.microbatches`, d = `plan.depth`; all count from 0.
+    Microbatch k runs forward and backward on replica k mod r_s of each stage.
 
     The paper, its section and a timeline of each schedule are in the docstring of its module in `jpipe/schedules/`. The defaults suit a
     schedule that flushes. `tests/jpipe/weights/test_schedule_contract.py` checks that the functions of each schedule agree with each other.
@@ -115,7 +107,7 @@ class Schedule:
     Attributes:
         name: its name in plans.
         flushes: whether the pipeline is empty after each batch.
-        order: `(plan, p, microbatches) -> computations`, what one replica of rank p computes, from an empty pipeline to an empty one, for
+        order: `(plan, p, microbatches) -> computations` of one replica of pipeline rank p, from an empty pipeline to an empty one, for
             the given microbatches (in order, at least one): those of one batch if the schedule flushes, of several otherwise. At each
             stage forwards are in the order of the microbatches, and so are backwards, and both halves of them.
         in_flight: `(plan, s) -> n_s`, the largest number of microbatches that a replica of stage s has begun but not finished.
@@ -138,7 +130,7 @@ class Schedule:
 
     name: str
     flushes: bool
-    order: Callable[[Shape, int, Sequence[int]], Iterator[Compute]]
+    order: Callable[[Shape, int, Sequence[int]], Iterator[Action]]
     in_flight: Callable[[Shape, int], int]
     done: Callable[[Shape, int, int], int] = lambda plan, s, k: 0
     period: Callable[[Shape], int] = repeats
@@ -152,7 +144,7 @@ class Schedule:
     data_parallel: bool = False
 
     def version(self, plan: Shape, s: int, k: int) -> int:
-        """The weight version that forward and backward of microbatch k read at stage s; does not decrease with k.
+        """Return the weight version that forward and backward of microbatch k read at stage s; it does not decrease with k.
 
         In the first `plan.flush_first` batches that is the newest. After them the schedule runs as if these weights were fresh.
         """
@@ -163,47 +155,49 @@ class Schedule:
         return batch if batch < first else first + self.formula(plan, s, k - first * plan.microbatches)
 
     def flushes_after(self, plan: Shape, batch: int) -> bool:
-        """Whether the pipeline is empty after a batch."""
+        """Return whether the pipeline is empty after a batch."""
         return self.flushes or batch < plan.flush_first
 
-    def computations(self, plan: Shape, p: int, replica: int, start: int, stop: int) -> Iterator[Compute]:
-        """The computations of one replica of rank p for the batches start .. stop - 1, from an empty pipeline to an empty pipeline.
+    def computations(self, plan: Shape, p: int, replica: int, start: int, stop: int) -> Iterator[Action]:
+        """Yield the computations of one replica of pipeline rank p for batches start .. stop - 1; the pipeline begins and ends empty.
 
         Args:
             plan: the plan.
-            p: the rank, counted without replicas.
+            p: the pipeline rank.
             replica: number of the replica.
             start: the first batch.
             stop: one past the last batch.
         """
-        m, replicas = plan.microbatches, plan.replicas[plan.rank_stages[p][0]]
+        m, replicas = plan.microbatches, plan.replicas[plan.pipeline_ranks[p][0]]
         while start < stop:
             end = start + 1 if self.flushes_after(plan, start) else stop
             yield from self.order(plan, p, range(start * m + replica, end * m, replicas))
             start = end
 
-    def first_op(self, plan: Shape, s: int) -> Op:
-        """What stage s computes first, which tells whether it runs a forward and what follows as one program."""
+    def first_op(self, plan: Shape, s: int) -> str:
+        """Return the first op of stage s, which tells whether it runs forward and backward as one program."""
         return _ops(self, plan)[s][0]
 
     def begins_fused(self, plan: Shape, s: int) -> bool:
-        """Whether stage s runs the forward of a microbatch and all or the first half of its backward as one program."""
-        return PARTS[self.first_op(plan, s)][:2] == "FI"
+        """Return whether stage s runs the forward of a microbatch and all or the first half of its backward as one program."""
+        op = OPS[self.first_op(plan, s)]
+        return op.begins and op.gives_gradient
 
     def fuses(self, plan: Shape, s: int) -> bool:
-        """Whether stage s runs the forward and the whole backward of a microbatch as one program."""
-        return PARTS[self.first_op(plan, s)] == "FIW"
+        """Return whether stage s runs the forward and the whole backward of a microbatch as one program."""
+        op = OPS[self.first_op(plan, s)]
+        return op.begins and op.finishes
 
     def splits(self, plan: Shape, s: int) -> bool:
-        """Whether stage s runs its backwards in two halves."""
-        return "W" in _ops(self, plan)[s]
+        """Return whether stage s runs its backwards in two halves."""
+        return any(OPS[op].reads == "stash" for op in _ops(self, plan)[s])
 
     def refuses(self, plan: Shape) -> str:
-        """Why this schedule cannot run this plan, or ""."""
+        """Return why this schedule cannot run this plan, or ""."""
         return _refused_ranks(self, plan) or self.refusal(plan)
 
     def refuses_chunks(self, chunks: int) -> str:
-        """Why this schedule cannot run so many stages on each rank, with what to use instead, or ""."""
+        """Return why this schedule cannot run `chunks` stages on each rank, with what to use instead, or ""."""
         if self.layout == "straight" and chunks != 1:
             found = f"the schedule '{self.name}' runs one stage on each rank, found {chunks}"
             return f"{found}; leave out chunks_per_rank, or use {_SEVERAL}"
@@ -217,22 +211,22 @@ _SEVERAL = "an interleaved schedule such as 'interleaved_1f1b'"
 
 
 @lru_cache(maxsize=256)
-def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[Op, ...], ...]:
-    """For each stage the ops that it computes in a batch, in the order in which each is first used."""
-    found: list[dict[Op, None]] = [{} for _ in range(plan.depth)]
-    for p in range(len(plan.rank_stages)):
+def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:
+    """Return for each stage the ops of a batch, in the order of their first use."""
+    ops: list[dict[str, None]] = [{} for _ in range(plan.depth)]
+    for p in range(len(plan.pipeline_ranks)):
         for entry in schedule.computations(plan, p, 0, 0, 1):
-            found[entry.stage].setdefault(entry.op)
-    return tuple(map(tuple, found))
+            ops[entry.stage].setdefault(entry.op)
+    return tuple(map(tuple, ops))
 
 
 def arranged(layout: str, stages: int, chunks: int) -> Ranks:
-    """The ranks of a layout: for each of them the stages that it runs.
+    """Return the stages of each rank in a layout.
 
     Args:
         layout: as in `Schedule`; "any" is "looped" here.
         stages: a multiple of the chunks.
-        chunks: how many stages each rank runs.
+        chunks: the number of stages of each rank.
     """
     ranks = stages // chunks
     if layout == "v":
@@ -241,12 +235,12 @@ def arranged(layout: str, stages: int, chunks: int) -> Ranks:
 
 
 def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
-    """Why the schedule cannot use the ranks of a plan, or ""."""
-    found, depth = plan.rank_stages, plan.depth
-    chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(found[0]))
-    if schedule.layout == "any" or (depth % chunks == 0 and found == arranged(schedule.layout, depth, chunks)):
+    """Return why the schedule cannot use the ranks of a plan, or ""."""
+    ranks, depth = plan.pipeline_ranks, plan.depth
+    chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(ranks[0]))
+    if schedule.layout == "any" or (depth % chunks == 0 and ranks == arranged(schedule.layout, depth, chunks)):
         return ""
-    name, shown = f"the schedule '{schedule.name}'", f"found ranks {[list(stages) for stages in found]}"
+    name, shown = f"the schedule '{schedule.name}'", f"found ranks {[list(stages) for stages in ranks]}"
     if schedule.layout == "v" and depth % 2:
         even = f"{depth - 1} or {depth + 1}" if depth > 1 else "2"
         return f"{name} needs two stages on each rank, so an even number of stages, found {depth}; use {even} stages"
@@ -255,16 +249,16 @@ def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
     if schedule.layout == "looped":
         stages = "as many stages on each rank, stage s on rank s mod the number of ranks"
         return f"{name} needs {stages}; {shown}; leave out ranks, or give chunks_per_rank instead"
-    if len(found) < depth:
+    if len(ranks) < depth:
         return f"{name} runs one stage on each rank; {shown}; leave out ranks, or use {_SEVERAL}"
     return f"{name} needs one stage on each rank, in order; {shown}; leave out ranks"
 
 
-def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Compute]]) -> Callable[[Shape, int], int]:
-    """The `in_flight` of a schedule that flushes, counted in its order."""
+def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]]) -> Callable[[Shape, int], int]:
+    """Return the `in_flight` of a schedule that flushes, which counts in its order."""
 
     def in_flight(plan: Shape, s: int) -> int:
-        p = next(p for p, stages in enumerate(plan.rank_stages) if s in stages)
+        p = next(p for p, stages in enumerate(plan.pipeline_ranks) if s in stages)
         begun = most = 0
         for entry in order(plan, p, range(0, plan.microbatches, plan.replicas[s])):
             if entry.stage == s:
@@ -276,10 +270,10 @@ def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Compute]]
     return in_flight
 
 
-def split_early(plan: Shape, order: Iterator[Compute]) -> Iterator[Compute]:
-    """The order with each backward in its two halves, one after the other, so that the input gradient can leave after the first.
+def split_early(plan: Shape, order: Iterator[Action]) -> Iterator[Action]:
+    """Yield the order with each backward split in two halves, so that the input gradient can be sent after the first.
 
-    Stage 0 has no input gradient, and keeps whole backwards.
+    Stage 0 sends no input gradient, and keeps whole backwards.
     """
     for entry in order:
         if entry.stage > 0 and entry.op in ("B", "FB"):
@@ -289,20 +283,23 @@ def split_early(plan: Shape, order: Iterator[Compute]) -> Iterator[Compute]:
             yield entry
 
 
-def fused(plan: Shape, order: Iterable[Compute]) -> list[Compute]:
-    """The order with what always stands side by side as one program: at stage 0, which has no input gradient to send, both halves of a
-    backward; at the last stage a forward and what follows of its backward."""
-    found, last = list(order), plan.depth - 1
+def fused(plan: Shape, order: Iterable[Action]) -> list[Action]:
+    """Fuse computations that always follow each other into one program.
+
+    At stage 0, which sends no input gradient, these are both halves of a backward; at the last stage a forward and the first op of its
+    backward.
+    """
+    result, last = list(order), plan.depth - 1
     for s, first, second, both in ((0, "I", "W", "B"), (last, "F", "B", "FB"), (last, "F", "I", "FI")):
-        pairs = {n for n, (a, b) in enumerate(pairwise(found)) if a == (first, s, b.microbatch) and b == (second, s, a.microbatch)}
-        if pairs and len(pairs) == sum(entry[:2] == (first, s) for entry in found):
-            merged = (entry._replace(op=both) if n in pairs else entry for n, entry in enumerate(found))  # type: ignore[arg-type]
-            found = [entry for n, entry in enumerate(merged) if n - 1 not in pairs]
-    return found
+        pairs = {n for n, (a, b) in enumerate(pairwise(result)) if a == (first, s, b.microbatch) and b == (second, s, a.microbatch)}
+        if pairs and len(pairs) == sum(entry[:2] == (first, s) for entry in result):
+            merged = (entry._replace(op=both) if n in pairs else entry for n, entry in enumerate(result))
+            result = [entry for n, entry in enumerate(merged) if n - 1 not in pairs]
+    return result
 
 
-def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], ahead: int) -> Iterator[Compute]:
-    """1F1B: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards.
+def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], ahead: int) -> Iterator[Action]:
+    """Yield 1F1B: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards.
 
     At the last stage, with one microbatch in flight, each backward follows its forward, and both are one program.
 
@@ -313,24 +310,24 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
         ahead: n_s, at least 1.
     """
     if ahead == 1 and s == plan.depth - 1:
-        yield from (Compute("FB", s, k) for k in microbatches)
+        yield from (Action("FB", s, k) for k in microbatches)
         return
     for n, k in enumerate(microbatches):
         if n >= ahead:
-            yield Compute("B", s, microbatches[n - ahead])
-        yield Compute("F", s, k)
+            yield Action("B", s, microbatches[n - ahead])
+        yield Action("F", s, k)
     for k in microbatches[max(len(microbatches) - ahead, 0) :]:
-        yield Compute("B", s, k)
+        yield Action("B", s, k)
 
 
-def pipeline_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
-    """1F1B with as many microbatches in flight as keep every rank busy."""
+def pipeline_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
+    """Return 1F1B with the number of microbatches in flight that keeps every rank busy."""
     order = one_forward_one_backward(plan, p, microbatches, pipeline_in_flight(plan, p))
     return split_early(plan, order) if plan.split_backward == "early" else order
 
 
 def pipeline_in_flight(plan: Shape, s: int) -> int:
-    """The n_s that keeps every worker busy: 1 at the last stage, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight before it.
+    """Return the n_s that keeps every worker busy: 1 at the last stage, else 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight.
 
     Without replicas and `extra_in_flight` that is d - s. With `plan.noam` it is the NOAM of PipeDream, section 3.2: the workers of
     stage s and of all later stages, divided by r_s and rounded up.
@@ -343,6 +340,6 @@ def _all_in_flight(replicas: tuple[int, ...], extra: int, noam: bool) -> tuple[i
     if noam:
         return tuple(-(-sum(replicas[s:]) // r) for s, r in enumerate(replicas))
     ahead = [1]
-    for after, own in zip(reversed(replicas[1:]), reversed(replicas[:-1]), strict=True):
-        ahead.append(1 + -(-ahead[-1] * after // own) + extra)
+    for after, count in zip(reversed(replicas[1:]), reversed(replicas[:-1]), strict=True):
+        ahead.append(1 + -(-ahead[-1] * after // count) + extra)
     return tuple(reversed(ahead))

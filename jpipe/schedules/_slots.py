@@ -2,33 +2,33 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, cast
 
-from jpipe.schedules._schedule import Compute, Shape, fused
+from jpipe.ops import OPS
+from jpipe.schedules._schedule import Action, Shape, fused
 
-Slot = tuple[Literal["F", "B", "I", "W"], int]
+Slot = tuple[str, int]
 """What a rank computes next, and for which of its chunks."""
 
 
 def in_turn(pattern: str, times: int) -> list[Slot]:
-    """Slots like "F0 I1 W1", op and chunk, so many times over."""
-    return [(cast(Any, name[0]), int(name[1:])) for name in pattern.split()] * max(times, 0)
+    """Return slots like "F0 I1 W1", op and chunk, repeated `times` times."""
+    return [(name[0], int(name[1:])) for name in pattern.split()] * max(times, 0)
 
 
-def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[Slot]) -> Iterator[Compute]:
-    """The order of a rank: each op takes the next microbatch at its chunk; slots for which none is left are passed over.
+def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[Slot]) -> Iterator[Action]:
+    """Return the order of a rank: each op takes the next microbatch at its chunk; slots without one are skipped.
 
     Args:
         plan: the plan.
-        p: the rank.
+        p: the pipeline rank.
         microbatches: those of one of its replicas, in order.
         slots: for as many microbatches, or for more.
     """
-    done, order = Counter[tuple[str, int]](), list[Compute]()
+    done, order = Counter[tuple[str, int]](), list[Action]()
     for op, chunk in slots:
-        halves = "IW" if op == "B" else op
-        n = done[halves[0], chunk]
-        done.update((half, chunk) for half in halves)
+        parts = OPS[op].parts
+        n = done[parts[0], chunk]
+        done.update((part, chunk) for part in parts)
         if n < len(microbatches):
-            order.append(Compute(op, plan.rank_stages[p][chunk], microbatches[n]))
+            order.append(Action(op, plan.pipeline_ranks[p][chunk], microbatches[n]))
     return iter(fused(plan, order))

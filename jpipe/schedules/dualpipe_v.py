@@ -17,13 +17,13 @@ Reference: DeepSeek 2025, github.com/deepseek-ai/DualPipe, DualPipeV; Sea AI Lab
 from collections.abc import Iterator, Sequence
 
 from jpipe.schedules._interleaved import unequal_replicas
-from jpipe.schedules._schedule import Compute, Schedule, Shape, in_flight_of
+from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of
 from jpipe.schedules._slots import Slot, in_turn, numbered
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
-    """Chunk 0 is on the way down, chunk 1 on the way back."""
-    ranks = len(plan.rank_stages)
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
+    """Yield the order of a rank; chunk 0 is on the way down the V, chunk 1 on the way back."""
+    ranks = len(plan.pipeline_ranks)
     before_last = ranks - 1 - p
     split = [1 - n % 2 for n in range(p + 1, 2 * (p + 1))]  # the chunks of the last backwards, by turns
     split += [0] * before_last
@@ -42,7 +42,7 @@ def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute
 
 
 def _refusal(plan: Shape) -> str:
-    ranks, replicas = len(plan.rank_stages), plan.replicas[0]
+    ranks, replicas = len(plan.pipeline_ranks), plan.replicas[0]
     if reason := unequal_replicas(plan):
         return reason
     if plan.microbatches < 2 * ranks * replicas:

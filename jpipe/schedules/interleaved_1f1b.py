@@ -15,10 +15,10 @@ microbatches in flight. Reference: Narayanan et al. 2021, section 2.2.
 from collections.abc import Iterator, Sequence
 
 from jpipe.schedules._interleaved import flushed_order, unequal_replicas
-from jpipe.schedules._schedule import Compute, Schedule, Shape, in_flight_of
+from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     return iter(flushed_order(plan, p, microbatches, 2))
 
 

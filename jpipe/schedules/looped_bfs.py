@@ -15,13 +15,13 @@ Reference: Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism", section 4.
 
 from collections.abc import Iterator, Sequence
 
-from jpipe.schedules._schedule import Compute, Schedule, Shape, fused
+from jpipe.schedules._schedule import Action, Schedule, Shape, fused
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
-    stages = plan.rank_stages[p]
-    forwards = [Compute("F", s, k) for s in stages for k in microbatches]
-    backwards = [Compute("B", s, k) for s in reversed(stages) for k in microbatches]
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
+    stages = plan.pipeline_ranks[p]
+    forwards = [Action("F", s, k) for s in stages for k in microbatches]
+    backwards = [Action("B", s, k) for s in reversed(stages) for k in microbatches]
     return iter(fused(plan, [*forwards, *backwards]))
 
 

@@ -25,9 +25,9 @@ def _refusal(plan: Shape) -> str:
 
 
 def _too_few_microbatches(plan: Shape) -> str:
-    least = _least_straight(plan) if plan.depth == len(plan.rank_stages) else _least_in_chunks(plan)
+    least = _least_straight(plan) if plan.depth == len(plan.pipeline_ranks) else _least_in_chunks(plan)
     if plan.microbatches < least:
-        ranks = "" if plan.depth == len(plan.rank_stages) else f" on {len(plan.rank_stages)} ranks"
+        ranks = "" if plan.depth == len(plan.pipeline_ranks) else f" on {len(plan.pipeline_ranks)} ranks"
         extra = f" with extra_in_flight {plan.extra_in_flight}" if plan.extra_in_flight else ""
         replicated = max(plan.replicas) > 1
         replicas = f" with replicas {list(plan.replicas)}" if replicated else ""
@@ -48,7 +48,7 @@ def _least_straight(plan: Shape) -> int:
 
 def _least_in_chunks(plan: Shape) -> int:
     # The same on p ranks of several stages, by counting in the order: 2 (p - 1), one more for odd p; 2 p for each of several replicas.
-    ranks, replicas = len(plan.rank_stages), plan.replicas[0]
+    ranks, replicas = len(plan.pipeline_ranks), plan.replicas[0]
     return 2 * (ranks - 1) + ranks % 2 if replicas == 1 else 2 * ranks * replicas
 
 

@@ -1,6 +1,7 @@
-"""The functions of all stages of a plan, for batches of any shape."""
+"""The builder of the functions of all stages of a plan, for batches of any shape."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -8,22 +9,26 @@ import numpy as np
 import optax
 
 from jpipe.meshes._partition import partitions
-from jpipe.model._losses import Loss
-from jpipe.model._optimizer import LayerwiseOptimizer, find_layerwise
+from jpipe.model._layer import LayerSpec
+from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED
-from jpipe.plan import Plan
+from jpipe.model.layerwise._find import find_layerwise
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
+from jpipe.plan import Plan, Stage
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of
-from jpipe.stages._functions import StageFunctions, stage_functions
 from jpipe.stages._gradients import check_gradients, with_gradients
+from jpipe.stages.functions._loss import check_loss
+from jpipe.stages.functions._specs import Specs, rng_spec
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 
 
 class StageBuilder:
-    """Makes the functions of each stage, and checks that model, plan, loss and optimizer fit each other and the batch.
+    """A builder of the functions of each stage, which checks that model, plan, loss, optimizer and batch fit each other.
 
     Keeps its last answer: building traces the whole model.
 
@@ -53,7 +58,7 @@ class StageBuilder:
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
 
     def build(self, spec: Batch) -> list[StageFunctions]:
-        """The functions of each stage.
+        """Return the functions of each stage.
 
         Args:
             spec: shapes and dtypes of one microbatch, (inputs, labels).
@@ -94,3 +99,30 @@ class StageBuilder:
         if self._probed is None or self._probed[0] != params:
             self._probed = params, find_layerwise(self._optimizer, params, self._precision.has_masters, self._stack.ties)
         return self._probed[1]
+
+
+def stage_functions(
+    stack: LayerStack,
+    stage: Stage,
+    layers: Mapping[str, LayerSpec],
+    labels: Tree,
+    loss: Loss,
+    optimizer: LayerwiseOptimizer,
+    precision: Precision,
+    **options: Any,
+) -> StageFunctions:
+    """Return the functions of one stage of a model; `options` are further fields of `StageFunctions`.
+
+    Raises:
+        InputError: a loss that does not fit.
+    """
+    first, last = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1]
+    rng = rng_spec() if stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) else (None, None)
+    fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, stage.layers)
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, precision.version_dtype(p.dtype)), fresh)
+    state = {layer_id: layers[layer_id].state for layer_id in stage.layers}
+    specs = Specs(params, state, layers[stage.layers[0]].x, labels if last else None, rng, fresh)
+    options = {"input_gradient": not first, **options}
+    if last:
+        check_loss(loss, "loss", stage.layers[-1], layers[stage.layers[-1]].output, labels)
+    return StageFunctions(stack, stage, first, last, loss, optimizer, specs, precision=precision, **options)

@@ -1,4 +1,4 @@
-"""A stage without a pipeline, for profiles."""
+"""One stage without a pipeline, for profiles."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,15 +10,16 @@ import jax
 from jpipe.meshes._place import Place
 from jpipe.model._layer import LayerSpec
 from jpipe.model._losses import Loss
-from jpipe.model._optimizer import LayerwiseOptimizer
 from jpipe.model._precision import PLAIN, Precision
 from jpipe.model._stack import LayerStack
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Stage
 from jpipe.programs._costs import StageCost
+from jpipe.stages._builder import stage_functions
 from jpipe.stages._bytes import measure_bytes, nbytes
-from jpipe.stages._compile import trace_call
-from jpipe.stages._functions import StageFunctions, stage_functions
+from jpipe.stages._calls import trace_call
 from jpipe.stages._gradients import with_gradients
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 Name = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
@@ -26,7 +27,7 @@ Name = Literal["forward", "backward", "backward_input", "backward_weight", "upda
 
 @dataclass(frozen=True)
 class StandaloneStage:
-    """One stage of a model without a pipeline: the bytes that it would hold in one, and its programs. It allocates nothing.
+    """One stage of a model without a pipeline: its bytes and its programs. It allocates nothing.
 
     A stage with the model's last layer includes the loss. A stage with its first layer computes no gradient for its input, nor does one
     behind frozen parameters only.
@@ -56,8 +57,8 @@ class StandaloneStage:
 
     @property
     def stash_bytes(self) -> int:
-        """What stays from the first half of a backward to the second, exactly."""
-        return nbytes(self._functions.stash_spec)
+        """The bytes held from the first half of a backward to the second."""
+        return nbytes(self._functions.halves.stash_spec)
 
     def trace(self, name: Name, device: jax.Device) -> jax.stages.Traced:
         """Trace one of the programs for a device; `.lower().compile()` gives what a pipeline runs.
@@ -76,16 +77,16 @@ class StandaloneStage:
         return trace_call(self._functions, Place((device,)), "in_place" if name == "update" else name, with_effects=False)
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the backward takes as `kept`, from the (state, x, labels) of its forward and the (y, changed state) that it returned."""
+        """Return the `kept` of a backward, from the (state, x, labels) of its forward and the (y, changed state) that it returned."""
         y, changed = outputs
         return self._functions.residuals.keep(arguments, (y, self._functions.changed.joined(changed, arguments[0])))
 
     def trained(self, params: Tree) -> Tree:
-        """What an update takes of the parameters, and returns."""
+        """Return the part of the parameters that an update takes and returns."""
         return self._functions.trained.part(params)
 
     def updated(self, params: Tree, trained: Tree) -> Tree:
-        """The parameters with what an update has returned."""
+        """Return the parameters with the results of an update."""
         return self._functions.trained.joined(trained, params)
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jpipe._html import size
 from jpipe.errors import InputError, shortened
+from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 
@@ -18,16 +19,8 @@ if TYPE_CHECKING:
 
 # Distinguishable for colour-blind readers, and in grey; in the order of the legend.
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT, _UPDATE, _IDLE = "#0072B2", "#F0A830", "#F2D06B", "#DF6722", "#1A1A1A", "#EFEFEF"
-_NAMES = {
-    _FORWARD: "forward",
-    _BACKWARD: "backward",
-    _INPUT: "backward for inputs",
-    _WEIGHT: "backward for weights",
-    _UPDATE: "update",
-    _IDLE: "idle",
-}
-_COLOURS = {"F": (_FORWARD,), "B": (_BACKWARD,), "I": (_INPUT,), "W": (_WEIGHT,), "FB": (_FORWARD, _BACKWARD), "FI": (_FORWARD, _INPUT)}
-_TURNS = {"FB": 1 / 3, "FI": 1 / 2}  # the share of the forward in a fused computation: it is unknown, and assumed
+_COLOURS = {"F": _FORWARD, "B": _BACKWARD, "I": _INPUT, "W": _WEIGHT}  # of the pieces of an op
+_NAMES = {colour: OPS[piece].label for piece, colour in _COLOURS.items()} | {_UPDATE: "update", _IDLE: "idle"}
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -82,7 +75,7 @@ def draw_timeline(
         axes.set_title(f"{name}: {words}", loc="left", fontsize=9, pad=4)
         _time_axis(axes, lengths, scale)
     panels[-1][0].set_xlabel(f"time ({unit}){_inside(spans, points, versions)}{note}", fontsize=8)
-    used = {colour for span in spans for colour in _COLOURS[span.op]} | ({_UPDATE} if any(span.updates for span in spans) else set())
+    used = {colour for span in spans for colour in _colours(span)} | ({_UPDATE} if any(span.updates for span in spans) else set())
     used |= {_IDLE} if any(_bubble(timeline, lengths[name]) > 0.0005 for name, timeline in timelines.items()) else set()
     _legend(figure, left, {name: [colour] for colour, name in _NAMES.items() if colour in used})
     return figure
@@ -143,22 +136,22 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
         lines: dict[int, list[tuple[float, float]]] = {}
         for span in spans:
             turn = _turn(span)
-            for colour, (start, end) in zip(_COLOURS[span.op], ((span.start, turn), (turn, span.end)), strict=False):
+            for colour, (start, end) in zip(_colours(span), ((span.start, turn), (turn, span.end)), strict=False):
                 boxes[colour].append((start, end - start))
             if span.updates:
                 boxes[_UPDATE].append((span.update_start - _mark(span, points), _mark(span, points) + span.update_time))
             for line in range(span.chunk):
                 lines.setdefault(line, []).append((span.start, span.end - span.start))
-            label, (left, right), ink = _label(span, versions), _room(span, points), "white" if span.op == "F" else "black"
+            label, (left, right), ink = _label(span, versions), _room(span, points), "white" if _colours(span) == [_FORWARD] else "black"
             if _fits(label, (left, right), points):
                 axes.text((left + right) / 2, rank + 0.5, label, size=_INSIDE, color=ink, ha="center", va="center_baseline")
         axes.broken_barh([(0, length)], where, color=_IDLE, linewidth=0)
         usual = points * statistics.median(span.end - span.start for span in spans) if spans else 0.0
         edge = min(0.1 * usual, 0.7) if usual > 4 else 0.0  # thin boxes would be all edge
-        for colour, places in boxes.items():
-            axes.broken_barh(places, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
-        for line, places in lines.items():
-            axes.broken_barh(places, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
+        for colour, intervals in boxes.items():
+            axes.broken_barh(intervals, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
+        for line, intervals in lines.items():
+            axes.broken_barh(intervals, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
     axes.set_ylim(len(timeline), 0)
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.tick_params(axis="x", labelsize=_INSIDE)
@@ -171,20 +164,25 @@ def _bubble(timeline: Timeline, length: float) -> float:
     return max(1 - busy / (length * len(timeline)), 0.0)
 
 
+def _colours(span: Span) -> list[str]:
+    return [_COLOURS[piece] for piece in OPS[span.op].pieces]
+
+
 def _turn(span: Span) -> float:
-    """The end of the first part of a span: of the forward, in a fused computation, otherwise of all."""
-    return span.start + (span.end - span.start) * _TURNS[span.op] if span.op in _TURNS else span.end
+    """Return the end of the first piece of a span, in a fused computation its forward; all parts of an op are drawn equally long."""
+    op = OPS[span.op]
+    return span.start + (span.end - span.start) / len(op.parts) if len(op.pieces) > 1 else span.end
 
 
 def _mark(span: Span, points: float) -> float:
-    """How much of the end of a span to draw as its update, so that an update of no duration is visible."""
+    """Return how much of the end of a span to draw as its update, so that an update of no duration is visible."""
     seen = min(1.2 / points, (span.end - span.start) / 4)
     return max(seen - span.update_time, 0.0) if span.updates else 0.0
 
 
 def _room(span: Span, points: float) -> tuple[float, float]:
-    """Start and end of the space for a label: for a fused computation, in its backward part."""
-    return (_turn(span) if span.op in _TURNS else span.start), span.end - _mark(span, points)
+    """Return start and end of the space for a label; in a fused computation, of its backward."""
+    return (_turn(span) if len(OPS[span.op].pieces) > 1 else span.start), span.end - _mark(span, points)
 
 
 def _label(span: Span, versions: bool) -> str:
@@ -193,7 +191,7 @@ def _label(span: Span, versions: bool) -> str:
 
 
 def _inside(spans: Sequence[Span], points: float, versions: bool) -> str:
-    """The note that explains the labels and lines of these spans."""
+    """Return the note that explains the labels and lines of these spans."""
     chunks = any(span.chunk for span in spans)
     if not any(_fits(_label(span, versions), _room(span, points), points) for span in spans):
         return ";  lines in a box: its chunk" if chunks else ""
@@ -240,7 +238,7 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
 
 
 def _fill(axes: "matplotlib.axes.Axes", times: list[float], bottom: list[int], top: list[int], colour: str) -> None:
-    """An area in steps: each value holds until the next time."""
+    """Fill an area in steps: each value holds until the next time."""
     axes.fill_between(times, [*bottom, bottom[-1]], [*top, top[-1]], step="post", color=colour, linewidth=0)
 
 
@@ -269,7 +267,7 @@ def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale
 
 
 def _names(where: str, count: int, plan: Plan | None, between: str) -> tuple[list[str], str]:
-    """The names of the rows, with their stages and replica where these need to be said, and the note that explains them."""
+    """Return the names of the rows, with stages and replica where ranks have several, and the note that explains them."""
     names = [f"rank {rank}" for rank in range(count)]
     if plan is None:
         return names, ""
@@ -278,7 +276,7 @@ def _names(where: str, count: int, plan: Plan | None, between: str) -> tuple[lis
         raise InputError(
             f"{where}: plan: expected {ranks}, as many as there are rows, found {len(plan.rank_workers)}; give the plan that ran"
         )
-    replicated, chunks = len(plan.workers) > plan.depth, plan.depth > len(plan.rank_stages)
+    replicated, chunks = len(plan.workers) > plan.depth, plan.depth > len(plan.pipeline_ranks)
     if not replicated and not chunks:
         return names, ""
     named = []
@@ -291,7 +289,7 @@ def _names(where: str, count: int, plan: Plan | None, between: str) -> tuple[lis
 def _figure(
     heights: Sequence[float], columns: int, title: str, *, gap: float, sharey: bool, left: float = _LEFT
 ) -> "tuple[matplotlib.figure.Figure, list[list[matplotlib.axes.Axes]]]":
-    """Panels below each other with these heights and gaps, in inches, under a title and space for a legend."""
+    """Return a figure and its panels below each other, with heights and gaps in inches, a title and space for a legend."""
     from matplotlib.figure import Figure
 
     height = sum(heights) + gap * (len(heights) - 1) + _TOP + _BOTTOM
@@ -304,7 +302,7 @@ def _figure(
 
 
 def _legend(figure: "matplotlib.figure.Figure", left: float, entries: Mapping[str, list[str]]) -> None:
-    """Names, each with one or several colours."""
+    """Add a legend of names, each with one or several colours."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 

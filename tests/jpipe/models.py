@@ -28,7 +28,7 @@ def dense(width: int = WIDTH, activation=jnp.tanh) -> Layer:
 
 
 def noisy(rate: float = 0.5, width: int = WIDTH) -> Layer:
-    """A dense layer with dropout."""
+    """Build a dense layer with dropout."""
     inner = dense(width)
 
     def apply(params, state, x, key, train):
@@ -41,7 +41,7 @@ def noisy(rate: float = 0.5, width: int = WIDTH) -> Layer:
 
 
 def tracking(width: int = WIDTH) -> Layer:
-    """A dense layer that subtracts the running mean of its inputs and counts its forwards: both are layer state."""
+    """Build a dense layer that subtracts the running mean of its inputs and counts its forwards: both are layer state."""
     inner = dense(width)
 
     def init(key, x):
@@ -70,14 +70,14 @@ def rich_stack() -> LayerStack:
 
 @functools.cache
 def tied_stack() -> LayerStack:
-    """The rich stack, two layers of which have one matrix."""
+    """Build the rich stack with one matrix shared by two layers."""
     layers = {"track": tracking(), "noise": noisy(), "mix": dense(), "out": tracking()}
     return LayerStack(layers, ties=[Tie(("noise", "w"), ("out", "w"))])
 
 
 @functools.cache
 def wide_stack(tied: bool = False) -> LayerStack:
-    """The rich stack four numbers wide, for meshes: its layers name the logical axes of their parameters."""
+    """Build the rich stack four numbers wide, for meshes: its layers name the logical axes of their parameters."""
     over, back = {"w": ("embed", "mlp"), "b": ("mlp",)}, {"w": ("mlp", "embed")}
     layers = {"track": tracking(4), "noise": noisy(width=4), "mix": dense(4), "out": tracking(4)}
     named = {layer_id: replace(layer, axes=axes) for (layer_id, layer), axes in zip(layers.items(), (over, back, over, back), strict=True)}
@@ -85,7 +85,7 @@ def wide_stack(tied: bool = False) -> LayerStack:
 
 
 def recurrent() -> Layer:
-    """A small recurrent layer over the second dim, with dropout; it gives all its states."""
+    """Build a small recurrent layer over the second dim, with dropout; its outputs are all its states."""
 
     def init(key, x):
         return {name: jax.random.normal(k, (WIDTH, WIDTH), x.dtype) for name, k in zip("wu", jax.random.split(key), strict=True)}, {}
@@ -105,7 +105,7 @@ def recurrent() -> Layer:
 
 
 def mean_of_positions(x):
-    """The mean over the second dim."""
+    """Return the mean over the second dim."""
     return x.mean(1)
 
 
@@ -135,7 +135,7 @@ def masked_squares(y, labels):
 
 
 def close(y, labels):
-    """The share of elements that are within 0.5 of the target, as integers."""
+    """Return the share of elements that are within 0.5 of the target, as integers."""
     return (jnp.abs(y - labels["target"]) < 0.5).sum(), y.size
 
 
@@ -173,7 +173,7 @@ OTHERS = [name for name in SCHEDULES if name not in VARIANTS]
 
 
 def is_legal(**fields) -> bool:
-    """Whether such an even plan exists."""
+    """Return whether such an even plan exists."""
     try:
         Plan.even(**fields)
     except InputError:
@@ -182,7 +182,7 @@ def is_legal(**fields) -> bool:
 
 
 def cut(ids, sizes, *, recompute="none", **fields) -> Plan:
-    """A plan whose stages hold `sizes` layers, one after the other."""
+    """Return a plan whose stages hold `sizes` layers, one after the other."""
     ends = [sum(sizes[: s + 1]) for s in range(len(sizes))]
     assert ends[-1] == len(ids)
     stages = [{"layers": tuple(ids[end - size : end]), "recompute": recompute} for size, end in zip(sizes, ends, strict=True)]
@@ -196,10 +196,10 @@ def momentum() -> optax.GradientTransformation:
 
 
 def copied(tree):
-    """The same values in other arrays, which nobody else will donate."""
+    """Return a copy of all arrays, which nobody else will donate."""
     return jax.tree.map(jnp.copy, tree)
 
 
 def on_first_device(tree):
-    """The same values on one device."""
+    """Return the same values on one device."""
     return jax.device_put(copied(tree), jax.devices()[0])

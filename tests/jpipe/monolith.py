@@ -26,7 +26,7 @@ def train(stack, loss, optimizer, params, state, key, batches, m, read):
 
 @functools.cache
 def compiled(stack, loss, optimizer):
-    """The gradient of a batch and the update."""
+    """Compute the gradient of a batch and the update."""
 
     def mean_loss(shift, trees, state, microbatches, first, key):
         """Of one batch. `shift` is zero and added to whatever each microbatch reads: its gradient is the sum over microbatches."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._functions import norm_of
+from jpipe.stages.functions._update import norm_of
 
 NORM = jax.jit(norm_of)
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")  # all others flush
@@ -49,13 +49,13 @@ def version(plan, s: int, k: int) -> int:
     leader = 0 if plan.vertical_sync else s
     r = plan.replicas[leader]
     late = 1 if r > 1 and not plan.noam else 0
-    done = k // r - in_flight(plan, leader) + 1 if plan.depth == len(plan.rank_stages) else done_interleaved(plan, leader, k // r)
+    done = k // r - in_flight(plan, leader) + 1 if plan.depth == len(plan.pipeline_ranks) else done_interleaved(plan, leader, k // r)
     return max(done - late, 0) * r // every(plan, leader)
 
 
 def done_interleaved(plan, s: int, n: int) -> int:
-    """The backwards that a rank of several chunks has done for stage s before the forward of its n-th microbatch: by doing them all."""
-    ranks = len(plan.rank_stages)
+    """Count the backwards that a rank of several chunks has done for stage s before its n-th forward there, by doing them all."""
+    ranks = len(plan.pipeline_ranks)
     chunks, warm_up = plan.depth // ranks, (plan.depth // ranks - 1) * ranks + 2 * (ranks - 1 - s % ranks)
     forward = backward = done = 0
     while True:
@@ -137,27 +137,27 @@ def forward(f, calls, params, arguments, draw):
 
 
 def updated(trained, calls, params, optimizer, total, norm):
-    """(the next version, the next optimizer state, (mean loss, weight)) of an update."""
+    """Update the weights. Returns (the next version, the next optimizer state, (mean loss, weight))."""
     new, optimizer, _, mean = calls["update"](trained.part(params), optimizer, total, norm)
     return trained.joined(new, params), optimizer, mean
 
 
 def next_scale(dynamic, scale, growing, nonfinite):
-    """(the loss scale after a batch, the number of batches since it last changed)."""
+    """Return the loss scale after a batch, and the number of batches since it last changed."""
     if nonfinite:
         return max(scale * 0.5, 1.0), 0
     return (max(scale * 2.0, 1.0), 0) if growing + 1 == dynamic.growth_every else (scale, growing + 1)
 
 
 def in_halves(f, calls, params, arguments, sums, rest):
-    """A forward and a backward in two halves at the last stage: (gradient message, new state, accumulators)."""
+    """Run a forward and a backward in two halves at the last stage. Returns (gradient message, new state, accumulators)."""
     message, changed, made = calls["forward_backward_input"](params, *arguments, *rest)
     state = f.changed.joined(changed, arguments[0])
-    return message, state, calls["backward_weight"](params, *f.stash_of(arguments, state, made), sums, *rest)
+    return message, state, calls["backward_weight"](params, *f.halves.stash_of(arguments, state, made), sums, *rest)
 
 
 def mean_states(state: list[Any]) -> list[Any]:
-    """The layer state of each replica with the mean over all in place of its own; what is no float stays its own."""
+    """Replace the floats in each replica's layer state by their mean over all replicas."""
 
     def mean(own: Any, *all_: Any) -> Any:
         return sum(all_[1:], all_[0]) * (1 / len(all_)) if jnp.issubdtype(own.dtype, jnp.inexact) else own

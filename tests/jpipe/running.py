@@ -1,5 +1,6 @@
 """Train through a pipeline, or as one function, and compare."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -8,6 +9,8 @@ import numpy as np
 import optax
 
 from jpipe import LayerStack, Pipeline, Plan, State
+from jpipe.stages.functions._sums import add
+from jpipe.stages.functions._update import sum_squares, update
 from tests.jpipe import models, monolith, reference
 
 KEY = 11
@@ -26,7 +29,7 @@ class Trained(NamedTuple):
 
 
 def fresh(pipe: Pipeline, batches) -> State:
-    """A new state, always of the same seed."""
+    """Return a new state, always of the same seed."""
     return pipe.init(jax.random.key(KEY), batches[0])
 
 
@@ -42,12 +45,12 @@ def train(pipe: Pipeline, batches, state: State | None = None) -> Trained:
 
 
 def layer_state(state: State) -> dict[str, Any]:
-    """What forwards carry on, by layer id."""
+    """Return the layer state that forwards pass on, by layer id."""
     return {layer_id: s for worker in state.workers for layer_id, s in worker.layer_state.items()}
 
 
 def train_as_one_function(pipe: Pipeline, batches, state: State | None = None) -> Trained:
-    """The same training without stages: see `monolith`. A state that is given is left as it is."""
+    """Train the same model without stages (see `monolith`), leaving the state passed in unchanged."""
     plan, state, optimizer = pipe.plan, state or fresh(pipe, batches), pipe.optimizer
     if pipe.clip_global_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(pipe.clip_global_norm), optimizer)
@@ -75,7 +78,7 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
     devices = (
         None
         if len(plan.workers) == plan.depth
-        else [jax.devices()[p] for p, stages in enumerate(plan.rank_stages) for _ in range(plan.replicas[stages[0]])]
+        else [jax.devices()[p] for p, stages in enumerate(plan.pipeline_ranks) for _ in range(plan.replicas[stages[0]])]
     )  # replicas share what is compiled
     pipe = Pipeline(stack, plan, models.masked_squares, optimizer or models.momentum(), devices, **options)
     batches = batches or models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
@@ -83,9 +86,11 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
     key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, optimizer, *options.items()
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
         functions = pipe.stage_functions(batches[0])
-        names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight", "update", "sum_squares")
-        add = {"add": jax.jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b))}
-        JITTED[key] = functions, [{name: jax.jit(getattr(f, name)) for name in names} | add for f in functions]
+        names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight")
+        added = jax.jit(add)
+        calls = [{name: jax.jit(getattr(f, name)) for name in names} for f in functions]
+        others = [{"update": jax.jit(partial(update, f)), "sum_squares": jax.jit(partial(sum_squares, f)), "add": added} for f in functions]
+        JITTED[key] = functions, [own | other for own, other in zip(calls, others, strict=True)]
     for drains in (set(), drain_after):
         always = [*drains, REFERENCE_BATCHES - 1] if plan.schedule in reference.ASYNCHRONOUS else range(REFERENCE_BATCHES)
         expected = reference.train(*JITTED[key], plan, models.on_first_device(fresh.workers), batches, set(always))
@@ -117,14 +122,14 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
 
 
 def check_close(found, expected, tolerance: float = 1e-12) -> None:
-    """The same tree of the same shapes and dtypes, with values equal to float64 rounding."""
+    """Check that two trees have equal structure, shapes and dtypes, and values equal up to float64 rounding."""
     found, expected = jax.tree.map(_plain, found), jax.tree.map(_plain, expected)
     chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
     chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def check_equal(found, expected) -> None:
-    """The same tree of the same shapes, dtypes and values."""
+    """Check that two trees have equal structure, shapes, dtypes and values."""
     found, expected = jax.tree.map(_plain, found), jax.tree.map(_plain, expected)
     chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)  # for values bfloat16 is float32 to chex, strict or not
     chex.assert_trees_all_equal(found, expected)

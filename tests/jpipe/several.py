@@ -1,4 +1,4 @@
-"""The program that the tests of several processes run in each of them, and how they start it.
+"""A training program for tests of several processes, and the function that starts it.
 
 `python -m tests.jpipe.several train GROUP ADDRESS COUNT INDEX FILE` trains the cases of a group, one after the other, and writes all that
 it found to FILE; with COUNT 1 all workers are in one process. `endless` trains one case until it is killed; in `differ` the processes
@@ -120,15 +120,15 @@ CASES: dict[str, dict[str, dict]] = {
         "3-1": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": (3, 1)},
     },
 }
-"""In groups that begin with the number of processes they need. Without a placement each worker has a device of its own."""
+"""Cases by group; a group's name begins with the number of its processes. Without a placement each worker has its own device."""
 INLINE = ("2bw", "round_robin", "unlike", "shared optimizer", "lengths")
-"""Those of two processes that are run once more as on GPUs: without threads, transfers called in the order of the program."""
+"""Cases of two processes that run again as on GPUs: without threads, transfers called in the order of the program."""
 BATCHES = 5
 ROOT = Path(__file__).parents[2]
 
 
 def pipeline(fields: dict):
-    """A pipeline over the rich model, and batches for it."""
+    """Build a pipeline over the rich model, and batches for it."""
     from jpipe import Pipeline, Plan, Precision
     from tests.jpipe import models
 
@@ -146,7 +146,7 @@ def pipeline(fields: dict):
 
 
 def train(fields: dict) -> dict[str, np.ndarray]:
-    """Every number that a run makes known, by name: losses, weights, norms, evaluations; parameters of the layers that are here."""
+    """Return every number of a run by name: losses, weights, norms, evaluations, and the parameters of this process's layers."""
     import jax
 
     pipe, batches = pipeline(dict(fields))
@@ -171,7 +171,7 @@ def train(fields: dict) -> dict[str, np.ndarray]:
 
 
 def numbers_of(metrics) -> dict[str, float]:
-    """The numbers of each batch, by name."""
+    """Return the numbers of each batch by name."""
     return {f"{name} {batch}": float(number) for name, numbers in metrics._asdict().items() for batch, number in numbers.items()}
 
 
@@ -186,7 +186,7 @@ def evaluated(pipe, state, batch) -> dict[str, float]:
 
 
 def predicted(pipe, state, batch) -> dict[str, np.ndarray]:
-    """The outputs for all rows but the last: in all processes, and in the first."""
+    """Return the outputs for all rows but the last: in all processes, and in the first."""
     import jax
 
     inputs = jax.tree.map(lambda leaf: leaf[:-1], batch[0])
@@ -197,7 +197,7 @@ def predicted(pipe, state, batch) -> dict[str, np.ndarray]:
 
 
 def refusal() -> str:
-    """What is said of a plan of one worker."""
+    """Return the error message for a plan of one worker."""
     import jax
 
     from jpipe import InputError
@@ -211,7 +211,7 @@ def refusal() -> str:
 
 
 def disagreement() -> str:
-    """What is said where each process has another mesh."""
+    """Return the error message for a different mesh in each process."""
     import jax
 
     from jpipe import InputError
@@ -226,7 +226,7 @@ def disagreement() -> str:
 
 
 def differ(file: str) -> None:
-    """What is said where process 1 passes something else to `init`, and then, from batch 3 on, other batches to `step`."""
+    """Save the error messages when process 1 passes other arguments to `init`, and from batch 3 on other batches to `step`."""
     import jax
 
     from jpipe import InputError
@@ -254,7 +254,7 @@ def differ(file: str) -> None:
 
 
 def save_copies(folder: Path) -> dict[str, np.ndarray]:
-    """Save a run with shared parameters, and once more after one copy has changed: the checkpoints that are there, and what is said."""
+    """Save a run with shared parameters, and again after one copy has changed. Returns the checkpoints and the error message."""
     import jax
 
     from jpipe import checkpoints
@@ -293,7 +293,7 @@ def train_all(group: str, count: int, file: str) -> None:
 
 
 def train_endlessly(file: str) -> None:
-    """Says in FILE when the pipeline is in steady state."""
+    """Train until killed, and write FILE when the pipeline is in steady state."""
     import jax
 
     pipe, batches = pipeline(dict(CASES["2"]["2bw"]))

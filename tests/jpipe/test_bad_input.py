@@ -345,6 +345,10 @@ UNTYPED = {
     ),
     "Plan.from_json(3)": "plan: expected a plan as JSON text, found int",
     "Pipeline({'a': abs}, plan, loss, sgd)": "stack: expected a jpipe.LayerStack, found dict; wrap the layers in LayerStack(…)",
+    "Pipeline(LayerStack({'a': abs}, carries_rows=True), Plan.even('a', 1, 'gpipe', 2, replicas=2), loss, sgd)": (
+        "plan.replicas: expected 1 for each stage of layers that carry a state of each row from batch to batch, found 2; use more stages "
+        "instead, or layers that carry none"
+    ),
     "Pipeline(stack, {}, loss, sgd)": "plan: expected a jpipe.Plan, found dict; make one with Plan.even(stack.ids, …)",
     "Pipeline(stack, plan, 3, sgd)": "loss: expected a function (outputs, labels) -> (sum, weight), found int",
     "Pipeline(stack, plan, loss, sgd, devices=[0, 1])": (
@@ -354,7 +358,7 @@ UNTYPED = {
     "jpipe.simulate(plan)": "simulate: expected a program, found Plan; give jpipe.lower(plan, batches)",
     "jpipe.simulate(jpipe.lower(plan, 1), [1])": "simulate: expected a list of jpipe.programs.StageCost as costs, found [1]",
     "jpipe.simulate(jpipe.lower(plan, 1), None, 3)": (
-        "simulate: expected a jpipe.Link, or a function of two workers that gives one, found 3"
+        "simulate: expected a jpipe.Link, or a function of two ranks that gives one, found 3"
     ),
     "jpipe.lower(stack, 1)": "lower: expected a jpipe.Plan, found LayerStack; make one with Plan.even(…)",
     **{

@@ -227,12 +227,12 @@ def test_ctrl_c_again_after_some_seconds_does_not_wait(pipe, begun, batches, mon
 
 
 def test_an_evaluation_that_is_interrupted_leaves_nothing(pipe, begun, batches, expected, monkeypatch):
-    state, evaluate = models.copied(begun), interpreter._METHODS[interpreter.Evaluate]
+    state, evaluate = models.copied(begun), interpreter._METHODS[interpreter.Compute]
     monkeypatch.setitem(interpreter._METHODS, interpreter.Receive, lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         pipe.evaluate(state, batches[0])
     monkeypatch.undo()
-    assert interpreter._METHODS[interpreter.Evaluate] is evaluate
+    assert interpreter._METHODS[interpreter.Compute] is evaluate
     assert pipe._executor._transport._mailbox == {}
     running.check_equal(outcome(pipe, *trained(pipe, state, batches)), expected)
 

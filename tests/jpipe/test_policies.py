@@ -36,9 +36,10 @@ def test_the_interpreter_knows_no_schedule_by_name():
         "runtime/state/_state",
         "runtime/state/_weights",
         "runtime/state/_in_flight",
+        "stages/_calls",
         "stages/_compile",
-        "stages/_functions",
-        "stages/_residuals",
+        "stages/_compiled_stage",
+        *(f"stages/functions/{path.stem}" for path in (ROOT / "stages" / "functions").glob("*.py")),
     )
     for name in (*interprets, "programs/_instructions"):
         path = ROOT / f"{name}.py"
@@ -65,10 +66,11 @@ def test_modules_of_rooms_are_private_except_the_named_ones():
     public = {str(path.relative_to(ROOT)) for path in FILES if not path.name.startswith("_")}
     files = [f"schedules/{name}.py" for name in jpipe.schedules.SCHEDULES]
     schedules = {file if (ROOT / file).exists() else file.replace("schedules/", "schedules/zero_bubble/") for file in files}
-    checkpoints = {f"checkpoints/{name}.py" for name in ("files", "records", "orbax_item", "zstd_frames")}
+    checkpoints = {f"checkpoints/{name}.py" for name in ("files", "folders", "managers", "records", "orbax_item")}
     assert (
         public
         == {
+            "ops.py",
             "pipeline.py",
             "errors.py",
             "files.py",
@@ -144,7 +146,7 @@ def test_a_changed_copy_of_data_keeps_nothing_that_was_computed_from_the_old_fie
     }
     assert caching == {jpipe.Plan}
     plan = jpipe.Plan.even("abcd", 2, "gpipe", 2)
-    assert (plan.replicas, len(plan.workers), plan.rank_of, plan.rank_stages) == ((1, 1), 2, (0, 1), ((0,), (1,)))
+    assert (plan.replicas, len(plan.workers), plan.rank_of, plan.pipeline_ranks) == ((1, 1), 2, (0, 1), ((0,), (1,)))
     changed = plan.model_copy(update={"stages": (plan.stages[0].model_copy(update={"replicas": 2}), plan.stages[1])})
     assert vars(changed).keys() == jpipe.Plan.model_fields.keys()
     assert (changed.replicas, len(changed.workers), changed.rank_of) == ((2, 1), 3, (0, 1, 2))

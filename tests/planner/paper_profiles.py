@@ -16,7 +16,7 @@ def read(name):
 
 
 def topology(name):
-    """A topology of `configs/topologies`."""
+    """Read a topology of `configs/topologies`."""
     return Topology.from_yaml((Path("configs/topologies") / f"{name}.yaml").read_text(encoding="utf-8"))
 
 

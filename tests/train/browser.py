@@ -37,7 +37,7 @@ addEventListener("load", () => {
 
 
 def inspect(page: Path, width: int = 1200) -> dict[str, Any]:
-    """What a browser of this width makes of a page: `images` (loaded?, pixels), `text`, `requests`, `needs_width`."""
+    """Return what a browser of this width shows of a page: `images` (loaded?, pixels), `text`, `requests`, `needs_width`."""
     around = page.with_name(f"around-{page.name}")
     around.write_text(INSPECTOR.replace("PAGE", page.name).replace("WIDTH", str(width)))
     try:
@@ -69,7 +69,7 @@ def run(page: Path, *arguments: str) -> str:
 
 
 def executable() -> str:
-    """The browser; without one the test is skipped, or fails where it has to run."""
+    """Return the browser; without one the test is skipped, or fails where a browser is required."""
     for name in NAMES:
         if found := shutil.which(name):
             return found
@@ -81,7 +81,7 @@ def executable() -> str:
 
 @contextmanager
 def listener() -> Iterator[tuple[str, list[str]]]:
-    """A server on this machine: its address, and the paths that were asked for."""
+    """Start a server on this machine. Yields its address and the list of requested paths."""
     paths: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A text to learn from, and a config so small that a run takes a second or two."""
+"""Fixtures of training tests: a text to learn from, and a config so small that a run takes a second or two."""
 
 import signal
 
@@ -10,7 +10,7 @@ SENTENCE = b"the quick brown fox jumps over the lazy dog; "
 
 @pytest.fixture
 def text(tmp_path):
-    """A file of a few thousand bytes."""
+    """Write a text file of a few thousand bytes."""
     path = tmp_path / "text.txt"
     path.write_bytes(SENTENCE * 100)
     return path
@@ -18,7 +18,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def tiny(text, tmp_path) -> dict:
-    """A valid config as plain data: three layers, two stages."""
+    """Return a valid config as plain data: three layers, two stages."""
     return {
         "run": {"dir": str(tmp_path / "run")},
         "data": {"path": str(text), "validation_fraction": 0.2},
@@ -32,7 +32,7 @@ def tiny(text, tmp_path) -> dict:
 
 @pytest.fixture
 def interruptible():
-    """Python's own handler of Ctrl-C, which tests started in the background lack."""
+    """Install Python's own handler of Ctrl-C, which tests started in the background lack."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # put back
@@ -40,5 +40,5 @@ def interruptible():
 
 
 def changed(data: dict, **sections) -> Config:
-    """The config `data` with some keys of some sections replaced: `changed(tiny, train={"steps": 1})`."""
+    """Return the config `data` with some keys of some sections replaced: `changed(tiny, train={"steps": 1})`."""
     return Config.model_validate(data | {name: data.get(name, {}) | keys for name, keys in sections.items()})

@@ -69,7 +69,7 @@ def test_bash_completes_commands_options_and_values(capsys):
     assert "jpipe completion bash > " in DOCUMENT.read_text()
     assert cli.main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
-    assert completions(script, "jpipe", "tr") == {"train", "translate"}
+    assert completions(script, "jpipe", "tr") == {"train"}
     assert completions(script, "jpipe", "data", "") >= set(commands.names("data"))
     assert completions(script, "jpipe", "train", "--resume", "") == {"auto", "must", "never"}
 
@@ -77,7 +77,7 @@ def test_bash_completes_commands_options_and_values(capsys):
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_have_a_script_too(shell, capsys):
     assert cli.main(["completion", shell]) == 0
-    assert "translate" in capsys.readouterr().out
+    assert "simulate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", ["--tyro-print-completion", "--tyro-print-completion x", "--tyro_write-completion bash /no/such"])

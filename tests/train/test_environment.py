@@ -26,7 +26,7 @@ def test_a_variable_that_jax_refuses_is_named_in_one_line(name, value):
 
 
 def test_an_error_of_another_kind_is_not_taken_for_one_of_jaxs_variables():
-    assert cli._refused_by_jax(ValueError("JAX_ENABLE_X64")) is None
+    assert cli._invalid_jax_setting(ValueError("JAX_ENABLE_X64")) is None
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """What comes with an installed jpipe: its configs and examples."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,15 +27,29 @@ def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeyp
     own = tmp_path / "examples" / "mlp.py"
     own.write_text("mine")
     assert main(["configs", "copy"]) == 2
-    refusal = "'examples/mlp.py' is there and differs; nothing was copied; copy to another folder with --to, or add --overwrite"
+    refusal = "'examples/mlp.py' exists and differs; nothing was copied; copy to another folder with --to, or add --overwrite"
     assert capsys.readouterr() == ("", f"jpipe: configs copy: {refusal}\n")
     assert own.read_text() == "mine"
     assert not (tmp_path / "configs").exists()
     assert main(["configs", "copy", "--overwrite"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "overwritten: examples/mlp.py" in said
-    assert said[-1].startswith("there already: 2 of ")
+    assert said[-1].startswith("already up to date: 2 of ")
     assert all((tmp_path / name).read_bytes() == file.read_bytes() for name, file in shipped_configs.shipped().items())
+
+
+@pytest.mark.parametrize(("name", "code"), [("gnmt-8-small", "examples/papers"), ("bert-small", "examples/papers"), ("gpt-small", None)])
+def test_with_a_config_comes_the_code_that_it_names(name, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["configs", "copy", name]) == 0
+    copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    wanted = {file for file in shipped_configs.shipped() if code and file.startswith(code) and file.endswith(".py")}
+    assert copied == {f"configs/papers/{name}.yaml", *wanted, *(["examples/__init__.py"] if code else [])}
+    if code is not None:
+        program = (
+            "import pathlib, examples.papers.translate as t; assert pathlib.Path(t.__file__).is_relative_to(pathlib.Path.cwd().resolve())"
+        )
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The entry point of `jpipe`: exit codes 0 done or saved, 1 failed, 2 bad input, 130 interrupted. Commands: `jpipe_train.commands`."""
+"""The entry point of `jpipe`. Exit codes: 0 done or saved, 1 failed, 2 bad input, 130 interrupted."""
 
 import importlib.util
 import io
@@ -15,31 +15,31 @@ from jpipe_train.console.terminal import fail, first_line, printable
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (by default the process's own) and return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an encoding without "→" is no reason to stop
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    trains = given[:1] in (["train"], ["launch"])
-    with signals.as_usual_in_process_1(), output.steady(ends=not trains), interrupt.watched():
+        sys.stdout.reconfigure(errors="replace")  # the encoding may have no "→"
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    trains = words[:1] in (["train"], ["launch"])
+    with signals.default_in_process_1(), output.steady(ends=not trains), interrupt.watched():
         if (shadow := _shadow_of_jpipe()) is not None:
             kind = "file" if shadow.suffix else "folder"
             return fail(f"'{shadow}' is imported in place of the package jpipe; rename this {kind}, or start in another folder", 2)
-        if given == ["--version"]:
+        if words == ["--version"]:
             from jpipe import __version__  # which imports no JAX
 
             print(f"jpipe {__version__}")
             return 0
         try:
             os.getcwd()
-        except OSError as error:  # most of Python fails there
+        except OSError as error:  # much of Python fails in a deleted folder
             return fail(f"the current folder cannot be used: {error.strerror}; change to another one (cd), and try again", 2)
         try:
             with interrupt.importing():
                 from jpipe_train import commands
             return commands.run(arguments)
         except BaseException as error:
-            if (words := interrupt.words(error)) is not None:
-                print(words)
+            if (message := interrupt.words(error)) is not None:
+                print(message)
                 return 130
-            if (problem := _refused_by_jax(error)) is not None:
+            if (problem := _invalid_jax_setting(error)) is not None:
                 return fail(problem, 2)
             raise
 
@@ -52,14 +52,14 @@ def _shadow_of_jpipe() -> Path | None:
     return Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
 
 
-def _refused_by_jax(error: BaseException) -> str | None:
-    """Why JAX cannot be imported, if the value of an environment variable is the reason."""
+def _invalid_jax_setting(error: BaseException) -> str | None:
+    """Return why JAX cannot be imported, if an environment variable has an invalid value, or None."""
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
     if not isinstance(error, TypeError | ValueError) or not any(file.endswith("/jax/_src/config.py") for file in files):
         return None
     names = [name for name in os.environ if name.startswith("JAX_") and name.lower() in str(error).lower()]
-    which = f"{names[0]}={os.environ[names[0]]!a}" if names else "one of the variables JAX_…"
-    return f"JAX does not accept {which}: {printable(first_line(error))}; correct or unset the variable"
+    setting = f"{names[0]}={os.environ[names[0]]!a}" if names else "one of the variables JAX_…"
+    return f"JAX does not accept {setting}: {printable(first_line(error))}; correct or unset the variable"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from jpipe.meshes._place import Place
 from jpipe.model._layer import describe
 from jpipe.plan import Plan
 from jpipe.stages._batch import Batch
-from jpipe.stages._functions import StageFunctions
+from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
 Fingerprint = tuple[tuple[str, str], ...]

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from jpipe.schedules._schedule import Compute, Shape, fused, one_forward_one_backward
+from jpipe.schedules._schedule import Action, Shape, fused, one_forward_one_backward
 
 
-def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int) -> Iterator[Compute]:
-    """1F1B where the backward for weights of a microbatch comes `delay` microbatches after that for inputs.
+def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int) -> Iterator[Action]:
+    """Return 1F1B where the backward for weights of a microbatch comes `delay` microbatches after that for inputs.
 
     Args:
         plan: with one stage for each rank.
@@ -15,11 +15,11 @@ def delayed_weights(plan: Shape, p: int, microbatches: Sequence[int], ahead: int
         ahead: n_s, at least 1.
         delay: in microbatches.
     """
-    order, weights = list[Compute](), iter(microbatches)
+    order, weights = list[Action](), iter(microbatches)
     for entry in one_forward_one_backward(plan, p, microbatches, ahead):
-        order += [Compute("F", p, entry.microbatch)] if entry.is_forward else []
+        order += [Action("F", p, entry.microbatch)] if entry.is_forward else []
         if entry.gives_gradient:
-            order.append(Compute("I", p, entry.microbatch))
+            order.append(Action("I", p, entry.microbatch))
             delay -= 1
-            order += [Compute("W", p, next(weights))] if delay < 0 else []
-    return iter(fused(plan, [*order, *(Compute("W", p, k) for k in weights)]))
+            order += [Action("W", p, next(weights))] if delay < 0 else []
+    return iter(fused(plan, [*order, *(Action("W", p, k) for k in weights)]))

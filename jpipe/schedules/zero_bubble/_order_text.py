@@ -1,4 +1,4 @@
-"""Orders as data: for each rank a text such as "F0.0 F0.1 B0.0 B0.1"; how it is read, and what is wrong with it."""
+"""Orders as text, such as "F0.0 F0.1 B0.0 B0.1" for each rank: reading and checking them."""
 
 import re
 from collections import Counter
@@ -6,26 +6,27 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from jpipe.schedules._schedule import PARTS, Compute, Ranks, Shape
+from jpipe.ops import OPS
+from jpipe.schedules._schedule import Action, Ranks, Shape
 
-_ENTRY = re.compile(r"(FB|FI|F|B|I|W)(\d{1,4})\.(\d{1,9})", re.ASCII)
-_NAMES = {"F": "forward", "I": "backward for inputs", "W": "backward for weights"}
+_ENTRY = re.compile(r"([A-Z]+)(\d{1,4})\.(\d{1,9})", re.ASCII)
+_PARTS = "FIW"  # each is an op of its own
 
 
-def as_text(order: Iterable[Compute]) -> str:
-    """What `read_order` reads as this order of one rank."""
+def as_text(order: Iterable[Action]) -> str:
+    """Return the order of one rank as the text that `read_order` reads."""
     return " ".join(f"{op}{s}.{k}" for op, s, k in order)
 
 
 class Read(NamedTuple):
-    """An order, or what is wrong with it.
+    """An order that was read, or the reason why it is wrong.
 
     Attributes:
         ranks: for each rank its computations, with the microbatches of one replica counted from 0.
-        refusal: what is wrong, or "".
+        refusal: the reason, or "".
     """
 
-    ranks: tuple[tuple[Compute, ...], ...]
+    ranks: tuple[tuple[Action, ...], ...]
     refusal: str
 
 
@@ -34,30 +35,32 @@ class _WrongOrder(Exception):
 
 
 def read_order(plan: Shape) -> Read:
-    """The order of a plan that has one."""
+    """Read the order of a plan that has one."""
     assert plan.order is not None
-    own = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.rank_stages)
-    return _read(plan.order, plan.rank_stages, own, plan.order_limit)
+    microbatches_of_ranks = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.pipeline_ranks)
+    return _read(plan.order, plan.pipeline_ranks, microbatches_of_ranks, plan.order_limit)
 
 
 @lru_cache(maxsize=16)  # plans ask for it at each step
-def _read(order: tuple[str, ...], ranks: Ranks, own: tuple[int, ...], limit: int | None) -> Read:
+def _read(order: tuple[str, ...], ranks: Ranks, microbatches: tuple[int, ...], limit: int | None) -> Read:
     if len(order) != len(ranks):
         change = "add those of the other ranks" if len(order) < len(ranks) else f"remove those after the first {len(ranks)}"
         return Read((), f"order: expected one text for each of {len(ranks)} ranks, found {len(order)}; {change}")
     last = max(s for stages in ranks for s in stages)
     try:
-        read = [_Checks(p, stages, own[p], last, limit).read(text) for p, (text, stages) in enumerate(zip(order, ranks, strict=True))]
+        read = [
+            _Checks(p, stages, microbatches[p], last, limit).read(text) for p, (text, stages) in enumerate(zip(order, ranks, strict=True))
+        ]
     except _WrongOrder as error:
         return Read((), str(error))
     return Read(tuple(read), "")
 
 
 class _Checks:
-    """Reads and checks the text of one rank.
+    """Reader and checker of the text of one rank.
 
     Args:
-        p: the rank.
+        p: the pipeline rank.
         stages: that it runs.
         microbatches: their number, for one replica.
         last: the last stage of all.
@@ -67,67 +70,71 @@ class _Checks:
     def __init__(self, p: int, stages: tuple[int, ...], microbatches: int, last: int, limit: int | None) -> None:
         self.p, self.stages, self.microbatches, self.last, self.limit = p, stages, microbatches, last, limit
         self.done = Counter[tuple[str, int]]()  # by part and stage
-        self.held = 0
+        self.in_flight = 0
         self.last_forward = ""  # the op that does the forwards of the last stage
 
-    def read(self, text: str) -> tuple[Compute, ...]:
-        """The computations in a text.
+    def read(self, text: str) -> tuple[Action, ...]:
+        """Return the computations in a text.
 
         Raises:
-            _WrongOrder: an entry that is none, or that cannot stand there, or one that is missing.
+            _WrongOrder: an entry is malformed, out of place or missing.
         """
-        order = list[Compute]()
+        order = list[Action]()
         for n, token in enumerate(text.split()):
             order.append(self._entry(f"order.{self.p}: entry {n}", token))
         for s in self.stages:
-            for part, name in _NAMES.items():
-                if (found := self.done[part, s]) < self.microbatches:
-                    missing = f"stage {s} lacks the {name} of microbatch {found}" + (
-                        f" and {rest} more" if (rest := self.microbatches - found - 1) else ""
+            for part in _PARTS:
+                if (done := self.done[part, s]) < self.microbatches:
+                    missing = f"stage {s} lacks the {OPS[part].label} of microbatch {done}" + (
+                        f" and {remaining} more" if (remaining := self.microbatches - done - 1) else ""
                     )
-                    change = f"add {'B' if part == 'I' else part}{s}.{found}" + (" and so on" if rest else "")
+                    change = f"add {'B' if part == 'I' else part}{s}.{done}" + (" and so on" if remaining else "")
                     expected = f"expected microbatches 0 to {self.microbatches - 1}; {change}"
                     raise _WrongOrder(f"order.{self.p}: after {len(order)} entries {missing}; {expected}")
         return tuple(order)
 
-    def _entry(self, where: str, token: str) -> Compute:
-        if (match := _ENTRY.fullmatch(token)) is None:
-            what = "expected an op (F, B, I, W, FB or FI), a stage and a microbatch, such as F0.3"
+    def _entry(self, where: str, token: str) -> Action:
+        names = [op.name for op in OPS.values() if op.trains]
+        if (match := _ENTRY.fullmatch(token)) is None or match[1] not in names:
+            what = f"expected an op ({', '.join(names)}), a stage and a microbatch, such as F0.3"
             raise _WrongOrder(f"{where}: {what}, found {token[:40]!r}")
         op, s, k = match[1], int(match[2]), int(match[3])
         where = f"{where}, {token}"
         if s not in self.stages:
             raise _WrongOrder(f"{where}: expected one of the stages {list(self.stages)} of rank {self.p}, found stage {s}")
-        if "F" in op:
+        if OPS[op].begins:
             self._check_forward(where, op, s)
         self._check_place(where, op, s, k)
-        self.done.update((part, s) for part in PARTS[op])
-        self.held += op[0] == "F"
-        if self.limit is not None and self.held > self.limit:
-            over = self.held - self.limit
-            holds = f"with it rank {self.p} holds {self.held} microbatches, {over} more than order_limit {self.limit}"
+        self.done.update((part, s) for part in OPS[op].parts)
+        self.in_flight += OPS[op].begins
+        if self.limit is not None and self.in_flight > self.limit:
+            over = self.in_flight - self.limit
+            holds = f"with it rank {self.p} holds {self.in_flight} microbatches, {over} more than order_limit {self.limit}"
             raise _WrongOrder(f"{where}: {holds}; move backwards for weights before it, or raise order_limit")
-        self.held -= "W" in PARTS[op]
-        return Compute(op, s, k)  # type: ignore[arg-type]  # the pattern lets only these ops pass
+        self.in_flight -= OPS[op].finishes
+        return Action(op, s, k)
 
     def _check_forward(self, where: str, op: str, s: int) -> None:
-        """Refuse programs of a forward and more at stages that cannot have them, or have other ones."""
-        if s < self.last and op != "F":
+        """Check that only the last stage fuses forward and backward, and the same way for all microbatches."""
+        if s < self.last and OPS[op].parts != "F":
             raise _WrongOrder(f"{where}: {op} is for the last stage, {self.last}, which has no other to wait for; use F")
         if s == self.last and (self.last_forward or op) != op:
             raise _WrongOrder(f"{where}: expected {self.last_forward}, as for the microbatches before it at stage {s}, found {op}")
         self.last_forward = op if s == self.last else self.last_forward
 
     def _check_place(self, where: str, op: str, s: int, k: int) -> None:
-        """Refuse microbatches out of order, and what comes before that which it needs."""
-        for part in PARTS[op]:
-            found = self.done[part, s]
-            if found == self.microbatches:
-                raise _WrongOrder(f"{where}: stage {s} has had the {_NAMES[part]} of all {found} microbatches; remove it")
-            if k != found:
-                raise _WrongOrder(f"{where}: expected microbatch {found} as the next {_NAMES[part]} of stage {s}, found microbatch {k}")
-        for part, needs in (("I", "F"), ("W", "I")):
-            if part in PARTS[op] and needs not in PARTS[op] and self.done[needs, s] <= k:
+        """Check that microbatches are in order, and that each computation comes after what it needs."""
+        parts = OPS[op].parts
+        for part in parts:
+            expected = self.done[part, s]
+            if expected == self.microbatches:
+                raise _WrongOrder(f"{where}: stage {s} has had the {OPS[part].label} of all {expected} microbatches; remove it")
+            if k != expected:
                 raise _WrongOrder(
-                    f"{where}: expected the {_NAMES[needs]} of microbatch {k} at stage {s} before it; put {needs}{s}.{k} there"
+                    f"{where}: expected microbatch {expected} as the next {OPS[part].label} of stage {s}, found microbatch {k}"
+                )
+        for part, needs in (("I", "F"), ("W", "I")):
+            if part in parts and needs not in parts and self.done[needs, s] <= k:
+                raise _WrongOrder(
+                    f"{where}: expected the {OPS[needs].label} of microbatch {k} at stage {s} before it; put {needs}{s}.{k} there"
                 )

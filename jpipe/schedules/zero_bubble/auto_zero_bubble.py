@@ -21,7 +21,8 @@ from numbers import Integral
 from typing import SupportsIndex
 
 from jpipe.errors import InputError, short
-from jpipe.schedules._schedule import Compute, Ranks, Schedule, Shape, fused, in_flight_of
+from jpipe.ops import OPS
+from jpipe.schedules._schedule import Action, Ranks, Schedule, Shape, fused, in_flight_of
 from jpipe.schedules.zero_bubble._greedy import Order, Problem, StageTimes, list_schedules, seconds
 from jpipe.schedules.zero_bubble._order_text import as_text, read_order
 from jpipe.schedules.zero_bubble.interleaved_zero_bubble import INTERLEAVED_ZERO_BUBBLE
@@ -33,7 +34,7 @@ from jpipe.schedules.zero_bubble.zb_v import ZB_V
 def greedy_order(
     plan: Shape, costs: Sequence[StageTimes], *, limits: SupportsIndex | Iterable[SupportsIndex], latency: float = 0.0
 ) -> tuple[str, ...]:
-    """The `order` of a plan by the times of its stages, under a limit of memory: the greedy of the zero-bubble paper.
+    """Return the `order` of a plan by the times of its stages, under a limit of memory: the greedy of the zero-bubble paper.
 
     Ranks compute what is ready, backwards for inputs before forwards before backwards for weights. Several variants of this are tried,
     and the static zero-bubble schedules that fit; the shortest is taken. The same arguments always give the same order.
@@ -58,7 +59,7 @@ def greedy_order(
         >>> greedy_order(plan, [StageCost(), StageCost()], limits=2)
         ('F0.0 F0.1 B0.0 B0.1', 'F1.0 I1.0 F1.1 I1.1 W1.0 W1.1')
     """
-    ranks = plan.rank_stages
+    ranks = plan.pipeline_ranks
     if len(set(plan.replicas)) > 1:
         raise InputError(f"greedy_order: expected as many replicas of each stage, found {list(plan.replicas)}; use one number")
     if len(costs) != plan.depth:
@@ -70,41 +71,41 @@ def greedy_order(
 
 
 def _limits(limits: object, ranks: Ranks) -> list[int]:
-    """The limit of each rank."""
+    """Return the limit of each rank."""
     least = [len(stages) for stages in ranks]
-    given = [limits] * len(ranks) if isinstance(limits, Integral) else list(limits) if isinstance(limits, Iterable) else []
-    if len(given) != len(ranks) or not all(isinstance(limit, Integral) for limit in given):
+    values = [limits] * len(ranks) if isinstance(limits, Integral) else list(limits) if isinstance(limits, Iterable) else []
+    if len(values) != len(ranks) or not all(isinstance(limit, Integral) for limit in values):
         expected = f"an integer, or one for each of {len(ranks)} ranks"
         raise InputError(f"greedy_order: limits: expected {expected}, found {short(limits)}; give at least {least}")
-    each = [int(limit) for limit in given]
+    each = [int(limit) for limit in values]
     if any(limit < fewest for limit, fewest in zip(each, least, strict=True)):
         raise InputError(f"greedy_order: limits: expected at least {least} for {len(ranks)} ranks, found {short(limits)}; raise them")
     return each
 
 
 def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
-    """The orders of the static zero-bubble schedules that suit the ranks and keep the limits."""
+    """Yield the orders of the static zero-bubble schedules that suit the ranks and keep the limits."""
     for schedule in (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE):
         if schedule.refuses(plan) == "":
-            order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.rank_stages)))
+            order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.pipeline_ranks)))
             if all(_most_held(entries) <= limit for entries, limit in zip(order, problem.limits, strict=True)):
                 yield order
 
 
-def _unfused(order: Iterator[Compute]) -> tuple[Compute, ...]:
-    return tuple(Compute(op, s, k) for ops, s, k in order for op in ops)  # type: ignore[arg-type]  # the letters are ops
+def _unfused(order: Iterator[Action]) -> tuple[Action, ...]:
+    return tuple(Action(op, s, k) for fused_op, s, k in order for op in OPS[fused_op].pieces)
 
 
-def _most_held(order: Sequence[Compute]) -> int:
-    held = most = 0
+def _most_held(order: Sequence[Action]) -> int:
+    in_flight = most = 0
     for entry in order:
-        held += entry.is_forward
-        most = max(most, held)
-        held -= entry.finishes
+        in_flight += entry.is_forward
+        most = max(most, in_flight)
+        in_flight -= entry.finishes
     return most
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     return iter(fused(plan, (entry._replace(microbatch=microbatches[entry.microbatch]) for entry in read_order(plan).ranks[p])))
 
 

@@ -17,10 +17,10 @@ Reference: Qi et al. 2023 for the halves, Narayanan et al. 2021 for the order; S
 from collections.abc import Iterator, Sequence
 
 from jpipe.schedules._interleaved import flushed_order, unequal_replicas
-from jpipe.schedules._schedule import Compute, Schedule, Shape, in_flight_of
+from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     return iter(flushed_order(plan, p, microbatches, 1, delay=p))
 
 

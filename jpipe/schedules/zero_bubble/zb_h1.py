@@ -16,11 +16,11 @@ Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2.
 
 from collections.abc import Iterator, Sequence
 
-from jpipe.schedules._schedule import Compute, Schedule, Shape, in_flight_of, pipeline_in_flight
+from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of, pipeline_in_flight
 from jpipe.schedules.zero_bubble._delayed import delayed_weights
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
     return delayed_weights(plan, p, microbatches, pipeline_in_flight(plan, p), p)
 
 

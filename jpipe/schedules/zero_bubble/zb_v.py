@@ -18,13 +18,13 @@ Reference: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sect
 from collections.abc import Iterator, Sequence
 
 from jpipe.schedules._interleaved import unequal_replicas
-from jpipe.schedules._schedule import Compute, Schedule, Shape, in_flight_of
+from jpipe.schedules._schedule import Action, Schedule, Shape, in_flight_of
 from jpipe.schedules._slots import in_turn, numbered
 
 
-def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Compute]:
-    """Chunk 0 is on the way down, chunk 1 on the way back."""
-    ranks = len(plan.rank_stages)
+def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
+    """Yield the order of a rank; chunk 0 is on the way down the V, chunk 1 on the way back."""
+    ranks = len(plan.pipeline_ranks)
     count = max(len(microbatches), 2 * ranks - 1)
     slots = [
         *in_turn("F0", 2 * (ranks - p) - 1),

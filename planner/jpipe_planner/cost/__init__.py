@@ -1,1 +1,1 @@
-"""What a plan costs: closed forms, memory, links, simulation, and bounds."""
+"""Costs of plans: closed forms, memory, links, simulation, and bounds."""

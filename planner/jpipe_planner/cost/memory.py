@@ -1,4 +1,4 @@
-"""The peak memory of a worker in bytes, counted as in `jpipe.simulate`; one function for all searches, for numbers and NumPy arrays."""
+"""The peak memory of a worker in bytes, counted as in `jpipe.simulate`: one function for all searches, for numbers and NumPy arrays."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def stage_bytes(
     replicas: Number,
     exchanged: Number = 0,
 ) -> Number:
-    """The peak bytes of a worker while it computes, in a pipeline whose stages are about equally fast.
+    """Return the peak bytes of a worker while it computes, in a pipeline whose stages are about equally fast.
 
     Without a flush a replicated stage sums the gradients of one update while it computes those of the next, and so does a stage that
     shares a parameter with others. Both sets exist until the update, and the newest of `versions` only after it. So the second set adds
@@ -59,7 +59,7 @@ def stage_bytes(
 
 
 def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:
-    """The largest number of inputs that wait at a replica of a stage: its share of those in flight at the stage before, minus its own.
+    """Return the most inputs that wait at a replica of a stage: its share of those in flight at the previous stage, minus its own.
 
     Args:
         in_flight: n_s of the stage.

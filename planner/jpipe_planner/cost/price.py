@@ -1,4 +1,4 @@
-"""The cost of a plan in closed form, in seconds: small functions that all searches share, so that they agree.
+"""Closed forms for the seconds of a plan: small functions that all searches share. They take numbers and NumPy arrays.
 
 All take numbers and NumPy arrays.
 """
@@ -16,13 +16,16 @@ Number = Any  # float or array
 
 
 def all_reduce_seconds(size: Number, replicas: Number, link: jpipe.Link) -> Number:
-    """A ring over `replicas` workers that sums `size` bytes: 2 (r - 1) / r of them leave and reach each worker, in 2 (r - 1) steps."""
+    """Return the seconds of a ring over `replicas` workers that sums `size` bytes.
+
+    2 (r - 1) / r of them leave and reach each worker, in 2 (r - 1) steps.
+    """
     steps = 2 * (replicas - 1)
     return steps / replicas * size / link.bandwidth + steps * link.latency
 
 
 def cut_seconds(size: Number, link: jpipe.Link) -> Number:
-    """Seconds in which the outputs of a microbatch cross a cut, or their gradients return: links are full duplex.
+    """Return the seconds in which the outputs of a microbatch cross a cut, or their gradients return: links are full duplex.
 
     The latency is not included: it does not slow the pipeline down as long as enough microbatches are in flight.
     """
@@ -30,10 +33,10 @@ def cut_seconds(size: Number, link: jpipe.Link) -> Number:
 
 
 def stage_seconds(compute: Number, update: Number, all_reduce: Number, replicas: Number, microbatches: Number) -> Number:
-    """Seconds per microbatch that a stage of a pipeline in steady state needs, divided among its replicas.
+    """Return the seconds per microbatch that a stage of a pipeline in steady state needs, divided among its replicas.
 
     Per update each replica computes M_s / r_s microbatches and updates once. The sum of the gradients overlaps with the forward and
-    backward after it, and the stage waits for the rest of it. With M_s = r_s that is the larger of compute and all-reduce, as in
+    backward after it, and the stage waits for what remains of it. With M_s = r_s that is the larger of compute and all-reduce, as in
     PipeDream (SOSP 2019), section 3.1.
 
     Args:
@@ -43,22 +46,22 @@ def stage_seconds(compute: Number, update: Number, all_reduce: Number, replicas:
         replicas: r_s.
         microbatches: M_s, microbatches per update over all replicas.
     """
-    own = microbatches / replicas
-    return (own * compute + update + np.maximum(all_reduce - compute, 0.0)) / microbatches
+    microbatches_per_replica = microbatches / replicas
+    return (microbatches_per_replica * compute + update + np.maximum(all_reduce - compute, 0.0)) / microbatches
 
 
 class Times(NamedTuple):
     """Seconds of w parallel equal pipelines; the last axis is that of the stages, or of the cuts between them.
 
     Attributes:
-        forward: of one microbatch.
-        backward: of one microbatch, including recomputation.
-        update: of one update.
-        all_reduce: of the sum of the gradients over the w replicas.
+        forward: seconds of the forward of one microbatch.
+        backward: seconds of its backward, including recomputation.
+        update: seconds of one update.
+        all_reduce: seconds of the sum of the gradients over the w replicas.
         sharing: groups of stages whose sums go through the same ports.
-        messages: to send the outputs of a microbatch over the slowest of the w links; gradients take as long.
-        latencies: from the end of sending to the arrival.
-        one_way: of the busiest port of a cut in one direction, for one microbatch of each pipeline.
+        messages: seconds to send the outputs of a microbatch over the slowest of the w links; gradients take the same time.
+        latencies: seconds from the end of sending to the arrival.
+        one_way: seconds of the busiest port of a cut in one direction, for one microbatch of each pipeline.
         both_ways: the same, including the gradients that go through this port.
     """
 
@@ -73,8 +76,8 @@ class Times(NamedTuple):
     both_ways: Any
 
     @property
-    def own(self) -> Any:
-        """Forward and backward of each stage."""
+    def compute(self) -> Any:
+        """Seconds of the forward and backward of each stage."""
         return self.forward + self.backward
 
     @property
@@ -83,9 +86,9 @@ class Times(NamedTuple):
         return self.messages + self.latencies
 
     @property
-    def through(self) -> Any:
+    def round_trip(self) -> Any:
         """Seconds of a microbatch through all stages and back."""
-        return self.own.sum(-1) + 2 * self.cuts.sum(-1)
+        return self.compute.sum(-1) + 2 * self.cuts.sum(-1)
 
     @property
     def unlinked(self) -> "Times":
@@ -95,7 +98,7 @@ class Times(NamedTuple):
 
 
 class Price(NamedTuple):
-    """Seconds of a batch in steady state; what limits it, as an index into `BOUNDS`, and at which stage or cut."""
+    """The seconds of a batch in steady state, and what limits them: an index into `BOUNDS`, and the stage or cut."""
 
     seconds: Any
     bound: Any
@@ -106,20 +109,20 @@ BOUNDS = ("stage {} computes", "cut {}", "sum of stage {}", "bubble")
 
 
 def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int) -> Price:
-    """1F1B without a flush: the slowest cycle determines the speed.
+    """Price 1F1B without a flush, where the slowest cycle determines the speed.
 
     In a cycle from stage s to stage s' and back there are n_s - n_s' + 1 microbatches at a time, and the next one enters when one
     returns to s. So a slow stage counts in full, and so does a slow link unless more microbatches are in flight. In addition a stage
     waits for the part of the sum of its gradients that does not overlap.
 
     Args:
-        times: of the stages and cuts.
+        times: the times of the stages and cuts.
         microbatches: m of each pipeline per update; its last axis has length 1.
-        hidden: with how many pairs of forward and backward a sum overlaps, by stage.
+        hidden: the number of pairs of forward and backward that a sum overlaps with, by stage.
         extra: extra_in_flight.
     """
     m = microbatches[..., 0]
-    slots = times.own + times.update / microbatches
+    slots = times.compute + times.update / microbatches
     round_trips, under_way = _cycles(slots, times.cuts, extra)
     period = (round_trips / under_way).max(-1)
     summed = times.all_reduce + times.update + (microbatches - hidden) * period[..., None]
@@ -130,7 +133,7 @@ def steady_price(times: Times, microbatches: Number, hidden: Number, extra: int)
 
 
 def flush_price(times: Times, microbatches: Number) -> Price:
-    """1F1B with a flush, then the sums. See `steady_price`.
+    """Price 1F1B with a flush, then the sums. See `steady_price`.
 
     A stage computes m microbatches between the arrival of the first one and the return of the last one. In between it waits for later
     stages twice: for the first gradient, if its forwards until then take less time, and for the last gradient, if its remaining
@@ -140,28 +143,28 @@ def flush_price(times: Times, microbatches: Number) -> Price:
 
 
 def _flush_repeated(times: Times, microbatches: Number) -> Number:
-    """Seconds of 1F1B with a flush, without one microbatch through all stages and back."""
-    m, own = microbatches[..., 0], times.own
-    depth = own.shape[-1]
-    before = np.concatenate([np.zeros_like(own[..., :1]), np.cumsum(own[..., :-1] + 2 * times.cuts, -1)], -1)
-    behind = times.through[..., None] - before - own
-    others = np.minimum(np.arange(depth)[::-1], microbatches - 1)  # in flight besides
-    first = np.maximum(behind - others * times.forward, 0.0)
-    last = np.maximum(behind - others * times.backward, 0.0)
+    """Return the seconds of 1F1B with a flush, without one microbatch through all stages and back."""
+    m, compute = microbatches[..., 0], times.compute
+    depth = compute.shape[-1]
+    before = np.concatenate([np.zeros_like(compute[..., :1]), np.cumsum(compute[..., :-1] + 2 * times.cuts, -1)], -1)
+    after = times.round_trip[..., None] - before - compute
+    others = np.minimum(np.arange(depth)[::-1], microbatches - 1)  # the other microbatches in flight
+    first = np.maximum(after - others * times.forward, 0.0)
+    last = np.maximum(after - others * times.backward, 0.0)
     waits = np.where(microbatches > depth - np.arange(depth), first + last, np.maximum(first, last))
-    seconds = (before + microbatches * own + waits).max(-1)
-    round_trips, under_way = _cycles(own, times.cuts, 0)
-    slowest = own.max(-1, keepdims=True)
+    seconds = (before + microbatches * compute + waits).max(-1)
+    round_trips, under_way = _cycles(compute, times.cuts, 0)
+    slowest = compute.max(-1, keepdims=True)
     rounds = (microbatches - 1) // under_way
     left = microbatches - 1 - rounds * under_way
     repeats = (rounds > 0) & (round_trips > under_way * slowest)
     repeated = np.where(repeats, rounds * round_trips + left * slowest, 0.0).max(-1)
     repeated = np.maximum(repeated, (m - 1) * _most(times.both_ways))
-    return np.maximum(repeated, seconds - times.through)
+    return np.maximum(repeated, seconds - times.round_trip)
 
 
 def gpipe_price(times: Times, microbatches: Number) -> Price:
-    """All forwards at the speed of the slowest stage or port, then all backwards, then the sums. See `steady_price`."""
+    """Price all forwards at the speed of the slowest stage or port, then all backwards, then the sums. See `steady_price`."""
     m = microbatches[..., 0]
 
     def repeated(times: Times) -> Number:
@@ -172,27 +175,27 @@ def gpipe_price(times: Times, microbatches: Number) -> Price:
 
 
 def naive_price(times: Times, microbatches: Number) -> Price:
-    """One microbatch after the other through all stages and back, then the sums. See `steady_price`."""
+    """Price one microbatch after the other through all stages and back, then the sums. See `steady_price`."""
     m = microbatches[..., 0]
-    return _flushed(times, m, lambda times: (m - 1) * times.through)
+    return _flushed(times, m, lambda times: (m - 1) * times.round_trip)
 
 
 CLOSED_FORMS = {"serial": naive_price, "fill and drain": gpipe_price, "1F1B": flush_price}
 """The price of a batch with a flush, by `jpipe.schedules.Schedule.closed_form`; `walked_price` is for all other schedules."""
 
 Orders = tuple[tuple[tuple[str, int], ...], ...]
-"""For each stage what it computes for a batch: (F, B or FB, microbatch)."""
+"""The computations of each stage for a batch: (F, B or FB, microbatch)."""
 
 _FEWEST_WALKED = 16  # microbatches, whatever the depth
 
 
 def walked_price(times: Times, microbatches: Number, orders: Callable[[int], Orders]) -> Price:
-    """A batch in any order, computation by computation, then the sums. See `steady_price`.
+    """Price a batch in any order, computation by computation, then the sums. See `steady_price`.
 
-    Of many microbatches it walks through only enough to know how much longer each further one takes.
+    Of many microbatches it walks through only as many as show how much longer each further one takes.
 
     Args:
-        times: of the stages and cuts.
+        times: the times of the stages and cuts.
         microbatches: m of each pipeline; its last axis has length 1.
         orders: returns the orders of all stages for a number of microbatches.
     """
@@ -200,77 +203,81 @@ def walked_price(times: Times, microbatches: Number, orders: Callable[[int], Ord
 
     def repeated(times: Times) -> Number:
         backward = np.broadcast_to(times.backward, (len(m), times.forward.shape[-1]))
-        walked = [_walked_seconds(times._replace(backward=own), count, orders) for own, count in zip(backward, m.tolist(), strict=True)]
-        return np.maximum(np.array(walked) - times.through, (m - 1) * _most(times.both_ways))
+        walked = [
+            _walked_seconds(times._replace(backward=seconds), count, orders) for seconds, count in zip(backward, m.tolist(), strict=True)
+        ]
+        return np.maximum(np.array(walked) - times.round_trip, (m - 1) * _most(times.both_ways))
 
     return _flushed(times, m, repeated)
 
 
 def _walked_seconds(times: Times, microbatches: int, orders: Callable[[int], Orders]) -> float:
-    few = len(times.forward) * -(-_FEWEST_WALKED // len(times.forward))
-    if microbatches <= 4 * few:
+    sample = len(times.forward) * -(-_FEWEST_WALKED // len(times.forward))
+    if microbatches <= 4 * sample:
         return _walk(times, orders(microbatches))
-    short, long = (_walk(times, orders(count)) for count in (2 * few, 4 * few))
-    return long + (microbatches - 4 * few) * (long - short) / (2 * few)
+    short, long = (_walk(times, orders(count)) for count in (2 * sample, 4 * sample))
+    return long + (microbatches - 4 * sample) * (long - short) / (2 * sample)
 
 
 def _walk(times: Times, orders: Orders) -> float:
-    """From the first start of a batch to its last end; each direction of a cut carries one message at a time."""
+    """Return the seconds from the first start of a batch to its last end; each direction of a cut carries one message at a time."""
     forward, backward, messages, latencies = (part.tolist() for part in (times.forward, times.backward, times.messages, times.latencies))
-    last, clocks, places = len(orders) - 1, [0.0] * len(orders), [0] * len(orders)
+    last, clocks, positions = len(orders) - 1, [0.0] * len(orders), [0] * len(orders)
     arrived: dict[tuple[int, bool, int], float] = {}  # by stage, whether it is an output gradient, and microbatch
-    free: dict[tuple[int, int], float] = {}  # when the link from a stage to another is
+    free: dict[tuple[int, int], float] = {}  # when each link between two stages is free
     ready = deque(range(len(orders)))
     while ready:
         s = ready.popleft()
-        while places[s] < len(orders[s]):
-            op, k = orders[s][places[s]]
+        while positions[s] < len(orders[s]):
+            op, k = orders[s][positions[s]]
             back = op == "B"
             needed = 0.0 if s == (last if back else 0) else arrived.get((s, back, k))
             if needed is None:
                 break
             clocks[s] = max(clocks[s], needed) + (0.0 if back else forward[s]) + (0.0 if op == "F" else backward[s])
-            places[s] += 1
+            positions[s] += 1
             to = s + 1 if op == "F" else s - 1
             if 0 <= to <= last:
                 cut = min(s, to)
                 free[s, to] = max(clocks[s], free.get((s, to), 0.0)) + messages[cut]
                 arrived[to, to < s, k] = free[s, to] + latencies[cut]
                 ready.append(to)
-    assert all(place == len(order) for place, order in zip(places, orders, strict=True)), "the orders of the schedule deadlock"
+    assert all(position == len(computations) for position, computations in zip(positions, orders, strict=True)), (
+        "the orders of the schedule deadlock"
+    )
     return max(clocks)
 
 
 def paper_price(times: Times, microbatches: Number, rounds: Number) -> Price:
-    """The price in the appendix of PipeDream-2BW (ICML 2021): in each stage the larger of compute with transfers, and the all-reduce.
+    """Price a batch as in the appendix of PipeDream-2BW (ICML 2021): by the larger of compute with transfers, and the all-reduce.
 
     Updates cost nothing.
 
     Args:
-        times: of the stages and cuts.
+        times: the times of the stages and cuts.
         microbatches: m of each pipeline per update; its last axis has length 1.
         rounds: time of a batch in microbatches of the slowest stage: m without a flush, m + d - 1 with one, m d one after the other.
     """
-    moved = np.zeros(times.own.shape[-1])
+    moved = np.zeros(times.compute.shape[-1])
     moved[1:] += times.cuts
     moved[:-1] += times.cuts
-    slots = times.own + moved
+    slots = times.compute + moved
     terms = (rounds * slots.max(-1), (rounds / microbatches[..., 0]) * times.all_reduce.max(-1))
     return _price(np.maximum(*terms), (terms[0], np.zeros_like(terms[0]), terms[1]), slots, 0, times.all_reduce)
 
 
 def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Price:
-    """A batch with a flush: a sum overlaps with draining the earlier stages, and with the next filling.
+    """Price a batch with a flush, whose sums overlap with draining the earlier stages, and with the next filling.
 
     Pipelines that start together and share ports finish one message apart. Sums that share ports are done one after the other, that of
     the last stage first.
 
     Args:
-        times: of the stages and cuts.
+        times: the times of the stages and cuts.
         m: microbatches of each pipeline.
         repeated: additional seconds of all microbatches compared with one, for any times.
     """
-    drained, filled = np.zeros_like(times.own), np.zeros_like(times.own)
+    drained, filled = np.zeros_like(times.compute), np.zeros_like(times.compute)
     drained[..., 1:] = np.cumsum(times.backward[..., :-1] + times.cuts, -1)
     filled[..., 1:] = np.cumsum(times.forward[..., :-1] + times.cuts, -1)
     ends = times.all_reduce - drained
@@ -278,15 +285,15 @@ def _flushed(times: Times, m: Number, repeated: Callable[[Times], Number]) -> Pr
         for after, s in zip(stages[:0:-1], stages[-2::-1], strict=True):
             ends[..., s] = np.maximum(-drained[..., s], ends[..., after]) + times.all_reduce[s]
     summed = ends + times.update - filled
-    passed = times.through + _most(times.one_way - times.messages) + repeated(times)
-    unlinked = times.unlinked.through + repeated(times.unlinked)
-    computes, seconds = m * times.own.max(-1), passed + summed.max(-1)
+    passed = times.round_trip + _most(times.one_way - times.messages) + repeated(times)
+    unlinked = times.unlinked.round_trip + repeated(times.unlinked)
+    computes, seconds = m * times.compute.max(-1), passed + summed.max(-1)
     terms = (computes, passed - unlinked, summed.max(-1), unlinked - computes)
-    return _price(seconds, terms, times.own, _slowest_cut(times), summed)
+    return _price(seconds, terms, times.compute, _slowest_cut(times), summed)
 
 
 def _price(seconds: Number, terms: tuple[Number, ...], slots: Number, cut: int, summed: Number) -> Price:
-    """The price, limited by the slowest stage if its work takes at least nine tenths of the time, otherwise by the largest other term."""
+    """Return the price, limited by the slowest stage if its work takes nine tenths of the time, otherwise by the largest other term."""
     computes = np.where(terms[0] >= 0.9 * seconds, np.inf, 0.0)
     bound = np.argmax(np.stack(np.broadcast_arrays(computes, *terms[1:])), 0)
     where = np.choose(bound, (slots.argmax(-1), cut, summed.argmax(-1), 0))
@@ -294,7 +301,11 @@ def _price(seconds: Number, terms: tuple[Number, ...], slots: Number, cut: int, 
 
 
 def _cycles(slots: Number, cuts: Number, extra: int) -> tuple[Number, Number]:
-    """For all s <= s': seconds of the cycle from stage s to s' and back to the next forward at s, and how many microbatches are in it."""
+    """Return the cycles from stage s to s' and back to the next forward at s, for all s <= s'.
+
+    Returns:
+        The seconds of each cycle; the number of microbatches in it.
+    """
     first, last = _pairs(slots.shape[-1])
     ends = np.cumsum(slots, -1)
     links = np.concatenate([[0.0], np.cumsum(cuts)])

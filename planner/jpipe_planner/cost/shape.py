@@ -17,7 +17,7 @@ class Shape:
     Attributes:
         schedule: a name of `jpipe.schedules.SCHEDULES`.
         microbatches: as in `jpipe.Plan`, like those below.
-        replicas: of each stage.
+        replicas: the number of replicas of each stage.
     """
 
     schedule: str
@@ -33,7 +33,7 @@ class Shape:
     order_limit: None = None
 
     @property
-    def rank_stages(self) -> jpipe.schedules.Ranks:
+    def pipeline_ranks(self) -> jpipe.schedules.Ranks:
         """One stage for each rank."""
         return tuple((s,) for s in range(len(self.replicas)))
 
@@ -43,13 +43,13 @@ class Shape:
         return len(self.replicas)
 
     def microbatches_per_update(self, s: int) -> int:
-        """Microbatches per update of stage s."""
+        """Return the microbatches per update of stage s."""
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
 
 
 @cache
 def is_planned(schedule: str) -> bool:
-    """Whether planners search all cuts for this schedule: it has one stage on each rank, and whole backwards."""
+    """Return whether planners search all cuts for this schedule: it has one stage on each rank, and whole backwards."""
     rules, shape = jpipe.schedules.SCHEDULES[schedule], Shape(schedule, 4, (1, 1))
     if "order" in rules.options or (rules.layout != "straight" and rules.flushes):
         return False
@@ -57,7 +57,7 @@ def is_planned(schedule: str) -> bool:
 
 
 def planned_schedules() -> tuple[str, ...]:
-    """The schedules for which planners search all cuts; for the others see `jpipe_planner.ranking.variants`."""
+    """Return the schedules for which planners search all cuts; for the others see `variant_schedules`."""
     return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
 
 
@@ -66,8 +66,8 @@ class Pipelines(NamedTuple):
 
     Attributes:
         schedule: a name of `jpipe.schedules.SCHEDULES`.
-        width: how many there are.
-        depth: how many stages each has.
+        width: the number of pipelines.
+        depth: the number of stages of each.
         extra: extra_in_flight.
     """
 
@@ -77,12 +77,12 @@ class Pipelines(NamedTuple):
     extra: int
 
     def shape(self, microbatches: int) -> Shape:
-        """All pipelines, with `microbatches` microbatches each."""
+        """Return the shape of all pipelines, with `microbatches` microbatches each."""
         return Shape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.extra)
 
 
-class Flights(NamedTuple):
-    """What a schedule says about pipelines, for some numbers of microbatches and, in the arrays, for each stage.
+class ScheduleFacts(NamedTuple):
+    """What a schedule says about pipelines, by number of microbatches and, in the arrays, by stage.
 
     Attributes:
         microbatches: the legal numbers of microbatches of one pipeline.
@@ -98,8 +98,8 @@ class Flights(NamedTuple):
 
 
 @cache
-def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
-    """What the schedule of pipelines says about them.
+def schedule_facts(pipelines: Pipelines, microbatches: tuple[int, ...]) -> ScheduleFacts:
+    """Return what the schedule of pipelines says about them.
 
     Args:
         pipelines: the pipelines.
@@ -115,11 +115,11 @@ def flights(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Flights:
             in_flight.append([rules.in_flight(shape, s) for s in stages])
             versions.append([rules.versions_alive(shape, s) for s in stages])
             hidden.append([_hidden(shape, s, ahead) for s, ahead in enumerate(in_flight[-1])])
-    return Flights(tuple(legal), np.array(in_flight), np.array(versions), np.array(hidden))
+    return ScheduleFacts(tuple(legal), np.array(in_flight), np.array(versions), np.array(hidden))
 
 
 def _hidden(shape: Shape, s: int, in_flight: int) -> int:
-    """How many forwards a replica can do after the first batch before one reads the update, after all forwards that it may do earlier."""
+    """Return how many forwards a replica can do after the first batch, beyond those that it may do earlier, before one reads the update."""
     rules, replicas = jpipe.schedules.SCHEDULES[shape.schedule], shape.replicas[s]
     if rules.flushes or replicas == 1:  # no sum overlaps, or there is none
         return 1
@@ -131,7 +131,11 @@ def _hidden(shape: Shape, s: int, in_flight: int) -> int:
 
 @lru_cache(maxsize=64)
 def batch_orders(pipelines: Pipelines, microbatches: int) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """For each stage of one of the pipelines its computations of a batch: (op, microbatch), counted from 0 without gaps."""
+    """Return what each stage of one of the pipelines computes in a batch.
+
+    Returns:
+        For each stage (op, microbatch) pairs; microbatches are counted from 0 without gaps.
+    """
     shape, rules = pipelines.shape(microbatches), jpipe.schedules.SCHEDULES[pipelines.schedule]
     orders = [rules.computations(shape, s, 0, 0, 1) for s in range(pipelines.depth)]
     return tuple(tuple((entry.op, entry.microbatch // pipelines.width) for entry in order) for order in orders)

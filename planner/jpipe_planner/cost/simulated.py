@@ -1,4 +1,4 @@
-"""A plan priced by `jpipe.simulate`: instruction by instruction, with transfers and sums on the links of a topology."""
+"""Prices from `jpipe.simulate`: a plan instruction by instruction, with transfers and sums on the links of a topology."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import jpipe
 from jpipe_planner.cost.bound import computing_seconds, has_bounds, port_seconds, unhindered_seconds
 from jpipe_planner.machine.topology import Topology
 
-MOST_FORWARDS = 100_000  # limit for a simulation: some seconds
+MOST_FORWARDS = 100_000  # most in a simulation, which then takes some seconds
 BATCHES = 4  # least number in a window, if the schedule does not flush
 MICROBATCHES = 24  # least number for each worker in a window: with shared links the pattern repeats only after several batches
 
@@ -41,11 +41,11 @@ def simulate_plan(
     Args:
         plan: the plan.
         costs: the costs of its stages, from `Profile.stage_costs` or, in exact bytes, from `jpipe.Pipeline.costs`.
-        topology: the links; if workers share cores, time is stretched while more workers compute than there are cores.
+        topology: the links; if ranks share cores, time is stretched while more ranks compute than there are cores.
         global_norm: whether updates wait for the norm of all stages' gradients.
 
     Returns:
-        None if the simulation would take more than some seconds.
+        The result; None if the simulation would take more than some seconds.
     """
     if forwards(plan) > MOST_FORWARDS:
         return None
@@ -68,29 +68,33 @@ def simulate_plan(
 
 
 def forwards(plan: jpipe.Plan) -> int:
-    """The number of forwards in a simulation, which determines how long it takes."""
+    """Return the number of forwards in a simulation, which determines how long it takes."""
     return plan.depth * plan.microbatches * (sum(window(plan)) + 1)
 
 
 def network(plan: jpipe.Plan, topology: Topology) -> jpipe.programs.Network:
-    """The link between any two ranks of a plan, according to their placement."""
-    place = places(plan)
-    return lambda source, target: topology.link(place[source], place[target])
+    """Return a function that gives the link between any two ranks of a plan, according to their placement."""
+    devices = device_numbers(plan)
+    return lambda source, target: topology.link(devices[source], devices[target])
 
 
 def _measured(plan: jpipe.Plan, timeline: jpipe.programs.Timeline) -> float:
-    """Seconds per batch in the window: the mean over the ranks, because ranks that share links begin batches irregularly."""
+    """Return the mean seconds per batch of the ranks in the window, because ranks that share links begin batches irregularly."""
     first, batches = window(plan)
-    found = []
+    seconds = []
     for workers, row in zip(plan.rank_workers, timeline, strict=True):
-        own = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
-        starts = [span.start for span in row if span.op[0] == "F"]
-        found.append(starts[(first + batches) * own] - starts[first * own])
-    return sum(found) / len(found) / batches
+        forwards_per_batch = len(workers) * plan.microbatches // plan.replicas[plan.workers[workers[0]][0]]
+        starts = [span.start for span in row if jpipe.ops.OPS[span.op].begins]
+        seconds.append(starts[(first + batches) * forwards_per_batch] - starts[first * forwards_per_batch])
+    return sum(seconds) / len(seconds) / batches
 
 
 def window(plan: jpipe.Plan) -> tuple[int, int]:
-    """The first batch of the simulated window, at which the pipeline is in steady state, and its number of batches."""
+    """Return the simulated window, which begins in steady state.
+
+    Returns:
+        The first batch; the number of batches.
+    """
     most = max(plan.replicas)
     late = 1 if most > 1 else 0  # sums that overlap take longer to reach the steady state
     if jpipe.schedules.SCHEDULES[plan.schedule].flushes:
@@ -98,15 +102,18 @@ def window(plan: jpipe.Plan) -> tuple[int, int]:
     return jpipe.programs.batches_until_full(plan) + 1 + late, max(BATCHES, -(-MICROBATCHES * most // plan.microbatches))
 
 
-def places(plan: jpipe.Plan) -> tuple[int, ...]:
-    """The number of each rank's device, as `jpipe.Pipeline` places them on as many devices as there are ranks."""
+def device_numbers(plan: jpipe.Plan) -> tuple[int, ...]:
+    """Return the number of each rank's device, as `jpipe.Pipeline` places them on as many devices as there are ranks."""
     if plan.placement is not None:
         return tuple(number for rank in plan.placement for number in rank)
     return tuple(int(number) for number in np.argsort(plan.placing_order))
 
 
 def _stretched(timeline: jpipe.programs.Timeline, seconds: float, cores: float | None) -> float:
-    """Seconds if workers that compute at the same time share the cores evenly: all slow down by the same factor; the order is kept."""
+    """Return the seconds if ranks that compute at the same time share the cores evenly.
+
+    All of them slow down by the same factor, and the order is kept.
+    """
     if cores is None or len(timeline) <= cores:
         return seconds
     spans = [(span.start, span.end) for row in timeline for span in row]

@@ -1,1 +1,1 @@
-"""The machine: a topology from YAML, or measured on this machine."""
+"""Machines: topologies from YAML, or measured on this machine."""

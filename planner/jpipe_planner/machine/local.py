@@ -1,4 +1,4 @@
-"""This machine as a topology: its devices, and the links between them, measured with a pipeline that computes nothing."""
+"""Provide this machine as a topology: its devices, and the links between them, measured with a pipeline that computes nothing."""
 
 import math
 import os
@@ -20,10 +20,10 @@ _WIDE = 768  # size of the matrices that are multiplied: some milliseconds
 
 
 def local_topology(count: int | None = None, *, dispatch: float = 0.0) -> Topology:
-    """Measure the links between the devices of this run, including those of other processes; all processes call it.
+    """Measure the links between the devices of this run, those of other processes included; all processes call it.
 
     Args:
-        count: how many devices the topology has; by default all.
+        count: the number of devices of the topology; by default all.
         dispatch: seconds to start a computation, which are subtracted (`Profile.dispatch`).
 
     Returns:
@@ -45,7 +45,7 @@ def local_topology(count: int | None = None, *, dispatch: float = 0.0) -> Topolo
 
 
 def host_memory() -> float:
-    """Bytes of memory of this machine; infinite if the system does not report it."""
+    """Return the bytes of memory of this machine; infinity if the system does not report them."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
@@ -53,7 +53,7 @@ def host_memory() -> float:
 
 
 def usable_cores() -> int:
-    """How many cores this process may use: fewer than the machine has if it is pinned to some."""
+    """Return the number of cores that this process may use, which is smaller than the machine's if it is pinned to some."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not available on every system
@@ -61,7 +61,7 @@ def usable_cores() -> int:
 
 
 def _at_once(devices: Sequence[jax.Device]) -> float:
-    """How many devices can compute at the same time as fast as one alone, measured with a matrix product on one device and on all."""
+    """Measure how many devices can compute at the same time as fast as one alone, with a matrix product on one and on all."""
     if jax.process_count() > 1:
         # each may be pinned to some cores, which are not those that all of them have
         return max((os.cpu_count() or 1) / len(jax.local_devices()), 1.0)
@@ -83,7 +83,12 @@ def _loss(outputs: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _hop_seconds(elements: int, dispatch: float) -> float:
-    """Seconds of a message of `elements` elements to the next stage; the stages are on two devices, or one in every process."""
+    """Measure the seconds of a message to the next stage; the stages are on two devices, or one in each process.
+
+    Args:
+        elements: the number of float32 elements of the message.
+        dispatch: seconds to start a computation.
+    """
     first = {device.process_index: device for device in reversed(jax.devices())}
     devices = [first[process] for process in sorted(first)] if len(first) > 1 else jax.devices()[:2]
     if len(devices) == 1:

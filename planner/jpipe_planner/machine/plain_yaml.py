@@ -1,4 +1,4 @@
-"""Safe, unambiguous YAML: plain data, each key once, and no value that YAML versions read differently."""
+"""Read and write unambiguous YAML: plain data, each key once, and no value that versions of YAML read differently."""
 
 import math
 import re
@@ -12,7 +12,9 @@ __all__ = ["dump", "parse"]
 
 
 def parse(text: str, where: str, remedy: str = "correct the text") -> Any:
-    """YAML to plain data. `1e-3` is a number; a key given twice, or a value that can be read in two ways (`010`, `yes`), is an error.
+    """Parse YAML into plain data.
+
+    `1e-3` is a number. A key that occurs twice and a value that can be read in two ways (`010`, `yes`) are errors.
 
     Raises:
         InputError: the text is not such YAML (with line and column), or has more than 20,000 values; the message ends with `remedy`.
@@ -33,12 +35,12 @@ def parse(text: str, where: str, remedy: str = "correct the text") -> Any:
 
 
 def dump(data: Any) -> str:
-    """Plain data as YAML that `parse` reads back unchanged: text that looks like a number is quoted, and there are no aliases."""
+    """Write plain data as YAML that `parse` reads back unchanged: text that looks like a number is quoted, and there are no aliases."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader (plain data only), without anchors, aliases (a few can make gigabytes), tags and ambiguous values."""
+    """PyYAML's safe loader without anchors, aliases (a few can make gigabytes), tags and ambiguous values."""
 
     _depth = _values = 0
 
@@ -73,11 +75,11 @@ class _Loader(yaml.SafeLoader):
 
 _OCTAL = re.compile(r"[-+]?0o?[0-9_]+$")
 _DEEPEST = 50  # levels; far more would exhaust Python's stack in those who use the data
-_MOST_VALUES = 20_000  # keys count; PyYAML takes two seconds for these, and no config has so many
+_MOST_VALUES = 20_000  # keys count; PyYAML takes two seconds for these, and no config has that many
 
 
 def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:
-    """Whether YAML 1.1, which PyYAML follows, reads an unquoted word in a surprising way, and YAML 1.2 reads it differently.
+    """Return whether YAML 1.1, which PyYAML follows, reads an unquoted word in a surprising way, and YAML 1.2 reads it differently.
 
     `no` is false, 010 is 8, 1:30 is 90, 2001-01-01 is a date, 0o10 is text.
     """
@@ -91,7 +93,7 @@ def _reads_in_two_ways(node: yaml.ScalarNode) -> bool:
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """A number, unless it would be infinite or does not fit into an array."""
+    """Read a number; raise an error if it is infinite or does not fit into an array."""
     whole = node.tag.endswith(":int")
     try:
         number = loader.construct_yaml_int(node) if whole else loader.construct_yaml_float(node)

@@ -1,4 +1,4 @@
-"""A topology as data: devices joined level by level, each level slower than the one inside it, and the figures of a device."""
+"""Topologies: devices joined level by level, each level slower than the one inside it, and the figures of a device."""
 
 import math
 import re
@@ -36,17 +36,17 @@ _IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 
 
 def _in(unit: str) -> BeforeValidator:
-    """Read a number, or text with a unit, such as `25 Gbit/s` for bytes per second."""
+    """Return a validator that reads a number, or text with a unit, such as `25 Gbit/s` for bytes per second."""
     units, example = _UNITS[unit]
 
     def convert(value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]+)\s*", value)
+        match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]+)\s*", value)
         for name, factor in units.items():
-            prefix = found[2].removesuffix(name) if found and found[2].endswith(name) else None
-            if found and prefix in _PREFIXES:
-                return _number(found[1], value, example) * factor * _PREFIXES[prefix]
+            prefix = match[2].removesuffix(name) if match and match[2].endswith(name) else None
+            if match and prefix in _PREFIXES:
+                return _number(match[1], value, example) * factor * _PREFIXES[prefix]
         raise ValueError(f"expected {unit}, such as {example}, found {value!r}")
 
     return BeforeValidator(convert)
@@ -55,10 +55,10 @@ def _in(unit: str) -> BeforeValidator:
 def _seconds(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(s|ms|us|µs|ns)\s*", value)
-    if not found:
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(s|ms|us|µs|ns)\s*", value)
+    if not match:
         raise ValueError(f"expected seconds, such as 5 us or 0.1 ms, found {value!r}")
-    return _number(found[1], value, "5 us") / _IN_A_SECOND[found[2]]
+    return _number(match[1], value, "5 us") / _IN_A_SECOND[match[2]]
 
 
 def _number(text: str, value: str, example: str) -> float:
@@ -69,7 +69,7 @@ def _number(text: str, value: str, example: str) -> float:
 
 
 def _possible(value: float) -> float:
-    """Refuse numbers that make times infinite or zero."""
+    """Check that a number makes no time infinite or zero."""
     if not 1e-3 <= value <= 1e30:
         raise ValueError(f"expected a number from 0.001 to 1e30, found {value:g}; is it a typo?")
     return value
@@ -90,7 +90,7 @@ class _Data(pydantic.BaseModel):
 
 
 class Level(_Data):
-    """`count` components of the level inside (single devices at the innermost level) joined by links.
+    """Components of the level inside (single devices at the innermost level) that links join.
 
     Attributes:
         count: number of components.
@@ -107,7 +107,7 @@ class Level(_Data):
 
 
 class Device(_Data):
-    """What is known of a device.
+    """The figures of a device.
 
     Attributes:
         name: a name to show.
@@ -133,18 +133,20 @@ class Device(_Data):
 
 
 class Topology(_Data):
-    """The levels of a machine, innermost first. Devices are numbered from the innermost level: 0 .. levels[0].count - 1 share one.
+    """The levels of a machine, innermost first.
+
+    Devices are numbered from the innermost level: 0 .. levels[0].count - 1 share one component.
 
     Attributes:
         format: "jpipe-topology/1".
         name: a name to show.
-        levels: as in figure 7 of PipeDream (SOSP 2019); at least one.
-        device: what each of them is.
-        cores: how many devices can compute at the same time without slowing each other down, if they share the cores of a CPU; a larger
-            number of devices shares them evenly. None: all.
+        levels: the levels, as in figure 7 of PipeDream (SOSP 2019); at least one.
+        device: the figures of each device.
+        cores: the number of devices that can compute at the same time without slowing each other down, if they share the cores of a CPU;
+            a larger number of devices shares them evenly. None: all.
 
     Raises:
-        InputError: a part is wrong; the message says what was expected.
+        InputError: a field is invalid; the message says what was expected.
     """
 
     format: Literal["jpipe-topology/1"] = "jpipe-topology/1"
@@ -167,16 +169,16 @@ class Topology(_Data):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many devices a component of each level has, the innermost first."""
+        """The number of devices in a component of each level, the innermost first."""
         return tuple(math.prod(level.count for level in self.levels[: k + 1]) for k in range(len(self.levels)))
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return math.prod(level.count for level in self.levels)
 
     def level(self, first: int, last: int) -> int:
-        """The highest level that a message between the devices `first` and `last` crosses; 0 is the innermost, -1 a single device."""
+        """Return the highest level that a message between two devices crosses: 0 is the innermost, -1 a single device."""
         if first == last:
             return -1
         for k, level in enumerate(self.levels):
@@ -186,7 +188,7 @@ class Topology(_Data):
         raise IndexError(f"there are {self.num_devices} devices")
 
     def link(self, source: int, target: int) -> jpipe.Link:
-        """The link from one device to another; the devices of a component share its ports."""
+        """Return the link from one device to another; the devices of a component share its ports."""
         k = self.level(source, target)
         inside = self.sizes[k - 1] if k > 0 else 1
         ports = (("out", k, source // inside), ("in", k, target // inside))
@@ -194,17 +196,19 @@ class Topology(_Data):
 
     @property
     def most_in_mesh(self) -> int:
-        """How many devices the innermost level joins, such as those of a server: the largest mesh of a stage that need not be asked for."""
+        """The number of devices that the innermost level joins, such as those of a server: the largest mesh that is tried by default."""
         return self.levels[0].count
 
     def groups(self, size: int) -> "Topology":
-        """The same machine with each `size` neighbouring devices as one, a mesh; bandwidths are what each device of a mesh has of them.
+        """Return the same machine with each `size` neighbouring devices as one, a mesh.
+
+        Bandwidths are the shares that each device of a mesh has of them.
 
         Args:
-            size: how many devices a mesh has; it fills whole components of each level, or divides them evenly.
+            size: the number of devices of a mesh; it fills whole components of each level, or divides them evenly.
 
         Raises:
-            InputError: meshes of so many devices do not fill the machine evenly.
+            InputError: meshes of `size` devices do not fill the machine evenly.
         """
         joined = self._joined(size)
         if joined is None:
@@ -218,30 +222,30 @@ class Topology(_Data):
         return self.model_copy(update={"levels": tuple(levels), "cores": cores})
 
     def mesh_link(self, size: int) -> jpipe.Link:
-        """The slowest link between the first `size` devices, as each of them has it if all send at the same time."""
+        """Return the slowest link between the first `size` devices, as each of them has it while all send."""
         crossed = range(self.level(0, size - 1) + 1)
         bandwidths = [self.levels[k].bandwidth / (self.sizes[k - 1] if k else 1) for k in crossed if self.levels[k].count > 1]
         return jpipe.Link(min(bandwidths, default=math.inf), max((self.levels[k].latency for k in crossed), default=0.0))
 
     def _joined(self, size: int) -> tuple[int, ...] | None:
-        """How many components of each level a mesh of `size` devices joins; None if it does not fill or divide them evenly."""
-        found = []
+        """Return how many components of each level a mesh of `size` devices joins; None if it does not fill or divide them evenly."""
+        joined = []
         for level in self.levels:
             count = math.gcd(level.count, size)
             if count < min(level.count, size):
                 return None
-            found.append(count)
+            joined.append(count)
             size //= count
-        return tuple(found) if size == 1 else None
+        return tuple(joined) if size == 1 else None
 
     @classmethod
     def flat(cls, count: int, bandwidth: float, latency: float = 0.0, memory: float | None = None) -> "Topology":
-        """`count` devices, with links between all of them."""
+        """Return a topology of `count` devices with links between all of them."""
         return cls(levels=({"count": count, "bandwidth": bandwidth, "latency": latency},), device={"memory": memory})
 
     @classmethod
     def from_yaml(cls, text: str, where: str = "topology") -> "Topology":
-        """Read a topology.
+        """Read a topology from YAML.
 
         Args:
             text: YAML, as in `configs/topologies/`.

@@ -1,4 +1,4 @@
-"""The analytic profile: the costs of a model on any device, from XLA's analysis and the device's figures."""
+"""Analytic profiles: the costs of a model on any device, from XLA's analysis and the device's figures."""
 
 import math
 import os
@@ -66,7 +66,7 @@ def analyze(
         sizes: the microbatch sizes, in rows.
         device: the device, with FLOP/s for the dtypes in which the layers compute, or for another dtype of the same number of bits.
         policies: the recomputation policies for which residuals are counted.
-        ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
+        ema_decay: as in `jpipe.Pipeline`; it counts as optimizer state.
         progress: called with the number of finished parts of the work, and their total number.
         precision: as in `jpipe.Pipeline`.
 
@@ -74,12 +74,12 @@ def analyze(
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
     """
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
-    here = jax.local_devices()[0]
+    local_device = jax.local_devices()[0]
     meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
     costs = {}
     for layer_id in model.distinct:
         stages = {rows: model.stage([layer_id], rows) for rows in model.sizes}
-        traced = {(rows, name): stage.trace(name, here) for rows, stage in stages.items() for name in PROGRAMS}
+        traced = {(rows, name): stage.trace(name, local_device) for rows, stage in stages.items() for name in PROGRAMS}
         lowered = {key: program.lower() for key, program in traced.items()}
         temporaries = _temporaries(model.sizes, lowered)
         for rows, temporary in zip(model.sizes, temporaries, strict=True):
@@ -89,12 +89,12 @@ def analyze(
             forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
             costs[layer_id, rows] = Costs(forward, backward, update, temporary, flops["forward"])
         meter.step()
-    held = count_bytes(model, policies, meter)
-    return profile_of(model, costs, held, scratch_of_pairs(model, here), source="analytic", device=device.name)
+    stage_costs = count_bytes(model, policies, meter)
+    return profile_of(model, costs, stage_costs, scratch_of_pairs(model, local_device), source="analytic", device=device.name)
 
 
 def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
-    """The bytes that each program must read or write."""
+    """Return the bytes that each program must read or write."""
     backward = cost.weights + cost.residuals + cost.message + cost.gradient + 2 * cost.accumulators
     return {
         "forward": cost.weights + cost.inputs + cost.labels + cost.outputs + cost.residuals - cost.kept_outputs,
@@ -108,7 +108,7 @@ def _seconds(flops: float, moved: int, rate: float, device: Device) -> float:
 
 
 def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: str | None) -> float:
-    """FLOP/s for the dtype `compute`; None: for that of the layer's inputs, or of its outputs if all inputs are integers."""
+    """Return the FLOP/s for the dtype `compute`; None: for that of the layer's inputs, or of its outputs if all inputs are integers."""
     floats = (
         [jnp.dtype(compute)]
         if compute
@@ -131,10 +131,10 @@ def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: s
 
 
 def _temporaries(sizes: Sequence[int], lowered: Mapping[Any, jax.stages.Lowered]) -> list[int]:
-    """Scratch bytes of forward or backward, whichever needs more, at each size."""
+    """Return the scratch bytes of forward or backward, whichever needs more, at each size."""
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
     keys = [(rows, name) for rows in ends for name in ("forward", "backward")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        found = dict(zip(keys, pool.map(lambda key: scratch_bytes(lowered[key].compile()), keys), strict=True))
-    at_ends = [max(found[rows, "forward"], found[rows, "backward"]) for rows in ends]
+        scratch = dict(zip(keys, pool.map(lambda key: scratch_bytes(lowered[key].compile()), keys), strict=True))
+    at_ends = [max(scratch[rows, "forward"], scratch[rows, "backward"]) for rows in ends]
     return [math.ceil(np.interp(rows, ends, at_ends)) for rows in sizes]

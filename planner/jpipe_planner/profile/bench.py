@@ -1,4 +1,4 @@
-"""Stages compiled, run and timed on this machine's device."""
+"""Stages that are compiled, run and timed on a device of this machine."""
 
 import statistics
 import time
@@ -34,33 +34,33 @@ class Programs:
 
     def __init__(self, model: Model, device: jax.Device, pool: Executor) -> None:
         self.model, self.device, self._pool = model, device, pool
-        self._begun: dict[Any, tuple[Future[jax.stages.Compiled], float]] = {}
+        self._compiling: dict[Any, tuple[Future[jax.stages.Compiled], float]] = {}
 
     def begin(self, groups: Sequence[tuple[str, ...]], rows: int) -> None:
         """Start compiling the stages of these layers, and the empty stage, unless they are compiled already."""
         for ids, stage in self.stages(groups, rows).items():
             for name in PROGRAMS:
-                if self._key(ids, name, rows) not in self._begun:
+                if self._key(ids, name, rows) not in self._compiling:
                     traced = stage.trace(name, self.device)
                     lowered = traced.lower()
-                    self._begun[self._key(ids, name, rows)] = self._pool.submit(lowered.compile), count_flops(traced, lowered)
+                    self._compiling[self._key(ids, name, rows)] = self._pool.submit(lowered.compile), count_flops(traced, lowered)
 
     def finish(self) -> None:
         """Wait until everything that was started is compiled."""
-        for future, _ in self._begun.values():
+        for future, _ in self._compiling.values():
             future.result()
 
     def stages(self, groups: Sequence[tuple[str, ...]], rows: int) -> dict[tuple[str, ...], jpipe.stages.StandaloneStage]:
-        """The stages of these layers, and the empty stage."""
+        """Return the stages of these layers, and the empty stage."""
         return {ids: self.model.stage(ids, rows) for ids in groups} | {_EMPTY: _empty_stage()}
 
     def get(self, ids: tuple[str, ...], rows: int) -> dict[str, tuple[jax.stages.Compiled, float]]:
-        """The programs of one stage by name, with their FLOPs."""
-        begun = {name: self._begun[self._key(ids, name, rows)] for name in PROGRAMS}
-        return {name: (future.result(), flops) for name, (future, flops) in begun.items()}
+        """Return the programs of one stage by name, with their FLOPs."""
+        compiling = {name: self._compiling[self._key(ids, name, rows)] for name in PROGRAMS}
+        return {name: (future.result(), flops) for name, (future, flops) in compiling.items()}
 
     def _key(self, ids: tuple[str, ...], name: str, rows: int) -> tuple[Any, ...]:
-        """An update does not depend on the size, nor does the empty stage."""
+        """Return the key of a program; an update does not depend on the size, nor does the empty stage."""
         return ids, name, None if name == "update" or ids == _EMPTY else rows
 
 
@@ -83,35 +83,35 @@ class Bench:
         self.temporary: dict[tuple[str, ...], int] = {}
         self.flops: dict[tuple[str, ...], ByProgram] = {}
         for ids, stage in programs.stages(groups, rows).items():
-            found = programs.get(ids, rows)
-            calls = {name: program for name, (program, _) in found.items()}
+            compiled = programs.get(ids, rows)
+            calls = {name: program for name, (program, _) in compiled.items()}
             self._runs[ids] = _Run(stage, batch, calls, programs.device)
             self.temporary[ids] = max(map(scratch_bytes, calls.values()))
-            self.flops[ids] = {name: flops for name, (_, flops) in found.items()}
+            self.flops[ids] = {name: flops for name, (_, flops) in compiled.items()}
 
-        self._taken: dict[Any, list[float]] = {(ids, name): [] for ids in self._runs for name in PROGRAMS}
-        self._turn()  # warms up
-        self._taken = {key: [] for key in self._taken}
+        self._seconds: dict[Any, list[float]] = {(ids, name): [] for ids in self._runs for name in PROGRAMS}
+        self._run_all()  # warms up
+        self._seconds = {key: [] for key in self._seconds}
 
     def time(self, repetitions: int) -> None:
-        """Run each program `turns` more times, in turn."""
+        """Run each program `repetitions` more times, one after the other."""
         for _ in range(repetitions):
-            self._turn()
+            self._run_all()
 
     def medians(self) -> tuple[dict[tuple[str, ...], ByProgram], float]:
-        """Median times of each stage's programs minus that of the empty stage, and the latter."""
-        dispatch = statistics.median(self._taken[_EMPTY, "forward"] + self._taken[_EMPTY, "backward"])
-        medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._taken.items()}
+        """Return the median times of each stage's programs minus that of the empty stage, and the latter."""
+        dispatch = statistics.median(self._seconds[_EMPTY, "forward"] + self._seconds[_EMPTY, "backward"])
+        medians = {key: max(statistics.median(times) - dispatch, 0.0) for key, times in self._seconds.items()}
         return {ids: {name: medians[ids, name] for name in PROGRAMS} for ids in self._runs if ids != _EMPTY}, dispatch
 
-    def _turn(self) -> None:
+    def _run_all(self) -> None:
         for name in PROGRAMS:
             for ids, run in self._runs.items():
-                self._taken[ids, name].append(run.seconds(name))
+                self._seconds[ids, name].append(run.seconds(name))
 
 
 class _Run:
-    """One stage with arrays: given inputs and labels if there are any, otherwise noise; no time depends on the values."""
+    """One stage with arrays: the inputs and labels of the batch where it has some, otherwise noise; no time depends on the values."""
 
     def __init__(
         self, stage: jpipe.stages.StandaloneStage, batch: tuple[Tree, Tree], calls: Mapping[str, jax.stages.Compiled], device: jax.Device
@@ -128,11 +128,11 @@ class _Run:
         self._message, self._sums = (_filled(spec, device) for spec in specs["backward"][3:5])
         self._scale = _filled(specs["backward"][6], device)
         self._optimizer, _, self._norm = (_filled(spec, device) for spec in specs["update"][1:])
-        self._left: Any = None  # what the last forward keeps for its backward
+        self._kept: Any = None  # what the last forward keeps for its backward
         jax.block_until_ready((params, self._arguments, self._message, self._sums, self._optimizer))
 
     def seconds(self, name: str) -> float:
-        """Run one of the programs; a backward belongs to the last forward."""
+        """Run one of the programs and return its seconds; a backward belongs to the last forward."""
         call = self._calls[name]
         begin = time.perf_counter()
         match name:
@@ -140,9 +140,9 @@ class _Run:
                 (y, changed, saved), done = call(self._params, *self._arguments, self._draw)
                 jax.block_until_ready((y, changed, saved, done))
                 end = time.perf_counter()
-                self._left = self._stage.keep(self._arguments, (y, changed)), saved
+                self._kept = self._stage.keep(self._arguments, (y, changed)), saved
             case "backward":
-                result, done = call(self._params, *self._left, self._message, self._sums, self._draw, self._scale)
+                result, done = call(self._params, *self._kept, self._message, self._sums, self._draw, self._scale)
                 jax.block_until_ready((result, done))
                 end = time.perf_counter()
                 self._sums = result[1]
@@ -156,7 +156,7 @@ class _Run:
 
 
 def _filled(specs: Tree, device: jax.Device) -> Tree:
-    """Arrays of these shapes and dtypes: small noise, or zeros for integers; arrays are not changed."""
+    """Fill shapes and dtypes with small noise, or zeros for integers; arrays are not changed."""
 
     def fill(spec: Any) -> jax.Array:
         if not hasattr(spec, "dtype") or hasattr(spec, "__array__"):
@@ -170,7 +170,7 @@ def _filled(specs: Tree, device: jax.Device) -> Tree:
 
 
 def _empty_stage() -> jpipe.stages.StandaloneStage:
-    """An empty stage in the middle of a pipeline."""
+    """Return an empty stage in the middle of a pipeline."""
     stack = jpipe.LayerStack(dict.fromkeys(("before", "here", "after"), jnp.negative))
     specs = stack.specs(jax.ShapeDtypeStruct((1,), np.float32))
     optimizer = jpipe.model.LayerwiseOptimizer(optax.identity(), {})

@@ -1,4 +1,4 @@
-"""The number of floating-point operations of a program, including its loops."""
+"""Counts of the floating-point operations of a program, its loops included."""
 
 import math
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import jax
 
 
 def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float:
-    """FLOPs of a program: those of XLA's cost analysis, and those of loop iterations that it omits.
+    """Return the FLOPs of a program: those of XLA's cost analysis, and those of loop iterations that it omits.
 
     XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the further iterations are added; for a
     `while`, whose number of iterations is unknown, nothing is added.
@@ -22,43 +22,47 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
     """
     analysis: Any = lowered.cost_analysis()  # some backends have none, some a list of one
     analysis = analysis[0] if isinstance(analysis, list) else analysis or {}
-    # Only what XLA has not counted: the first turn of every loop it has.
-    return float(analysis.get("flops", 0.0)) + sum((turns - 1) * flops for flops, _, turns in _products(traced.jaxpr.jaxpr))
+    # Only what XLA has not counted: it has counted the first iteration of every loop.
+    return float(analysis.get("flops", 0.0)) + sum((iterations - 1) * flops for flops, _, iterations in _products(traced.jaxpr.jaxpr))
 
 
 def count_products(jaxpr: Any) -> dict[str, float]:
-    """FLOPs of the matrix products and convolutions in a traced program, by the dtype of what is multiplied.
+    """Return the FLOPs of the matrix products and convolutions in a traced program, by the dtype of the factors.
 
     All iterations of a `scan` count, one of a `while`, and all branches of a `cond`. Attention in one call of cuDNN counts in full.
 
     Args:
         jaxpr: the program, as in `jax.make_jaxpr(f)(x).jaxpr`.
     """
-    found: dict[str, float] = {}
-    for flops, dtype, turns in _products(jaxpr):
-        found[dtype] = found.get(dtype, 0.0) + turns * flops
-    return found
+    totals: dict[str, float] = {}
+    for flops, dtype, iterations in _products(jaxpr):
+        totals[dtype] = totals.get(dtype, 0.0) + iterations * flops
+    return totals
 
 
-def _products(jaxpr: Any, used: list[bool] | None = None, turns: int = 1) -> Iterator[tuple[float, str, int]]:
-    """(FLOPs, dtype, number of turns) of each product in a jaxpr that runs `turns` times, without unused results, as in XLA."""
+def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -> Iterator[tuple[float, str, int]]:
+    """Yield the products in a jaxpr that runs `iterations` times, without unused results, as in XLA.
+
+    Yields:
+        FLOPs, dtype, number of iterations of each product.
+    """
     used = [True] * len(jaxpr.outvars) if used is None else used
     needed = {var for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and not hasattr(var, "val")}  # no constants
     for equation in reversed(jaxpr.eqns):
-        wanted = [var in needed for var in equation.outvars]
-        if not any(wanted) and not equation.effects:
+        used_results = [var in needed for var in equation.outvars]
+        if not any(used_results) and not equation.effects:
             continue
         needed.update(var for var in equation.invars if not hasattr(var, "val"))
         if flops := _product_flops(equation):
-            yield flops, str(equation.invars[0].aval.dtype), turns
+            yield flops, str(equation.invars[0].aval.dtype), iterations
         name, params = equation.primitive.name, equation.params
-        again = params["length"] if name == "scan" else 1
+        repeats = params["length"] if name == "scan" else 1
         bodies = params["branches"] if name == "cond" else [params[key] for key in _BODIES if key in params]
         for body in bodies:
             body = getattr(body, "jaxpr", body)
             if hasattr(body, "eqns"):
-                of_body = wanted if name != "scan" and len(wanted) == len(body.outvars) else [True] * len(body.outvars)
-                yield from _products(body, of_body, turns * again)
+                of_body = used_results if name != "scan" and len(used_results) == len(body.outvars) else [True] * len(body.outvars)
+                yield from _products(body, of_body, iterations * repeats)
 
 
 _BODIES = ("jaxpr", "call_jaxpr", "body_jaxpr", "fun_jaxpr")
@@ -66,7 +70,7 @@ _CUDNN_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_
 
 
 def _product_flops(equation: Any) -> float:
-    """FLOPs of a matrix product or a convolution; 0 for everything else."""
+    """Return the FLOPs of a matrix product or a convolution; 0 for everything else."""
     params = equation.params
     if equation.primitive.name == "dot_general":
         left, ((contracted, _), _) = equation.invars[0].aval.shape, params["dimension_numbers"]

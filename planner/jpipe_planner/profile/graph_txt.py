@@ -41,7 +41,7 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
     """Read a profile from PipeDream's profiler.
 
     The nodes become layers in topological order; if several could come next, the one with the smallest number does. A cut after a layer
-    carries every tensor that was made before it and is used after it, once. An `Input` node is not a layer, because its time is that of
+    carries every tensor that is computed before it and used after it, once. An `Input` node is not a layer, because its time is that of
     waiting for the data loader; its tensors are the inputs of the model. A forward keeps its own output for its backward. Temporaries
     are unknown.
 
@@ -60,7 +60,7 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
     nodes = _read(text, where)
     order = _in_a_line(nodes, where)
     waits_for = {name: len(node.behind) for name, node in nodes.items()}
-    crossing = 0  # bytes of what is made before and used after
+    crossing = 0  # bytes of the tensors that are computed before a cut and used after it
     layers = []
     for name in order:
         node = nodes[name]
@@ -82,23 +82,23 @@ def read_graph_txt(text: str, rows: int, *, optimizer_factor: float = 1.0, where
 
 
 def _read(text: str, where: str) -> dict[str, _Node]:
-    """The nodes by name, in the order of their numbers, with their edges."""
+    """Read the nodes by name, in the order of their numbers, with their edges."""
     nodes: dict[str, _Node] = {}
     edges: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        place = f"{where}, line {number}"
+        location = f"{where}, line {number}"
         if not line.strip():
             continue
         if len(line) > _LONGEST:
-            raise InputError(f"{place}: expected at most {_LONGEST:,} characters, found {len(line):,}; is this a profile of PipeDream?")
+            raise InputError(f"{location}: expected at most {_LONGEST:,} characters, found {len(line):,}; is this a profile of PipeDream?")
         if line.startswith("\t"):
             if (edge := re.fullmatch(r"\t(\w+) -- (\w+)\s*", line)) is None:
-                raise InputError(f"{place}: expected an edge, '<tab>nodeA -- nodeB', found {_short(line)}")
+                raise InputError(f"{location}: expected an edge, '<tab>nodeA -- nodeB', found {_short(line)}")
             edges.append((number, edge[1], edge[2]))
         else:
-            name, node = _node(line, number, place)
+            name, node = _node(line, number, location)
             if name in nodes:
-                raise InputError(f"{place}: node '{name}' is already defined in line {nodes[name].line}; give each node its own name")
+                raise InputError(f"{location}: node '{name}' is already defined in line {nodes[name].line}; give each node its own name")
             nodes[name] = node
     for number, source, target in edges:
         for name in (source, target):
@@ -109,34 +109,34 @@ def _read(text: str, where: str) -> dict[str, _Node]:
     return dict(sorted(nodes.items(), key=lambda item: (item[1].number, item[0])))
 
 
-def _node(line: str, number: int, place: str) -> tuple[str, _Node]:
+def _node(line: str, number: int, location: str) -> tuple[str, _Node]:
     parts = line.strip().split(" -- ")
     name, values = parts[0], dict(re.findall(r"(?<!\w)(\w+)=(\[[^],]*\]|[^,]*)", parts[-1]))
-    found = re.fullmatch(r"[A-Za-z_]*(\d{1,18})", name)
-    if len(parts) < 3 or found is None or tuple(values) != _FIELDS:
-        raise InputError(f"{place}: expected {_EXAMPLE}, or an edge that begins with a tab, found {_short(line)}")
-    forward, backward, outputs, weights = (_number(values[key], key, place) for key in _FIELDS)
+    match = re.fullmatch(r"[A-Za-z_]*(\d{1,18})", name)
+    if len(parts) < 3 or match is None or tuple(values) != _FIELDS:
+        raise InputError(f"{location}: expected {_EXAMPLE}, or an edge that begins with a tab, found {_short(line)}")
+    forward, backward, outputs, weights = (_number(values[key], key, location) for key in _FIELDS)
     is_input = " -- ".join(parts[1:-1]).startswith("Input")
-    return name, _Node(number, int(found[1]), is_input, forward / 1e3, backward / 1e3, round(outputs), round(weights))
+    return name, _Node(number, int(match[1]), is_input, forward / 1e3, backward / 1e3, round(outputs), round(weights))
 
 
-def _number(text: str, key: str, place: str) -> float:
-    """A number, or the sum of several in brackets."""
+def _number(text: str, key: str, location: str) -> float:
+    """Read a number, or the sum of several in brackets."""
     several = key == "activation_size" and text.startswith("[") and text.endswith("]")
     try:
         values = [float(part) for part in text[1:-1].split(";")] if several else [float(text)]
     except ValueError:
         values = [math.nan]
     if not (all(value >= 0 for value in values) and sum(values) < math.inf):
-        raise InputError(f"{place}: {key}: expected a number, 0 or above, found {_short(text)}")
+        raise InputError(f"{location}: {key}: expected a number, 0 or above, found {_short(text)}")
     unit = "ms" if key.endswith("_time") else "bytes"
     if sum(values) > _MOST[unit]:
-        raise InputError(f"{place}: {key}: expected at most {_MOST[unit]:.0e} {unit}, found {_short(text)}; is the unit another one?")
+        raise InputError(f"{location}: {key}: expected at most {_MOST[unit]:.0e} {unit}, found {_short(text)}; is the unit another one?")
     return sum(values)
 
 
 def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
-    """A topological order: the inputs, then always the node with the smallest number among those that could come next."""
+    """Return a topological order: the inputs, then always the node with the smallest number among those that could come next."""
     missing = {name: len(node.before) for name, node in nodes.items()}
     ready = [(not node.is_input, node.number, name) for name, node in nodes.items() if not node.before]
     heapq.heapify(ready)
@@ -157,7 +157,7 @@ def _in_a_line(nodes: dict[str, _Node], where: str) -> list[str]:
 
 
 def _cycle(before: dict[str, set[str]]) -> Iterator[str]:
-    """The nodes of a cycle, along its edges, with the first one again at the end; each of the given nodes follows another of them."""
+    """Yield the nodes of a cycle, along its edges, with the first one again at the end; each node of `before` follows another of them."""
     name, seen = min(before), []
     while name not in seen:
         seen.append(name)

@@ -1,6 +1,6 @@
-"""The measured profile: every distinct layer compiled as a pipeline compiles it, and timed on the device at hand.
+"""Measured profiles: every distinct layer compiled as a pipeline compiles it, and timed on a device of this process.
 
-Weights and most inputs are made up, so host callbacks that no result needs are left out.
+Weights and most inputs are noise, so host callbacks that no result needs are left out.
 """
 
 import os
@@ -51,11 +51,11 @@ def measure(
     progress: Progress | None = None,
     precision: jpipe.Precision | None = None,
 ) -> Profile:
-    """Profile a model on a device that is here; each distinct layer has to fit, with its gradients, optimizer state and residuals.
+    """Profile a model on a device of this process; each distinct layer has to fit, with its gradients, optimizer state and residuals.
 
     Each distinct layer is compiled as a stage of its own. The stages of all sizes run in turns, so that a slow moment of the machine
-    slows all of them; the arrays of all sizes are held at the same time. A time is a median, less that of a stage without work, which is
-    the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, whose time is split by FLOPs.
+    slows all of them; the arrays of all sizes are in memory at the same time. A time is a median, less that of a stage without work,
+    which is the profile's `dispatch`. Neighbours too short to be timed alone are timed as one stage, whose time is split by FLOPs.
 
     Args:
         stack: the model.
@@ -63,64 +63,74 @@ def measure(
         loss: `(outputs, labels) -> (sum, weight)`.
         optimizer: any that a `jpipe.Pipeline` takes.
         sizes: the microbatch sizes, in rows.
-        policies: the recomputation policies whose residuals are wanted.
-        device: by default the first of this process.
-        repetitions: of each program, at most; at least 3.
-        seconds: after which no further repetition begins, all sizes together; compiling comes on top of it.
-        ema_decay: as of a `jpipe.Pipeline`; it counts as optimizer state.
-        progress: called with the parts of the work that are done, and their number.
+        policies: the recomputation policies for which residuals are counted.
+        device: the device; by default the first of this process.
+        repetitions: the most repetitions of each program; at least 3.
+        seconds: the time after which no further repetition begins, for all sizes together, without that for compiling.
+        ema_decay: as in `jpipe.Pipeline`; it counts as optimizer state.
+        progress: called with the number of finished parts of the work, and their total number.
         precision: as in `jpipe.Pipeline`.
 
     Raises:
         InputError: layers, batch, loss and optimizer do not fit together.
     """
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
-    device = device or jax.local_devices()[0]
+    device, single_layers = device or jax.local_devices()[0], [(layer_id,) for layer_id in model.distinct]
     meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
-    alone = [(layer_id,) for layer_id in model.distinct]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = Programs(model, device, pool)
         for rows in model.sizes:
-            programs.begin(alone, rows)
-        held = count_bytes(model, policies, meter)  # while XLA compiles
-        programs.finish()  # what is timed is all that runs
-        single, groups = {rows: Bench(programs, alone, rows) for rows in model.sizes}, {}
+            programs.begin(single_layers, rows)
+        stage_costs = count_bytes(model, policies, meter)  # while XLA compiles
+        programs.finish()  # nothing else runs while stages are timed
+        single, groups = {rows: Bench(programs, single_layers, rows) for rows in model.sizes}, {}
         for rows, bench in single.items():
             bench.time(FEWEST)
             meter.step()
-            groups[rows] = short_groups(model.stack.ids, model.like, bench.medians()[0])
+            groups[rows] = short_groups(model.stack.ids, model.first_equal, bench.medians()[0])
             programs.begin(groups[rows], rows)
         programs.finish()
-    benches = {rows: single[rows] if groups[rows] == alone else Bench(programs, groups[rows], rows) for rows in model.sizes}
+    benches = {rows: single[rows] if groups[rows] == single_layers else Bench(programs, groups[rows], rows) for rows in model.sizes}
     _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    return profile_of(model, costs, held, scratch_of_pairs(model, device), source="measured", device=device.device_kind, dispatch=dispatch)
+    scratch = scratch_of_pairs(model, device)
+    return profile_of(model, costs, stage_costs, scratch, source="measured", device=device.device_kind, dispatch=dispatch)
 
 
-def _all_costs(model: Model, benches: Mapping[int, Bench], alone: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
-    """The costs of each distinct layer at each size, from the benches of groups and of single layers by size."""
+def _all_costs(model: Model, benches: Mapping[int, Bench], single: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
+    """Return the costs of each distinct layer at each size, from the benches of groups and of single layers by size."""
     costs: dict[tuple[str, int], Costs] = {}
     for rows, bench in benches.items():
-        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], alone[rows]).items()}
+        costs |= {(layer_id, rows): cost for layer_id, cost in _layer_costs(model, bench.medians()[0], single[rows]).items()}
         meter.step()
     return costs
 
 
-def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], alone: Bench) -> dict[str, Costs]:
-    """The costs of each distinct layer at one size, from the times of groups; `alone` knows the FLOPs and temporaries of each layer."""
-    flops = alone.flops
-    shares = [share for ids, taken in times.items() for share in split(taken, {i: flops[model.like[i],] for i in ids}).items()]
+def _layer_costs(model: Model, times: Mapping[tuple[str, ...], ByProgram], single: Bench) -> dict[str, Costs]:
+    """Return the costs of each distinct layer at one size.
+
+    Args:
+        model: the model.
+        times: seconds of each group's programs.
+        single: the bench with the FLOPs and temporaries of each layer.
+    """
+    flops = single.flops
+    shares = [
+        share
+        for ids, group_seconds in times.items()
+        for share in split(group_seconds, {i: flops[model.first_equal[i],] for i in ids}).items()
+    ]
     costs = {}
     for layer_id in model.distinct:
-        own = [seconds for other, seconds in shares if model.like[other] == layer_id]
-        forward, backward, update = (statistics.fmean(seconds[name] for seconds in own) for name in PROGRAMS)
-        costs[layer_id] = Costs(forward, backward, update, alone.temporary[layer_id,], flops[layer_id,]["forward"])
+        times_of_layer = [seconds for other, seconds in shares if model.first_equal[other] == layer_id]
+        forward, backward, update = (statistics.fmean(seconds[name] for seconds in times_of_layer) for name in PROGRAMS)
+        costs[layer_id] = Costs(forward, backward, update, single.temporary[layer_id,], flops[layer_id,]["forward"])
     return costs
 
 
 def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float) -> None:
-    """Time all sizes in turns, for a machine may be slow for seconds on end."""
+    """Time all sizes in turns, because a machine may be slow for several seconds."""
     end = time.perf_counter() + seconds
     for n in range(repetitions):
         if n >= FEWEST and time.perf_counter() > end:
@@ -129,20 +139,20 @@ def _in_turns(benches: Sequence[Bench], repetitions: int, seconds: float) -> Non
             bench.time(1)
 
 
-def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:
-    """What is to be timed together: neighbours of which each is short, enough of them to be long; the other layers alone.
+def short_groups(ids: Sequence[str], first_equal: Mapping[str, str], times: Mapping[tuple[str, ...], ByProgram]) -> list[tuple[str, ...]]:
+    """Choose which layers to time together: neighbours that are short, enough of them to be long; the other layers alone.
 
     Args:
         ids: the model's layers.
-        like: for each layer the first that equals it.
-        roughly: seconds of each distinct layer alone.
+        first_equal: the first layer that equals each layer.
+        times: seconds of each distinct layer alone.
 
     Returns:
-        Groups of layer ids; each distinct layer, or one that equals it, is in one of them at least. Equal groups are there once.
+        Groups of layer ids, without duplicates; each distinct layer, or one that equals it, is in at least one of them.
     """
 
     def seconds(layer_id: str) -> float:
-        alone = roughly[like[layer_id],]
+        alone = times[first_equal[layer_id],]
         return alone["forward"] + alone["backward"]
 
     groups: list[list[str]] = []
@@ -154,16 +164,16 @@ def short_groups(ids: Sequence[str], like: Mapping[str, str], roughly: Mapping[t
             groups.append([layer_id])
     kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
     for group in groups:
-        kinds.setdefault(tuple(like[layer_id] for layer_id in group), tuple(group))
+        kinds.setdefault(tuple(first_equal[layer_id] for layer_id in group), tuple(group))
     together = {layer_id for kind in kinds if len(kind) > 1 for layer_id in kind}
     return [group for kind, group in kinds.items() if len(kind) > 1 or kind[0] not in together]
 
 
-def split(taken: ByProgram, flops: Mapping[str, ByProgram]) -> dict[str, ByProgram]:
-    """The time of a group for each of its layers, in proportion to FLOPs; evenly where a program has none."""
-    found: dict[str, dict[str, float]] = {layer_id: {} for layer_id in flops}
-    for name, seconds in taken.items():
-        total = sum(own[name] for own in flops.values())
-        for layer_id, own in flops.items():
-            found[layer_id][name] = seconds * (own[name] / total if total else 1 / len(flops))
-    return dict(found)
+def split(group_seconds: ByProgram, flops: Mapping[str, ByProgram]) -> dict[str, ByProgram]:
+    """Split the time of a group among its layers, in proportion to FLOPs; evenly where a program has none."""
+    split_seconds: dict[str, dict[str, float]] = {layer_id: {} for layer_id in flops}
+    for name, seconds in group_seconds.items():
+        total = sum(layer_flops[name] for layer_flops in flops.values())
+        for layer_id, layer_flops in flops.items():
+            split_seconds[layer_id][name] = seconds * (layer_flops[name] / total if total else 1 / len(flops))
+    return dict(split_seconds)

@@ -29,8 +29,8 @@ Batch = Callable[[int], tuple[Tree, Tree]]
 Progress = Callable[[int, int], None]
 """Called with the number of finished parts of the work, and their total number."""
 
-Held = dict[tuple[str, ...], dict[tuple[int, str], jpipe.programs.StageCost]]
-"""Stage costs of distinct layers, and of distinct pairs of neighbours, by rows and recomputation policy."""
+StageCosts = dict[tuple[str, ...], dict[tuple[int, str], jpipe.programs.StageCost]]
+"""The costs of distinct layers, and of distinct pairs of neighbours, as stages, by rows and recomputation policy."""
 
 POLICIES = ("none", "full", "dots_with_no_batch_dims_saveable")
 
@@ -47,8 +47,10 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be profiled. Layers are equal if their traces, shapes and optimizer states are equal. The first layer, which has no
-    input gradient, and the last one, which includes the loss, are never equal to others.
+    """A model to be profiled, whose equal layers are profiled once.
+
+    Layers are equal if their traces, shapes and optimizer states are equal. The first layer, which has no input gradient, and the last
+    one, which includes the loss, are never equal to others.
 
     Attributes:
         stack: its layers.
@@ -57,7 +59,7 @@ class Model:
         optimizer: any that a `jpipe.Pipeline` takes.
         sizes: the microbatch sizes, in rows.
         precision: as in `jpipe.Pipeline`.
-        ema_decay: as of a `jpipe.Pipeline`.
+        ema_decay: as in `jpipe.Pipeline`.
 
     Raises:
         InputError: there are no sizes, or not all are integers above 0. Later calls raise it for parts that do not fit together.
@@ -78,11 +80,11 @@ class Model:
         object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
 
     @cached_property
-    def like(self) -> dict[str, str]:
-        """For each layer the first layer that is equal to it, possibly itself."""
+    def first_equal(self) -> dict[str, str]:
+        """The first layer that is equal to each layer, possibly itself."""
         key, layerwise = jax.eval_shape(lambda: jax.random.key(0)), self._layerwise
         first: dict[tuple[Any, ...], str] = {}
-        found = {}
+        equal = {}
         for layer_id in self.stack.ids:
             spec, layer = self._first_specs[layer_id], self.stack.layers[layer_id]
             traced = jax.make_jaxpr(lambda p, s, x, k, apply=layer.apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, key)
@@ -94,24 +96,24 @@ class Model:
             leaves = repr(jax.tree.leaves(states))  # only leaves: it is keyed by layer id
             gradients = (*layerwise.trained.flags(entries), *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
             shares = tuple(self.stack.ties.places.get(layer_id, {}))
-            found[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, gradients, shares, text), layer_id)
-        return found
+            equal[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, gradients, shares, text), layer_id)
+        return equal
 
     @cached_property
     def distinct(self) -> tuple[str, ...]:
         """The layers that are not equal to an earlier one."""
-        return tuple(dict.fromkeys(self.like.values()))
+        return tuple(dict.fromkeys(self.first_equal.values()))
 
     @cached_property
     def pairs(self) -> dict[tuple[str, str], tuple[str, str]]:
         """One pair of neighbours of each kind, by the layers to which they are equal."""
-        found: dict[tuple[str, str], tuple[str, str]] = {}
+        pairs: dict[tuple[str, str], tuple[str, str]] = {}
         for pair in itertools.pairwise(self.stack.ids):
-            found.setdefault((self.like[pair[0]], self.like[pair[1]]), pair)
-        return found
+            pairs.setdefault((self.first_equal[pair[0]], self.first_equal[pair[1]]), pair)
+        return pairs
 
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
-        """Consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet."""
+        """Return consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet."""
         if recompute not in jpipe.plan.RECOMPUTE:
             raise InputError(
                 f"policies: unknown recomputation policy '{recompute}'; {jpipe.errors.nearest(recompute, jpipe.plan.RECOMPUTE)}"
@@ -121,7 +123,7 @@ class Model:
         return jpipe.stages.StandaloneStage(self.stack, stage, specs, labels, self.loss, self._layerwise, self.precision)
 
     def gradient_bytes(self, layer_id: str) -> int:
-        """The bytes of a layer's accumulated gradients."""
+        """Return the bytes of a layer's accumulated gradients."""
         entries = self.stack.ties.split({layer_id: self._first_specs[layer_id].params}, [layer_id])
         trained = dict(self._layerwise.trained.part(entries))
         return sum(leaf.size * self._gradient_dtype(leaf).itemsize for leaf in jax.tree.leaves(trained))
@@ -160,12 +162,12 @@ class Model:
         specs = {self.sizes[0]: self._first_specs}
         for rows in self.sizes[1:]:
             x = self.batches[rows][0]
-            found: dict[str, jpipe.model.LayerSpec] = {}
-            for layer_id, like in self.like.items():
-                known = like in found and found[like].x == x
-                found[layer_id] = found[like] if known else self.stack.specs(x, [layer_id])[layer_id]
-                x = found[layer_id].output
-            specs[rows] = found
+            layer_specs: dict[str, jpipe.model.LayerSpec] = {}
+            for layer_id, first in self.first_equal.items():
+                known = first in layer_specs and layer_specs[first].x == x
+                layer_specs[layer_id] = layer_specs[first] if known else self.stack.specs(x, [layer_id])[layer_id]
+                x = layer_specs[layer_id].output
+            specs[rows] = layer_specs
         return specs
 
     @cached_property
@@ -176,20 +178,20 @@ class Model:
 
 
 class Meter:
-    """Counts parts of work for a `Progress`."""
+    """A counter of finished parts of work for a `Progress`."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
 
     def step(self) -> None:
-        """One more part is finished."""
+        """Count one more finished part."""
         self._done += 1
         if self._progress is not None:
             self._progress(self._done, self._total)
 
 
-def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> Held:
-    """The bytes of each distinct layer as a stage, and of each pair of neighbours as a stage, at all sizes.
+def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCosts:
+    """Count the bytes of each distinct layer as a stage, and of each pair of neighbours as a stage, at all sizes.
 
     Args:
         model: the model.
@@ -197,11 +199,11 @@ def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> Held:
         meter: counts `parts_of_bytes` parts.
     """
     policies = tuple(dict.fromkeys(("none", *policies)))
-    held: Held = {}
+    costs: StageCosts = {}
     for name, ids in [*(((layer_id,), (layer_id,)) for layer_id in model.distinct), *model.pairs.items()]:
-        held[name] = {(rows, policy): model.stage(ids, rows, policy).cost for rows in model.sizes for policy in policies}
+        costs[name] = {(rows, policy): model.stage(ids, rows, policy).cost for rows in model.sizes for policy in policies}
         meter.step()
-    return held
+    return costs
 
 
 Scratch = dict[tuple[str, str], dict[int, int]]
@@ -217,83 +219,83 @@ def scratch_of_pairs(model: Model, device: jax.Device) -> Scratch:
     names = [*model.pairs.values()]
     lowered = {(ids, rows): model.stage(ids, rows).trace("backward", device).lower() for ids in names for rows in ends}
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        found = dict(zip(lowered, pool.map(lambda call: scratch_bytes(call.compile()), lowered.values()), strict=True))
-    return {ids: {rows: math.ceil(np.interp(rows, ends, [found[ids, end] for end in ends])) for rows in model.sizes} for ids in names}
+        scratch = dict(zip(lowered, pool.map(lambda call: scratch_bytes(call.compile()), lowered.values()), strict=True))
+    return {ids: {rows: math.ceil(np.interp(rows, ends, [scratch[ids, end] for end in ends])) for rows in model.sizes} for ids in names}
 
 
 def scratch_bytes(program: jax.stages.Compiled) -> int:
-    """The scratch memory of a program; 0 if the backend does not report it."""
+    """Return the scratch memory of a program; 0 if the backend does not report it."""
     analysis = program.memory_analysis()
     return 0 if analysis is None else analysis.temp_size_in_bytes
 
 
-def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], held: Held, scratch: Scratch, **fields: Any) -> Profile:
-    """The profile.
+def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], stage_costs: StageCosts, scratch: Scratch, **fields: Any) -> Profile:
+    """Return the profile of a model.
 
     Args:
         model: the model.
         costs: the costs of each distinct layer at each size.
-        held: the result of `count_bytes`.
+        stage_costs: the result of `count_bytes`.
         scratch: the result of `scratch_of_pairs`.
         fields: the other fields of `Profile`.
     """
 
-    def shared(like: str, after: str | None, rows: int, policy: str) -> int:
-        if after is None:
+    def shared(equal: str, next_equal: str | None, rows: int, policy: str) -> int:
+        if next_equal is None:
             return 0
-        alone = held[like,][rows, policy].residuals + held[after,][rows, policy].residuals
-        return max(alone - held[like, after][rows, policy].residuals, 0)
+        alone = stage_costs[equal,][rows, policy].residuals + stage_costs[next_equal,][rows, policy].residuals
+        return max(alone - stage_costs[equal, next_equal][rows, policy].residuals, 0)
 
-    def more(like: str, after: str | None, rows: int) -> int:
-        if after is None:
+    def more(equal: str, next_equal: str | None, rows: int) -> int:
+        if next_equal is None:
             return 0
-        together = scratch[model.pairs[like, after]][rows] - max(costs[like, rows].temporary, costs[after, rows].temporary)
+        together = scratch[model.pairs[equal, next_equal]][rows] - max(costs[equal, rows].temporary, costs[next_equal, rows].temporary)
         # What a third layer adds are its gradients; between two layers there is also room for what passes between them, once.
-        return min(max(together, 0), model.gradient_bytes(like))
+        return min(max(together, 0), model.gradient_bytes(equal))
 
-    for_weights = {like: _share_for_weights(model, like) for like in model.distinct}
-    policies = {like: [policy for rows, policy in held[like,] if rows == model.sizes[0]] for like in model.distinct}
+    for_weights = {equal: _share_for_weights(model, equal) for equal in model.distinct}
+    policies = {equal: [policy for rows, policy in stage_costs[equal,] if rows == model.sizes[0]] for equal in model.distinct}
     stashes = {
-        like: {(rows, policy): model.stage([like], rows, policy).stash_bytes for rows in model.sizes for policy in policies[like]}
-        for like in model.distinct
+        equal: {(rows, policy): model.stage([equal], rows, policy).stash_bytes for rows in model.sizes for policy in policies[equal]}
+        for equal in model.distinct
     }
-    tensor = {like: _tensor_profile(model, like, policies[like]) for like in model.distinct}
+    tensor = {equal: _tensor_profile(model, equal, policies[equal]) for equal in model.distinct}
     layers = []
-    for layer_id, behind in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
-        like, after = model.like[layer_id], model.like.get(behind)
-        own = held[like,]
+    for layer_id, next_id in itertools.zip_longest(model.stack.ids, model.stack.ids[1:]):
+        equal, next_equal = model.first_equal[layer_id], model.first_equal.get(next_id)
+        layer_costs = stage_costs[equal,]
         at = tuple(
             AtSize(
-                forward=costs[like, rows].forward,
-                backward=costs[like, rows].backward,
-                backward_weight=costs[like, rows].backward * for_weights[like],
-                stash={policy: bytes_ for (count, policy), bytes_ in stashes[like].items() if count == rows},
-                outputs=own[rows, "none"].outputs if behind else 0,
-                residuals={policy: cost.residuals for (count, policy), cost in own.items() if count == rows},
-                shared={policy: shared(like, after, rows, policy) for count, policy in own if count == rows},
-                temporary=costs[like, rows].temporary,
-                temporary_more=more(like, after, rows),
-                flops=costs[like, rows].flops,
+                forward=costs[equal, rows].forward,
+                backward=costs[equal, rows].backward,
+                backward_weight=costs[equal, rows].backward * for_weights[equal],
+                stash={policy: bytes_ for (count, policy), bytes_ in stashes[equal].items() if count == rows},
+                outputs=layer_costs[rows, "none"].outputs if next_id else 0,
+                residuals={policy: cost.residuals for (count, policy), cost in layer_costs.items() if count == rows},
+                shared={policy: shared(equal, next_equal, rows, policy) for count, policy in layer_costs if count == rows},
+                temporary=costs[equal, rows].temporary,
+                temporary_more=more(equal, next_equal, rows),
+                flops=costs[equal, rows].flops,
             )
             for rows in model.sizes
         )
-        update = statistics.fmean(costs[like, rows].update for rows in model.sizes)
-        cost = own[model.sizes[0], "none"]
+        update = statistics.fmean(costs[equal, rows].update for rows in model.sizes)
+        cost = layer_costs[model.sizes[0], "none"]
         sizes = {name: getattr(cost, name) for name in ("weights", "frozen", "optimizer", "state")}
         sizes["accumulators"] = model.gradient_bytes(layer_id)
-        layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[like], **sizes))
+        layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[equal], **sizes))
     inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)
 
 
 def _tensor_profile(model: Model, layer_id: str, policies: Sequence[str]) -> TensorProfile:
-    """What tensor parallelism shards of a layer."""
+    """Return what tensor parallelism shards of a layer."""
     rows = model.sizes[0]
     return tensor_profile(lambda policy: model.stage([layer_id], rows, policy), layer_id, rows, policies, jax.local_devices()[0])
 
 
 def _share_for_weights(model: Model, layer_id: str) -> float:
-    """The share of a layer's backward that makes the gradients of its weights, by floating-point operations."""
+    """Return the share of a layer's backward that computes the gradients of its weights, by floating-point operations."""
     stage, device = model.stage([layer_id], model.sizes[0]), jax.local_devices()[0]
     traced = [stage.trace(half, device) for half in ("backward_input", "backward_weight")]
     for_inputs, for_weights = (count_flops(half, half.lower()) for half in traced)
@@ -301,7 +303,7 @@ def _share_for_weights(model: Model, layer_id: str) -> float:
 
 
 def parts_of_bytes(model: Model) -> int:
-    """The number of parts of `count_bytes`, for a `Meter`."""
+    """Return the number of parts of `count_bytes`, for a `Meter`."""
     return len(model.distinct) + len(model.pairs)
 
 

@@ -1,4 +1,4 @@
-"""The costs of a model, layer by layer, for several microbatch sizes; as JSON. `source` says where the numbers come from."""
+"""The costs of a model, layer by layer, for several microbatch sizes, as data and JSON; `source` says where the numbers come from."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ class _Data(pydantic.BaseModel):
 
 
 class AtSize(_Data):
-    """One layer at one microbatch size.
+    """The costs of one layer at one microbatch size.
 
     Attributes:
         forward: seconds of a forward.
@@ -56,15 +56,15 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TensorProfile(_Data):
-    """What tensor parallelism shards of a layer: the shares of a layer that each device of a mesh has a part of, not all.
+    """The shares of a layer that tensor parallelism shards, so that each device of a mesh has a part of them.
 
     Attributes:
         weights: share of the bytes of its parameters.
         compute: share of its work.
         outputs: share of the bytes of its outputs.
         residuals: share of the bytes of its residuals, by recomputation policy.
-        reduced: bytes per row that are summed over the devices in a forward; as many in a backward.
-        reductions: in how many sums.
+        reduced: bytes per row that are summed over the devices in a forward; the same number in a backward.
+        reductions: the number of these sums.
         divides: the number of devices divides this number, as the sizes of all sharded dims do (heads are one); 0: nothing is sharded.
     """
 
@@ -78,13 +78,13 @@ class TensorProfile(_Data):
 
 
 class LayerProfile(_Data):
-    """One layer.
+    """The costs of one layer.
 
     Attributes:
         id: its name in the model.
         weights: bytes of its parameters.
         frozen: bytes of those that the optimizer never changes, a part of `weights`.
-        accumulators: bytes of its accumulated gradients; by default as many as `weights`.
+        accumulators: bytes of its accumulated gradients; by default the bytes of `weights`.
         optimizer: bytes of its optimizer state.
         state: bytes of its layer state.
         update: seconds of an update.
@@ -105,19 +105,19 @@ class LayerProfile(_Data):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _accumulators_like_weights(cls, data: Any) -> Any:
-        """As many bytes as weights where it is not said, as in profiles of older versions."""
+        """Default to as many bytes as weights, as in profiles of older versions."""
         return {"accumulators": data["weights"]} | data if isinstance(data, dict) and "weights" in data else data
 
 
 class SharedProfile(_Data):
-    """A parameter that several layers share, in bytes. The numbers of each of these layers include it, too.
+    """The bytes of a parameter that several layers share; the numbers of each of these layers include it, too.
 
     Attributes:
         layers: the ids of these layers.
         weights: the parameter.
         accumulators: its accumulated gradients.
         optimizer: its optimizer state.
-        frozen: as many bytes as `weights` if the optimizer never changes it, else 0.
+        frozen: the bytes of `weights` if the optimizer never changes it, otherwise 0.
     """
 
     layers: Annotated[tuple[str, ...], Field(min_length=2)]
@@ -128,7 +128,7 @@ class SharedProfile(_Data):
 
 
 class Profile(_Data):
-    """A model's costs.
+    """The costs of a model.
 
     Attributes:
         format: "jpipe-profile/1".
@@ -142,7 +142,7 @@ class Profile(_Data):
         shared: the parameters that several of these layers share.
 
     Raises:
-        InputError: a part is wrong: all times are zero, a number is invalid, sizes do not fit, or unknown layers share a parameter.
+        InputError: a field is invalid: all times are zero, a number is invalid, sizes do not fit, or unknown layers share a parameter.
     """
 
     format: Literal["jpipe-profile/1"] = "jpipe-profile/1"
@@ -186,8 +186,8 @@ class Profile(_Data):
             self._check_shared(parameter)
         for n, rows in enumerate(self.sizes):
             if not sum(layer.at[n].forward + layer.at[n].backward for layer in self.layers):
-                again = "profile again, with more repetitions or larger microbatches"
-                raise ValueError(f"all times at microbatches of size {rows} are zero; {again}")
+                repeated = "profile again, with more repetitions or larger microbatches"
+                raise ValueError(f"all times at microbatches of size {rows} are zero; {repeated}")
         return self
 
     def _check_shared(self, parameter: SharedProfile) -> None:
@@ -210,7 +210,7 @@ class Profile(_Data):
         return tuple(layer.id for layer in self.layers)
 
     def costs(self, rows: int) -> dict[str, jpipe.programs.LayerCost]:
-        """The costs of each layer at a microbatch size of the profile."""
+        """Return the costs of each layer at a microbatch size of the profile."""
         n = self.sizes.index(rows)
         return {
             layer.id: jpipe.programs.LayerCost(
@@ -240,7 +240,7 @@ class Profile(_Data):
         return tuple(jpipe.programs.SharedCost(**dict(parameter)) for parameter in self.shared)
 
     def stage_costs(self, plan: jpipe.Plan, rows: int) -> tuple[jpipe.programs.StageCost, ...]:
-        """The costs of each stage of a plan, for `jpipe.simulate`; `dispatch` is added to each computation."""
+        """Return the costs of each stage of a plan, for `jpipe.simulate`; `dispatch` is added to each computation."""
         n = self.sizes.index(rows)
         costs = jpipe.programs.sum_layer_costs(
             plan, self.costs(rows), inputs=self.inputs[n], labels=self.labels[n], shared=self.shared_costs
@@ -249,11 +249,11 @@ class Profile(_Data):
         return tuple(dataclasses.replace(cost, **{name: getattr(cost, name) + self.dispatch for name in timed}) for cost in costs)
 
     def check_layers(self, ids: tuple[str, ...], shared: Sequence[tuple[str, ...]] = ()) -> None:
-        """Refuse the profile if its layers are not those with the ids `ids`, or do not share the same parameters.
+        """Check that the profile has the layers `ids`, and that these share the same parameters.
 
         Args:
-            ids: of the model's layers.
-            shared: for each parameter that layers share the ids of these layers.
+            ids: the ids of the model's layers.
+            shared: the ids of the layers that share a parameter, for each such parameter.
 
         Raises:
             InputError: the message names the first layer that differs.
@@ -270,12 +270,12 @@ class Profile(_Data):
             raise InputError(f"profile: expected layers that share a parameter: {expected}; found {found}; profile this model")
 
     def to_json(self) -> str:
-        """The profile as JSON text, for `from_json`."""
+        """Return the profile as JSON text, for `from_json`."""
         return json.dumps(self.model_dump(mode="json")) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "profile") -> "Profile":
-        """Read a profile.
+        """Read a profile from JSON.
 
         Args:
             text: the result of `to_json`.

@@ -10,15 +10,15 @@ from jpipe import InputError
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile, SharedProfile, TensorProfile
 
-MOST_TENSOR = 8  # devices over which a layer is sharded unless more are asked for
+MOST_TENSOR = 8  # devices over which a layer is sharded by default, at most
 
 
 class Degrees(NamedTuple):
-    """A mesh of devices in place of each device.
+    """The mesh of devices on which each replica of a stage runs.
 
     Attributes:
-        data: over how many devices the rows of a microbatch are sharded.
-        model: over how many devices each layer is sharded (tensor parallelism).
+        data: the number of devices over which the rows of a microbatch are sharded.
+        model: the number of devices over which each layer is sharded (tensor parallelism).
         fsdp: as in `jpipe.Stage`: the weights are sharded over `data`, too.
     """
 
@@ -28,12 +28,12 @@ class Degrees(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many devices a mesh has."""
+        """The number of devices of the mesh."""
         return self.data * self.model
 
     @property
     def mesh(self) -> dict[str, int]:
-        """As in `jpipe.Stage`; neighbouring devices share layers."""
+        """The mesh as `jpipe.Stage` has it; neighbouring devices share layers."""
         return {axis: size for axis, size in (("data", self.data), ("model", self.model)) if size > 1}
 
     def __str__(self) -> str:
@@ -42,45 +42,46 @@ class Degrees(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Degrees":
-        """From text such as `model=4`, `data=2,model=4,fsdp` or `none`.
+        """Read text such as `model=4`, `data=2,model=4,fsdp` or `none`.
 
         Raises:
-            InputError: it is something else.
+            InputError: the text has another form.
         """
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for part in text.split(",") if text != "none" else ():
             match = re.fullmatch(r"(data|model)=([1-9][0-9]{0,5})|(fsdp)", part.strip())
             name = match and (match[1] or match[3])
-            if match is None or name in found:
+            if match is None or name in fields:
                 raise InputError(f"--mesh: expected none, or sizes of axes such as model=8 or data=2,model=4,fsdp, found '{text}'")
-            found[str(name)] = int(match[2]) if match[2] else True
-        degrees = cls(**found)
+            fields[str(name)] = int(match[2]) if match[2] else True
+        degrees = cls(**fields)
         if degrees.fsdp and degrees.data == 1:
             raise InputError(f"--mesh: fsdp shards weights over the axis data: expected data=2 or more, found '{text}'")
         return degrees
 
 
 NO_MESH = Degrees()
-"""Each device by itself."""
+"""The degrees of a stage on a single device."""
 
 
 def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...]:
-    """The meshes to try: layers over up to eight devices, and with FSDP up to all devices of a server; powers of two. The first is no mesh.
+    """Return the meshes to try: layers over up to eight devices, and with FSDP up to all devices of a server; powers of two.
 
-    It is the only one if the profile does not know how its layers can be sharded, or the innermost level joins a single device.
+    The first is no mesh. It is the only one if the profile does not know how its layers can be sharded, or the innermost level joins a
+    single device.
     """
     powers = [2**k for k in range(topology.most_in_mesh.bit_length())]
-    found = [NO_MESH]
+    possible = [NO_MESH]
     for model in (size for size in powers if size <= MOST_TENSOR):
         for data in powers:
             degrees = Degrees(data, model, fsdp=data > 1)
             if degrees.size > 1 and topology.most_in_mesh % degrees.size == 0 and not mesh_refusal(profile, degrees):
-                found.append(degrees)
-    return tuple(found)
+                possible.append(degrees)
+    return tuple(possible)
 
 
 def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
-    """Why layers of a profile cannot be on meshes; "" if they can."""
+    """Return why layers of a profile cannot be on meshes; "" if they can."""
     if degrees.size == 1:
         return ""
     if any(layer.tensor is None for layer in profile.layers):
@@ -101,13 +102,13 @@ def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
 
 
 class Meshes:
-    """A profile and a topology as plans on meshes see them: each mesh as one device."""
+    """A profile and a topology for plans on meshes, where each mesh counts as one device."""
 
     def __init__(self, profile: Profile, topology: Topology) -> None:
         self._known = {NO_MESH: (profile, topology)}
 
     def of(self, degrees: Degrees) -> tuple[Profile, Topology]:
-        """What the layers cost on such meshes, and what joins these; without meshes, the profile and topology themselves."""
+        """Return the profile and the topology for meshes of these degrees."""
         if degrees not in self._known:
             profile, topology = self._known[NO_MESH]
             self._known[degrees] = shard_profile(profile, degrees, topology), topology.groups(degrees.size)
@@ -115,33 +116,33 @@ class Meshes:
 
 
 def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Profile:
-    """The profile as one device of a mesh sees it, without the microbatch sizes whose rows cannot be sharded.
+    """Return the profile of one device of a mesh, without the microbatch sizes whose rows cannot be sharded.
 
-    Seconds are those of its share of the work, and of the sums and gathers inside the mesh, which wait for nothing and nothing waits for:
-    the partial sums of each layer in a forward, and as many bytes in a backward, where the gradients of a microbatch are summed over
-    `data`, too; with FSDP the gathers of weights for both, and a scattered sum of the gradients.
+    Seconds are those of its share of the work, and of the sums and gathers inside the mesh, which overlap with nothing: the partial sums
+    of each layer in a forward, and as many bytes in a backward, where the gradients of a microbatch are summed over `data`, too; with FSDP
+    the gathers of weights for both, and a scattered sum of the gradients.
 
     Args:
-        profile: of the layers on one device; `mesh_refusal` has no objection.
-        degrees: of the mesh.
-        topology: the devices; the first of them make up the mesh.
+        profile: the profile of the layers on one device; it has no `mesh_refusal`.
+        degrees: the degrees of the mesh.
+        topology: the devices; the first of them form the mesh.
     """
-    kept = [n for n, rows in enumerate(profile.sizes) if rows % degrees.data == 0]
+    size_indices = [n for n, rows in enumerate(profile.sizes) if rows % degrees.data == 0]
     links = topology.mesh_link(degrees.model), topology.mesh_link(degrees.size)
-    layers = [_layer(layer, profile.sizes, kept, degrees, links) for layer in profile.layers]
+    layers = [_layer(layer, profile.sizes, size_indices, degrees, links) for layer in profile.layers]
     tensors = {layer.id: layer.tensor or TensorProfile() for layer in profile.layers}
     shared = []
-    for one in profile.shared:
-        left = _left(tensors[one.layers[0]].weights, degrees.model) / _over_data(degrees)
-        sizes = {name: int(getattr(one, name) * left) for name in ("weights", "frozen", "accumulators", "optimizer")}
-        shared.append(SharedProfile(layers=one.layers, **sizes))
-    fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep what was computed of the old ones
+    for parameter in profile.shared:
+        share = _share_of_device(tensors[parameter.layers[0]].weights, degrees.model) / _over_data(degrees)
+        sizes = {name: int(getattr(parameter, name) * share) for name in ("weights", "frozen", "accumulators", "optimizer")}
+        shared.append(SharedProfile(layers=parameter.layers, **sizes))
+    fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep properties computed from the old fields
     return Profile(
         **fields
         | {
-            "sizes": tuple(profile.sizes[n] for n in kept),
-            "inputs": tuple(-(-profile.inputs[n] // degrees.data) for n in kept),
-            "labels": tuple(-(-profile.labels[n] // degrees.data) for n in kept),
+            "sizes": tuple(profile.sizes[n] for n in size_indices),
+            "inputs": tuple(-(-profile.inputs[n] // degrees.data) for n in size_indices),
+            "labels": tuple(-(-profile.labels[n] // degrees.data) for n in size_indices),
             "layers": tuple(layers),
             "shared": tuple(shared),
         }
@@ -149,36 +150,36 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
 
 
 def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]) -> tuple[float, float]:
-    """Seconds inside a mesh in a forward and a backward of a layer.
+    """Return the seconds of the sums and gathers inside a mesh in a forward and a backward of a layer.
 
     Args:
-        layer: on one device.
-        rows: of a microbatch.
-        degrees: of the mesh.
-        links: between the devices that share layers, and between all of the mesh.
+        layer: the layer on one device.
+        rows: the rows of a microbatch.
+        degrees: the degrees of the mesh.
+        links: the link between the devices that share layers, and the one between all devices of the mesh.
     """
     tensor, (inner, outer) = layer.tensor or TensorProfile(), links
     partial = _ring(2, tensor.reduced * rows / degrees.data, tensor.reductions, degrees.model, inner)
-    left = _left(tensor.weights, degrees.model)
-    gather, scatter = (_ring(1, size * left, 1, degrees.data, outer) for size in (layer.weights, layer.accumulators))
+    share = _share_of_device(tensor.weights, degrees.model)
+    gather, scatter = (_ring(1, size * share, 1, degrees.data, outer) for size in (layer.weights, layer.accumulators))
     if degrees.fsdp:
         return partial + gather, partial + gather + scatter
     return partial, partial + 2 * scatter
 
 
 def mesh_seconds(profile: Profile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]) -> float:
-    """Seconds inside a mesh of a microbatch through all layers and back; see `collective_seconds`."""
+    """Return the seconds of the sums and gathers inside a mesh for a microbatch through all layers and back; see `collective_seconds`."""
     return sum(sum(collective_seconds(layer, rows, degrees, links)) for layer in profile.layers)
 
 
 def _ring(times: int, size: float, count: int, devices: int, link: jpipe.Link) -> float:
-    """Seconds of `count` rings of `size` bytes in all; 2 times around for a sum, 1 for a gather or a scattered sum."""
+    """Return the seconds of `count` rings of `size` bytes in all; 2 times around for a sum, 1 for a gather or a scattered sum."""
     steps = times * (devices - 1)
     return steps / devices * size / link.bandwidth + steps * count * link.latency if size else 0.0
 
 
-def _left(share: float, devices: int) -> float:
-    """What a device has of something of which this share is sharded."""
+def _share_of_device(share: float, devices: int) -> float:
+    """Return the share that one device holds of arrays of which this share is sharded."""
     return 1 - share + share / devices
 
 
@@ -187,29 +188,29 @@ def _over_data(degrees: Degrees) -> int:
 
 
 def _layer(
-    layer: LayerProfile, sizes: Sequence[int], kept: Sequence[int], degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]
+    layer: LayerProfile, sizes: Sequence[int], size_indices: Sequence[int], degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]
 ) -> LayerProfile:
-    """A layer as one device of a mesh sees it."""
-    tensor, held = layer.tensor or TensorProfile(), _over_data(degrees)
-    left = _left(tensor.weights, degrees.model)
+    """Return the costs of a layer on one device of a mesh."""
+    tensor, weight_shards = layer.tensor or TensorProfile(), _over_data(degrees)
+    share = _share_of_device(tensor.weights, degrees.model)
     at = []
-    for n in kept:
+    for n in size_indices:
         forward, backward = collective_seconds(layer, sizes[n], degrees, links)
         # With FSDP the weights of a layer are whole while it runs, and so are its gradients at the end of its backward.
-        whole = (layer.weights + layer.accumulators) * left * (1 - 1 / held)
+        whole = (layer.weights + layer.accumulators) * share * (1 - 1 / weight_shards)
         at.append(_at(layer.at[n], tensor, degrees, forward, backward, math.ceil(whole)))
-    bytes_ = {name: math.ceil(getattr(layer, name) * left / held) for name in ("weights", "frozen", "accumulators", "optimizer")}
-    return layer.model_copy(update={**bytes_, "update": layer.update * left / held, "at": tuple(at)})
+    bytes_ = {name: math.ceil(getattr(layer, name) * share / weight_shards) for name in ("weights", "frozen", "accumulators", "optimizer")}
+    return layer.model_copy(update={**bytes_, "update": layer.update * share / weight_shards, "at": tuple(at)})
 
 
 def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, backward: float, whole: int) -> AtSize:
-    """The costs at one size, with the seconds inside the mesh and the bytes of whole weights."""
-    work = _left(tensor.compute, degrees.model) / degrees.data
+    """Return the costs at one size, with the seconds inside the mesh and the bytes of whole weights."""
+    work = _share_of_device(tensor.compute, degrees.model) / degrees.data
     usual = tensor.residuals.get("none", 0.0)
 
     def rows_of(sizes: dict[str, int]) -> dict[str, int]:
         shares = ((policy, size, tensor.residuals.get(policy, usual)) for policy, size in sizes.items())
-        return {policy: math.ceil(size * _left(share, degrees.model) / degrees.data) for policy, size, share in shares}
+        return {policy: math.ceil(size * _share_of_device(share, degrees.model) / degrees.data) for policy, size, share in shares}
 
     for_weights = at.backward / 2 if at.backward_weight is None else at.backward_weight
     return at.model_copy(
@@ -217,7 +218,7 @@ def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, bac
             "forward": at.forward * work + forward,
             "backward": at.backward * work + backward,
             "backward_weight": for_weights * work,
-            "outputs": math.ceil(at.outputs * _left(tensor.outputs, degrees.model) / degrees.data),
+            "outputs": math.ceil(at.outputs * _share_of_device(tensor.outputs, degrees.model) / degrees.data),
             "residuals": rows_of(at.residuals),
             "shared": {policy: size // degrees.data for policy, size in at.shared.items()},
             "stash": rows_of(at.stash),

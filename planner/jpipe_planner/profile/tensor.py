@@ -1,6 +1,6 @@
-"""What tensor parallelism shards of a layer, from the logical axes of its parameters: how their sharded dims spread over its forward.
+"""Shares of a layer that tensor parallelism shards, from the logical axes of its parameters and how these spread over its forward.
 
-As XLA does, but for one axis of a mesh, and only far enough to know shares: a matrix product over a sharded dim makes a partial sum, which
+As in XLA, but for one axis of a mesh, and only precisely enough for shares: a matrix product over a sharded dim gives a partial sum, which
 is summed over the devices at once; whatever is computed from sharded arrays element by element is sharded, too.
 """
 
@@ -17,19 +17,19 @@ from jpipe_planner.profile.profile import TensorProfile
 
 AXIS = "model"
 Dims = tuple[bool, ...]
-"""For each dim of an array whether it is sharded."""
+"""Whether each dim of an array is sharded."""
 
 
 @dataclass
 class Walk:
-    """What a walk through a forward has found.
+    """The result of a walk through a forward.
 
     Attributes:
-        divides: the greatest common divisor of all sharded dims; 0: none is sharded.
+        divides: the greatest common divisor of the sizes of all sharded dims; 0: none is sharded.
         reduced: bytes of the arrays that are summed over the devices.
-        reductions: how many these are.
-        flops: of matrix products whose work is divided among the devices.
-        all_flops: of all matrix products.
+        reductions: the number of these arrays.
+        flops: FLOPs of matrix products whose work is divided among the devices.
+        all_flops: FLOPs of all matrix products.
     """
 
     divides: int = 0
@@ -39,39 +39,50 @@ class Walk:
     all_flops: float = 0.0
     _known: dict[Any, Dims] = field(default_factory=dict)
 
-    def run(self, jaxpr: Any, given: Sequence[Dims]) -> list[Dims]:
-        """Walk through a jaxpr whose arguments are sharded like this; how its results are."""
-        known = dict(zip(jaxpr.invars, given, strict=True))
+    def run(self, jaxpr: Any, arguments: Sequence[Dims]) -> list[Dims]:
+        """Walk through a jaxpr whose arguments are sharded like this.
+
+        Args:
+            jaxpr: the program.
+            arguments: how each argument is sharded.
+
+        Returns:
+            How each result is sharded.
+        """
+        known = dict(zip(jaxpr.invars, arguments, strict=True))
 
         def dims(var: Any) -> Dims:
             return (False,) * len(var.aval.shape) if hasattr(var, "val") else known.get(var, (False,) * len(var.aval.shape))
 
         for equation in jaxpr.eqns:
-            found = self._step(equation, [dims(var) for var in equation.invars])
-            for var, sharded in zip(equation.outvars, found, strict=True):
+            results = self._step(equation, [dims(var) for var in equation.invars])
+            for var, sharded in zip(equation.outvars, results, strict=True):
                 known[var] = sharded
                 for size in itertools.compress(var.aval.shape, sharded):
                     self.divides = math.gcd(self.divides, size)
         return [dims(var) for var in jaxpr.outvars]
 
-    def _step(self, equation: Any, given: list[Dims]) -> list[Dims]:
-        """How the results of one equation are sharded."""
+    def _step(self, equation: Any, inputs: list[Dims]) -> list[Dims]:
+        """Return how the results of one equation are sharded."""
         name, params = equation.primitive.name, equation.params
         if name == "split":
-            return given[:1] * len(equation.outvars)
+            return inputs[:1] * len(equation.outvars)
         if name in _RULES:
-            return [_RULES[name](self, equation, given)]
+            return [_RULES[name](self, equation, inputs)]
         body = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
         if name == "scan":
-            return self._scan(equation, given)
+            return self._scan(equation, inputs)
         if body is not None and name != "while":
             body = getattr(body, "jaxpr", body)
-            if len(body.invars) == len(given):
-                return self.run(body, given)
-        return [_like_inputs(equation, out, given) for out in equation.outvars]
+            if len(body.invars) == len(inputs):
+                return self.run(body, inputs)
+        return [_like_inputs(equation, out, inputs) for out in equation.outvars]
 
-    def _scan(self, equation: Any, given: list[Dims]) -> list[Dims]:
-        """A scan: what it goes over has one dim more outside than inside. Its body is walked through once, and counted for each turn."""
+    def _scan(self, equation: Any, inputs: list[Dims]) -> list[Dims]:
+        """Walk through the body of a scan once, and count it for each iteration.
+
+        What the scan iterates over has one dim more outside of the body than inside.
+        """
         length, jaxpr = equation.params["length"], equation.params["jaxpr"]
         body = getattr(jaxpr, "jaxpr", jaxpr)  # JAX 0.12 has an open jaxpr here
 
@@ -83,33 +94,33 @@ class Walk:
             for pairs in ((equation.invars, body.invars), (equation.outvars, body.outvars))
         )
         before = self.reduced, self.reductions, self.flops, self.all_flops
-        found = self.run(body, [dims[1:] if sliced else dims for dims, sliced in zip(given, into, strict=True)])
+        results = self.run(body, [dims[1:] if sliced else dims for dims, sliced in zip(inputs, into, strict=True)])
         after = self.reduced, self.reductions, self.flops, self.all_flops
         self.reduced, self.reductions, self.flops, self.all_flops = (
             first + length * (last - first) for first, last in zip(before, after, strict=True)
         )
-        return [(False, *dims) if sliced else dims for dims, sliced in zip(found, out, strict=True)]
+        return [(False, *dims) if sliced else dims for dims, sliced in zip(results, out, strict=True)]
 
     def sum(self, out: Any) -> None:
-        """An array is summed over the devices."""
+        """Count an array that is summed over the devices."""
         self.reduced += math.prod(out.aval.shape) * out.aval.dtype.itemsize
         self.reductions += 1
 
 
-def _like_inputs(equation: Any, out: Any, given: Sequence[Dims]) -> Dims:
-    """Element by element: as the inputs of the same shape are."""
+def _like_inputs(equation: Any, out: Any, inputs: Sequence[Dims]) -> Dims:
+    """Shard a result of element-by-element work as the inputs of the same shape are."""
     shape = tuple(getattr(out.aval, "shape", ()))
-    same = [dims for var, dims in zip(equation.invars, given, strict=True) if tuple(getattr(var.aval, "shape", ())) == shape]
+    same = [dims for var, dims in zip(equation.invars, inputs, strict=True) if tuple(getattr(var.aval, "shape", ())) == shape]
     return tuple(map(any, zip(*same, strict=True))) if same else (False,) * len(shape)
 
 
-def _product(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
+def _product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
-    own, other = given
-    out = [own[i] or other[j] for i, j in zip(left_batch, right_batch, strict=True)]
-    out += [sharded for i, sharded in enumerate(own) if i not in (*left, *left_batch)]
-    out += [sharded for j, sharded in enumerate(other) if j not in (*right, *right_batch)]
-    contracted = any(own[i] for i in left) or any(other[j] for j in right)
+    left_dims, right_dims = inputs
+    out = [left_dims[i] or right_dims[j] for i, j in zip(left_batch, right_batch, strict=True)]
+    out += [sharded for i, sharded in enumerate(left_dims) if i not in (*left, *left_batch)]
+    out += [sharded for j, sharded in enumerate(right_dims) if j not in (*right, *right_batch)]
+    contracted = any(left_dims[i] for i in left) or any(right_dims[j] for j in right)
     shape, sizes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     flops = 2.0 * math.prod(sizes) * math.prod(shape[i] for i in left)
     walk.all_flops += flops
@@ -120,12 +131,12 @@ def _product(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
     return tuple(out)
 
 
-def _reshaped(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    """Dims that are joined or split: the outermost of them is sharded."""
+def _reshaped(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
+    """Shard the outermost of the dims that are joined or split."""
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    found, i, j = [False] * len(new), 0, 0
+    result, i, j = [False] * len(new), 0, 0
     while i < len(old) and j < len(new):
-        first, place, left, right = i, j, old[i], new[j]
+        first_old, first_new, left, right = i, j, old[i], new[j]
         while left != right:
             if left < right:
                 i += 1
@@ -133,52 +144,52 @@ def _reshaped(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
             else:
                 j += 1
                 right *= new[j]
-        sharded = [n for n in range(first, i + 1) if given[0][n]]
-        wide = [n for n in range(place, j + 1) if new[n] > 1]
+        sharded = [n for n in range(first_old, i + 1) if inputs[0][n]]
+        wide = [n for n in range(first_new, j + 1) if new[n] > 1]
         if sharded and wide:
-            found[wide[0]] = True
+            result[wide[0]] = True
         i, j = i + 1, j + 1
-    return tuple(found)
+    return tuple(result)
 
 
-def _reduced(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
+def _reduced(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     axes = equation.params["axes"]
-    if any(given[0][axis] for axis in axes):
+    if any(inputs[0][axis] for axis in axes):
         walk.sum(equation.outvars[0])
-    return tuple(sharded for n, sharded in enumerate(given[0]) if n not in axes)
+    return tuple(sharded for n, sharded in enumerate(inputs[0]) if n not in axes)
 
 
-def _gathered(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    """Rows of a table: where it is sharded by rows, each device has some of them, and they are summed."""
+def _gathered(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
+    """Shard rows of a table; where the table is sharded by rows, each device has some of them, and they are summed."""
     numbers, out = equation.params["dimension_numbers"], equation.outvars[0]
-    found = [False] * len(out.aval.shape)
-    kept = [n for n in range(len(given[0])) if n not in numbers.collapsed_slice_dims]
-    for place, n in zip(numbers.offset_dims, kept, strict=False):
-        found[place] = given[0][n] and equation.params["slice_sizes"][n] == equation.invars[0].aval.shape[n]
-    if any(given[0][n] for n in numbers.start_index_map):
+    result = [False] * len(out.aval.shape)
+    kept_dims = [n for n in range(len(inputs[0])) if n not in numbers.collapsed_slice_dims]
+    for dim, n in zip(numbers.offset_dims, kept_dims, strict=False):
+        result[dim] = inputs[0][n] and equation.params["slice_sizes"][n] == equation.invars[0].aval.shape[n]
+    if any(inputs[0][n] for n in numbers.start_index_map):
         walk.sum(out)
-    return tuple(found)
+    return tuple(result)
 
 
-def _transposed(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    return tuple(given[0][n] for n in equation.params["permutation"])
+def _transposed(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
+    return tuple(inputs[0][n] for n in equation.params["permutation"])
 
 
-def _broadcast(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    found = [False] * len(equation.outvars[0].aval.shape)
-    for n, place in enumerate(equation.params["broadcast_dimensions"]):
-        found[place] = given[0][n]
-    return tuple(found)
+def _broadcast(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
+    result = [False] * len(equation.outvars[0].aval.shape)
+    for n, dim in enumerate(equation.params["broadcast_dimensions"]):
+        result[dim] = inputs[0][n]
+    return tuple(result)
 
 
-def _same_rank(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    """A part of an array, or arrays side by side."""
+def _same_rank(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
+    """Shard a part of an array, or arrays side by side."""
     rank = len(equation.outvars[0].aval.shape)
-    return tuple(any(dims[n] for dims in given if len(dims) == rank) for n in range(rank))
+    return tuple(any(dims[n] for dims in inputs if len(dims) == rank) for n in range(rank))
 
 
-def _squeezed(walk: Walk, equation: Any, given: list[Dims]) -> Dims:
-    return tuple(sharded for n, sharded in enumerate(given[0]) if n not in equation.params["dimensions"])
+def _squeezed(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
+    return tuple(sharded for n, sharded in enumerate(inputs[0]) if n not in equation.params["dimensions"])
 
 
 _RULES: Mapping[str, Callable[[Walk, Any, list[Dims]], Dims]] = {
@@ -206,12 +217,12 @@ class Array:
 
     @classmethod
     def of(cls, spec: Any, dims: Dims) -> "Array":
-        """From shape and dtype."""
+        """Return the array of a shape and dtype."""
         return cls(math.prod(spec.shape) * spec.dtype.itemsize, tuple(spec.shape), dims)
 
 
 def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
-    """The parameters of a layer as `Array`s: which of their dims the logical axes and `jpipe.plan.RULES` shard over the axis "model"."""
+    """Return the parameters of a layer as `Array`s, with the dims that their axes and `jpipe.plan.RULES` shard over the axis "model"."""
 
     def array(path: Any, leaf: Any) -> Array:
         axes = spec.axes.get("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), ())
@@ -225,19 +236,19 @@ def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
 def tensor_profile(
     stage: Callable[[str], jpipe.stages.StandaloneStage], layer_id: str, rows: int, policies: Sequence[str], device: jax.Device
 ) -> TensorProfile:
-    """What tensor parallelism shards of a layer.
+    """Return what tensor parallelism shards of a layer.
 
     Args:
-        stage: the layer as a stage, for a recomputation policy.
-        layer_id: of the layer.
-        rows: of the microbatch for which the stages are.
-        policies: those for which residuals are looked at, "none" among them.
-        device: to trace for.
+        stage: returns the layer as a stage, for a recomputation policy.
+        layer_id: the id of the layer.
+        rows: the rows of a microbatch of the stages.
+        policies: the recomputation policies of the residuals, "none" among them.
+        device: the device to trace for.
     """
     plain = stage("none")
     params = sharded_params(layer_id, plain.specs[layer_id])
-    walk, y, kept = _walked(plain, layer_id, params, device)
-    residuals = {"none": _share(kept)}
+    walk, y, saved = _walked(plain, layer_id, params, device)
+    residuals = {"none": _share(saved)}
     for policy in policies:
         if policy != "none":
             residuals[policy] = _share(_walked(stage(policy), layer_id, params, device)[2])
@@ -254,21 +265,25 @@ def tensor_profile(
 
 
 def _walked(stage: jpipe.stages.StandaloneStage, layer_id: str, params: Any, device: jax.Device) -> tuple[Walk, Any, Any]:
-    """(the walk through the forward of a stage of one layer, its outputs, its residuals) as trees of `Array`s."""
+    """Walk through the forward of a stage of one layer.
+
+    Returns:
+        The walk; the outputs and the residuals as trees of `Array`s.
+    """
     traced = stage.trace("forward", device)
-    given = [array.dims for array in jax.tree.leaves(stage.stack.ties.split({layer_id: params}, [layer_id]))]
+    arguments = [array.dims for array in jax.tree.leaves(stage.stack.ties.split({layer_id: params}, [layer_id]))]
     jaxpr, walk = traced.jaxpr.jaxpr, Walk()
     for array in jax.tree.leaves(params):
         walk.divides = math.gcd(walk.divides, *itertools.compress(array.shape, array.dims))
-    found = walk.run(jaxpr, [*given, *((False,) * len(var.aval.shape) for var in jaxpr.invars[len(given) :])])
+    results = walk.run(jaxpr, [*arguments, *((False,) * len(var.aval.shape) for var in jaxpr.invars[len(arguments) :])])
     specs, treedef = jax.tree.flatten(traced.out_info)
-    (y, new_state, saved), _ = jax.tree.unflatten(treedef, list(map(Array.of, specs, found)))
-    arguments = jax.tree.map(lambda info: Array.of(info, ()), traced.args_info[0][1:4])
-    return walk, y, (saved, stage.keep(arguments, (y, new_state)))
+    (y, new_state, saved), _ = jax.tree.unflatten(treedef, list(map(Array.of, specs, results)))
+    inputs = jax.tree.map(lambda info: Array.of(info, ()), traced.args_info[0][1:4])
+    return walk, y, (saved, stage.keep(inputs, (y, new_state)))
 
 
 def _share(tree: Any) -> float:
-    """Which share of the bytes of a tree of `Array`s is sharded."""
+    """Return the share of the bytes of a tree of `Array`s that is sharded."""
     arrays = jax.tree.leaves(tree)
     total = sum(array.size for array in arrays)
     return sum(array.size for array in arrays if any(array.dims)) / total if total else 0.0

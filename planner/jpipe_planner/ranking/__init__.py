@@ -1,1 +1,1 @@
-"""From candidates to a ranking: which plans are simulated, and the ranking as a table and a picture."""
+"""Rankings of candidates: which plans are simulated, and the ranking as a table and a picture."""

@@ -1,4 +1,4 @@
-"""From many candidates to a ranking: those that could be the fastest are simulated (`race`), the others are ranked by their bound."""
+"""Rank candidates: those that could be the fastest are simulated (`race`), the others are ranked by their bounds."""
 
 import dataclasses
 import math
@@ -15,9 +15,9 @@ from jpipe_planner.ranking.race import Outcome, Race
 from jpipe_planner.search.candidate import Candidate
 from jpipe_planner.search.candidates import closed_form
 
-SIMULATED = 10  # kinds at least
+SIMULATED = 10  # the least number of kinds
 _EQUAL = 0.005  # relative difference up to which plans count as equally fast
-_DIFFERENT = 0.1  # relative difference of closed form and simulation that is explained
+_DIFFERENT = 0.1  # relative difference of closed form and simulation above which it is explained
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Ranked:
 
     Attributes:
         candidate: the candidate, priced in closed form.
-        simulated: its simulation; None if that would take too long, or if by its bound it is not the fastest.
+        simulated: its simulation; None if it would take too long, or if the bound shows that the plan is not the fastest.
         why: why the simulation differs from the closed form by more than a tenth: "link", "sum", "imbalance" or "bubble"; otherwise "".
         least: lower bound on the seconds of a batch, if it was not simulated because of this bound; otherwise 0.
     """
@@ -53,20 +53,20 @@ class Ranked:
 
     @property
     def memory(self) -> tuple[int, ...]:
-        """Peak memory of a device of each rank, in bytes."""
+        """The peak memory of a device of each pipeline rank, in bytes."""
         return self.candidate.memory if self.simulated is None else self._most_of_replicas(self.simulated.peak_bytes)
 
     @property
     def held(self) -> tuple[int, ...] | None:
-        """The part of the peak memory that a device of each rank holds between its computations; None if it was not simulated."""
+        """The part of the peak memory that a device of each pipeline rank holds between its computations; None if it was not simulated."""
         return None if self.simulated is None else self._most_of_replicas(self.simulated.held_bytes)
 
     def _most_of_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        found, first = [], 0
-        for count in self.candidate.replicas[: self.candidate.ranks]:
-            found.append(max(sizes[first : first + count]))
+        largest, first = [], 0
+        for count in self.candidate.replicas[: self.candidate.num_pipeline_ranks]:
+            largest.append(max(sizes[first : first + count]))
             first += count
-        return tuple(found)
+        return tuple(largest)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Choice:
         rejected: the best plan of each kind that does not fit, the one that lacks least memory first.
         considered: the number of candidates.
         global_norm: whether gradients are clipped by their norm over all stages.
-        open: how many candidates could be faster than the first one, because simulating them all would take too long.
+        open: the number of candidates that could be faster than the first one, because simulating them all would take too long.
     """
 
     profile: Profile
@@ -94,11 +94,11 @@ class Choice:
 
     @cached_property
     def meshes(self) -> Meshes:
-        """Profile and topology as its plans see them."""
+        """The profile and topology for plans on meshes."""
         return Meshes(self.profile, self.topology)
 
     def plan(self, ranked: Ranked) -> jpipe.Plan:
-        """The plan of a ranked candidate, with its prediction."""
+        """Return the plan of a ranked candidate, with its prediction."""
         bubble = ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
         predicted = jpipe.plan.Predicted(batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory)
         return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
@@ -122,14 +122,14 @@ def choose(
         profile: the profile of the model.
         topology: the topology.
         candidates: candidates of any schedules, priced in the same way.
-        most: how many kinds to simulate at least, so that a table can show them.
+        most: the least number of kinds to simulate, so that a table can show them.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
         tried: results of earlier simulations; new ones are added.
     """
     tried = {} if tried is None else tried
     meshes = Meshes(profile, topology)
-    everything = sorted(candidates, key=lambda candidate: candidate.rank)
-    fitting = [candidate for candidate in everything if candidate.over is None]
+    by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
+    fitting = [candidate for candidate in by_rank if candidate.over is None]
     limit = math.inf if topology.device.memory is None else topology.device.memory
     known = {candidate: Outcome(one.seconds, max(one.memory) <= limit) for candidate, one in tried.items()}
 
@@ -143,33 +143,33 @@ def choose(
         best.setdefault(one.candidate.kind, one)
     ranked = [_explained(*meshes.of(one.candidate.degrees), one, global_norm) for one in best.values()]
     tried.update((one.candidate, one) for one in ranked)
-    rest = _best_rest([Ranked(candidate, least=least) for candidate, least in race.left if candidate.kind not in best])
+    others = _best_by_bound([Ranked(candidate, least=least) for candidate, least in race.remaining if candidate.kind not in best])
     too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
-    kinds = {one.candidate.kind for one in (*ranked, *rest)}
-    lacking = [candidate for candidate in everything if candidate.over is not None]
+    kinds = {one.candidate.kind for one in (*ranked, *others)}
+    lacking = [candidate for candidate in by_rank if candidate.over is not None]
     rejected = [candidate for candidate in _best_of_each_kind([*too_large, *lacking]) if candidate.kind not in kinds]
-    return Choice(profile, topology, (*ranked, *rest), tuple(rejected), len(everything), global_norm, race.open)
+    return Choice(profile, topology, (*ranked, *others), tuple(rejected), len(by_rank), global_norm, race.open)
 
 
-def _best_rest(rest: Sequence[Ranked]) -> list[Ranked]:
-    """The best candidate of each kind, by closed form and bound."""
+def _best_by_bound(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """Return the best candidate of each kind, by closed form and bound."""
     best: dict[tuple[object, ...], Ranked] = {}
-    for one in sorted(rest, key=lambda one: (-one.samples_per_second, one.candidate.rank)):
+    for one in sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank)):
         best.setdefault(one.candidate.kind, one)
     return list(best.values())
 
 
 def in_order(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """Fastest first; candidates that are equally fast, within `_EQUAL`, are ranked by their other properties."""
-    left = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
-    found: list[Ranked] = []
-    while left:
-        speed = left[0].samples_per_second
-        equal = [one for one in left if one.samples_per_second >= speed * (1 - _EQUAL)]
-        left = left[len(equal) :]
+    """Sort plans, fastest first; those that are equally fast, within `_EQUAL`, are sorted by their other properties."""
+    remaining = sorted(ranked, key=lambda one: (-one.samples_per_second, one.candidate.rank))
+    ordered: list[Ranked] = []
+    while remaining:
+        speed = remaining[0].samples_per_second
+        equal = [one for one in remaining if one.samples_per_second >= speed * (1 - _EQUAL)]
+        remaining = remaining[len(equal) :]
         merits = {id(one): dataclasses.replace(one.candidate, seconds=one.candidate.batch / speed).rank for one in equal}
-        found += sorted(equal, key=lambda one: merits[id(one)])
-    return found
+        ordered += sorted(equal, key=lambda one: merits[id(one)])
+    return ordered
 
 
 def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -180,7 +180,7 @@ def _best_of_each_kind(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _over(candidate: Candidate, memory: Sequence[int], limit: float) -> Candidate:
-    """The candidate marked as one that does not fit, with the memory of the simulation."""
+    """Return the candidate marked as one that does not fit, with the memory of the simulation."""
     worst = max(range(len(memory)), key=lambda s: memory[s])
     return dataclasses.replace(candidate, memory=tuple(memory), over=(worst, round(memory[worst] - limit)))
 
@@ -191,13 +191,13 @@ def _simulated(profile: Profile, topology: Topology, candidate: Candidate, globa
 
 
 def _explained(profile: Profile, topology: Topology, one: Ranked, global_norm: bool) -> Ranked:
-    """The same with the reason why the simulation differs from the closed form, if it does."""
+    """Add the reason why the simulation differs from the closed form, if it does."""
     differs = one.simulated is not None and abs(one.seconds / one.candidate.seconds - 1) > _DIFFERENT
     return dataclasses.replace(one, why=_why(profile, topology, one.candidate, global_norm)) if differs and not one.why else one
 
 
 def _why(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> str:
-    """What must be left out for closed form and simulation to agree: links, only the sums over them, or the imbalance of stages."""
+    """Return what must be left out for closed form and simulation to agree: links, only the sums over them, or the imbalance of stages."""
     unlinked = _without_links(topology)
     if _agree(profile, unlinked, candidate, global_norm):
         layers = tuple([layer.model_copy(update={"accumulators": 0}) for layer in profile.layers])
@@ -207,19 +207,19 @@ def _why(profile: Profile, topology: Topology, candidate: Candidate, global_norm
 
 
 def _agree(profile: Profile, topology: Topology, candidate: Candidate, global_norm: bool) -> bool:
-    """Whether closed form and simulation agree, with other costs of layers or links."""
-    found = _simulated(profile, topology, candidate, global_norm)
-    return found is not None and abs(found.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
+    """Return whether closed form and simulation agree, with other costs of layers or links."""
+    simulation = _simulated(profile, topology, candidate, global_norm)
+    return simulation is not None and abs(simulation.batch_seconds / closed_form(profile, topology, candidate) - 1) <= _DIFFERENT
 
 
 def _evened(profile: Profile, candidate: Candidate) -> Profile:
-    """The profile with equal work for each device of the candidate: the work of a stage is proportional to its replicas."""
+    """Return the profile with equal work for each device of the candidate: the work of a stage is proportional to its replicas."""
     ends, n, layers = (*candidate.starts[1:], len(profile.layers)), profile.sizes.index(candidate.rows), list(profile.layers)
     for start, end, replicas in zip(candidate.starts, ends, candidate.replicas, strict=True):
-        share = replicas / candidate.workers / (end - start)
+        share = replicas / candidate.num_ranks / (end - start)
         for number in range(start, end):
-            own = {name: share * sum(getattr(layer.at[n], name) for layer in profile.layers) for name in ("forward", "backward")}
-            at = (*layers[number].at[:n], layers[number].at[n].model_copy(update=own), *layers[number].at[n + 1 :])
+            work = {name: share * sum(getattr(layer.at[n], name) for layer in profile.layers) for name in ("forward", "backward")}
+            at = (*layers[number].at[:n], layers[number].at[n].model_copy(update=work), *layers[number].at[n + 1 :])
             layers[number] = layers[number].model_copy(update={"at": at})
     return profile.model_copy(update={"layers": tuple(layers)})
 

@@ -12,7 +12,7 @@ from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.ranking.choose import Choice, Ranked
 
-_AT_ONCE = 8  # stages that are compiled without a look at the fullest first
+_AT_ONCE = 8  # stages that are compiled at once, without the fullest pipeline rank first
 _TIMES = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 
@@ -22,9 +22,9 @@ class Compiled:
 
     Attributes:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
-        estimated: bytes of each rank, from the profile: in closed form, or simulated where there is none.
-        lacking: the most bytes that a rank lacks, 0 or less if the plan fits; None if memory is not limited.
-        ranks: those whose stages are compiled; of the others the estimate is what is known.
+        estimated: bytes of each pipeline rank, from the profile: in closed form, or simulated where there is none.
+        lacking: the most bytes that a pipeline rank lacks, 0 or less if the plan fits; None if memory is not limited.
+        ranks: the pipeline ranks whose stages are compiled; the memory of the others is estimated.
     """
 
     ranked: Ranked
@@ -34,17 +34,17 @@ class Compiled:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """The relative error of the estimate for each rank; above 0 if it was too high."""
+        """The relative error of the estimate for each pipeline rank; above 0 if it was too high."""
         return tuple(estimate / true - 1 for estimate, true in zip(self.estimated, self.ranked.memory, strict=True))
 
     @property
     def fits(self) -> bool:
-        """Whether all ranks fit."""
+        """Whether all pipeline ranks fit."""
         return self.lacking is None or self.lacking <= 0
 
 
 Programs = dict[Any, Any]
-"""What is compiled already, as `jpipe.Pipeline.costs` keeps it."""
+"""Compiled programs, as `jpipe.Pipeline.costs` keeps them."""
 
 
 def compile_stages(
@@ -52,8 +52,8 @@ def compile_stages(
 ) -> Compiled:
     """Compile the stages of a plan for a device of this machine, run nothing, and simulate the plan again with the exact memory.
 
-    Of a plan of many stages those of the fullest rank come first, and the others only if these fit. Of a plan on meshes, whose stages take
-    longer to compile and are mostly equal, the others are not compiled: what XLA would say of them is estimated.
+    Of a plan of many stages those of the fullest pipeline rank are compiled first, and the others only if these fit. The stages of a plan
+    on meshes take longer to compile and are mostly equal, so the others are not compiled: their memory is estimated.
 
     Args:
         choice: the ranking from which the plan comes.
@@ -61,11 +61,11 @@ def compile_stages(
         pipe: a pipeline of that plan.
         batch: specs of a whole batch, (inputs, labels).
         device: the device to compile for; scratch memory is that of its kind, even if the topology has another kind.
-        programs: what was compiled for other plans of the model; what is new is added.
+        programs: programs compiled for other plans of the model; new ones are added.
     """
     programs = {} if programs is None else programs
     plan = choice.plan(ranked)
-    every, fullest = tuple(range(plan.depth)), plan.rank_stages[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
+    every, fullest = tuple(range(plan.depth)), plan.pipeline_ranks[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
     on_meshes = any(stage.mesh for stage in plan.stages)
     if on_meshes or plan.depth > _AT_ONCE:
         first = _with_compiled(choice, ranked, pipe, batch, device, fullest, programs)
@@ -77,7 +77,7 @@ def compile_stages(
 def _with_compiled(
     choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device, stages: Collection[int], programs: Programs
 ) -> Compiled:
-    """As `compiled`, with only these stages compiled."""
+    """Do the work of `compile_stages` with only these stages compiled."""
     plan, limit = choice.plan(ranked), choice.topology.device.memory
     profile, topology = choice.meshes.of(ranked.candidate.degrees)
     costs, estimates = [], profile.stage_costs(plan, ranked.candidate.rows)
@@ -88,18 +88,18 @@ def _with_compiled(
     exact = dataclasses.replace(ranked, simulated=simulate_plan(plan, costs, topology, choice.global_norm))
     if exact.simulated is None:  # too long to simulate: the closed form, with the exact bytes
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
-    ranks = tuple(p for p, own in enumerate(plan.rank_stages) if set(own) <= set(stages))
-    return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, ranks)
+    compiled_ranks = tuple(p for p, pipeline_ranks in enumerate(plan.pipeline_ranks) if set(pipeline_ranks) <= set(stages))
+    return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, compiled_ranks)
 
 
 def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:
-    """Peak bytes of a device of each stage, in a pipeline whose stages are about equally fast."""
-    rules, shared, found = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.shared_stages(costs), []
+    """Return the peak bytes of a device of each stage, in a pipeline whose stages are about equally fast."""
+    rules, shared, sizes = jpipe.schedules.SCHEDULES[plan.schedule], jpipe.programs.shared_stages(costs), []
     for s, (cost, replicas) in enumerate(zip(costs, plan.replicas, strict=True)):
         ahead = rules.in_flight(plan, s)
         sent = rules.in_flight(plan, s - 1) * plan.replicas[s - 1] if s else 0
         fused = rules.fuses(plan, s)  # residuals are scratch memory of the one program
-        found.append(
+        sizes.append(
             stage_bytes(
                 weights=cost.trained,
                 optimizer=cost.optimizer,
@@ -117,4 +117,4 @@ def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost
                 exchanged=sum(len(stages) * size for stages, size in zip(shared, cost.shared, strict=True) if s in stages),
             )
         )
-    return tuple(int(size) for size in found)
+    return tuple(int(size) for size in sizes)

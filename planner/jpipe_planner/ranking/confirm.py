@@ -31,7 +31,7 @@ class Attempt:
     Attributes:
         ranked: the plan, as estimated.
         compiled: the memory of its compiled stages.
-        raised: the same plan with more recomputation, which is tried in its place; None if it recomputes all that it can.
+        raised: the same plan with more recomputation, which is tried instead; None if it recomputes all that it can.
     """
 
     ranked: Ranked
@@ -40,7 +40,7 @@ class Attempt:
 
     @property
     def rank(self) -> int:
-        """The rank that lacks most memory."""
+        """The pipeline rank that lacks most memory."""
         memory = self.compiled.ranked.memory
         return max(range(len(memory)), key=memory.__getitem__)
 
@@ -52,7 +52,7 @@ class Confirmation:
     Attributes:
         fitting: the plans whose compiled stages fit, best first; the first one is the choice.
         attempts: the plans whose compiled stages do not fit, in the order in which they were compiled.
-        known: by candidate what simulating or compiling found.
+        known: the results of simulating or compiling, by candidate.
         added: candidates with more recomputation than the search gave them.
         others: plans of other kinds that were not compiled, ranked by their estimates.
     """
@@ -80,9 +80,9 @@ def confirm(
     Args:
         choice: the ranking by estimates.
         candidates: all candidates.
-        known: what simulations found.
+        known: the results of simulations.
         compile: compiles the stages of a plan.
-        report: gets each plan that does not fit.
+        report: called with each plan that does not fit.
     """
     run = _Confirm(choice, candidates, known, compile, report)
     run.fastest()
@@ -111,31 +111,33 @@ class _Confirm:
         roomy = None if limit is None else (1 + NEAR) * limit
         device = choice.topology.device.model_copy(update={"memory": roomy})
         self._roomy = choice.topology.model_copy(update={"device": device})
-        self._all = list(candidates)
-        # The candidate that each of them was, before near misses were taken for plans that fit.
-        self._own = {_hoped(candidate, NEAR * (limit or 0)): candidate for candidate in candidates}
-        self._left = list(self._own)
+        self._candidates = list(candidates)
+        # The original of each candidate; near misses are marked as plans that fit.
+        self._originals = {_assumed_to_fit(candidate, NEAR * (limit or 0)): candidate for candidate in candidates}
+        self._remaining = list(self._originals)
         self._tried: set[Candidate] = set()
-        self._hopes = self.result.known | {
-            hoped: dataclasses.replace(known[own], candidate=hoped) for hoped, own in self._own.items() if own in known
+        self._estimates = self.result.known | {
+            assumed: dataclasses.replace(known[original], candidate=assumed)
+            for assumed, original in self._originals.items()
+            if original in known
         }
 
     def fastest(self) -> None:
         """Compile in the order of speed until a plan fits."""
         while len(self.result.attempts) < MOST_COMPILED and not self.result.fitting:
-            hopeful = self._ranked(self._roomy, self._left, self._hopes)
-            if not hopeful:
+            ranked = self._ranked(self._roomy, self._remaining, self._estimates)
+            if not ranked:
                 return
-            self._try(hopeful[0])
+            self._try(ranked[0])
 
     def leanest(self) -> None:
-        """Compile plans with full recomputation, of each kind the one that needs least memory: the fastest few, and the smallest of all."""
+        """Compile plans with full recomputation: of each kind the one that needs least memory, the fastest few, and the smallest of all."""
         lean: dict[tuple[object, ...], Candidate] = {}
-        for candidate in self._all:
+        for candidate in self._candidates:
             if candidate.chunks > 1:
                 continue
             full = dataclasses.replace(candidate, policies=("full",) * candidate.depth, over=None)
-            full = dataclasses.replace(full, memory=_held(self._choice.meshes.of(candidate.degrees)[0], full))
+            full = dataclasses.replace(full, memory=_bytes_without_temporaries(self._choice.meshes.of(candidate.degrees)[0], full))
             best = lean.get(candidate.kind)
             if max(full.memory) <= self._limit and (best is None or max(full.memory) < max(best.memory)):
                 lean[candidate.kind] = full
@@ -151,32 +153,32 @@ class _Confirm:
     def as_fast(self) -> None:
         """Compile the plans of other kinds that are predicted to be as fast as the one that fits, and rank those that fit."""
         choice, first = self._choice, self.result.fitting[0]
-        for left_to_compile in range(MOST_EQUAL - 1, -1, -1):
+        for compilations_left in range(MOST_EQUAL - 1, -1, -1):
             kinds = {one.ranked.candidate.kind for one in self.result.fitting}
-            left = [candidate for candidate in self._left if candidate.kind not in kinds]
-            self.result.others = others = self._ranked(choice.topology, left, self._hopes)
+            remaining = [candidate for candidate in self._remaining if candidate.kind not in kinds]
+            self.result.others = others = self._ranked(choice.topology, remaining, self._estimates)
             near = others and others[0].samples_per_second * (1 + ERROR) >= first.ranked.samples_per_second
-            if not near or not left_to_compile:
+            if not near or not compilations_left:
                 break
             self._try(others[0])
         by_plan = {id(one.ranked): one for one in self.result.fitting}
         self.result.fitting = [by_plan[id(ranked)] for ranked in in_order([one.ranked for one in self.result.fitting])]
 
-    def _ranked(self, topology: Topology, left: Sequence[Candidate], known: dict[Candidate, Ranked]) -> tuple[Ranked, ...]:
-        return choose(self._choice.profile, topology, left, global_norm=self._choice.global_norm, tried=known).ranked
+    def _ranked(self, topology: Topology, candidates: Sequence[Candidate], known: dict[Candidate, Ranked]) -> tuple[Ranked, ...]:
+        return choose(self._choice.profile, topology, candidates, global_norm=self._choice.global_norm, tried=known).ranked
 
     def _add(self, ranked: Ranked) -> None:
         """Add a plan that is not among the candidates."""
-        self._own[ranked.candidate] = ranked.candidate
-        self._hopes[ranked.candidate] = self.result.known[ranked.candidate] = ranked
+        self._originals[ranked.candidate] = ranked.candidate
+        self._estimates[ranked.candidate] = self.result.known[ranked.candidate] = ranked
         self.result.added.append(ranked.candidate)
 
     def _try(self, ranked: Ranked) -> None:
-        """Compile a plan; if it does not fit, the same with more recomputation and smaller plans of its kind are left to try."""
+        """Compile a plan; if it does not fit, queue the same with more recomputation and smaller plans of its kind."""
         candidate = ranked.candidate
         compiled = self._compile(self._choice, ranked)
         self._tried.add(_identity(candidate))
-        self.result.known[self._own[candidate]] = compiled.ranked
+        self.result.known[self._originals[candidate]] = compiled.ranked
         if compiled.fits:
             self.result.fitting.append(compiled)
             return
@@ -184,70 +186,70 @@ class _Confirm:
         attempt = Attempt(ranked, compiled, None if raised is None else raised.candidate)
         self.result.attempts.append(attempt)
         self._report(attempt)
-        self._left = [other for other in self._left if other.kind != candidate.kind or _may_be_smaller(other, candidate)]
+        self._remaining = [other for other in self._remaining if other.kind != candidate.kind or _may_be_smaller(other, candidate)]
         if raised is not None:
             self._add(raised)
-            self._left.append(raised.candidate)
+            self._remaining.append(raised.candidate)
 
     def _raised(self, ranked: Ranked, compiled: Compiled) -> Ranked | None:
-        """The plan with more recomputation at the stages of the ranks that lack memory; None if they recompute all that they can.
+        """Return the plan with more recomputation at the stages that lack memory; None if they recompute all that they can.
 
-        The errors of the estimates are taken to be the same with more recomputation, and of ranks whose stages are not compiled that of
-        the compiled ones.
+        The errors of the estimates are assumed to be the same with more recomputation, and at pipeline ranks whose stages are not compiled
+        those of the compiled ones.
         """
         candidate, true = ranked.candidate, compiled.ranked.memory
         order = Layers(self._choice.meshes.of(candidate.degrees)[0]).policies
         errors = [actual - estimate for actual, estimate in zip(true, ranked.memory, strict=True)]
-        known = compiled.ranks or range(len(true))
-        errors = [error if p in known else max(errors[q] for q in known) for p, error in enumerate(errors)]
-        rank_stages, found = self._choice.plan(ranked).rank_stages, ranked
-        while lacking := [p for p, estimate in enumerate(found.memory) if estimate + errors[p] > self._limit]:
-            policies = list(found.candidate.policies)
-            for s in [s for p in lacking for s in rank_stages[p]]:
+        compiled_ranks = compiled.ranks or range(len(true))
+        errors = [error if p in compiled_ranks else max(errors[q] for q in compiled_ranks) for p, error in enumerate(errors)]
+        pipeline_ranks, raised = self._choice.plan(ranked).pipeline_ranks, ranked
+        while lacking := [p for p, estimate in enumerate(raised.memory) if estimate + errors[p] > self._limit]:
+            policies = list(raised.candidate.policies)
+            for s in [s for p in lacking for s in pipeline_ranks[p]]:
                 policies[s] = order[min(order.index(policies[s]) + 1, len(order) - 1)]
-            more = None if tuple(policies) == found.candidate.policies else _with_policies(self._choice, candidate, tuple(policies))
+            more = None if tuple(policies) == raised.candidate.policies else _with_policies(self._choice, candidate, tuple(policies))
             if more is None:
                 break
-            found = more
-        return None if _identity(found.candidate) in self._tried else found
+            raised = more
+        return None if _identity(raised.candidate) in self._tried else raised
 
 
 def _with_policies(choice: Choice, candidate: Candidate, policies: tuple[str, ...]) -> Ranked | None:
-    """The plan with other recomputation, simulated with the estimates; None if it has no closed form and is too long to simulate."""
+    """Return the plan with other recomputation, simulated with the estimates; None if it has no closed form and is too long to simulate."""
     profile, topology = choice.meshes.of(candidate.degrees)
     candidate = dataclasses.replace(candidate, policies=policies, over=None)
     plan = candidate.plan(profile.ids)
     costs = profile.stage_costs(plan, candidate.rows)
-    known, has_closed_form = (
+    simulation, has_closed_form = (
         simulate_plan(plan, costs, topology, choice.global_norm),
         candidate.has_whole_backwards and candidate.chunks == 1,
     )
-    if known is None and not has_closed_form:
+    if simulation is None and not has_closed_form:
         return None
-    seconds = closed_form(profile, topology, candidate) if has_closed_form or known is None else known.batch_seconds
-    bubble = max(1 - computing_seconds(plan, costs) / (candidate.workers * seconds), 0.0)
-    memory = closed_form_bytes(plan, costs) if known is None else Ranked(candidate, known).memory
-    return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), known)
+    seconds = closed_form(profile, topology, candidate) if has_closed_form or simulation is None else simulation.batch_seconds
+    bubble = max(1 - computing_seconds(plan, costs) / (candidate.num_ranks * seconds), 0.0)
+    memory = closed_form_bytes(plan, costs) if simulation is None else Ranked(candidate, simulation).memory
+    return Ranked(dataclasses.replace(candidate, seconds=seconds, bubble=bubble, memory=memory), simulation)
 
 
-def _held(profile: Profile, candidate: Candidate) -> tuple[int, ...]:
-    """Bytes of each stage without temporaries, which are the part that is estimated."""
+def _bytes_without_temporaries(profile: Profile, candidate: Candidate) -> tuple[int, ...]:
+    """Return the bytes of each stage without temporaries, which are the part that is estimated."""
     plan = candidate.plan(profile.ids)
     costs = profile.stage_costs(plan, candidate.rows)
     return closed_form_bytes(plan, [dataclasses.replace(cost, temporary=0) for cost in costs])
 
 
 def _may_be_smaller(other: Candidate, candidate: Candidate) -> bool:
-    """Whether a plan may fit where another one of its kind does not: by its estimate, or with fewer rows, whose temporaries are smaller."""
+    """Return whether a plan may fit where another one of its kind does not: by its estimate, or with fewer rows and smaller temporaries."""
     return max(other.memory) < max(candidate.memory) or other.rows < candidate.rows
 
 
 def _identity(candidate: Candidate) -> Candidate:
-    """The candidate without what was found of it."""
+    """Return the candidate without the results of simulating it."""
     return dataclasses.replace(candidate, seconds=0.0, bubble=0.0, memory=(), sent=0.0, bound="", over=None)
 
 
-def _hoped(candidate: Candidate, lacking: float) -> Candidate:
-    """The candidate as one that fits, if it lacks no more than that."""
+def _assumed_to_fit(candidate: Candidate, lacking: float) -> Candidate:
+    """Return the candidate as one that fits, if it lacks no more than that."""
     near = candidate.over is not None and candidate.over[1] <= lacking
     return dataclasses.replace(candidate, over=None) if near else candidate

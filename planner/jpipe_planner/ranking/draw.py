@@ -1,4 +1,4 @@
-"""The candidates as a picture: predicted throughput against memory, and the balance of the chosen plan's stages."""
+"""Pictures of candidates: predicted throughput against memory, and the balance of the chosen plan's stages."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -59,10 +59,10 @@ def _draw_candidates(
     for number, kind in enumerate(jpipe.schedules.SCHEDULES):
         colour, mark = look(number)
         for fits in (False, True):
-            if own := points.get((kind, fits)):
+            if drawn := points.get((kind, fits)):
                 axes.scatter(
-                    [memory for memory, _ in own],
-                    [speed for _, speed in own],
+                    [memory for memory, _ in drawn],
+                    [speed for _, speed in drawn],
                     s=38 if fits else 18,
                     c=colour,
                     marker=mark,
@@ -91,9 +91,9 @@ def _draw_candidates(
 
 
 def look(number: int) -> tuple[str, "str | tuple[int, Literal[0, 1, 2], int]"]:
-    """The colour and the marker of a schedule by its number in the registry: no two have the same ones, up to 256."""
-    again = number // len(_COLOURS)
-    return _COLOURS[number % len(_COLOURS)], _MARKERS[(number + again) % len(_MARKERS)]
+    """Return the colour and the marker of a schedule by its number in the registry: no two have the same ones, up to 256."""
+    cycle = number // len(_COLOURS)
+    return _COLOURS[number % len(_COLOURS)], _MARKERS[(number + cycle) % len(_MARKERS)]
 
 
 def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -> None:
@@ -102,11 +102,11 @@ def _draw_stages(axes: "matplotlib.axes.Axes", choice: Choice, chosen: Ranked) -
     names = [_stage_name(s, stage) for s, stage in enumerate(plan.stages)]
     scale, unit = (1e3, "ms") if max(cost.forward + cost.backward for cost in costs) < 1 else (1.0, "s")
     shares = [scale / stage.replicas for stage in plan.stages]
-    again = [cost.forward if stage.recompute != "none" else 0.0 for cost, stage in zip(costs, plan.stages, strict=True)]
+    recomputed = [cost.forward if stage.recompute != "none" else 0.0 for cost, stage in zip(costs, plan.stages, strict=True)]
     parts = {
         "forward": (_FORWARD, [cost.forward for cost in costs]),
-        "backward": (_BACKWARD, [cost.backward - made for cost, made in zip(costs, again, strict=True)]),
-        "forward again (recomputation)": (_AGAIN, again),
+        "backward": (_BACKWARD, [cost.backward - repeated for cost, repeated in zip(costs, recomputed, strict=True)]),
+        "forward again (recomputation)": (_AGAIN, recomputed),
     }
     left = [0.0] * len(names)
     for label, (colour, seconds) in parts.items():

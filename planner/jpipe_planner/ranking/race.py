@@ -1,4 +1,4 @@
-"""Decides which candidates to simulate: the one with the best bound first, until the fastest simulated one beats all other bounds."""
+"""Decide which candidates to simulate: the one with the best bound first, until the fastest simulated one beats all other bounds."""
 
 import heapq
 import math
@@ -14,7 +14,7 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import Meshes
 from jpipe_planner.search.candidate import Candidate
 
-SLACK = 0.005  # relative amount by which one that is not simulated might be faster; within it plans count as equally fast
+SLACK = 0.005  # relative amount by which a plan that is not simulated might be faster; plans within it count as equally fast
 MOST_SIMULATED = 40
 MOST_IN_ALL = 80_000  # forwards of all simulations, with the cost of bounds in forwards: some ten seconds
 _FOR_SHOW = 0.25  # share of it after which only candidates that could win are simulated
@@ -35,8 +35,8 @@ class Outcome(NamedTuple):
 class _Entry(NamedTuple):
     """A candidate in the queue, ordered by the lower bound on its seconds per row, then by rank."""
 
-    a_row: float
-    place: int  # by rank
+    seconds_per_row: float
+    number: int  # among the candidates, sorted by rank
     bounds: int  # how many of the bounds are known
 
 
@@ -46,8 +46,8 @@ class Race:
     Attributes:
         finished: candidates that were simulated and fit.
         too_large: candidates that were simulated and do not fit.
-        left: candidates that were not simulated, with lower bounds on their seconds per batch.
-        open: how many of those left could be faster than the fastest simulated one, because the limit was reached.
+        remaining: candidates that were not simulated, with lower bounds on their seconds per batch.
+        open: the number of remaining candidates that could be faster than the fastest simulated one, because the limit was reached.
     """
 
     def __init__(
@@ -67,42 +67,42 @@ class Race:
             candidates: candidates, sorted by rank.
             simulate: simulates one candidate.
             known: outcomes of earlier simulations.
-            kinds: of how many kinds to simulate one candidate, for comparison.
+            kinds: the number of kinds of which one candidate is simulated, for comparison.
         """
         self.finished: list[Candidate] = []
         self.too_large: list[Candidate] = []
         self._meshes, self._candidates, self._known = Meshes(profile, topology), candidates, known
-        self._run, self._count, self._spent = simulate, 0, 0
+        self._simulate, self._count, self._spent = simulate, 0, 0
         self._fastest = math.inf  # seconds per row
-        self._of_kind: dict[tuple[object, ...], float] = {}
+        self._best_of_kind: dict[tuple[object, ...], float] = {}
         self._planned = lru_cache(maxsize=256)(self._plan)
         # The best candidate by closed form is simulated first, as a reference for the others.
-        self._queue = [_Entry(0.0, place, 0 if place else len(_BOUNDS)) for place in range(len(candidates))]
+        self._queue = [_Entry(0.0, number, 0 if number else len(_BOUNDS)) for number in range(len(candidates))]
         passed: list[_Entry] = []
         while self._queue and self._count < MOST_SIMULATED and self._spent < MOST_IN_ALL:
             entry = heapq.heappop(self._queue)
-            if entry.a_row * (1 + SLACK) < self._fastest or self._is_news(entry, kinds):
-                self._go_on(entry)
+            if entry.seconds_per_row * (1 + SLACK) < self._fastest or self._is_improvement(entry, kinds):
+                self._advance(entry)
             else:
                 passed.append(entry)
-        rest = sorted([*self._queue, *passed], key=lambda entry: entry.place)
-        self.left = [(candidates[entry.place], entry.a_row * candidates[entry.place].batch) for entry in rest]
-        self.open = sum(entry.a_row * (1 + SLACK) < self._fastest for entry in rest)
+        remaining = sorted([*self._queue, *passed], key=lambda entry: entry.number)
+        self.remaining = [(candidates[entry.number], entry.seconds_per_row * candidates[entry.number].batch) for entry in remaining]
+        self.open = sum(entry.seconds_per_row * (1 + SLACK) < self._fastest for entry in remaining)
 
-    def _is_news(self, entry: _Entry, kinds: int) -> bool:
-        """Whether a candidate that cannot be the fastest is of a kind to show, and could be the fastest known one of its kind."""
-        best = self._of_kind.get(self._candidates[entry.place].kind)
-        if len(self._of_kind) >= kinds or self._spent > _FOR_SHOW * MOST_IN_ALL:
+    def _is_improvement(self, entry: _Entry, kinds: int) -> bool:
+        """Return whether a candidate that cannot be the fastest is of a kind to show, and could be the fastest known one of its kind."""
+        best = self._best_of_kind.get(self._candidates[entry.number].kind)
+        if len(self._best_of_kind) >= kinds or self._spent > _FOR_SHOW * MOST_IN_ALL:
             return False
-        return best is None or entry.a_row * (1 + _OF_A_KIND) < best
+        return best is None or entry.seconds_per_row * (1 + _OF_A_KIND) < best
 
-    def _go_on(self, entry: _Entry) -> None:
+    def _advance(self, entry: _Entry) -> None:
         """Compute the next bound of a candidate, or simulate it if all its bounds are known."""
-        candidate = self._candidates[entry.place]
+        candidate = self._candidates[entry.number]
         outcome = self._known.get(candidate)
         if outcome is None and entry.bounds < len(_BOUNDS) and has_bounds(self._planned(candidate)[0]):
             seconds = self._bound(candidate, entry.bounds) / candidate.batch
-            heapq.heappush(self._queue, _Entry(max(seconds, entry.a_row), entry.place, entry.bounds + 1))
+            heapq.heappush(self._queue, _Entry(max(seconds, entry.seconds_per_row), entry.number, entry.bounds + 1))
             return
         if any(other.kind == candidate.kind and max(other.memory) <= max(candidate.memory) for other in self.too_large):
             return  # it would not fit either
@@ -110,14 +110,14 @@ class Race:
             self._count += 1
             count = forwards(self._planned(candidate)[0])
             self._spent += count if count <= MOST_FORWARDS else 0  # it is not simulated
-            outcome = self._run(candidate)
+            outcome = self._simulate(candidate)
         if not outcome.fits:
             self.too_large.append(candidate)
             return
         self.finished.append(candidate)
-        a_row = outcome.seconds / candidate.batch
-        self._fastest = min(self._fastest, a_row)
-        self._of_kind[candidate.kind] = min(self._of_kind.get(candidate.kind, math.inf), a_row)
+        seconds_per_row = outcome.seconds / candidate.batch
+        self._fastest = min(self._fastest, seconds_per_row)
+        self._best_of_kind[candidate.kind] = min(self._best_of_kind.get(candidate.kind, math.inf), seconds_per_row)
 
     def _plan(self, candidate: Candidate) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...]]:
         profile, _ = self._meshes.of(candidate.degrees)

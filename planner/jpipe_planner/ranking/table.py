@@ -1,4 +1,4 @@
-"""The ranking as text: one row per candidate, and why others were rejected."""
+"""Write the ranking as text: one row per candidate, and why others were rejected."""
 
 from collections.abc import Sequence
 
@@ -46,48 +46,48 @@ HEAD = (
 
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
-    """Rows for the first `most` plans that fit; see `head` for the columns."""
-    found = [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
+    """Return rows for the first `most` plans that fit; see `head` for the columns."""
+    lines = [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
     if not has_meshes(choice):
-        return found
-    return [(*row[:3], str(ranked.candidate.degrees), *row[3:]) for row, ranked in zip(found, choice.ranked, strict=False)]
+        return lines
+    return [(*row[:3], str(ranked.candidate.degrees), *row[3:]) for row, ranked in zip(lines, choice.ranked, strict=False)]
 
 
 def head(choice: Choice) -> tuple[str, ...]:
-    """The columns of `rows`."""
+    """Return the columns of `rows`."""
     return (*HEAD[:3], "mesh", *HEAD[3:]) if has_meshes(choice) else HEAD
 
 
 def has_meshes(choice: Choice) -> bool:
-    """Whether a plan is on meshes."""
+    """Return whether a plan is on meshes."""
     return any(candidate.degrees.size > 1 for candidate in (*choice.rejected, *(ranked.candidate for ranked in choice.ranked)))
 
 
 def how_known(choice: Choice, most: int) -> str:
-    """The meaning of the signs in the first rows for plans without a simulation, as the end of a sentence."""
-    left = [ranked for ranked in choice.ranked[:most] if ranked.simulated is None]
-    bounded = "; ≤: not simulated, because it cannot be faster" if any(ranked.least for ranked in left) else ""
-    return bounded + ("; –: too long to simulate, closed form only" if any(not ranked.least for ranked in left) else "")
+    """Return the meaning of the signs in the first rows for plans without a simulation, as the end of a sentence."""
+    unsimulated = [ranked for ranked in choice.ranked[:most] if ranked.simulated is None]
+    bounded = "; ≤: not simulated, because it cannot be faster" if any(ranked.least for ranked in unsimulated) else ""
+    return bounded + ("; –: too long to simulate, closed form only" if any(not ranked.least for ranked in unsimulated) else "")
 
 
 def shape(candidate: Candidate) -> str:
-    """`4 × 2` for two pipelines of four stages, `2·1·1` for stages with different numbers of replicas, `4 ranks of 2` for as
-    many with two stages each."""
+    """Return the stages: `4 × 2` for two pipelines of four, `2·1·1` for other numbers of replicas, `4 ranks of 2` for two on each rank."""
     if candidate.chunks > 1:
-        return f"{candidate.ranks} ranks of {candidate.chunks}" + (f" × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else "")
+        replicas = f" × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else ""
+        return f"{candidate.num_pipeline_ranks} ranks of {candidate.chunks}{replicas}"
     if len(set(candidate.replicas)) > 1:
         return "·".join(map(str, candidate.replicas))
     return f"{candidate.depth} × {candidate.replicas[0]}" if candidate.replicas[0] > 1 else str(candidate.depth)
 
 
 def recomputation(policies: Sequence[str]) -> str:
-    """`none`, or `none, full` if the stages differ."""
+    """Return the recomputation: `none`, or `none, full` if the stages differ."""
     return ", ".join(dict.fromkeys(policies))
 
 
 def schedule(candidate: Candidate) -> str:
-    """The schedule with its options in the plan."""
-    if candidate.depth == 1 and candidate.workers > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
+    """Return the schedule with its options in the plan."""
+    if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return "data parallel"
     options = ["early"] if candidate.split_backward == "early" else []
     options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
@@ -97,13 +97,13 @@ def schedule(candidate: Candidate) -> str:
 
 
 def name(candidate: Candidate) -> str:
-    """Schedule and stages, for a sentence."""
+    """Return schedule and stages, for a sentence."""
     mesh = f" on meshes ({candidate.degrees})" if candidate.degrees.size > 1 else ""
-    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.workers == 1 else 's'}{mesh}"
+    return f"{schedule(candidate)} with {shape(candidate)} stage{'' if candidate.num_ranks == 1 else 's'}{mesh}"
 
 
 def links(topology: Topology) -> str:
-    """The links of equal devices, and how many of them can compute at a time, for a sentence."""
+    """Return the links of equal devices, and how many of them can compute at a time, for a sentence."""
     level = topology.levels[0]
     if topology.num_devices == 1:
         return "one device, no links"
@@ -112,7 +112,7 @@ def links(topology: Topology) -> str:
 
 
 def size(count: int | float) -> str:
-    """`1.2 GB`."""
+    """Return bytes as text such as `1.2 GB`."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             shown = count / factor
@@ -121,17 +121,17 @@ def size(count: int | float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """`62,020` or `3.152`, for samples per second."""
+    """Return samples per second as text such as `62,020` or `3.152`."""
     return f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
 
 
 def rows_of(count: int) -> str:
-    """`1 row`, `2 rows`."""
+    """Return a number of rows as text such as `1 row` or `2 rows`."""
     return f"{count} row" if count == 1 else f"{count} rows"
 
 
 def why_rejected(choice: Choice, most: int) -> list[str]:
-    """A line for each kind of plan that does not fit by its estimate, the one that lacks least memory first."""
+    """Return a line for each kind of plan that does not fit by its estimate, the one that lacks least memory first."""
     limit = choice.topology.device.memory or 0.0
     lines = []
     for candidate in choice.rejected[:most]:
@@ -143,7 +143,7 @@ def why_rejected(choice: Choice, most: int) -> list[str]:
 
 
 def attempt(one: Attempt) -> str:
-    """A plan whose compiled stages do not fit: how much they lack, and what is tried in its place."""
+    """Describe a plan whose compiled stages do not fit: how much they lack, and what is tried instead."""
     candidate, rank = one.ranked.candidate, one.rank
     what = "rank" if candidate.chunks > 1 else "stage"
     lacks = f"{what} {rank} lacks {size(one.compiled.lacking or 0)} when compiled"
@@ -159,7 +159,7 @@ def attempt(one: Attempt) -> str:
 
 
 def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:
-    """Rows that hold the first plan that fits against the best of other kinds: see `WHY_HEAD` for the columns."""
+    """Return rows that compare the first plan that fits with the best of other kinds; see `WHY_HEAD` for the columns."""
     best, limit = choice.ranked[0], choice.topology.device.memory
     return [_why_row(best, other, limit) for other in choice.ranked[:most]]
 
@@ -181,19 +181,19 @@ def _why_row(best: Ranked, other: Ranked, limit: float | None) -> tuple[str, ...
 
 
 def _what_is_worse(best: Ranked, other: Ranked) -> str:
-    """What a plan lacks in comparison with the chosen one, in words."""
-    own, chosen = other.candidate, best.candidate
+    """Return what a plan lacks in comparison with the chosen one, in words."""
+    candidate, chosen = other.candidate, best.candidate
     slower = best.samples_per_second / other.samples_per_second - 1
     if slower > _EQUAL:
         more = _bubble(other) - _bubble(best)
         return f"{slower:.1%} slower" + (f", {100 * more:.0f} points more bubble" if more > 0.01 else "")
-    rules, best_rules = (jpipe.schedules.SCHEDULES[one.schedule] for one in (own, chosen))
+    rules, best_rules = (jpipe.schedules.SCHEDULES[one.schedule] for one in (candidate, chosen))
     reasons = (
-        (own.degrees.size > chosen.degrees.size, "larger meshes"),
-        (own.ranks > chosen.ranks, "more ranks"),
-        (own.ranks == chosen.ranks and own.chunks > chosen.chunks, "more stages on a rank"),
+        (candidate.degrees.size > chosen.degrees.size, "larger meshes"),
+        (candidate.num_pipeline_ranks > chosen.num_pipeline_ranks, "more ranks"),
+        (candidate.num_pipeline_ranks == chosen.num_pipeline_ranks and candidate.chunks > chosen.chunks, "more stages on a rank"),
         (best_rules.flushes and not rules.flushes, "older weights"),
-        (chosen.has_whole_backwards and not own.has_whole_backwards, "more programs"),
+        (chosen.has_whole_backwards and not candidate.has_whole_backwards, "more programs"),
         (max(other.memory) > max(best.memory), "more memory"),
     )
     return "as fast, " + next((what for holds, what in reasons if holds), "no better")
@@ -204,7 +204,7 @@ def _bubble(ranked: Ranked) -> float:
 
 
 def what_would_fit(choice: Choice) -> list[str]:
-    """For a model that fits nowhere: how much is lacking, at which stage, and what to change; recomputation was always tried."""
+    """Explain, for a model that fits nowhere, how much is lacking at which stage and what to change; recomputation was always tried."""
     limit, best = choice.topology.device.memory or 0.0, choice.rejected[0]
     stage, lacking = best.over or (0, 0)
     least, devices = min(choice.profile.sizes), choice.topology.num_devices
@@ -224,21 +224,21 @@ def what_would_fit(choice: Choice) -> list[str]:
 
 
 def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
-    """Bytes of each stage that do not depend on the microbatch size: weight versions, gradients and optimizer."""
+    """Return the bytes of each stage that do not depend on the microbatch size: weight versions, gradients and optimizer."""
     plan = candidate.plan(profile.ids)
     layers, versions_alive = {layer.id: layer for layer in profile.layers}, jpipe.schedules.SCHEDULES[plan.schedule].versions_alive
-    found = []
+    sizes = []
     for s, stage in enumerate(plan.stages):
-        own = [layers[layer_id] for layer_id in stage.layers]
-        found.append(
-            versions_alive(plan, s) * sum(layer.weights - layer.frozen for layer in own)
-            + sum(layer.frozen + layer.accumulators + layer.optimizer for layer in own)
+        stage_layers = [layers[layer_id] for layer_id in stage.layers]
+        sizes.append(
+            versions_alive(plan, s) * sum(layer.weights - layer.frozen for layer in stage_layers)
+            + sum(layer.frozen + layer.accumulators + layer.optimizer for layer in stage_layers)
         )
-    return found
+    return sizes
 
 
 def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
-    candidate, found = ranked.candidate, ranked.simulated
+    candidate, simulated = ranked.candidate, ranked.simulated
     memory = max(ranked.memory)
     difference = f" ({ranked.why})" if ranked.why else ""
     return (
@@ -249,7 +249,7 @@ def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
         str(candidate.microbatches),
         recomputation(candidate.policies),
         rate(candidate.samples_per_second),
-        rate(ranked.samples_per_second) + difference if found else f"≤ {rate(ranked.most)}" if ranked.least else "–",
+        rate(ranked.samples_per_second) + difference if simulated else f"≤ {rate(ranked.most)}" if ranked.least else "–",
         f"{_bubble(ranked):.0%}",
         size(memory) + (f" ({memory / limit:.0%})" if limit else ""),
         size(candidate.sent),

@@ -1,9 +1,9 @@
-"""Plans with several stages on a rank, or with backwards in two halves, made from the best plans that have neither.
+"""Plans with several stages on a rank, or with split backwards, derived from the best plans that have neither.
 
 The search over all cuts is for one stage on each rank, with whole backwards. What interleaving and split backwards gain depends little on
-the cut, so the best cuts of `pipedream_flush` are taken, for a few microbatch sizes, widths and recomputations, and cut on into equal
-chunks; and of the schedules that can send gradients early, their own best plans, where links cost time. Each such plan is simulated, for
-these have no closed form.
+the cut, so the best cuts of `pipedream_flush`, for a few microbatch sizes, widths and recomputations, are cut further into equal chunks.
+The best plans of the schedules that can send gradients early are tried with split backwards, where links cost time. All these plans are
+simulated, because they have no closed form.
 """
 
 import dataclasses
@@ -25,19 +25,19 @@ from jpipe_planner.search.parallel import search_parallel
 BASES = 4  # plans of one stage on each rank that are varied
 EARLY = 2  # plans of each schedule that are tried with `split_backward` "early"
 MOST_CHUNKS = 3
-MOST_MICROBATCHES = 1024  # of plans that are varied
-MOST_IN_ALL = 60_000  # forwards of all simulations: some seconds
+MOST_MICROBATCHES = 1024  # most of a plan that is varied
+MOST_IN_ALL = 60_000  # most forwards of all simulations, which then take some seconds
 BASE = "pipedream_flush"
-_SLOW = 0.01  # time of a message, relative to a forward, from which on a link costs something
+_SLOW = 0.01  # time of a message, relative to a forward, above which a link slows a plan down
 
 
 @dataclass(frozen=True)
 class Variants:
-    """What was made of plans.
+    """The plans that were derived from others.
 
     Attributes:
         simulated: the plans with their simulations.
-        left_out: how many were not simulated, because all together would take too long.
+        left_out: the number of plans that were not simulated, because all together would take too long.
     """
 
     simulated: dict[Candidate, Simulated]
@@ -45,7 +45,7 @@ class Variants:
 
 
 def variant_schedules() -> tuple[str, ...]:
-    """The schedules of which `find_variants` makes plans; those without a flush with several chunks only."""
+    """Return the schedules of which `find_variants` makes plans; those without a flush with several chunks only."""
     return tuple(name for name, rules in jpipe.schedules.SCHEDULES.items() if not is_planned(name) or rules.layout == "looped")
 
 
@@ -61,18 +61,18 @@ def find_variants(
     global_norm: bool = False,
     degrees: Degrees = NO_MESH,
 ) -> Variants:
-    """Plans of these schedules with their simulations.
+    """Return plans of these schedules with their simulations.
 
     Args:
         profile: the model's costs.
         topology: the topology.
         batch: the largest number of rows per update.
         exact: whether the batch must have exactly that many rows.
-        schedules: those to try, of `variant_schedules`; None: all of them.
-        planned: candidates with whole backwards, the best of which are tried with early gradients, too.
+        schedules: the schedules to try, of `variant_schedules`; None: all of them.
+        planned: candidates with whole backwards; the best are also tried with early gradients.
         all_devices: whether plans must use all devices.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
-        degrees: of the meshes that all plans have; those of `planned` with others are left aside.
+        degrees: the degrees of the meshes of all plans; candidates of `planned` with other degrees are ignored.
     """
     profile, topology = Meshes(profile, topology).of(degrees)
     planned = [dataclasses.replace(candidate, degrees=NO_MESH) for candidate in planned if candidate.degrees == degrees]
@@ -83,18 +83,22 @@ def find_variants(
         run.add(run.early(candidate))
     for base in _bases(_usable(straight, topology, all_devices)):
         run.add(run.of_ranks(base))
-    found = run.found if degrees.size == 1 else {on_meshes(candidate, degrees): known for candidate, known in run.found.items()}
-    return Variants(found, run.left_out)
+    simulated = (
+        run.simulations
+        if degrees.size == 1
+        else {on_meshes(candidate, degrees): simulation for candidate, simulation in run.simulations.items()}
+    )
+    return Variants(simulated, run.left_out)
 
 
 def _usable(candidates: Sequence[Candidate], topology: Topology, all_devices: bool) -> list[Candidate]:
-    """Those of several stages that may be varied, best first."""
+    """Return the candidates of several stages that may be varied, best first."""
     several = [c for c in candidates if c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
     return sorted((c for c in several if not all_devices or c.devices == topology.num_devices), key=lambda candidate: candidate.rank)
 
 
 def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
-    """The best plans that differ in more than their cut; those that fit come first."""
+    """Return the best plans that differ in more than their cut; those that fit come first."""
     best: dict[tuple[object, ...], Candidate] = {}
     for candidate in straight:
         best.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
@@ -102,40 +106,40 @@ def _bases(straight: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _early_bases(planned: Sequence[Candidate]) -> list[Candidate]:
-    """The best plans of each schedule that can send gradients early, which differ in more than their cut."""
+    """Return the best plans of each schedule that can send gradients early, which differ in more than their cut."""
     best: dict[str, dict[tuple[object, ...], Candidate]] = {}
     for candidate in planned:
         if "split_backward" in jpipe.schedules.SCHEDULES[candidate.schedule].options and candidate.update_every == "batch":
-            own = best.setdefault(candidate.schedule, {})
-            own.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
-    return [candidate for own in best.values() for candidate in list(own.values())[:EARLY]]
+            plans = best.setdefault(candidate.schedule, {})
+            plans.setdefault((candidate.rows, candidate.replicas, candidate.policies[0]), candidate)
+    return [candidate for plans in best.values() for candidate in list(plans.values())[:EARLY]]
 
 
 class _Variants:
-    """Makes plans, and simulates them while they are few enough.
+    """The search for variants, which simulates them while they are few enough.
 
     Attributes:
-        found: plans with their simulations.
-        left_out: how many were not simulated.
+        simulations: plans with their simulations.
+        left_out: the number of plans that were not simulated.
     """
 
     def __init__(self, profile: Profile, topology: Topology, schedules: Sequence[str], global_norm: bool) -> None:
         self.profile, self.topology, self.schedules, self.global_norm = profile, topology, schedules, global_norm
-        self.found: dict[Candidate, Simulated] = {}
+        self.simulations: dict[Candidate, Simulated] = {}
         self.left_out = 0
         self._spent = 0
 
     def add(self, candidates: Iterator[Candidate]) -> None:
-        """Simulate plans that `affords` has let pass."""
+        """Simulate plans for which `affords` returned True."""
         for candidate in candidates:
             plan = candidate.plan(self.profile.ids)
             costs = self.profile.stage_costs(plan, candidate.rows)
-            known = simulate_plan(plan, costs, self.topology, self.global_norm)
-            if known is not None:
-                self.found[_priced(candidate, plan, costs, known, self.topology)] = known
+            simulation = simulate_plan(plan, costs, self.topology, self.global_norm)
+            if simulation is not None:
+                self.simulations[_priced(candidate, plan, costs, simulation, self.topology)] = simulation
 
     def affords(self, plan: jpipe.Plan) -> bool:
-        """Whether a plan is among those to simulate; where there are too many, smaller ones still are."""
+        """Return whether a plan is among those to simulate; where there are too many, smaller ones still are."""
         if self._spent + forwards(plan) > MOST_IN_ALL:
             self.left_out += 1
             return False
@@ -143,11 +147,11 @@ class _Variants:
         return True
 
     def _refuses(self, plan: jpipe.Plan) -> bool:
-        """Whether the schedule of a plan cannot do what the model or its optimizer needs."""
+        """Return whether the schedule of a plan cannot do what the model or its optimizer needs."""
         return bool((self.global_norm or self.profile.shared) and jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan))
 
     def early(self, base: Candidate) -> Iterator[Candidate]:
-        """A plan with its backwards in two halves, without more microbatches in flight and with as many as it has, if a link costs time."""
+        """Yield a plan with split backwards, with and without additional microbatches in flight, if a link costs time."""
         plan = base.plan(self.profile.ids)
         if self._refuses(plan):
             return
@@ -160,7 +164,7 @@ class _Variants:
                 yield candidate
 
     def of_ranks(self, base: Candidate) -> Iterator[Candidate]:
-        """Legal plans of the schedules on the ranks of a plan."""
+        """Yield legal plans of the schedules on the ranks of a plan."""
         for name in self.schedules:
             rules = jpipe.schedules.SCHEDULES[name]
             if "order" in rules.options:
@@ -173,9 +177,9 @@ class _Variants:
                         yield candidate
 
     def _ordered(self, base: Candidate, schedule: str) -> Iterator[Candidate]:
-        """Plans with an order made for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
-        for like, chunks in (("zb_h1", 1), ("zb_v", 2)):
-            for candidate in _chunked(self.profile, base, like, chunks):
+        """Yield plans with an order for the times of their stages, with the activations of 1F1B's first rank, and with twice as many."""
+        for layout, chunks in (("zb_h1", 1), ("zb_v", 2)):
+            for candidate in _chunked(self.profile, base, layout, chunks):
                 plan = candidate.plan(self.profile.ids)
                 costs = self.profile.stage_costs(plan, candidate.rows)
                 latency = _message_seconds(plan, costs, self.topology)
@@ -186,20 +190,20 @@ class _Variants:
 
 
 def _message_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], topology: Topology) -> float:
-    """How long the slowest message between the first replicas of neighbouring stages on other ranks takes."""
+    """Return the seconds of the slowest message between the first replicas of neighbouring stages on different ranks."""
     link, first = network(plan, topology), [plan.rank_of[workers[0]] for workers in plan.stage_workers]
     crossed = [(link(first[s], first[s + 1]), costs[s].outputs) for s in range(plan.depth - 1) if first[s] != first[s + 1]]
     return max((one.latency + size / one.bandwidth for one, size in crossed), default=0.0)
 
 
 def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> Iterator[Candidate]:
-    """The plan of so many chunks for each rank, if it is legal: one, or none."""
+    """Yield the plan with this number of chunks on each rank, if it is legal."""
     stages = base.depth * chunks
     if stages > len(profile.ids):
         return
     costs = profile.costs(base.rows).values()
-    again = 0 if base.policies[0] == "none" else 1
-    starts = base.starts if chunks == 1 else balance([(1 + again) * cost.forward + cost.backward for cost in costs], stages)
+    recomputes = 0 if base.policies[0] == "none" else 1
+    starts = base.starts if chunks == 1 else balance([(1 + recomputes) * cost.forward + cost.backward for cost in costs], stages)
     candidate = dataclasses.replace(
         base,
         schedule=schedule,
@@ -216,19 +220,19 @@ def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> I
 
 
 def _priced(
-    candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], known: Simulated, topology: Topology
+    candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], simulation: Simulated, topology: Topology
 ) -> Candidate:
-    """The candidate with its simulation's numbers."""
-    limit, peaks = topology.device.memory, list(zip(plan.rank_places, known.peak_bytes, strict=True))
-    memory = tuple(max(peak for (place, _), peak in peaks if place == p) for p in range(len(plan.rank_stages)))
+    """Return the candidate with its simulation's numbers."""
+    limit, peaks = topology.device.memory, list(zip(plan.rank_positions, simulation.peak_bytes, strict=True))
+    memory = tuple(max(peak for (pipeline_rank, _), peak in peaks if pipeline_rank == p) for p in range(len(plan.pipeline_ranks)))
     worst = max(range(len(memory)), key=memory.__getitem__)
-    busy = [sum(costs[s].forward + costs[s].backward for s in stages) for stages in plan.rank_stages]
+    busy = [sum(costs[s].forward + costs[s].backward for s in stages) for stages in plan.pipeline_ranks]
     return dataclasses.replace(
         candidate,
-        seconds=known.batch_seconds,
-        bubble=known.bubble,
+        seconds=simulation.batch_seconds,
+        bubble=simulation.bubble,
         memory=memory,
-        sent=sum(known.sent_bytes) / candidate.batch,
+        sent=sum(simulation.sent_bytes) / candidate.batch,
         bound=f"rank {max(range(len(busy)), key=busy.__getitem__)} computes",
         over=(worst, round(memory[worst] - limit)) if limit is not None and memory[worst] > limit else None,
     )

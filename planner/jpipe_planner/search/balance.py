@@ -1,4 +1,4 @@
-"""Cuts layers into stages that compute for about the same time."""
+"""Cuts of layers into stages that compute for about the same time."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ _TICKS = 1e15  # per second, so that sums and ties are exact
 
 
 def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The cut into contiguous stages that minimizes the longest stage; among such cuts an even one.
+    """Return the cut into contiguous stages that minimizes the longest stage; among such cuts an even one.
 
     Args:
         seconds: seconds of each layer.
@@ -31,7 +31,11 @@ def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def _fill(sums: list[int], stages: int, limit: int) -> tuple[list[int], int, int]:
-    """Fill stage after stage up to a limit: the end of each, the longest, and the smallest limit that would add a layer to one of them."""
+    """Fill stage after stage up to a limit.
+
+    Returns:
+        The end of each stage; the longest stage; the smallest limit that would add a layer to one of them.
+    """
     ends, longest, longer = [0], 0, sums[-1]
     for s in range(stages):
         begin = ends[-1]
@@ -45,7 +49,7 @@ def _fill(sums: list[int], stages: int, limit: int) -> tuple[list[int], int, int
 
 
 def _spread(sums: list[int], stages: int, limit: int) -> tuple[int, ...]:
-    """Within the limit, from the last stage to the first, give each stage an equal share of the remaining layers."""
+    """Give each stage an equal share of the remaining layers within the limit, from the last stage to the first."""
     reach = _fill(sums, stages, limit)[0]  # the farthest ends of the earlier stages
     starts, end = [0] * stages, len(sums) - 1
     for s in range(stages - 1, 0, -1):

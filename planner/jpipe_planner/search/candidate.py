@@ -1,4 +1,4 @@
-"""A candidate plan with its price; small enough to keep thousands of them."""
+"""Candidates: plans with their prices, small enough to keep thousands of them."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,15 +22,15 @@ class Candidate:
         extra_in_flight: as in `jpipe.Plan`.
         keep_together: as in `jpipe.Plan`.
         seconds: seconds per batch, in steady state.
-        bubble: share of the time of its devices in which they do not compute.
-        memory: peak bytes of a device of each rank.
+        bubble: share of the devices' time in which they do not compute.
+        memory: peak bytes of a device of each pipeline rank.
         sent: bytes per row that all devices together send.
         bound: what limits the speed, as text.
-        over: the rank that lacks most memory and how many bytes; None: it fits.
+        over: the pipeline rank that lacks most memory and how many bytes; None: it fits.
         update_every: as in `jpipe.Plan`.
-        chunks: how many stages each rank runs.
+        chunks: the number of stages that each rank runs.
         order: as in `jpipe.Plan`.
-        order_limit: as in `jpipe.Plan`, the limit for which the order was made.
+        order_limit: as in `jpipe.Plan`, the limit of the order.
         split_backward: as in `jpipe.Plan`.
         degrees: the mesh of each replica.
     """
@@ -63,17 +63,17 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """How many devices it uses."""
-        return self.workers * self.degrees.size
+        """The number of devices that it uses."""
+        return self.num_ranks * self.degrees.size
 
     @property
-    def workers(self) -> int:
-        """How many devices it uses, each mesh counted as one."""
+    def num_ranks(self) -> int:
+        """The number of ranks: devices, or meshes, that it uses."""
         return sum(self.replicas) // self.chunks
 
     @property
-    def ranks(self) -> int:
-        """How many ranks there are, without replicas."""
+    def num_pipeline_ranks(self) -> int:
+        """The number of pipeline ranks."""
         return self.depth // self.chunks
 
     @property
@@ -88,12 +88,12 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What plans that differ only in sizes have in common: schedule, early gradients, updates, replicas, meshes, what is together, …"""
+        """The properties that plans of one kind have in common; they differ only in sizes."""
         return self.schedule, self.split_backward, self.update_every, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property
     def has_whole_backwards(self) -> bool:
-        """Whether the schedule is one of those that are searched over all cuts, and its backwards are not cut in two."""
+        """Whether all cuts are searched for the schedule, and its backwards are not split."""
         return is_planned(self.schedule) and self.split_backward == "joint"
 
     @property
@@ -103,7 +103,7 @@ class Candidate:
         lacks = self.over[1] if self.over else 0
         ties = (
             self.degrees.size,
-            self.ranks,
+            self.num_pipeline_ranks,
             self.chunks,
             not schedule.flushes,
             not self.has_whole_backwards,
@@ -116,18 +116,18 @@ class Candidate:
         return (lacks, float(f"{-self.samples_per_second:.9g}"), *ties, self.schedule, self.keep_together, self.starts, self.replicas)
 
     def sharing(self, cores: float | None) -> "Candidate":
-        """The same plan with shared cores: a batch takes at least the time of all computations divided by the cores.
+        """Return the same plan with shared cores: a batch takes at least the time of all computations divided by the cores.
 
         Args:
-            cores: how many devices compute at a time without slowing each other down; None: all.
+            cores: the number of devices that compute at a time without slowing each other down; None: all.
         """
-        computing = (1 - self.bubble) * self.workers * self.seconds
+        computing = (1 - self.bubble) * self.num_ranks * self.seconds
         if cores is None or computing / cores <= self.seconds * (1 + 1e-9):  # or the difference is a rounding error
             return self
-        return replace(self, seconds=computing / cores, bubble=1 - cores / self.workers, bound="the cores")
+        return replace(self, seconds=computing / cores, bubble=1 - cores / self.num_ranks, bound="the cores")
 
     def plan(self, ids: tuple[str, ...]) -> jpipe.Plan:
-        """The candidate as a `jpipe.Plan`.
+        """Return the candidate as a `jpipe.Plan`.
 
         Args:
             ids: the layers of the profile, in order.
@@ -152,6 +152,6 @@ class Candidate:
 
     @property
     def _ranks(self) -> jpipe.schedules.Ranks:
-        """The ranks of its chunks: as the schedule needs them, and in a V for orders of its own."""
+        """The stages of each pipeline rank as the schedule needs them, in a V for orders of its own."""
         layout = jpipe.schedules.SCHEDULES[self.schedule].layout
         return jpipe.schedules.arranged("v" if layout == "any" else layout, self.depth, self.chunks)

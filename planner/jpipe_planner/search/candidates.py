@@ -18,7 +18,7 @@ from jpipe_planner.search.partition import SCHEDULE, Partition, Placed, Problem,
 from jpipe_planner.search.pipedream import search_pipedream
 
 Updates = Literal["batch", "replicas", "text", "code"]
-"""How PipeDream's stages update and are found; see `find_candidates`."""
+"""How PipeDream's stages update and are searched; see `find_candidates`."""
 
 
 def find_candidates(
@@ -43,34 +43,35 @@ def find_candidates(
         batch: the largest number of rows per update.
         exact: whether the batch must have exactly that many rows.
         schedules: the schedules to try, of `planned_schedules`; None: all of them.
-        pipedream: how PipeDream's stages are found. "batch": all update once per batch, so their replicas divide its microbatches.
-            "replicas": each updates after one microbatch of each of its replicas, whose number is then free, as in the original; never
-            exact. "text" and "code": by the paper's own recurrence, with the cost of its text or of its code; they update likewise.
-        meshes: the meshes to try, each in place of a device; of `jpipe_planner.profile.sharded.possible_degrees`, or others.
-        replicas: whether stages may have some. Without them plans with fewer stages than devices leave the others idle.
+        pipedream: how PipeDream's stages update and are searched. "batch": all update once per batch, so their replicas divide its
+            microbatches. "replicas": each updates after one microbatch of each of its replicas, whose number is then free, as in the
+            original; the batch may be smaller. "text" and "code": the same by the paper's own recurrence, with the cost of its text or of
+            its code.
+        meshes: the meshes to try, each in place of a device; of `possible_degrees`, or others.
+        replicas: whether stages may have replicas. Without, plans with fewer stages than devices leave the remaining devices idle.
     """
     schedules = planned_schedules() if schedules is None else schedules
     if profile.shared:
         schedules = tuple(name for name in schedules if not sharing_refusal(name))
-    views, found = Meshes(profile, topology), list[Candidate]()
+    views, candidates = Meshes(profile, topology), list[Candidate]()
     for degrees in meshes:
-        own = search_parallel(*views.of(degrees), batch, exact=exact, schedules=schedules, replicas=replicas)
+        searched = search_parallel(*views.of(degrees), batch, exact=exact, schedules=schedules, replicas=replicas)
         if SCHEDULE.name in schedules:
-            own += _pipedream(*views.of(degrees), batch, exact, pipedream)
-        found += own if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in own]
+            searched += _pipedream(*views.of(degrees), batch, exact, pipedream)
+        candidates += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
     # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
-    alone = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}
-    kept = [candidate for candidate in found if candidate.depth > 1 or candidate.schedule in alone]
-    return kept if replicas else [candidate for candidate in kept if max(candidate.replicas) == 1]
+    one_stage_schedules = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}
+    useful = [candidate for candidate in candidates if candidate.depth > 1 or candidate.schedule in one_stage_schedules]
+    return useful if replicas else [candidate for candidate in useful if max(candidate.replicas) == 1]
 
 
 def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:
-    """A candidate for meshes, found for their profile and topology."""
+    """Return a candidate for meshes from one for their profile and topology."""
     return dataclasses.replace(candidate, degrees=degrees, sent=candidate.sent * degrees.size)
 
 
 def sharing_refusal(schedule: str) -> str:
-    """Why the stages of a schedule cannot share parameters, in plans like those of `find_candidates`; "" if they can."""
+    """Return why the stages of a schedule cannot share parameters, in plans like those of `find_candidates`; "" if they can."""
     return jpipe.schedules.SCHEDULES[schedule].norm_refusal(jpipe.Plan.even("ab", 2, schedule, 2)) if is_planned(schedule) else ""
 
 
@@ -93,15 +94,15 @@ def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, ho
         )
         partition = search_paper(problem, how) if how == "text" or how == "code" else search_pipedream(problem)
         for extra in EXTRA if len(partition.stages) > 1 else (0,):
-            held = evaluate_partition(dataclasses.replace(problem, extra_in_flight=extra), partition.stages)
-            same = dataclasses.replace(partition, memory=held.memory, over=held.over)
+            evaluated = evaluate_partition(dataclasses.replace(problem, extra_in_flight=extra), partition.stages)
+            same = dataclasses.replace(partition, memory=evaluated.memory, over=evaluated.over)
             candidate = as_candidate(dataclasses.replace(problem, extra_in_flight=extra), same, rows)
             if candidate.batch <= batch:
                 yield candidate
 
 
 def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> float:
-    """Seconds per batch of a plan in closed form, for any costs of its layers and links.
+    """Return the seconds per batch of a plan in closed form, for any costs of its layers and links.
 
     Args:
         profile: the costs.
@@ -122,12 +123,12 @@ def closed_form(profile: Profile, topology: Topology, candidate: Candidate) -> f
     for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
         updates = plan.microbatches / plan.microbatches_per_update(s)
         computing += plan.microbatches * (cost.forward + cost.backward) + updates * plan.replicas[s] * cost.update
-    bubble = 1 - computing / (candidate.workers * seconds)
+    bubble = 1 - computing / (candidate.num_ranks * seconds)
     return dataclasses.replace(candidate, seconds=seconds, bubble=bubble).sharing(topology.cores).seconds
 
 
 def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate:
-    """A partition as a candidate.
+    """Return a partition as a candidate.
 
     Args:
         problem: the problem that it solves.
@@ -138,13 +139,13 @@ def as_candidate(problem: Problem, partition: Partition, rows: int) -> Candidate
     seconds = partition.seconds * plan.microbatches
     computing = sent = 0.0
     for stage in partition.stages:
-        own = problem.layers[stage.start : stage.stop]
-        again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
-        computing += plan.microbatches * (sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch)
+        layers = problem.layers[stage.start : stage.stop]
+        recomputation = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in layers)
+        computing += plan.microbatches * (sum(layer.forward + layer.backward for layer in layers) + recomputation + 2 * problem.dispatch)
         updates = plan.microbatches // problem.microbatches_per_update(stage.replicas)
-        computing += updates * stage.replicas * (sum(layer.update for layer in own) + problem.dispatch)
-        sent += updates * 2 * (stage.replicas - 1) * sum(layer.summed for layer in own)
-        sent += plan.microbatches * 2 * own[-1].outputs if stage.stop < len(problem.layers) else 0
+        computing += updates * stage.replicas * (sum(layer.update for layer in layers) + problem.dispatch)
+        sent += updates * 2 * (stage.replicas - 1) * sum(layer.summed for layer in layers)
+        sent += plan.microbatches * 2 * layers[-1].outputs if stage.stop < len(problem.layers) else 0
     return Candidate(
         schedule=plan.schedule,
         rows=rows,
@@ -169,8 +170,8 @@ def _bound(problem: Problem, partition: Partition) -> str:
     if kind == "cut":
         return f"cut {s}"
     stage = partition.stages[s]
-    own = problem.layers[stage.start : stage.stop]
+    layers = problem.layers[stage.start : stage.stop]
     link = problem.link(stage.first, stage.first + stage.replicas - 1)
-    summed = all_reduce_seconds(sum(layer.summed for layer in own), stage.replicas, link)
-    computes = sum(layer.forward + layer.backward for layer in own)
+    summed = all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, link)
+    computes = sum(layer.forward + layer.backward for layer in layers)
     return f"sum of stage {s}" if summed > computes else f"stage {s} computes"

@@ -1,4 +1,4 @@
-"""Finds which suffixes of the layers can be placed from which device on, if no stage and no cut may take longer than a bound.
+"""A search for the suffixes of layers that can be placed from a device on, if no stage and no cut may take longer than a bound.
 
 The search goes from the last layer and the last device to the first. The layers from i on can be placed from device a on if some stage
 [i, j) on the devices a .. a + r - 1 is fast enough and the layers from j on can be placed from device a + r on. A longer stage is never
@@ -17,7 +17,7 @@ _AT_A_TIME = 32  # numbers of replicas
 
 
 class FastRanges:
-    """The search under a bound, for all bounds.
+    """The search for the stages of a problem that are fast enough, for all bounds.
 
     Attributes:
         levels: the levels that the range of a stage can cross, -1 for one device, each with the possible numbers of replicas.
@@ -26,26 +26,26 @@ class FastRanges:
     def __init__(self, problem: Problem, ranges: Ranges) -> None:
         topology = problem.topology
         self.ranges, self.devices, self._problem = ranges, topology.num_devices, problem
-        some = ranges.replicas
-        self.levels = [(-1, some[:1])]
-        self.levels += [(k, some[(some > 1) & (some <= size)]) for k, size in enumerate(topology.sizes)]
+        replicas = ranges.replicas
+        self.levels = [(-1, replicas[:1])]
+        self.levels += [(k, replicas[(replicas > 1) & (replicas <= size)]) for k, size in enumerate(topology.sizes)]
         self._sizes = (1, *topology.sizes)
         self._small = np.int16 if ranges.count < 2**15 - 2 else np.int32
         self._known: dict[tuple[float, bool], list[Any]] = {}
 
-    def here(self, a: int) -> list[tuple[int, slice]]:
-        """The levels that a range from device a on can cross, as indices into `levels`, and the replicas that cross no higher one."""
-        found, inner = [(0, slice(0, 1))], a + 1
-        for place, (_, some) in enumerate(self.levels[1:], start=1):
-            end = (a // self._sizes[place] + 1) * self._sizes[place]
-            first, last = np.searchsorted(some, (inner - a + 1, end - a + 1))
+    def levels_from(self, a: int) -> list[tuple[int, slice]]:
+        """Return the levels (indices into `levels`) that a range from device a on can cross, with the replicas that cross no higher one."""
+        levels, inner = [(0, slice(0, 1))], a + 1
+        for index, (_, replicas) in enumerate(self.levels[1:], start=1):
+            end = (a // self._sizes[index] + 1) * self._sizes[index]
+            first, last = np.searchsorted(replicas, (inner - a + 1, end - a + 1))
             if first < last:
-                found.append((place, slice(first, last)))
+                levels.append((index, slice(first, last)))
             inner = end
-        return found
+        return levels
 
-    def farthest(self, bound: float, recompute: bool) -> list[Any]:
-        """For each of `levels` and its replicas, and each first layer, one past the last layer that a fast enough stage can have.
+    def farthest_ends(self, bound: float, recompute: bool) -> list[Any]:
+        """Return one past the last layer of a fast enough stage, for each of `levels`, its replicas, and each first layer.
 
         Args:
             bound: seconds per microbatch.
@@ -53,38 +53,38 @@ class FastRanges:
         """
         if (bound, recompute) not in self._known:
             self._known[bound, recompute] = [
-                self._exactly(bound, recompute, *level) for level in zip(self.about(bound, recompute), self.levels, strict=True)
+                self._exact_ends(bound, recompute, *level) for level in zip(self.rounded_ends(bound, recompute), self.levels, strict=True)
             ]
         return self._known[bound, recompute]
 
-    def about(self, bound: float, recompute: bool) -> list[Any]:
-        """The ends that `farthest` finds, or slightly farther ones, because of rounding."""
-        return [self.ranges.ends(bound, some, level, recompute) for level, some in self.levels]
+    def rounded_ends(self, bound: float, recompute: bool) -> list[Any]:
+        """Return the ends of `farthest_ends`, or slightly farther ones, because of rounding."""
+        return [self.ranges.ends(bound, replicas, level, recompute) for level, replicas in self.levels]
 
-    def _exactly(self, bound: float, recompute: bool, about: Any, level: tuple[int, Any]) -> Any:
+    def _exact_ends(self, bound: float, recompute: bool, rounded: Any, level: tuple[int, Any]) -> Any:
         """Move back ends that are too far, by the exact cost of the stage."""
-        ends, first = about.ravel(), np.tile(np.arange(self.ranges.count + 1), len(about))
+        ends, first = rounded.ravel(), np.tile(np.arange(self.ranges.count + 1), len(rounded))
         replicas = np.repeat(level[1], self.ranges.count + 1)
-        some = np.nonzero(first < ends)[0]
-        while len(some):
-            some = some[self.ranges.seconds(first[some], ends[some], replicas[some], level[0], recompute) > bound]
-            ends[some] -= 1
-            some = some[first[some] < ends[some]]
-        return ends.reshape(about.shape).astype(self._small)
+        unchecked = np.nonzero(first < ends)[0]
+        while len(unchecked):
+            unchecked = unchecked[self.ranges.seconds(first[unchecked], ends[unchecked], replicas[unchecked], level[0], recompute) > bound]
+            ends[unchecked] -= 1
+            unchecked = unchecked[first[unchecked] < ends[unchecked]]
+        return ends.reshape(rounded.shape).astype(self._small)
 
     def windows(self, ends: list[Any], cuts: list[Any]) -> tuple[Any, Any]:
-        """For each device the first and the last layer that can begin a stage there, if each stage crossed as few levels as possible.
+        """Return the first and the last layer that can begin a stage at each device, if each stage crosses as few levels as possible.
 
         This is an upper bound of what the topology allows, and cheap: if ranges are ignored, the layers that can be placed from a device
         on have no gaps, so one number describes them. With one level it is exact.
 
         Args:
-            ends: the result of `about`.
+            ends: the result of `rounded_ends`.
             cuts: the result of `cuts`.
         """
         count, devices, replicas = self.ranges.count, self.devices, self.ranges.replicas
-        inside = [0, *(some.max(initial=1) for _, some in self.levels[:-1])]  # the most replicas that need not cross the level
-        farthest = np.concatenate([table[some > few] for table, (_, some), few in zip(ends, self.levels, inside, strict=True)])
+        inside = [0, *(chosen.max(initial=1) for _, chosen in self.levels[:-1])]  # the most replicas that need not cross the level
+        farthest = np.concatenate([table[chosen > few] for table, (_, chosen), few in zip(ends, self.levels, inside, strict=True)])
         order = np.arange(count + 1)
         starts = np.stack([np.searchsorted(row, order) for row in farthest])
         allowed = cuts[min(1, len(cuts) - 1)]
@@ -92,39 +92,39 @@ class FastRanges:
         before = np.maximum.accumulate(np.where(allowed, order, 0))
         first, last = np.full(devices + 1, count), np.zeros(devices + 1, int)
         for a in range(1, devices + 1):
-            some = replicas[: np.searchsorted(replicas, a, side="right")]
-            which = np.arange(len(some))
-            first[devices - a] = starts[which, after[first[devices - a + some]]].min()
-            last[a] = farthest[which, before[last[a - some]]].max()
+            chosen = replicas[: np.searchsorted(replicas, a, side="right")]
+            which = np.arange(len(chosen))
+            first[devices - a] = starts[which, after[first[devices - a + chosen]]].min()
+            last[a] = farthest[which, before[last[a - chosen]]].max()
         return first, last
 
-    def at_least(self, recompute: bool) -> float:
-        """A lower bound on the seconds per microbatch: the slowest layer, and all layers divided among all devices."""
+    def lower_bound(self, recompute: bool) -> float:
+        """Return a lower bound on the seconds per microbatch: the slowest layer, and all layers divided among all devices."""
         start = np.arange(self.ranges.count)
-        each = [self.ranges.seconds(start, start + 1, some[:, None], level, recompute) for level, some in self.levels]
+        each = [self.ranges.seconds(start, start + 1, replicas[:, None], level, recompute) for level, replicas in self.levels]
         return max(float(np.concatenate(each).min(0).max()), float(self.ranges.compute(recompute)[-1] / self.devices))
 
-    def alone(self, recompute: bool) -> Placed:
-        """The fastest stage of all layers."""
+    def single_stage(self, recompute: bool) -> Placed:
+        """Return the fastest stage of all layers."""
         options = []
-        for place, some in self.here(0):
-            level, replicas = self.levels[place]
-            options += [(float(self.ranges.seconds(0, self.ranges.count, r, level, recompute)), r) for r in replicas[some].tolist()]
+        for index, chosen in self.levels_from(0):
+            level, replicas = self.levels[index]
+            options += [(float(self.ranges.seconds(0, self.ranges.count, r, level, recompute)), r) for r in replicas[chosen].tolist()]
         return Placed(0, self.ranges.count, 0, min(options)[1])
 
     def cuts(self, bound: float) -> list[Any]:
-        """For each of `levels`, which cuts are fast enough; the first and the last one are not cuts."""
+        """Return which cuts are fast enough, for each of `levels`; the first and the last one are not cuts."""
         sizes = self.ranges.outputs
         links = self._problem.links
         return [np.ones(len(sizes), bool) if k < 0 else cut_seconds(sizes, links[k]) <= bound for k, _ in self.levels]
 
-    def between(self, a: int) -> int:
-        """The index in `levels` of the level between the devices a - 1 and a."""
+    def level_between(self, a: int) -> int:
+        """Return the index in `levels` of the level between the devices a - 1 and a."""
         return self._problem.topology.level(a - 1, a) + 1
 
 
 class FastPlacement:
-    """The placements under one bound.
+    """The placements of all layers under one bound.
 
     Attributes:
         feasible: whether all layers can be placed from device 0 on.
@@ -133,58 +133,58 @@ class FastPlacement:
     def __init__(self, fast: FastRanges, bound: float, recompute: bool) -> None:
         self._fast, self._bound, self._recompute = fast, bound, recompute
         self._cuts = fast.cuts(bound)
-        first, last = fast.windows(fast.about(bound, recompute), self._cuts)
+        first, last = fast.windows(fast.rounded_ends(bound, recompute), self._cuts)
         self.feasible = not first[0]
         if not self.feasible:
             return
-        self._farthest = farthest = fast.farthest(bound, recompute)
+        self._farthest = farthest = fast.farthest_ends(bound, recompute)
         count, devices = fast.ranges.count, fast.devices
         self._placed = np.zeros((devices + 1, count + 1), bool)
-        self._placed[1:, count] = True  # nothing is left: the other devices are idle
+        self._placed[1:, count] = True  # no layer remains: the other devices are idle
         never = count + 1
         self._next = [np.full((devices + 1, count + 1), never, farthest[0].dtype) for _ in fast.levels]
         order = np.arange(count + 1, dtype=farthest[0].dtype)
         for a in range(devices, -1, -1):
             window = slice(int(first[a]), min(int(last[a]) + 1, count))
-            for place, some in fast.here(a) if a < devices else ():
-                self._place(a, place, some, window)
-            for place in range(len(fast.levels)):
-                ends = np.where(self._continued(a, place), order, never)
-                self._next[place][a, :-1] = np.minimum.accumulate(ends[:0:-1])[::-1]
+            for index, chosen in fast.levels_from(a) if a < devices else ():
+                self._place(a, index, chosen, window)
+            for index in range(len(fast.levels)):
+                ends = np.where(self._continued(a, index), order, never)
+                self._next[index][a, :-1] = np.minimum.accumulate(ends[:0:-1])[::-1]
         self.feasible = bool(self._placed[0, 0])
 
-    def _place(self, a: int, place: int, some: slice, window: slice) -> None:
-        """Which of the layers in `window` can be the first of a stage from device a on, with the numbers `some` of replicas of a level.
+    def _place(self, a: int, index: int, chosen: slice, window: slice) -> None:
+        """Mark the layers in `window` that can be the first of a stage from device a on, with the `chosen` numbers of replicas of a level.
 
         It tries a few numbers of replicas at a time, each time between the first and the last undecided layer; usually few remain.
         """
-        replicas, placed = self._fast.levels[place][1], self._placed[a]
-        for begin in range(some.start, some.stop, _AT_A_TIME):
-            open_ = np.nonzero(self._cuts[place][window] & ~placed[window])[0]
-            if not len(open_):
+        replicas, placed = self._fast.levels[index][1], self._placed[a]
+        for begin in range(chosen.start, chosen.stop, _AT_A_TIME):
+            undecided = np.nonzero(self._cuts[index][window] & ~placed[window])[0]
+            if not len(undecided):
                 return
-            window = slice(window.start + int(open_[0]), window.start + int(open_[-1]) + 1)
-            few = slice(begin, min(begin + _AT_A_TIME, some.stop))
-            ends = self._next[place][a + replicas[few], window]
-            placed[window] |= (ends <= self._farthest[place][few, window]).any(0) & self._cuts[place][window]
+            window = slice(window.start + int(undecided[0]), window.start + int(undecided[-1]) + 1)
+            few = slice(begin, min(begin + _AT_A_TIME, chosen.stop))
+            ends = self._next[index][a + replicas[few], window]
+            placed[window] |= (ends <= self._farthest[index][few, window]).any(0) & self._cuts[index][window]
 
-    def _continued(self, a: int, place: int) -> Any:
-        """Where a stage whose range crosses a level can end so that the layers after it can be placed from device a on."""
+    def _continued(self, a: int, index: int) -> Any:
+        """Return where a stage whose range crosses a level can end so that the layers after it can be placed from device a on."""
         if a == 0:
             return np.zeros_like(self._placed[a])
-        allowed = self._placed[a] & self._cuts[place]
-        return allowed & self._cuts[self._fast.between(a)] if a < self._fast.devices else allowed
+        allowed = self._placed[a] & self._cuts[index]
+        return allowed & self._cuts[self._fast.level_between(a)] if a < self._fast.devices else allowed
 
-    def some(self) -> tuple[Placed, ...]:
-        """Some stages that are fast enough: each time the fastest one that can be continued."""
+    def any_stages(self) -> tuple[Placed, ...]:
+        """Return stages that are fast enough, choosing the fastest that can be continued at each step."""
         ranges, stages, i, a = self._fast.ranges, list[Placed](), 0, 0
         while i < ranges.count:
             options = []
-            for place, some in self._fast.here(a):
-                level, all_replicas = self._fast.levels[place]
-                replicas = all_replicas[some]
-                ends = self._next[place][a + replicas, i]
-                good = (ends <= self._farthest[place][some, i]) & self._cuts[place][i]
+            for index, chosen in self._fast.levels_from(a):
+                level, all_replicas = self._fast.levels[index]
+                replicas = all_replicas[chosen]
+                ends = self._next[index][a + replicas, i]
+                good = (ends <= self._farthest[index][chosen, i]) & self._cuts[index][i]
                 if good.any():
                     replicas, ends = replicas[good], ends[good].astype(np.int64)
                     seconds = ranges.seconds(i, ends, replicas, level, self._recompute) * replicas
@@ -196,27 +196,27 @@ class FastPlacement:
         return tuple(stages)
 
     def first(self) -> tuple[Placed, ...]:
-        """Of all stages that are fast enough, the fewest on the fewest devices, then from the front the earliest cuts, fewest replicas."""
+        """Return the fast enough stages that win ties: fewest stages, fewest devices, from the front earliest cuts, fewest replicas."""
         fast, ranges = self._fast, self._fast.ranges
         base = fast.devices + 1
         least, tables = self._least(base)
         stages, i, a = list[Placed](), 0, 0
         while i < ranges.count:
             options = []
-            for place, some in fast.here(a):
-                replicas = fast.levels[place][1][some]
-                if self._cuts[place][i]:
-                    behind = tables[place][a + replicas, 0, i + 1 :] == least[a, i] - base
-                    near = np.arange(i + 1, ranges.count + 1) <= self._farthest[place][some, i][:, None]
-                    found = np.argwhere((behind & near).T)
-                    options += [(i + 1 + int(j), int(replicas[n])) for j, n in found[:1]]
+            for index, chosen in fast.levels_from(a):
+                replicas = fast.levels[index][1][chosen]
+                if self._cuts[index][i]:
+                    continued = tables[index][a + replicas, 0, i + 1 :] == least[a, i] - base
+                    reachable = np.arange(i + 1, ranges.count + 1) <= self._farthest[index][chosen, i][:, None]
+                    ends = np.argwhere((continued & reachable).T)
+                    options += [(i + 1 + int(j), int(replicas[n])) for j, n in ends[:1]]
             j, r = min(options)
             stages.append(Placed(i, j, a, r))
             i, a = j, a + r
         return tuple(stages)
 
     def _least(self, base: int) -> tuple[Any, list[Any]]:
-        """For each device and layer the fewest stages times `base` plus the devices used, and their minima over ranges of 2^k ends."""
+        """Return the fewest stages times `base` plus the devices used, by device and layer, and their minima over ranges of 2^k ends."""
         fast, count = self._fast, self._fast.ranges.count
         power = np.array([0, *(length.bit_length() - 1 for length in range(1, count + 1))])
         never = np.iinfo(np.int32).max - base
@@ -224,19 +224,19 @@ class FastPlacement:
         least[1:, count] = np.arange(1, fast.devices + 1)
         tables = [np.full((fast.devices + 1, power[-1] + 1, count + 1), never, np.int32) for _ in fast.levels]
         for a in range(fast.devices, -1, -1):
-            for place, some in fast.here(a) if a < fast.devices else ():
-                starts = np.nonzero(self._placed[a, :count] & self._cuts[place][:count])[0]
+            for index, chosen in fast.levels_from(a) if a < fast.devices else ():
+                starts = np.nonzero(self._placed[a, :count] & self._cuts[index][:count])[0]
                 if not len(starts):
                     continue
-                ends = self._farthest[place][some][:, starts].astype(np.int64)
+                ends = self._farthest[index][chosen][:, starts].astype(np.int64)
                 k = power[ends - starts]
-                rows = (a + fast.levels[place][1][some])[:, None]
-                found = np.minimum(tables[place][rows, k, starts + 1], tables[place][rows, k, ends + 1 - 2**k])
-                found = np.where(ends > starts, found, never).min(0) + base
-                least[a, starts] = np.minimum(least[a, starts], found)
-            for place, table in enumerate(tables):
+                rows = (a + fast.levels[index][1][chosen])[:, None]
+                fewest = np.minimum(tables[index][rows, k, starts + 1], tables[index][rows, k, ends + 1 - 2**k])
+                fewest = np.where(ends > starts, fewest, never).min(0) + base
+                least[a, starts] = np.minimum(least[a, starts], fewest)
+            for index, table in enumerate(tables):
                 row = table[a]
-                row[0] = np.where(self._continued(a, place), least[a], never)
+                row[0] = np.where(self._continued(a, index), least[a], never)
                 for k in range(1, len(row)):
                     half = 2 ** (k - 1)
                     row[k] = row[k - 1]

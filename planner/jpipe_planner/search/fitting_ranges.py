@@ -1,4 +1,4 @@
-"""Finds which runs of layers can be a stage with limited memory: with how many microbatches in flight they fit, and under which bound."""
+"""Runs of layers that can be a stage with limited memory: with how many microbatches in flight they fit, and under which bound."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ class FittingRanges:
     """The stages of a problem that fit, for all bounds.
 
     Attributes:
-        ranges: the levels, as indices into `Reach.levels`, and numbers of replicas that a stage can have.
+        ranges: the levels, as indices into `FastRanges.levels`, and numbers of replicas that a stage can have.
     """
 
     def __init__(self, problem: Problem, fast: FastRanges) -> None:
         assert problem.memory is not None
         self._memory = problem.memory
         self._fast, self._ranges = fast, fast.ranges
-        self.ranges = [(place, r) for place, (_, some) in enumerate(fast.levels) for r in some.tolist()]
-        self.places, self.replicas = (np.array(column) for column in zip(*self.ranges, strict=True))
+        self.ranges = [(index, r) for index, (_, replicas) in enumerate(fast.levels) for r in replicas.tolist()]
+        self.level_indices, self.replicas = (np.array(column) for column in zip(*self.ranges, strict=True))
         self._recompute = "none" not in problem.policies
         self._kinds = [
             (recompute, policies)
@@ -31,19 +31,19 @@ class FittingRanges:
         self._most = [self._most_in_flight(policies) for _, policies in self._kinds]
 
     def _most_in_flight(self, policies: list[str]) -> Any:
-        """For each number of replicas, first layer and end: how many microbatches in flight fit with one of the policies; 0: none."""
+        """Return how many microbatches in flight fit with one of the policies, by number of replicas, first layer and end; 0: none."""
         count, replicas = self._ranges.count, self._ranges.replicas
         first, end = np.triu_indices(count + 1, 1)
         most = np.zeros((len(replicas), count + 1, count + 1), np.int16 if self._fast.devices < 2**13 else np.int32)
         for row, r in enumerate(replicas.tolist()):
             low = self._fits(first, end, r, np.ones(len(first), int), policies).astype(most.dtype)
             high = low * (-(-2 * self._fast.devices // r) + 1)
-            open_ = np.nonzero(low < high)[0]
-            while len(open_):
-                middle = (low[open_] + high[open_] + 1) // 2
-                fits = self._fits(first[open_], end[open_], r, middle.astype(np.int64), policies)
-                low[open_[fits]], high[open_[~fits]] = middle[fits], middle[~fits] - 1
-                open_ = open_[low[open_] < high[open_]]
+            undecided = np.nonzero(low < high)[0]
+            while len(undecided):
+                middle = (low[undecided] + high[undecided] + 1) // 2
+                fits = self._fits(first[undecided], end[undecided], r, middle.astype(np.int64), policies)
+                low[undecided[fits]], high[undecided[~fits]] = middle[fits], middle[~fits] - 1
+                undecided = undecided[low[undecided] < high[undecided]]
             most[row, first, end] = low
         return most
 
@@ -51,28 +51,30 @@ class FittingRanges:
         return np.any([self._ranges.room(i, j, r, ahead, policy, self._memory) >= 0 for policy in policies], 0)
 
     def under(self, bound: float) -> Any:
-        """For each of `ranges`, first layer and end: whether the stage is fast enough and fits with as few in flight as possible."""
+        """Return whether the stage is fast enough and fits with as few in flight as possible, by `ranges`, first layer and end."""
         ranges, fast = self._ranges, self._fast
-        left = ranges.compute(self._recompute)[-1] - ranges.compute(self._recompute)
-        devices = left / (max(bound, left[0] / (2 * fast.devices)) or 1.0) * (1 - 1e-9)  # that the remaining layers need at least
+        compute_after = ranges.compute(self._recompute)[-1] - ranges.compute(self._recompute)
+        devices = (
+            compute_after / (max(bound, compute_after[0] / (2 * fast.devices)) or 1.0) * (1 - 1e-9)
+        )  # that the remaining layers need at least
         fewest = np.append(np.maximum(np.ceil(devices[:-1]), 1), 0)
         ahead = (1 + np.ceil(fewest / self.replicas[:, None])).astype(np.int64)
-        good = np.zeros((len(self.ranges), ranges.count + 1, ranges.count + 1), bool)
+        allowed = np.zeros((len(self.ranges), ranges.count + 1, ranges.count + 1), bool)
         for (recompute, _), most in zip(self._kinds, self._most, strict=True):
-            near = np.arange(ranges.count + 1) <= self._farthest(bound, recompute)[:, :, None]
-            good |= near & (most[self._row] >= ahead[:, None, :])
-        cuts = np.stack(fast.cuts(bound))[self.places]
-        return good & cuts[:, :, None] & cuts[:, None, :]
+            fast_enough = np.arange(ranges.count + 1) <= self._farthest(bound, recompute)[:, :, None]
+            allowed |= fast_enough & (most[self._row] >= ahead[:, None, :])
+        cuts = np.stack(fast.cuts(bound))[self.level_indices]
+        return allowed & cuts[:, :, None] & cuts[:, None, :]
 
     def _farthest(self, bound: float, recompute: bool) -> Any:
-        return np.concatenate(self._fast.farthest(bound, recompute)).astype(np.int64)
+        return np.concatenate(self._fast.farthest_ends(bound, recompute)).astype(np.int64)
 
-    def room(self, bound: float, which: Any, i: Any, j: Any, ahead: Any, relaxed: bool) -> Any:
-        """How many inputs can wait at a stage with its best policy that is fast enough; negative: it does not fit.
+    def room(self, bound: float, indices: Any, i: Any, j: Any, ahead: Any, relaxed: bool) -> Any:
+        """Return how many inputs can wait at a stage with its best policy that is fast enough; negative: it does not fit.
 
         Args:
             bound: seconds per microbatch.
-            which: its index in `ranges`.
+            indices: its index in `ranges`.
             i: its first layer.
             j: one past its last layer.
             ahead: its microbatches in flight.
@@ -80,8 +82,8 @@ class FittingRanges:
         """
         room = np.full(np.shape(ahead), -1)
         for recompute, policies in self._kinds:
-            near = j <= self._farthest(bound, recompute)[which, i]
+            fast_enough = j <= self._farthest(bound, recompute)[indices, i]
             for policy in policies:
-                found = self._ranges.room(i, j, self.replicas[which], ahead, policy, self._memory, relaxed=relaxed)
-                room = np.where(near, np.maximum(room, found), room)
+                waiting = self._ranges.room(i, j, self.replicas[indices], ahead, policy, self._memory, relaxed=relaxed)
+                room = np.where(fast_enough, np.maximum(room, waiting), room)
         return room

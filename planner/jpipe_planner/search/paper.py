@@ -25,7 +25,7 @@ class _Solved:
 
 
 def search_paper(problem: Problem, price: Literal["text", "code"] = "text") -> Partition:
-    """The stages that the recurrence finds.
+    """Return the stages of the recurrence.
 
     If it replicates a pipeline inside a component, each of its stages gets all replicas.
 
@@ -35,7 +35,7 @@ def search_paper(problem: Problem, price: Literal["text", "code"] = "text") -> P
             free cuts.
 
     Returns:
-        The stages, with the seconds of the recurrence, and everything else as in `evaluate`.
+        The stages, with the seconds of the recurrence, and everything else as in `evaluate_partition`.
     """
     layers, count = problem.layers, len(problem.layers)
     compute = np.concatenate([[0.0], np.cumsum([layer.forward + layer.backward for layer in layers])])
@@ -60,27 +60,27 @@ def search_paper(problem: Problem, price: Literal["text", "code"] = "text") -> P
 
 
 def _alone(inside: Any, sizes: Any, m: int, level: Level, price: str) -> Any:
-    """T for m components."""
+    """Return T for m components."""
     if price == "text":
         return np.maximum(inside, 2 * (m - 1) * sizes / level.bandwidth) / m
     return (inside + 4 * (m - 1) / m * sizes / level.bandwidth) / m
 
 
 def _best(alone: list[Any], cuts: Any, starts: int) -> list[Any]:
-    """A for each number of components, from the first `starts` layers on."""
+    """Return A for each number of components, from the first `starts` layers on."""
     best = [alone[0]]
     for m in range(1, len(alone)):
-        found = alone[m][:starts].copy()
+        least = alone[m][:starts].copy()
         for last in range(1, m):
-            before, behind = np.maximum(best[m - last], cuts), alone[last]
+            before, after = np.maximum(best[m - last], cuts), alone[last]
             for s in range(1, len(cuts) - 1):
-                found[:s, s + 1 :] = np.minimum(found[:s, s + 1 :], np.maximum(before[:s, s, None], behind[s, s + 1 :]))
-        best.append(found)
+                least[:s, s + 1 :] = np.minimum(least[:s, s + 1 :], np.maximum(before[:s, s, None], after[s, s + 1 :]))
+        best.append(least)
     return best
 
 
 def _pieces(solved: list[_Solved], k: int, i: int, j: int, m: int) -> list[tuple[int, int, int]]:
-    """The stages that give A(i, j, m) of level k, with their replicas; ties go to fewer, then earlier cuts."""
+    """Return the stages that give A(i, j, m) of level k, with their replicas; ties go to fewer, then earlier cuts."""
     if k < 0:
         return [(i, j, 1)]
     level, everything = solved[k], len(solved[k - 1].best) - 1 if k else 1

@@ -23,7 +23,7 @@ from jpipe_planner.cost.price import (
     steady_price,
     walked_price,
 )
-from jpipe_planner.cost.shape import Flights, Pipelines, batch_orders, flights, planned_schedules
+from jpipe_planner.cost.shape import Pipelines, ScheduleFacts, batch_orders, planned_schedules, schedule_facts
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.balance import balance
@@ -58,25 +58,25 @@ def search_parallel(
         exact: whether the batch must have exactly that many rows.
         schedules: the schedules to try, of `planned_schedules`; None: all of them.
         price: "closed form", which approximates `jpipe.simulate`, or "paper", as in the appendix of 2BW.
-        replicas: whether stages may have some.
+        replicas: whether stages may have replicas.
 
     Returns:
         All candidates, best first; those that do not fit are last, sorted by how much they lack. Empty if no plan has such a batch.
     """
     run = _Sweep(profile, topology, batch, exact, planned_schedules() if schedules is None else tuple(schedules), price)
     shapes = run.full() if replicas else run.single()
-    found = [candidate for width, depth in shapes for candidate in run.candidates(width, depth)]
-    if replicas and all(candidate.over for candidate in found):
+    candidates = [candidate for width, depth in shapes for candidate in run.candidates(width, depth)]
+    if replicas and all(candidate.over for candidate in candidates):
         for width, depth in run.smaller():
             fewer = list(run.candidates(width, depth))
-            found += fewer
+            candidates += fewer
             if fewer and all(candidate.over for candidate in fewer):
                 break  # less depth needs even more memory
-    return sorted(found, key=lambda candidate: candidate.rank)
+    return sorted(candidates, key=lambda candidate: candidate.rank)
 
 
 def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate) -> float:
-    """Seconds per batch of a plan from `search_parallel` in closed form, without the effect of shared cores.
+    """Return the seconds per batch of a plan from `search_parallel` in closed form, without the effect of shared cores.
 
     Args:
         profile: the costs, possibly others than in the search.
@@ -88,14 +88,14 @@ def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate
     backward = stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)]
     times = _times(stages, width, Crossings.find(topology, width, depth, candidate.keep_together))._replace(backward=backward)
     pipelines = Pipelines(candidate.schedule, width, depth, candidate.extra_in_flight)
-    return float(_price(pipelines, flights(pipelines, (candidate.microbatches // width,)), times).seconds[0])
+    return float(_price(pipelines, schedule_facts(pipelines, (candidate.microbatches // width,)), times).seconds[0])
 
 
-def _price(pipelines: Pipelines, flown: Flights, times: Times) -> Price:
-    """The price of a batch, for each number of microbatches of a pipeline."""
-    m, rules = np.array(flown.microbatches)[:, None], jpipe.schedules.SCHEDULES[pipelines.schedule]
+def _price(pipelines: Pipelines, facts: ScheduleFacts, times: Times) -> Price:
+    """Return the price of a batch, for each number of microbatches of a pipeline."""
+    m, rules = np.array(facts.microbatches)[:, None], jpipe.schedules.SCHEDULES[pipelines.schedule]
     if not rules.flushes:
-        return steady_price(times, m, flown.hidden, pipelines.extra)
+        return steady_price(times, m, facts.hidden, pipelines.extra)
     if rules.closed_form is None:
         return walked_price(times, m, lambda count: batch_orders(pipelines, count))
     return CLOSED_FORMS[rules.closed_form](times, m)
@@ -103,15 +103,15 @@ def _price(pipelines: Pipelines, flown: Flights, times: Times) -> Price:
 
 @dataclass(frozen=True)
 class _Fit:
-    """For each legal m, by stage: what the schedule says, the chosen recomputation, the bytes."""
+    """What the schedule says, the chosen recomputation, and the bytes, by stage for each legal m."""
 
-    flown: Flights
+    facts: ScheduleFacts
     policy: Any  # its index in Layers.policies
     memory: Any
 
 
 def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
-    """Everything that does not depend on the schedule, without recomputation."""
+    """Return the times that do not depend on the schedule, without recomputation."""
     one_way, both_ways = crossing.ports(stages.outputs[:-1])
     all_reduce = [all_reduce_seconds(size, width, ring) for size, ring in zip(stages.accumulators.tolist(), crossing.rings, strict=True)]
     return Times(
@@ -128,7 +128,7 @@ def _times(stages: Stages, width: int, crossing: Crossings) -> Times:
 
 
 def _extras(schedule: jpipe.schedules.Schedule) -> tuple[int, ...]:
-    """How many additional microbatches in flight to try."""
+    """Return the numbers of additional microbatches in flight to try."""
     return (0,) if schedule.flushes or "extra_in_flight" not in schedule.options else EXTRA
 
 
@@ -141,30 +141,30 @@ class _Sweep:
         self.cut = cache(self._cut)
 
     def full(self) -> Iterator[tuple[int, int]]:
-        """(w, d) with all devices."""
+        """Yield each (w, d) with all devices."""
         count = self.topology.num_devices
         return ((count // depth, depth) for depth in range(1, min(len(self.profile.ids), count) + 1) if count % depth == 0)
 
     def single(self) -> Iterator[tuple[int, int]]:
-        """(1, d) for all depths."""
+        """Yield (1, d) for all depths."""
         return ((1, depth) for depth in range(1, min(len(self.profile.ids), self.topology.num_devices) + 1))
 
     def smaller(self) -> Iterator[tuple[int, int]]:
-        """For each depth that leaves devices idle, deepest first, the largest number of pipelines."""
+        """Yield the largest number of pipelines for each depth that leaves devices idle, deepest first."""
         count = self.topology.num_devices
         for depth in range(min(len(self.profile.ids), count), 0, -1):
             widths = {self._width(rows, count // depth) for rows in self.profile.sizes} - {0, count / depth}
             yield from ((width, depth) for width in sorted(widths))
 
     def _width(self, rows: int, most: int) -> int:
-        """The largest number of pipelines for which the batch has enough microbatches; 0: not enough for one."""
-        whole, rest = divmod(self.batch, rows)
+        """Return the largest number of pipelines for which the batch has enough microbatches; 0: not enough for one."""
+        whole, remainder = divmod(self.batch, rows)
         if not self.exact or not whole:
             return min(most, whole)
-        return 0 if rest else max(width for width in range(1, most + 1) if whole % width == 0)
+        return 0 if remainder else max(width for width in range(1, most + 1) if whole % width == 0)
 
     def candidates(self, width: int, depth: int) -> Iterator[Candidate]:
-        """All plans of w pipelines of d stages."""
+        """Yield all plans of w pipelines of d stages."""
         together = _ORIENTATIONS if min(width, depth, len(self.topology.levels)) > 1 else _ORIENTATIONS[:1]
         crossings = [(keep, Crossings.find(self.topology, width, depth, keep)) for keep in together]
         for n, rows in enumerate(self.profile.sizes):
@@ -183,25 +183,25 @@ class _Sweep:
                         yield from self._priced(stages, rows, pipelines, keep, fit, chosen)
 
     def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
-        """The numbers of microbatches of a pipeline to try: powers of two, the depth times these, and the largest."""
-        most, rest = divmod(self.batch, rows)
+        """Return the numbers of microbatches of a pipeline to try: powers of two, the depth times these, and the largest."""
+        most, remainder = divmod(self.batch, rows)
         if self.exact:
-            return (most,) if most and not rest else ()
-        found = {least << k for least in (1, depth) for k in range(most.bit_length()) if least << k <= most}
-        return tuple(sorted(found | {most} - {0}))
+            return (most,) if most and not remainder else ()
+        numbers = {least << k for least in (1, depth) for k in range(most.bit_length()) if least << k <= most}
+        return tuple(sorted(numbers | {most} - {0}))
 
     def _cut(self, depth: int, n: int) -> tuple[Stages, ...]:
-        """The cuts that balance compute best, without and with recomputation; often they are the same."""
+        """Return the cuts that balance compute best, without and with recomputation; often they are the same."""
         forward, backward = self.layers.forward[n], self.layers.backward[n]
         cuts = {balance((forward * times + backward).tolist(), depth) for times in (1, 2)}
         return tuple(self.layers.cut(starts, n) for starts in sorted(cuts))
 
     def _fit(self, stages: Stages, pipelines: Pipelines, numbers: tuple[int, ...]) -> _Fit | None:
-        """For each stage the first policy that fits, or the one that needs least; None: no number of microbatches is legal."""
-        flown, width = flights(pipelines, numbers), pipelines.width
-        if not flown.microbatches:
+        """Return for each stage the first policy that fits, or the one that needs least; None: no number of microbatches is legal."""
+        facts, width = schedule_facts(pipelines, numbers), pipelines.width
+        if not facts.microbatches:
             return None
-        in_flight = flown.in_flight
+        in_flight = facts.in_flight
         sent = np.concatenate([np.zeros_like(in_flight[:, :1]), in_flight[:, :-1] * width], axis=1)
         memory = stage_bytes(
             stages.weights - stages.frozen,
@@ -212,7 +212,7 @@ class _Sweep:
             stages.outputs,
             stages.temporary[:, None],
             stages.labels,
-            versions=flown.versions,
+            versions=facts.versions,
             in_flight=in_flight,
             waiting=waiting_inputs(in_flight, width, sent),
             accumulators=stages.accumulators,
@@ -221,24 +221,24 @@ class _Sweep:
         )
         fits = memory <= self.limit
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))
-        return _Fit(flown, policy, np.take_along_axis(memory, policy[None], 0)[0])
+        return _Fit(facts, policy, np.take_along_axis(memory, policy[None], 0)[0])
 
-    def _seconds(self, pipelines: Pipelines, flown: Flights, times: Times) -> Price:
-        """The price of a batch."""
+    def _seconds(self, pipelines: Pipelines, facts: ScheduleFacts, times: Times) -> Price:
+        """Return the price of a batch."""
         if self.price == "closed form":
-            return _price(pipelines, flown, times)
-        m, depth, rules = np.array(flown.microbatches)[:, None], pipelines.depth, jpipe.schedules.SCHEDULES[pipelines.schedule]
+            return _price(pipelines, facts, times)
+        m, depth, rules = np.array(facts.microbatches)[:, None], pipelines.depth, jpipe.schedules.SCHEDULES[pipelines.schedule]
         rounds = m * depth if rules.closed_form == "serial" else m + depth - 1 if rules.flushes else m
         return paper_price(times, m, rounds[:, 0])
 
     def _priced(self, stages: Stages, rows: int, pipelines: Pipelines, keep: Any, fit: _Fit, times: Times) -> Iterator[Candidate]:
-        price, (schedule, width, depth, extra) = self._seconds(pipelines, fit.flown, times), pipelines
-        numbers = np.array(fit.flown.microbatches)
-        busy = width * (numbers * times.own.sum(1) + stages.update.sum())
+        price, (schedule, width, depth, extra) = self._seconds(pipelines, fit.facts, times), pipelines
+        numbers = np.array(fit.facts.microbatches)
+        busy = width * (numbers * times.compute.sum(1) + stages.update.sum())
         sums = (2 * (width - 1) * stages.accumulators.sum() + width * stages.sent.sum()) / (width * rows * numbers)
         over = fit.memory - self.limit
         rows_of = zip(
-            fit.flown.microbatches,
+            fit.facts.microbatches,
             price.seconds.tolist(),
             (1 - busy / (width * depth * price.seconds)).tolist(),
             fit.policy.tolist(),

@@ -19,7 +19,7 @@ from jpipe_planner.cost.shape import Shape
 from jpipe_planner.machine.topology import Topology
 
 SCHEDULE = jpipe.schedules.SCHEDULES["pipedream"]
-"""That of all answers."""
+"""The schedule of all solutions."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Problem:
         memory: bytes of a device; None: not limited.
         policies: recomputation policies that a stage may have. Each stage takes the cheapest that fits; ties go to the first.
         sync_state: as in `jpipe.Plan`.
-        extra_in_flight: as in `jpipe.Plan`; only `evaluate` uses it, the searches do not.
+        extra_in_flight: as in `jpipe.Plan`; only `evaluate_partition` uses it, the searches do not.
 
     Raises:
         InputError: there is no policy, or memory is limited and a layer has no residual bytes for a policy.
@@ -74,20 +74,20 @@ class Problem:
         )
 
     def link(self, first: int, last: int) -> jpipe.Link:
-        """The slowest link of all levels that the range of devices first .. last crosses."""
+        """Return the slowest link of all levels that the range of devices first .. last crosses."""
         level = self.topology.level(first, last)
         return self.links[level] if level >= 0 else jpipe.Link()
 
     def microbatches_per_update(self, replicas: Number) -> Number:
-        """M_s of a stage."""
+        """Return M_s of a stage."""
         return replicas if self.microbatches == "replicas" else self.microbatches
 
     def versions(self, in_flight: Number, replicas: Number) -> Number:
-        """Weight versions alive at a stage; for arrays too."""
+        """Return the weight versions alive at a stage; for arrays too."""
         return jpipe.schedules.pipedream_versions(in_flight, replicas, replicas > 1, self.microbatches_per_update(replicas))
 
     def shape(self, replicas: tuple[int, ...]) -> Shape:
-        """The part of a solution that the schedule reads, for these numbers of replicas."""
+        """Return the part of a solution that the schedule reads, for these numbers of replicas."""
         every: Literal["batch", "replicas"] = "replicas" if self.microbatches == "replicas" else "batch"
         m = math.lcm(*replicas) if self.microbatches == "replicas" else self.microbatches
         return Shape(SCHEDULE.name, m, replicas, self.extra_in_flight, update_every=every)
@@ -131,11 +131,11 @@ class Partition:
 
     @property
     def devices(self) -> int:
-        """How many devices it uses."""
+        """The number of devices that it uses."""
         return self.stages[-1].first + self.stages[-1].replicas
 
     def plan(self, ids: Sequence[str], problem: Problem) -> jpipe.Plan:
-        """The partition as a `jpipe.Plan`.
+        """Return the partition as a `jpipe.Plan`.
 
         Args:
             ids: the layer ids, in order.
@@ -173,23 +173,23 @@ def evaluate_partition(problem: Problem, stages: Sequence[Placed]) -> Partition:
 
 
 def placed_seconds(problem: Problem, stage: Placed) -> float:
-    """Seconds per microbatch of one stage.
+    """Return the seconds per microbatch of one stage.
 
     Args:
         problem: the costs and the devices.
         stage: its layers and its devices.
     """
-    own = problem.layers[stage.start : stage.stop]
-    again = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in own)
-    compute = sum(layer.forward + layer.backward for layer in own) + again + 2 * problem.dispatch
+    layers = problem.layers[stage.start : stage.stop]
+    recomputation = 0.0 if stage.recompute == "none" else sum(layer.forward for layer in layers)
+    compute = sum(layer.forward + layer.backward for layer in layers) + recomputation + 2 * problem.dispatch
     link = problem.link(stage.first, stage.first + stage.replicas - 1)
-    summed = all_reduce_seconds(sum(layer.summed for layer in own), stage.replicas, link)
-    update = sum(layer.update for layer in own) + problem.dispatch
+    summed = all_reduce_seconds(sum(layer.summed for layer in layers), stage.replicas, link)
+    update = sum(layer.update for layer in layers) + problem.dispatch
     return float(stage_seconds(compute, update, summed, stage.replicas, problem.microbatches_per_update(stage.replicas)))
 
 
 def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
-    """Peak bytes of a device of each stage.
+    """Return the peak bytes of a device of each stage.
 
     Args:
         problem: the costs.
@@ -197,33 +197,33 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
     """
     shape = problem.shape(tuple(stage.replicas for stage in stages))
     in_flight = [SCHEDULE.in_flight(shape, s) for s in range(len(stages))]
-    held = []
+    sizes = []
     for s, (stage, ahead) in enumerate(zip(stages, in_flight, strict=True)):
-        own = problem.layers[stage.start : stage.stop]
+        layers = problem.layers[stage.start : stage.stop]
         last = stage.stop == len(problem.layers)
         inputs = problem.layers[stage.start - 1].outputs if stage.start else problem.inputs
-        unchanged = _residuals(own, "none")
-        residuals = inputs if stage.recompute == "full" else _residuals(own, stage.recompute)
-        again = 0 if stage.recompute == "none" else max(unchanged - residuals, 0)
+        unchanged = _residuals(layers, "none")
+        residuals = inputs if stage.recompute == "full" else _residuals(layers, stage.recompute)
+        recomputed = 0 if stage.recompute == "none" else max(unchanged - residuals, 0)
         sent = in_flight[s - 1] * stages[s - 1].replicas if s else 0
-        held.append(
+        sizes.append(
             stage_bytes(
-                weights=sum(layer.trained for layer in own),
-                optimizer=sum(layer.optimizer for layer in own),
-                state=sum(layer.state + layer.frozen for layer in own),
+                weights=sum(layer.trained for layer in layers),
+                optimizer=sum(layer.optimizer for layer in layers),
+                state=sum(layer.state + layer.frozen for layer in layers),
                 residuals=residuals,
                 inputs=inputs,
-                outputs=0 if last else own[-1].outputs,
-                temporary=max(layer.temporary for layer in own) + sum(layer.temporary_more for layer in own[:-1]) + again,
+                outputs=0 if last else layers[-1].outputs,
+                temporary=max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1]) + recomputed,
                 labels=problem.labels if last else 0,
                 versions=SCHEDULE.versions_alive(shape, s),
                 in_flight=ahead,
                 waiting=waiting_inputs(ahead, stage.replicas, sent),
-                accumulators=sum(layer.summed for layer in own),
+                accumulators=sum(layer.summed for layer in layers),
                 replicas=stage.replicas,
             )
         )
-    return tuple(int(size) for size in held)
+    return tuple(int(size) for size in sizes)
 
 
 def _residuals(layers: Sequence[jpipe.programs.LayerCost], policy: str) -> int:

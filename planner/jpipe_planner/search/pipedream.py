@@ -22,7 +22,7 @@ _SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0, math.inf)  # bounds to try first 
 
 
 def search_pipedream(problem: Problem) -> Partition:
-    """The stages and devices that train fastest and fit.
+    """Return the stages and devices that train fastest and fit.
 
     Ties go to fewer stages, then fewer devices, then, from the front, earlier cuts and fewer replicas.
 
@@ -40,42 +40,42 @@ def search_pipedream(problem: Problem) -> Partition:
     fitting = _Fitting(problem, fast)
     low = fastest.seconds
     for slower in _SLOWER:
-        found = fitting.some(fastest.seconds * slower)
-        if found:
+        fitting_partition = fitting.any_stages(fastest.seconds * slower)
+        if fitting_partition:
             break
         low = fastest.seconds * slower
     else:
         return _smallest(problem, fast, fastest)
-    best = _squeeze(low, found, fitting.some, lambda partition: partition.seconds, TIE)
+    best = _squeeze(low, fitting_partition, fitting.any_stages, lambda partition: partition.seconds, TIE)
     return fitting.first(best)
 
 
 def _fastest(problem: Problem, fast: FastRanges) -> Partition:
-    """The solution without a memory limit, with recomputation if it then fits and is not slower."""
+    """Return the solution without a memory limit, with recomputation if it then fits and is not slower."""
     recompute = "none" not in problem.policies
 
     def within(bound: float) -> Partition | None:
         placement = FastPlacement(fast, bound, recompute)
-        return _recompute(problem, placement.some(), bound) if placement.feasible else None
+        return _recompute(problem, placement.any_stages(), bound) if placement.feasible else None
 
-    alone = _recompute(problem, [fast.alone(recompute)], math.inf)
-    best = _squeeze(fast.at_least(recompute), alone, within, lambda partition: partition.seconds, TIE)
+    single_stage = _recompute(problem, [fast.single_stage(recompute)], math.inf)
+    best = _squeeze(fast.lower_bound(recompute), single_stage, within, lambda partition: partition.seconds, TIE)
     bound = best.seconds * (1 + TIE)
     return _recompute(problem, FastPlacement(fast, bound, recompute).first(), bound)
 
 
 def _smallest(problem: Problem, fast: FastRanges, fastest: Partition) -> Partition:
-    """A partition that needs about the least memory, at any speed."""
+    """Return a partition that needs about the least memory, at any speed."""
     assert problem.memory is not None
 
     def within(memory: float) -> Partition | None:
-        return _Fitting(replace(problem, memory=memory), fast).some(math.inf)
+        return _Fitting(replace(problem, memory=memory), fast).any_stages(math.inf)
 
-    low, found = problem.memory, None
-    while not found and 2 * low < max(fastest.memory):
-        found = within(2 * low)
-        low = low if found else 2 * low
-    least = _squeeze(low, found or fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
+    low, smaller = problem.memory, None
+    while not smaller and 2 * low < max(fastest.memory):
+        smaller = within(2 * low)
+        low = low if smaller else 2 * low
+    least = _squeeze(low, smaller or fastest, within, lambda partition: float(max(partition.memory)), _ENOUGH)
     return evaluate_partition(problem, least.stages)
 
 
@@ -86,37 +86,37 @@ class _Fitting:
         self._problem, self._fast = problem, fast
         self._fitting = FittingRanges(problem, fast)
 
-    def some(self, bound: float) -> Partition | None:
-        """Stages that are fast enough and fit, or None."""
-        return self._found(bound, None)
+    def any_stages(self, bound: float) -> Partition | None:
+        """Return stages that are fast enough and fit, or None."""
+        return self._search(bound, None)
 
     def first(self, best: Partition) -> Partition:
-        """Among equally fast stages, those that win ties."""
-        found = self._found(best.seconds * (1 + TIE), (len(best.stages), best.devices))
-        assert found is not None
-        return found
+        """Return the stages that win ties among equally fast ones."""
+        partition = self._search(best.seconds * (1 + TIE), (len(best.stages), best.devices))
+        assert partition is not None
+        return partition
 
-    def _found(self, bound: float, at_most: tuple[int, int] | None) -> Partition | None:
+    def _search(self, bound: float, at_most: tuple[int, int] | None) -> Partition | None:
         for relaxed in (True, False):
             fit = FittingPlacement(self._fast, self._fitting, bound, relaxed, at_most)
             if not fit.feasible:
                 return None
             stages = fit.stages()
-            found = _recompute(self._problem, stages, bound) if stages else None
-            if found and found.over is None:
-                return found
+            partition = _recompute(self._problem, stages, bound) if stages else None
+            if partition and partition.over is None:
+                return partition
         raise AssertionError("expected stages that fit")
 
 
 def _squeeze(
     low: float, best: Partition, within: Callable[[float], Partition | None], size: Callable[[Partition], float], share: float
 ) -> Partition:
-    """The solution of least size, up to a relative difference.
+    """Return the solution of least size, up to a relative difference.
 
     Args:
         low: lower bound on the size.
         best: a solution to begin with.
-        within: finds a solution whose size is within a bound, or None.
+        within: returns a solution whose size is within a bound, or None.
         size: the size of a solution, to be minimized.
         share: relative difference that does not matter.
     """
@@ -126,9 +126,9 @@ def _squeeze(
         # Low bounds come first: often one has a solution, and if not this shows soon. Near the end, every other one is just below the best.
         just_below = not just_below and high - low <= 0.01 * high
         bound = high * (1 - share) if just_below else min((low + high) / 2, low * (1 + above))
-        found = within(bound)
-        if found:
-            best, above = found, math.inf
+        solution = within(bound)
+        if solution:
+            best, above = solution, math.inf
         else:
             low, above = bound, 8 * above
     return best

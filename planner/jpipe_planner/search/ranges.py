@@ -1,4 +1,4 @@
-"""The costs of any run of layers as one stage, from prefix sums, for arrays of runs."""
+"""Costs of any run of layers as one stage, from prefix sums, for arrays of runs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jpipe_planner.cost.memory import stage_bytes
 from jpipe_planner.cost.price import Number, all_reduce_seconds, stage_seconds
 from jpipe_planner.search.partition import Problem
 
-_ENOUGH = 2**50  # bytes or waiting inputs: as good as no limit
+_ENOUGH = 2**50  # bytes or waiting inputs: in effect no limit
 
 
 class Ranges:
@@ -41,11 +41,11 @@ class Ranges:
         }
 
     def compute(self, recompute: bool) -> Any:
-        """Seconds of forward and backward of the layers before each one; `recompute`: with recomputation."""
+        """Return the seconds of forward and backward of the layers before each one."""
         return self._compute + self._forward if recompute else self._compute
 
     def seconds(self, i: Number, j: Number, replicas: Number, level: int, recompute: bool) -> Number:
-        """Seconds per microbatch of the stage [i, j), on devices that cross the levels up to `level` (-1: one device)."""
+        """Return the seconds per microbatch of the stage [i, j), on devices that cross the levels up to `level` (-1: one device)."""
         problem = self._problem
         compute = self._compute[j] - self._compute[i] + 2 * problem.dispatch
         if recompute:
@@ -56,7 +56,7 @@ class Ranges:
         return stage_seconds(compute, update, summed, replicas, every)
 
     def ends(self, bound: float, replicas: Any, level: int, recompute: bool) -> Any:
-        """For each of `replicas` and each first layer, one past the last layer of a stage of at most `bound` seconds, or slightly more.
+        """Return one past the last layer of a stage of at most `bound` seconds, or slightly more, by `replicas` and first layer.
 
         A stage takes the larger of two sums over its layers: computing, and summing gradients after all microbatches except one. Each sum
         is looked up among those of all layers. The bound is slightly wider, because another order of summation rounds differently.
@@ -67,11 +67,11 @@ class Ranges:
         delay, with_a_byte = (np.broadcast_to(seconds, replicas.shape) for seconds in summing)
         compute, ends = self.compute(recompute), np.empty((len(replicas), self.count + 1), np.int64)
         for row, (m, r) in enumerate(zip(every.tolist(), replicas.tolist(), strict=True)):
-            own, fixed = m / r, problem.dispatch * (1 + 2 * m / r)
-            computing = own * compute + self._update
+            microbatches_per_replica, fixed = m / r, problem.dispatch * (1 + 2 * m / r)
+            computing = microbatches_per_replica * compute + self._update
             waiting = computing - compute + (with_a_byte[row] - delay[row]) * self._summed
-            for total, besides in ((computing, fixed), (waiting, fixed - 2 * problem.dispatch + delay[row])):
-                most = (bound * m - besides) + 1e-9 * (total[-1] + abs(besides))
+            for total, constant in ((computing, fixed), (waiting, fixed - 2 * problem.dispatch + delay[row])):
+                most = (bound * m - constant) + 1e-9 * (total[-1] + abs(constant))
                 end = np.searchsorted(total, total + most, side="right") - 1
                 ends[row] = end if total is computing else np.minimum(ends[row], end)
         return np.maximum(ends, layers)
@@ -79,14 +79,14 @@ class Ranges:
     def room(
         self, i: Number, j: Number, replicas: Number, in_flight: Number, policy: str, memory: float, *, relaxed: bool = False
     ) -> Number:
-        """How many inputs can wait at a device of the stage [i, j), within `memory`; negative: it does not fit.
+        """Return how many inputs can wait at a device of the stage [i, j), within `memory`; negative: it does not fit.
 
         Args:
             i: its first layer.
             j: one past its last layer.
             replicas: r_s.
             in_flight: n_s.
-            policy: its recomputation.
+            policy: its recomputation policy.
             memory: bytes.
             relaxed: whether a waiting input counts at most as many bytes as its residuals.
         """
@@ -98,7 +98,7 @@ class Ranges:
             + (self._more[np.maximum(j - 1, i)] - self._more[i])
             + (0 if policy == "none" else np.maximum(unchanged - residuals, 0))
         )
-        held = stage_bytes(
+        stage_size = stage_bytes(
             self._weights[j] - self._weights[i],
             self._optimizer[j] - self._optimizer[i],
             self._state[j] - self._state[i],
@@ -113,9 +113,9 @@ class Ranges:
             accumulators=self._summed[j] - self._summed[i],
             replicas=replicas,
         )
-        left = np.floor(np.minimum(memory - held, _ENOUGH)).astype(np.int64)
+        free = np.floor(np.minimum(memory - stage_size, _ENOUGH)).astype(np.int64)
         each = np.minimum(inputs, residuals) if relaxed else inputs
-        return np.where(left < 0, -1, np.where(each > 0, left // np.maximum(each, 1), _ENOUGH))
+        return np.where(free < 0, -1, np.where(each > 0, free // np.maximum(each, 1), _ENOUGH))
 
     def _kept(self, i: Number, j: Number, policy: str) -> Number:
         residuals, shared = self._residuals[policy]

@@ -1,4 +1,4 @@
-"""The costs of the stages of a cut, for all recomputation policies together."""
+"""Costs of the stages of a cut, for all recomputation policies together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,8 +61,8 @@ class Layers:
         self._profile = profile
         at = [[layer.at[n] for layer in profile.layers] for n in range(len(profile.sizes))]
         known = set.intersection(*(set(one.residuals) for row in at for one in row)) & set(jpipe.plan.RECOMPUTE) - {"none", "full"}
-        kept = {policy: sum(one.residuals[policy] for row in at for one in row) for policy in known}
-        self.policies = ("none", *sorted(known, key=lambda policy: (-kept[policy], policy)), "full")
+        residual_bytes = {policy: sum(one.residuals[policy] for row in at for one in row) for policy in known}
+        self.policies = ("none", *sorted(known, key=lambda policy: (-residual_bytes[policy], policy)), "full")
         self._full_known = np.array([all("full" in one.residuals for one in layer.at) for layer in profile.layers])
         self.forward = np.array([[one.forward for one in row] for row in at])
         self.backward = np.array([[one.backward for one in row] for row in at])
@@ -81,20 +81,20 @@ class Layers:
         return {name: np.array([getattr(layer, name) for layer in self._profile.layers]) for name in names}
 
     def _summed(self, first: Any) -> dict[str, Any]:
-        """The parts that do not depend on the microbatch size, by stage, with each shared parameter once in a stage."""
-        found = {name: np.add.reduceat(values, first) for name, values in self._once.items()}
-        found["exchanged"] = found["sent"] = np.zeros_like(first)
+        """Sum the parts that do not depend on the microbatch size by stage, with each shared parameter once in a stage."""
+        sums = {name: np.add.reduceat(values, first) for name, values in self._once.items()}
+        sums["exchanged"] = sums["sent"] = np.zeros_like(first)
         for parameter in self._profile.shared:
             uses = np.add.reduceat([int(layer_id in parameter.layers) for layer_id in self._profile.ids], first)
             for name in ("weights", "frozen", "accumulators", "optimizer"):
-                found[name] = found[name] - np.maximum(uses - 1, 0) * getattr(parameter, name)
+                sums[name] = sums[name] - np.maximum(uses - 1, 0) * getattr(parameter, name)
             holders = np.count_nonzero(uses)
             sizes = np.where((uses > 0) & (holders > 1), parameter.accumulators, 0)  # 0 of a frozen one
-            found["exchanged"], found["sent"] = found["exchanged"] + holders * sizes, found["sent"] + (holders - 1) * sizes
-        return found
+            sums["exchanged"], sums["sent"] = sums["exchanged"] + holders * sizes, sums["sent"] + (holders - 1) * sizes
+        return sums
 
     def cut(self, starts: Sequence[int], n: int) -> Stages:
-        """The stages of a cut for the n-th microbatch size of the profile.
+        """Return the stages of a cut for the n-th microbatch size of the profile.
 
         Args:
             starts: the first layer of each stage.
@@ -105,22 +105,22 @@ class Layers:
         labels = np.zeros_like(inputs)
         labels[-1] = profile.labels[n]
         shared = self._shared[:, n]
-        kept = np.add.reduceat(self._residuals[:, n] - shared, first, axis=-1) + shared[:, np.append(first[1:], 0) - 1]
-        kept[-1] = np.where(np.logical_and.reduceat(self._full_known, first), kept[-1], inputs)
-        made_again = np.maximum(kept[0] - kept, 0)  # 0 where nothing is
+        residuals = np.add.reduceat(self._residuals[:, n] - shared, first, axis=-1) + shared[:, np.append(first[1:], 0) - 1]
+        residuals[-1] = np.where(np.logical_and.reduceat(self._full_known, first), residuals[-1], inputs)
+        recomputed = np.maximum(residuals[0] - residuals, 0)  # 0 where nothing is
         forward = np.add.reduceat(self.forward[n], first)
         backward = np.add.reduceat(self.backward[n], first)
-        more = np.add.reduceat(self._more[n], first) - self._more[n, np.append(first[1:], 0) - 1]
-        again = np.where(np.arange(len(self.policies)) > 0, 1.0, 0.0)[:, None] * forward
+        additional = np.add.reduceat(self._more[n], first) - self._more[n, np.append(first[1:], 0) - 1]
+        recomputation = np.where(np.arange(len(self.policies)) > 0, 1.0, 0.0)[:, None] * forward
         once = self._summed(first)
         return Stages(
             starts=tuple(starts),
             forward=forward + profile.dispatch,
-            backward=backward + again + profile.dispatch,
+            backward=backward + recomputation + profile.dispatch,
             inputs=inputs,
             outputs=np.append(inputs[1:], 0),
             labels=labels,
-            residuals=kept,
-            temporary=np.maximum.reduceat(self._temporary[n], first) + more + made_again,
+            residuals=residuals,
+            temporary=np.maximum.reduceat(self._temporary[n], first) + additional + recomputed,
             **(once | {"update": once["update"] + profile.dispatch}),
         )

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -80,7 +81,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
     other = models.plain_stack()
     with pytest.raises(InputError, match=r"the checkpoint of step \d lacks layer 'layer0'; is it of another model\?"):
         checkpoints.load(Pipeline(other, Plan.even(other.ids, 2, "gpipe", 3), models.squares, models.momentum()), tmp_path, key, batches[0])
-    (tmp_path / "checkpoints" / f"{step:08d}" / "metrics.jsonl").write_text("changed")
+    (tmp_path / "checkpoints" / str(step) / "metrics.jsonl").write_text("changed")
     with pytest.raises(InputError, match="none of its checkpoints is whole"):
         checkpoints.load(pipe, tmp_path, key, batches[0])
 
@@ -119,7 +120,7 @@ def test_copies_of_a_shared_parameter_that_differ_are_not_saved(tmp_path):
         ):
             saved(3, change)
     assert checkpoints.steps(tmp_path) == [2]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["00000002"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
 
 
 class Alone(Processes):
@@ -153,3 +154,64 @@ def test_process_0_names_the_processes_that_do_not_save(monkeypatch, capfd):
         InputError, match=r"step 4: expected all processes to call checkpoints.save, process 2 finished without; call it in"
     ):
         checkpoints._await_calls(Alone({1, 2}), 4)
+
+
+def managed(pipe, batches, manager, until):
+    """Train as `train` does, with a checkpoint manager; return the losses by batch."""
+    key, snapshot, losses = jax.random.key(KEY), None, {}
+    state = checkpoints.load(pipe, manager, key, batches[0]) or pipe.init(key, batches[0])
+    for t in range(state.batch, until):
+        snapshot = snapshot or pipe.snapshot(t + 1)
+        state, metrics = pipe.step(state, batches[t], observe=snapshot)
+        losses |= metrics.losses
+        if snapshot.complete:
+            checkpoints.save(manager, snapshot, facts={"note": t})
+            snapshot = None
+    pipe.drain(state)
+    return {t: float(loss) for t, loss in losses.items()}
+
+
+def test_a_checkpoint_manager_saves_and_restores_by_its_options(tmp_path):
+    pipe, batches = pipeline(num_stages=2), models.masked_batches(8, 3)
+    losses, _ = train(pipe, batches, tmp_path / "run", 6)
+    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    with ocp.CheckpointManager(tmp_path / "managed", options=options) as manager:
+        managed(pipe, batches, manager, 5)
+    with ocp.CheckpointManager(tmp_path / "managed", options=options) as manager:
+        (step,) = manager.all_steps()
+        assert step > 1
+        again = managed(pipe, batches, manager, 6)
+        assert {t: again[t] for t in range(step, 5)} == {t: losses[t] for t in range(step, 5)}
+        with pytest.raises(InputError, match=r"step: expected one of \d, those in '.*managed', found 77"):
+            checkpoints.load(pipe, manager, jax.random.key(KEY), batches[0], 77)
+        with pytest.raises(InputError, match=r"keep: expected None, because an ocp\.CheckpointManager has max_to_keep"):
+            checkpoints.save(manager, finished_snapshot(pipe, batches), keep=1)
+        with pytest.raises(InputError, match=r"folder: expected the folder of the run, because there are several processes"):
+            checkpoints.save(manager, finished_snapshot(pipe, batches), processes=Alone())
+        other = models.plain_stack()
+        plan = Plan.even(other.ids, 2, "gpipe", 3)
+        with pytest.raises(InputError, match=r"managed: the checkpoint of step \d lacks layer 'layer0'"):
+            checkpoints.load(Pipeline(other, plan, models.squares, models.momentum()), manager, jax.random.key(KEY), batches[0])
+    with ocp.CheckpointManager(tmp_path / "none") as manager:
+        assert checkpoints.load(pipe, manager, jax.random.key(KEY), batches[0]) is None
+
+
+def finished_snapshot(pipe, batches):
+    state, snapshot = pipe.init(jax.random.key(KEY), batches[0]), pipe.snapshot(1)
+    for t in range(4):
+        state, _ = pipe.step(state, batches[t], observe=snapshot)
+    pipe.drain(state)
+    return snapshot
+
+
+def test_a_checkpoint_manager_restores_a_run_and_its_hashes_are_verified(tmp_path):
+    pipe, batches = pipeline(num_stages=2), models.masked_batches(4, 3)
+    train(pipe, batches, tmp_path, 4)
+    with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
+        (step,) = manager.all_steps()
+        tree = manager.restore(step)
+        assert tree.keys() == files.read_layers(tmp_path, step).keys()
+        assert checkpoints.load(pipe, manager, jax.random.key(KEY), batches[0]).batch == step
+        (tmp_path / "checkpoints" / str(step) / "metrics.jsonl").write_text("changed")
+        with pytest.raises(InputError, match="none of its checkpoints is whole"):
+            checkpoints.load(pipe, manager, jax.random.key(KEY), batches[0])

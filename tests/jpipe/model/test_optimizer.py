@@ -8,8 +8,8 @@ from jpipe_train.config import optax_names
 
 from docs import optimizers
 from jpipe import InputError, Tie
-from jpipe.model._optimizer import find_layerwise
 from jpipe.model._ties import Ties
+from jpipe.model.layerwise._find import find_layerwise
 
 RATE = 1e-2
 

@@ -88,10 +88,12 @@ def stuck(processes, hanging=None):
         threading.Event().wait()
     if INDEX == 1:
         with processes.waiting("activations 3", on=2):
+            print("waits", flush=True)
             while True:
                 processes.check()
                 time.sleep(0.01)
     with processes.waiting("gradients 4", on=1):
+        print("waits", flush=True)
         time.sleep(100)
 
 
@@ -106,7 +108,7 @@ def told_and_closed(processes, run, *arguments):
 
 
 def wait():
-    told_and_closed(join(silence=1.5, wait=60, grace=1), stuck)
+    told_and_closed(join(silence=4, wait=60, grace=1), stuck)
 
 
 def hang():
@@ -127,7 +129,7 @@ def failing():
 
 def slow_to_end():
     """Process 1 tells the loss, and then its exit never comes."""
-    processes = join(silence=1.5, wait=60, grace=1)
+    processes = join(silence=60, wait=60, grace=1)
     try:
         stuck(processes)
     except PeerLost as lost:

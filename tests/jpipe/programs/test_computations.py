@@ -1,58 +1,76 @@
-"""What follows from the table of ops: no list of computations is written by hand, and each batch reports its results once."""
+"""The table of ops: its rows, a new row, and what follows from them, such as that each batch reports its results once."""
 
+import dataclasses
 import itertools
-import pathlib
-import re
 import typing
 
 import jax
+import numpy as np
+import optax
 import pytest
-from jpipe_train.report import stage_times
 
 import jpipe
 from jpipe import Plan
+from jpipe.ops import OPS, Op
 from jpipe.programs import _predict as predict
 from jpipe.programs import _verify as verify
-from jpipe.programs._instructions import COMPUTATIONS, OP_OF, Computation, Evaluate, Instruction, Load, Receive, parts
+from jpipe.programs._instructions import Instruction, Load, Receive
 from jpipe.programs._steps import Steps
 from jpipe.runtime import _interpreter as interpreter
 from jpipe.runtime import _metrics
 from jpipe.runtime._metrics import MetricsExchange
-from jpipe.schedules import SCHEDULES, Op
-from jpipe.schedules._schedule import PARTS
-from jpipe.stages import _compile as compiled
+from jpipe.schedules import SCHEDULES
+from jpipe.stages.functions._stage import StageFunctions
 from jpipe.viz import _draw as draw
 from tests.jpipe import models
-from tests.packages import PACKAGES
 
-ROOT = pathlib.Path(__file__).parents[3]
 INSTRUCTIONS = set(typing.get_args(Instruction))
-AT_HOME = ("jpipe/programs/_instructions.py", "jpipe/runtime/_interpreter.py")  # where they are, and their methods
 
 
-def test_every_table_of_ops_has_all_of_them():
-    assert set(typing.get_args(Op)) == PARTS.keys() == COMPUTATIONS.keys()
-    assert set(COMPUTATIONS.values()) == OP_OF.keys() == set(typing.get_args(Computation)) == compiled._COMPUTATIONS.keys()
-    assert PARTS.keys() == draw._COLOURS.keys() == stage_times._KINDS.keys()
-    assert {op for op, does in PARTS.items() if "F" in does and does != "F"} == draw._TURNS.keys()
-    assert sorted(PARTS.values()) == ["F", "FI", "FIW", "I", "IW", "W"], "no two ops do the same, and parts are in their order"
-    assert all(parts(kind(0, 0, 0)) == PARTS[op] for op, kind in COMPUTATIONS.items())
-    assert parts(Load(0, 0, "inputs")) == ""
+def test_each_op_reads_what_an_op_leaves_and_is_drawn():
+    left = {kind for op in OPS.values() for kind in op.leaves} | {"inputs"}
+    for name, op in OPS.items():
+        assert (op.name, op.reads in left) == (name, True)
+        assert set(op.pieces) <= draw._COLOURS.keys() & OPS.keys(), "the ops that it consists of have a colour, and are ops"
+        assert "".join(OPS[piece].parts for piece in op.pieces) == op.parts, "its pieces do what it does"
+        assert sum(kind in ("residuals", "stash") for kind in op.leaves) == (op.trains and not op.finishes), "until it is finished"
+        assert ("state" in op.leaves) == (op.begins and op.trains)
+    assert sorted(op.parts for op in OPS.values() if op.trains) == ["F", "FI", "FIW", "I", "IW", "W"], "no two do the same"
+
+
+def test_a_new_op_is_a_row_and_a_stage_function(monkeypatch):
+    """A backward that sends twice the gradient: with it the stage before learns as if its learning rate were twice as high."""
+
+    def backward_doubled(self, *arguments):
+        (gradient, weight), accumulators = self.backward(*arguments)
+        return ([2 * leaf for leaf in gradient], weight), accumulators
+
+    monkeypatch.setattr(StageFunctions, "backward_doubled", backward_doubled, raising=False)
+    monkeypatch.setitem(OPS, "D", Op("D", "backward_doubled", "residuals", ("gradient", "accumulators"), "backward, doubled"))
+    stack, (batch,) = models.plain_stack(), models.batches_of(1, 4)
+
+    def trained(op, rate):
+        plan = Plan.even(stack.ids, 2, "auto_zero_bubble", 2, order=["F0.0 F0.1 B0.0 B0.1", f"F1.0 F1.1 {op}1.0 {op}1.1"])
+        pipe, tracer = jpipe.Pipeline(stack, plan, models.squares, optax.sgd(rate)), jpipe.Tracer(plan)
+        state, _ = pipe.step(pipe.init(jax.random.key(0), batch), batch, observe=tracer)
+        return plan, pipe.params(state), tracer.finish().timeline
+
+    plan, doubled, timeline = trained("D", 0.125)
+    once, twice = (trained("B", rate)[1] for rate in (0.125, 0.25))
+    for layers, expected in zip((stage.layers for stage in plan.stages), (twice, once), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, [doubled[i] for i in layers], [expected[i] for i in layers])
+    predicted = jpipe.simulate(jpipe.lower(plan, 1))
+    assert jpipe.programs.parse_grid(predicted.grid()) == predicted.timeline
+    assert [span.op for span in timeline[1]] == [span.op for span in predicted.timeline[1]] == ["F", "F", "D", "D"]
+    assert jpipe.runtime.fit_costs([jpipe.programs.StageCost()] * 2, predicted.timeline)[1].backward == 2.0
+    jpipe.draw_timeline({"predicted": predicted.timeline, "measured": timeline})
+    assert '"D0.0"' in jpipe.to_perfetto({"measured": timeline})
 
 
 def test_every_table_of_instructions_has_all_of_them():
-    assert verify._CHECKS.keys() == INSTRUCTIONS - {Evaluate}
-    assert predict._HANDLERS.keys() == INSTRUCTIONS - {Evaluate, Receive}, "a receive takes no time of its own"
+    assert verify._CHECKS.keys() == INSTRUCTIONS
+    assert predict._HANDLERS.keys() == INSTRUCTIONS - {Receive}, "a receive takes no time of its own"
     assert interpreter._METHODS.keys() | {Load, interpreter.AllReduce} == INSTRUCTIONS
-
-
-def test_no_module_lists_computations_by_hand():
-    """Such a list was wrong whenever an op came that its writer had not thought of."""
-    kinds = re.compile(rf"\b({'|'.join(kind.__name__ for kind in COMPUTATIONS.values())})\b")
-    for path in (path for folder in PACKAGES.values() for path in folder.rglob("*.py")):
-        if not path.as_posix().endswith(AT_HOME):
-            code = re.sub(r'"""(.|\n)*?"""|#.*', "", path.read_text("utf-8"))
-            assert not kinds.search(code), f"{path}: use `parts` of jpipe.programs._instructions"
 
 
 REPLICAS = ([1, 1, 1], [1, 1, 2], [2, 1, 1], [2, 2, 2])
@@ -118,7 +136,7 @@ def test_a_loss_that_is_lost_is_an_error_of_ours(monkeypatch):
     pipe = jpipe.Pipeline(models.plain_stack(), plan, models.squares, models.momentum(), clip_global_norm=1.0)
     batch = models.batches_of(1, 4)[0]
     state = pipe.init(jax.random.key(0), batch)
-    monkeypatch.setattr(_metrics, "parts", lambda i: "" if OP_OF.get(type(i)) == "W" else parts(i))
+    monkeypatch.setattr(_metrics, "OPS", OPS | {"W": dataclasses.replace(OPS["W"], leaves=())})
     with pytest.raises(RuntimeError, match=r"internal error: expected the loss of the batches \[\] .* found \[0\]; please report"):
         pipe.step(state, batch)
     with pytest.raises(RuntimeError, match=r"internal error: expected the loss of the batches \[0, 1, .* found \[\]"):

@@ -8,6 +8,7 @@ import pathlib
 import random
 import re
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ from jpipe.programs import (
     sum_layer_costs,
     to_ticks,
 )
-from jpipe.programs._instructions import AllReduce, Backward, Forward, ForwardBackward, Load, Receive, Release, Send, Update, shifted
+from jpipe.programs._instructions import AllReduce, Compute, Load, Receive, Release, Send, Update, shifted
 from jpipe.programs._steps import Steps
 from jpipe.schedules import SCHEDULES, greedy_order
 from tests.jpipe.models import VARIANTS, is_legal
@@ -220,8 +221,7 @@ def damaged(instructions, kind: str, at: int):
         items[at] = dataclasses.replace(i, retires=None)
     elif kind == "swapped on its worker":
         later = next((j for j in range(at + 1, len(items)) if items[j].worker == i.worker), None)
-        computes = (Forward, Backward, ForwardBackward)
-        if later is None or not isinstance(i, computes) or not isinstance(items[later], computes):
+        if later is None or not isinstance(i, Compute) or not isinstance(items[later], Compute):
             return None
         items[at], items[later] = items[later], i
     return tuple(items)
@@ -288,7 +288,7 @@ def test_a_deadlock_is_shown():
     sent = next(i for i in items if isinstance(i, Send) and i.worker == 0 and i.microbatch == 1)
     items.remove(wanted)
     items.insert(items.index(sent), wanted)
-    used = next(i for i in items if isinstance(i, ForwardBackward) and i.microbatch == 0)
+    used = next(i for i in items if isinstance(i, Compute) and i.op == "FB" and i.microbatch == 0)
     taken = next(i for i in items if isinstance(i, Receive) and i.worker == 1 and i.microbatch == 1)
     items.remove(taken)
     items.insert(items.index(used) + 1, taken)
@@ -422,11 +422,9 @@ def test_what_a_program_is_made_of():
     plan = Plan.even("ab", 2, "pipedream_2bw", 2)
     program = lower(plan, 3)
     assert isinstance(program, Program)
-    counts = {
-        kind: sum(type(i) is kind for i in program.instructions)
-        for kind in (Load, Forward, Backward, ForwardBackward, Send, Update, Release)
-    }
-    assert counts == {Load: 12, Forward: 6, Backward: 6, ForwardBackward: 6, Send: 12, Update: 6, Release: 0}
+    counts = {kind: sum(type(i) is kind for i in program.instructions) for kind in (Load, Send, Update, Release)}
+    assert counts == {Load: 12, Send: 12, Update: 6, Release: 0}
+    assert Counter(i.op for i in program.instructions if isinstance(i, Compute)) == {"F": 6, "B": 6, "FB": 6}
     updates = [i.retires for i in program.worker(0) if isinstance(i, Update)]
     assert updates == [None, 0, 1]  # the first retires nothing: shadow and current would be one
 

@@ -70,3 +70,14 @@ def test_an_update_that_a_window_cuts_counts_with_what_is_inside():
     }
     busy = {at: (1 - window.bubble) * 2 * window.seconds for at, window in windows.items()}
     assert busy == pytest.approx({(0, 2): 2 + 4, (1, 1): 1 + 2, (1, 2): 2 + 3, (2, 1): 1 + 1})
+
+
+def test_computations_whose_ends_a_busy_machine_recorded_together_are_cut_by_their_order():
+    """The last backward, its update and the forward that enters have no length; rounding moves the end of the update behind 0.3."""
+    before = Span("B", 0, 0, 0.3, 0.3, updates=True, update_time=1e-16)
+    late = Span("B", 0, 0, 0.1, 0.2, updates=True, update_time=0.2, update_wait=0.5, chunk=1)
+    enters = (Span("F", 1, 1, 0.3, 0.3), Span("F", 2, 1, 0.4, 0.5), Span("F", 3, 1, 2.3, 2.4))
+    window = extract_window(((late, before, *enters),), ((),), 1, 1, 2)
+    assert [span[:3] for span in window.timeline[0]] == [("B", 0, 0), ("F", 1, 1), ("F", 2, 1)]
+    assert [span.chunk for span in window.timeline[0]] == [1, 0, 0]  # its update is still to come
+    assert window.bubble == pytest.approx(1 - (0.2 + 0.1) / 2)

@@ -5,6 +5,7 @@ import itertools
 import sys
 import threading
 from dataclasses import replace
+from unittest.mock import NonCallableMock
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import pytest
 
 from jpipe import InputError, Pipeline, Plan, Tracer, lower, simulate
 from jpipe.programs import StageCost, Window, extract_window
-from jpipe.programs._instructions import Forward
+from jpipe.programs._instructions import Compute
 from jpipe.runtime import Event, fit_costs
 from jpipe.runtime._trace import _Watcher
 from jpipe.runtime.state import Latest, Microbatch, WorkerState
@@ -48,7 +49,7 @@ def test_a_trace_holds_what_the_schedule_says(variant):
     for found, expected in zip(trace.timeline, prediction.timeline, strict=True):
         assert [(*span[:3], span.updates) for span in found] == [(*span[:3], span.updates) for span in expected]
         ends = [time for span in found for time in (span.start, span.end, span.update_start, span.update_end)]
-        assert ends == sorted(ends)  # nothing overlaps on a worker
+        assert all(after - before > -1e-12 for before, after in itertools.pairwise(ends))  # nothing overlaps; those of updates are sums
     starts = {(s, *span[:2]): span.start for s, spans in enumerate(trace.timeline) for span in spans}
     ends = {(s, *span[:2]): span.end for s, spans in enumerate(trace.timeline) for span in spans}
     for (s, op, k), start in starts.items():
@@ -70,6 +71,28 @@ def test_measured_memory_is_the_predicted_one(variant):
             assert (a.weights, a.optimizer, a.gradients) == (b.weights, b.optimizer, b.gradients)
             assert abs(a.residuals - b.residuals) <= 64
         assert [s.time for s in found] == sorted(s.time for s in found)
+
+
+def test_memory_has_the_times_of_the_timeline_where_a_rank_is_recorded_late():
+    plan = Plan.even(STACK.ids, 3, "gpipe", M)
+    pipe = Pipeline(STACK, plan, models.masked_squares, optax.adam(1e-2))
+    (batch,) = models.masked_batches(1, M)
+    may_go_on, tracer = threading.Event(), Tracer(plan)
+
+    def late(event):
+        done = NonCallableMock(spec=event.done, devices=event.done.devices) if event.done is not None else None
+        if done is not None:
+            done.block_until_ready.side_effect = lambda: may_go_on.wait() and event.done.block_until_ready()
+        return event._replace(done=done)
+
+    pipe.step(pipe.init(jax.random.key(0), batch), batch, observe=lambda e: tracer(late(e) if e.instruction.worker == 0 else e))
+    for watcher in tracer._watchers[1:]:
+        watcher.stop()
+    may_go_on.set()
+    trace = tracer.finish()
+    for spans, samples in zip(trace.timeline, trace.memory, strict=True):
+        times = [time for span in spans for time in ([span.end, span.update_end] if span.updates else [span.end])]
+        assert [sample.time for sample in samples] == pytest.approx(times, abs=1e-12)
 
 
 def test_tracing_changes_no_numbers():
@@ -150,7 +173,7 @@ def test_a_computation_that_fails_is_told_by_finish():
     plan, _, _, _, state = traced("gpipe", 1)
     tracer, failed = Tracer(plan), jnp.zeros(())
     failed.delete()  # waiting for it raises, as waiting for a computation does that ran out of memory
-    tracer(Event(Forward(0, 0, 0), failed, state.workers[0]))
+    tracer(Event(Compute("F", 0, 0, 0), failed, state.workers[0]))
     with pytest.raises(RuntimeError, match="deleted"):
         tracer.finish()
 

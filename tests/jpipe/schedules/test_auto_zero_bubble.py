@@ -53,11 +53,11 @@ def test_an_order_is_read_and_runs_as_it_stands():
         (0, "F0.0 F1.0", "order.0: entry 1, F1.0: expected one of the stages [0] of rank 0, found stage 1"),
         (0, "F0.0 FB0.1", "order.0: entry 1, FB0.1: FB is for the last stage, 1, which has no other to wait for; use F"),
         (1, "FI1.0 W1.0 FB1.1", "order.1: entry 2, FB1.1: expected FI, as for the microbatches before it at stage 1, found FB"),
-        (0, "F0.0 X0.1", "order.0: entry 1: expected an op (F, B, I, W, FB or FI), a stage and a microbatch, such as F0.3, found 'X0.1'"),
+        (0, "F0.0 X0.1", "order.0: entry 1: expected an op (F, B, FB, I, W, FI), a stage and a microbatch, such as F0.3, found 'X0.1'"),
         (
             0,
             "F0.0,F0.1",
-            "order.0: entry 0: expected an op (F, B, I, W, FB or FI), a stage and a microbatch, such as F0.3, found 'F0.0,F0.1'",
+            "order.0: entry 0: expected an op (F, B, FB, I, W, FI), a stage and a microbatch, such as F0.3, found 'F0.0,F0.1'",
         ),
         (0, "F0.99999999999999999999", "order.0: entry 0: expected an op"),
         (0, "F٠.0", "order.0: entry 0: expected an op"),
@@ -99,8 +99,8 @@ def test_an_order_that_holds_more_than_its_limit_is_refused():
     plan = plan_of("zb_v", 2, 2, 5)
     order = written_order(plan)
     with pytest.raises(InputError, match=r"with it rank 0 holds 4 microbatches, 1 more than order_limit 3; move"):
-        with_order(*order, m=5, stages=4, ranks=plan.rank_stages, order_limit=3)
-    assert with_order(*order, m=5, stages=4, ranks=plan.rank_stages, order_limit=4)
+        with_order(*order, m=5, stages=4, ranks=plan.pipeline_ranks, order_limit=3)
+    assert with_order(*order, m=5, stages=4, ranks=plan.pipeline_ranks, order_limit=4)
     with pytest.raises(InputError, match="order_limit: expected greater than or equal to 1, found 0"):
         with_order(*GOOD, order_limit=0)
 
@@ -134,7 +134,7 @@ def test_plans_with_orders_are_json():
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_written_order_of_a_plan_runs_as_the_plan(schedule, v, replicas):
     plan = plan_of(schedule, 2, v, 6 * replicas, replicas=replicas)
-    again = with_order(*written_order(plan), m=6 * replicas, stages=2 * v, ranks=plan.rank_stages, replicas=replicas)
+    again = with_order(*written_order(plan), m=6 * replicas, stages=2 * v, ranks=plan.pipeline_ranks, replicas=replicas)
     assert simulate(lower(again, 2)).timeline == simulate(lower(plan, 2)).timeline
 
 
@@ -153,7 +153,7 @@ def check_greedy(draw, schedule, d, v, m):
     latency = float(draw.choice((0, 0, 1, 3)))
     order = greedy_order(plan, costs, limits=limits, latency=latency)
     assert order == greedy_order(plan, costs, limits=limits, latency=latency), "the same arguments give the same order"
-    auto = with_order(*order, m=m, stages=d * v, ranks=plan.rank_stages)
+    auto = with_order(*order, m=m, stages=d * v, ranks=plan.pipeline_ranks)
     assert all(most_held(order_of(auto, p), lambda entry: entry.finishes) <= limits[p] for p in range(d))
     found, expected = (simulate(lower(each, 1), costs, Link(latency=latency)).seconds for each in (auto, plan))
     assert found <= expected
@@ -197,7 +197,7 @@ def test_greedy_orders_know_the_latency(schedule, d, v, limit):
 
 
 def with_order_of(plan, order):
-    return Plan.even(plan.layers, plan.depth, "auto_zero_bubble", plan.microbatches, ranks=plan.rank_stages, order=order)
+    return Plan.even(plan.layers, plan.depth, "auto_zero_bubble", plan.microbatches, ranks=plan.pipeline_ranks, order=order)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
@@ -207,7 +207,7 @@ def test_greedy_orders_keep_the_smallest_limits(v):
         plan = plan_of("looped_bfs", d, v, m)
         for limit in (v, v + 1):
             order = greedy_order(plan, random_costs(draw, d * v), limits=limit, latency=1.0)
-            auto = Plan.even(plan.layers, plan.depth, "auto_zero_bubble", m, ranks=plan.rank_stages, order=order, order_limit=limit)
+            auto = Plan.even(plan.layers, plan.depth, "auto_zero_bubble", m, ranks=plan.pipeline_ranks, order=order, order_limit=limit)
             simulate(lower(auto, 2))
 
 

@@ -10,7 +10,7 @@ from tests.jpipe.schedules.pricing import order_of, plan_of
 
 def counted(plan, p, replica, batches):
     """(stage, microbatch, how many backwards the rank has done at that stage) of each forward of a rank."""
-    done = dict.fromkeys(plan.rank_stages[p], 0)
+    done = dict.fromkeys(plan.pipeline_ranks[p], 0)
     found = []
     for entry in order_of(plan, p, replica, batches):
         if entry.is_forward:
@@ -47,7 +47,7 @@ def legal_by_counting(ranks, chunks, own, replicas):
     several replicas one microbatch more, so that the sum over them has had time."""
     plan = plan_of("looped_bfs", ranks, chunks, own * replicas, replicas=replicas)  # of the same shape, and legal for any m
     for p in range(ranks):
-        done = dict.fromkeys(plan.rank_stages[p], 0)
+        done = dict.fromkeys(plan.pipeline_ranks[p], 0)
         for entry in SCHEDULES["pipedream_2bw"].order(plan, p, range(0, 8 * ranks * own * replicas, replicas)):
             s, batch = entry.stage, entry.microbatch // (own * replicas)
             if entry.is_forward and batch > 1 and (batch - 1) * own + (replicas > 1) > done[s]:

@@ -10,9 +10,9 @@ import pytest
 
 from jpipe import Layer, LayerStack, Pipeline, Precision, Tie
 from jpipe.model.jaxprs._dependence import is_literal
+from jpipe.model.jaxprs._split import _evaluate
 from jpipe.stages._bytes import nbytes
-from jpipe.stages._functions import StageFunctions
-from jpipe.stages._split import _evaluate
+from jpipe.stages.functions._stage import StageFunctions
 from tests.jpipe import models, running
 
 pytestmark = pytest.mark.usefixtures("lenient")
@@ -206,7 +206,7 @@ class Run:
         return self.params, self.kept, self.saved, self.message, self.rng, self.scale
 
     def second(self, stash):
-        return self.params, self.f.rest(self.kept, self.saved, self.message), stash, self.sums, self.rng, self.scale
+        return self.params, self.f.halves.late_inputs(self.kept, self.saved, self.message), stash, self.sums, self.rng, self.scale
 
     def in_halves(self):
         message, stash = jax.jit(self.f.backward_input)(*self.first())
@@ -336,7 +336,7 @@ def test_no_product_is_computed_twice(kind, of_inputs, of_weights, recompute):
 def test_less_is_kept_between_the_halves_than_before_the_first(kind, most):
     """With every array that the second half reads, and not the cheapest cut, the LSTM would keep more."""
     f = middle(kind)
-    assert nbytes(f.stash_spec) <= most < nbytes(f.between_specs[:2]) / 2
+    assert nbytes(f.halves.stash_spec) <= most < nbytes(f.between_specs[:2]) / 2
 
 
 def test_the_first_stage_has_nothing_in_its_first_half():
@@ -350,7 +350,7 @@ def test_the_last_stage_runs_its_forward_with_the_first_half():
     f = functions_of({"in": LAYERS["dense"](), "out": LAYERS["dense"]()})[-1]
     run = Run(f)
     message, state, made = jax.jit(f.forward_backward_input)(run.params, *run.arguments, run.rng, run.scale)
-    sums = jax.jit(f.backward_weight)(run.params, *f.stash_of(run.arguments, state, made), run.sums, run.rng, run.scale)
+    sums = jax.jit(f.backward_weight)(run.params, *f.halves.stash_of(run.arguments, state, made), run.sums, run.rng, run.scale)
     whole = jax.jit(f.forward_backward)(run.params, *run.arguments, run.sums, run.rng, run.scale)
     check_close((message, sums, state), whole)
 

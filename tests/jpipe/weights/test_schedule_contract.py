@@ -72,12 +72,12 @@ def with_order(name, fields, chunks):
     if len(set(other.replicas)) == 1:
         costs = [StageCost(backward_weight=1 + s % 2, backward=2 + s % 2) for s in range(other.depth)]
         orders.append(greedy_order(other, costs, limits=chunks + 1, latency=0.5))
-    return [Plan.even(schedule="auto_zero_bubble", ranks=other.rank_stages, order=order, **fields) for order in orders]
+    return [Plan.even(schedule="auto_zero_bubble", ranks=other.pipeline_ranks, order=order, **fields) for order in orders]
 
 
 def rank_replicas(plan):
     """Each rank and replica, with its stages."""
-    return [(p, replica, stages) for p, stages in enumerate(plan.rank_stages) for replica in range(plan.replicas[stages[0]])]
+    return [(p, replica, stages) for p, stages in enumerate(plan.pipeline_ranks) for replica in range(plan.replicas[stages[0]])]
 
 
 def test_orders_are_complete_and_each_computation_is_legal(schedule):

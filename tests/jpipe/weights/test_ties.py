@@ -122,7 +122,7 @@ def pipeline(replicas, fields, stack=None, **options) -> Pipeline:
     stack = stack or tied()
     plan = Plan.even(stack.ids, len(replicas), microbatches=M, replicas=replicas, **fields)
     # Replicas share what is compiled.
-    devices = [jax.devices()[p] for p, stages in enumerate(plan.rank_stages) for _ in range(plan.replicas[stages[0]])]
+    devices = [jax.devices()[p] for p, stages in enumerate(plan.pipeline_ranks) for _ in range(plan.replicas[stages[0]])]
     return Pipeline(stack, plan, loss, optax.adam(0.05), devices, **options)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from jpipe_planner.cost.simulated import places, simulate_plan
+from jpipe_planner.cost.simulated import device_numbers, simulate_plan
 from jpipe_planner.machine.topology import Topology
 
 import jpipe
@@ -63,9 +63,9 @@ def test_workers_that_share_cores_take_turns():
 
 
 def test_workers_are_where_the_plan_places_them():
-    assert places(_plan(replicas=[3, 1], microbatches=3)) == (0, 1, 2, 3)
-    assert places(_plan(replicas=2, keep_together="stages")) == (0, 2, 1, 3)  # stage 0 on 0 and 2, stage 1 on 1 and 3
-    assert places(_plan(placement=((5,), (2,)))) == (5, 2)
+    assert device_numbers(_plan(replicas=[3, 1], microbatches=3)) == (0, 1, 2, 3)
+    assert device_numbers(_plan(replicas=2, keep_together="stages")) == (0, 2, 1, 3)  # stage 0 on 0 and 2, stage 1 on 1 and 3
+    assert device_numbers(_plan(placement=((5,), (2,)))) == (5, 2)
 
 
 def test_what_would_take_minutes_is_not_simulated():

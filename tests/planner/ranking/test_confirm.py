@@ -138,13 +138,13 @@ def loss(y, labels):
 
 @pytest.mark.slow
 def test_programs_that_were_compiled_for_another_plan_are_not_compiled_again(monkeypatch):
-    compiled_ones, side_by_side = [], jpipe.stages._compile._compile_side_by_side
+    compiled_ones, side_by_side = [], jpipe.stages._compile.compile_in_parallel
 
     def counted(calls):
         compiled_ones.extend(calls)
         return side_by_side(calls)
 
-    monkeypatch.setattr(jpipe.stages._compile, "_compile_side_by_side", counted)
+    monkeypatch.setattr(jpipe.stages._compile, "compile_in_parallel", counted)
     topology = Topology(levels=({"count": 2, "bandwidth": 1e9},), device={"flops": {"float32": 1e9}, "memory": 1e9})
     costs = analyze(STACK, batch, loss, optax.adam(1e-3), [2], topology.device)
     choice = choose(costs, topology, find_candidates(costs, topology, 8, schedules=["pipedream_flush", "pipedream_2bw"]))

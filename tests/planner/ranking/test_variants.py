@@ -38,7 +38,7 @@ def test_variants_are_priced_as_simulated_with_memory_of_each_rank():
         costs = profile.stage_costs(plan, candidate.rows)
         again = simulate_plan(plan, costs, slow)
         assert (candidate.seconds, candidate.bubble) == (again.batch_seconds, again.bubble) == (known.batch_seconds, known.bubble)
-        assert len(candidate.memory) == len(plan.rank_stages) == candidate.ranks
+        assert len(candidate.memory) == len(plan.pipeline_ranks) == candidate.num_pipeline_ranks
         assert max(candidate.memory) == max(again.peak_bytes)
 
 
@@ -173,7 +173,7 @@ def test_orders_that_are_made_have_the_limit_for_which_they_were_made():
     for candidate in found:
         plan = candidate.plan(gpt(6).ids)
         assert plan.order_limit == candidate.order_limit
-        held = [most_held(order_of(plan, p), lambda entry: entry.finishes) for p in range(candidate.ranks)]
+        held = [most_held(order_of(plan, p), lambda entry: entry.finishes) for p in range(candidate.num_pipeline_ranks)]
         assert max(held) <= plan.order_limit
         assert jpipe.Plan.from_json(plan.to_json()).order_limit == plan.order_limit
 

@@ -85,8 +85,8 @@ def some(tmp_path):
 
 def begin_to_save(made, step):
     for one in made:
-        one.arm(step - 1)
-        one.proceed(step - 1, lambda _: {})
+        one.schedule_snapshot(step - 1)
+        one.flush_finished(step - 1, lambda _: {})
 
 
 def check_what_becomes_of_4(made, processes, said, folder, reason):
@@ -95,7 +95,7 @@ def check_what_becomes_of_4(made, processes, said, folder, reason):
     for one in made:
         one.finish()
     assert said == [f"a checkpoint could not be written: {reason}; the run goes on, the last good one is of step 2"]
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["00000002"], "what is of no use takes no room"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["2"], "what is of no use takes no room"
     begin_to_save(made, 6)
     for one in made:
         one.finish()

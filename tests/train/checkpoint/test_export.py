@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_leaves_a_warm_start_aside(home, tmp_path, capsys):
     loop.main(changed(home.data, run=run, train={"steps": STEPS + 1}, warm_start={"file": "nowhere.safetensors"}))
     told = capsys.readouterr().out
     assert "resumes at step 40" in told
-    assert "warm_start is left aside: it is for a run that begins" in told
+    assert "warm_start is ignored: it is for new runs" in told
 
 
 def test_a_runs_folder_gives_what_its_export_gives(home):
@@ -232,7 +232,7 @@ def test_exports_that_cannot_be_are_refused_in_a_line(words, message, home, tmp_
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_exported(home, tmp_path, capsys):
     run = shutil.copytree(home.run, tmp_path / "run")
-    damaged = max((run / "checkpoints" / "00000040").rglob("d/*"), key=lambda file: file.stat().st_size)
+    damaged = max((run / "checkpoints" / "40").rglob("d/*"), key=lambda file: file.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     out = tmp_path / "out.safetensors"
     assert cli.main(["export", str(run), "--out", str(out), "--step", "40"]) == 2
@@ -307,9 +307,10 @@ def test_an_export_holds_arrays_of_any_order(home, tmp_path, monkeypatch):
 
 def test_the_pages_snippet_reads_a_checkpoint_without_jpipe(home, tmp_path, monkeypatch):
     """As it stands there, in a folder in which that run is."""
-    section = PAGE.read_text().split("\n## Without jpipe\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    section = PAGE.read_text().split("\n## With Orbax\n")[1].split("\n## ")[0]
+    code, _ = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert not re.search(r"\b(jpipe|train)\b", code)
+    code = code.replace("runs/mine", home.run.relative_to(home.folder).as_posix())
     script = tmp_path / "snippet.py"
     script.write_text(code)
     monkeypatch.chdir(home.folder)

@@ -17,6 +17,7 @@ from jpipe_train.run import loop
 
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints.folders import discard, unfinished_folder
 from tests.train.conftest import changed
 
 NAMES = ("config.yaml", "plan.json", "metrics.jsonl", ".job", ".lock", "trace.json", "report.html", "loss.png", "planned.json")
@@ -31,7 +32,7 @@ def saved(tiny):
 def outside(tmp_path):
     """Files of the user's, one named as a start-up file, and a folder of numbered ones."""
     folder = tmp_path / "home"
-    for name in (".bashrc", "00000001/photo.jpg", "00000009/checkpoint.json", "00000009/photo.jpg"):
+    for name in (".bashrc", "1/photo.jpg", "9/checkpoint.json", "9/photo.jpg"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine")
     return folder
@@ -56,10 +57,10 @@ def test_links_planted_in_a_run_folder_lead_nowhere(saved, outside, monkeypatch)
             elif name != ".lock":
                 planted.unlink()
                 planted.symlink_to(outside / ".bashrc")
-    place = folder / "checkpoints" / "00000006"
-    place.mkdir()
-    for name in ("process-0", "process-0.json", "process-0.orbax-checkpoint-tmp", "checkpoint.json", "metrics.jsonl"):
-        (place / name).symlink_to(outside if name in ("process-0", "process-0.orbax-checkpoint-tmp") else outside / ".bashrc")
+    for place in ("6", "6.orbax-checkpoint-tmp"):
+        (folder / "checkpoints" / place).mkdir()
+        for name in ("process-0", "default", "complete", "process-0.json", "checkpoint.json", "metrics.jsonl"):
+            (folder / "checkpoints" / place / name).symlink_to(outside / ".bashrc" if "." in name else outside)
     summary = loop.main(changed(saved, train={"steps": 6}))
     assert summary.steps == 6
     assert contents(outside) == before
@@ -101,7 +102,7 @@ def test_numbered_folders_of_somebody_else_stay(saved, outside, link):
     folder = Path(saved["run"]["dir"])
     folder.mkdir()
     if link:
-        (outside / "00000009" / "checkpoint.json").unlink()
+        (outside / "9" / "checkpoint.json").unlink()
         before = contents(outside)
         (folder / "checkpoints").symlink_to(outside)
     else:
@@ -109,10 +110,10 @@ def test_numbered_folders_of_somebody_else_stay(saved, outside, link):
     with pytest.raises(InputError, match="symbolic link" if link else "found another run in"):
         loop.main(changed(saved), resume="never")
     if not link:
-        (folder / "checkpoints" / "00000009" / "checkpoint.json").unlink()
-        with pytest.raises(InputError, match=r"00000001: .* it holds 'photo.jpg', which jpipe has not written; move it away"):
+        (folder / "checkpoints" / "9" / "checkpoint.json").unlink()
+        with pytest.raises(InputError, match=r"1: .* it holds 'photo.jpg', which jpipe has not written; move it away"):
             loop.main(changed(saved))
-        assert (folder / "checkpoints" / "00000001" / "photo.jpg").read_text() == "mine"
+        assert (folder / "checkpoints" / "1" / "photo.jpg").read_text() == "mine"
     assert contents(outside) == before
 
 
@@ -120,18 +121,18 @@ def test_old_folders_that_hold_something_else_are_kept(tmp_path):
     for step in (1, 2, 3):
         checkpoint_files.write_layers(tmp_path, step, {}, 0)
         checkpoint_files.complete(tmp_path, step, 1, {})
-    (tmp_path / "checkpoints" / "00000001" / "notes.txt").write_text("mine")
-    (tmp_path / "checkpoints" / "00000002" / "process-0" / "photo.jpg").write_text("mine")
+    (tmp_path / "checkpoints" / "1" / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoints" / "2" / "default" / "photo.jpg").write_text("mine")
     checkpoint_files.prune(tmp_path, keep=1)
     assert checkpoint_files.steps(tmp_path) == [1, 2, 3]
-    with pytest.raises(InputError, match=r"00000002: in the way .* it holds 'process-0/photo.jpg', which jpipe has not written"):
+    with pytest.raises(InputError, match=r"2: in the way .* it holds 'default/photo.jpg', which jpipe has not written"):
         checkpoint_files.begin(tmp_path, 1)
-    (tmp_path / "checkpoints" / "00000002" / "process-0" / "photo.jpg").unlink()
+    (tmp_path / "checkpoints" / "2" / "default" / "photo.jpg").unlink()
     checkpoint_files.prune(tmp_path, keep=1)
     assert checkpoint_files.steps(tmp_path) == [1, 3]
 
 
-@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/00000002"])
+@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/2.orbax-checkpoint-tmp"])
 def test_layers_are_not_written_through_a_link(linked, outside, tmp_path):
     before = contents(outside)
     (tmp_path / "run" / linked).parent.mkdir(parents=True)
@@ -141,7 +142,20 @@ def test_layers_are_not_written_through_a_link(linked, outside, tmp_path):
     assert contents(outside) == before
 
 
-@pytest.mark.parametrize("name", ["00000003", "00000003/process-0"])
+def test_a_planted_link_in_an_unfinished_checkpoint_is_not_followed(outside, tmp_path):
+    before = contents(outside)
+    checkpoint_files.write_layers(tmp_path, 2, {}, 0)
+    (unfinished_folder(tmp_path, 2) / "complete").symlink_to(outside)
+    with pytest.raises(OSError, match="it is a symbolic link, which jpipe does not follow there"):
+        checkpoint_files.complete(tmp_path, 2, 1, {})
+    (tmp_path / "checkpoints" / "2").symlink_to(outside)
+    (unfinished_folder(tmp_path, 2) / "complete").unlink()
+    checkpoint_files.complete(tmp_path, 2, 1, {})
+    assert checkpoint_files.steps(tmp_path) == [2]
+    assert contents(outside) == before
+
+
+@pytest.mark.parametrize("name", ["3", "3/default"])
 def test_linked_checkpoints_and_items_are_not_read(name, tmp_path):
     for step in (1, 3):
         checkpoint_files.write_layers(tmp_path, step, {}, 0)
@@ -159,13 +173,13 @@ def test_linked_checkpoints_and_items_are_not_read(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["process-0.log", "process-x", ".notes.unfinished", "metrics.jsonl.bak"])
 def test_names_that_only_look_like_those_of_a_checkpoint_are_kept(name, tmp_path):
-    file = tmp_path / "checkpoints" / "00000009" / name
+    file = unfinished_folder(tmp_path, 9) / name
     file.parent.mkdir(parents=True)
     file.write_text("mine")
     with pytest.raises(InputError, match=f"it holds '{name}', which jpipe has not written; move it away"):
         checkpoint_files.begin(tmp_path, 3)
     checkpoint_files.write_layers(tmp_path, 9, {}, 0)
-    checkpoint_files.discard(tmp_path, 9)
+    discard(tmp_path, 9)
     assert file.read_text() == "mine"
 
 
@@ -173,10 +187,10 @@ def test_a_file_in_place_of_an_old_checkpoint_is_left(tmp_path):
     for step in (1, 2, 3):
         checkpoint_files.write_layers(tmp_path, step, {}, 0)
         checkpoint_files.complete(tmp_path, step, 1, {})
-    (tmp_path / "checkpoints" / "00000000").write_text("mine")
+    (tmp_path / "checkpoints" / "0").write_text("mine")
     checkpoint_files.prune(tmp_path, keep=1)
     assert checkpoint_files.steps(tmp_path) == [3]
-    assert (tmp_path / "checkpoints" / "00000000").read_text() == "mine"
+    assert (tmp_path / "checkpoints" / "0").read_text() == "mine"
 
 
 def test_event_files_for_tensorboard_follow_no_planted_link(outside, tmp_path, monkeypatch):

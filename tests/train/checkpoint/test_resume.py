@@ -32,7 +32,7 @@ class Killed(Exception):
 
 def stop_before(monkeypatch, step):
     """Let the next run end before it feeds this batch, once all checkpoints begun are written."""
-    real = checkpoints.Checkpoints.arm
+    real = checkpoints.Checkpoints.schedule_snapshot
 
     def arm(self, at):
         if at == step:
@@ -40,7 +40,7 @@ def stop_before(monkeypatch, step):
             raise Killed
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
 
 
 def run_in_two(config, monkeypatch, step, **later):
@@ -115,7 +115,7 @@ def test_what_is_damaged_is_told_and_the_one_before_is_used(saved, monkeypatch, 
             loop.main(changed(saved))
     folder = Path(saved["run"]["dir"])
     assert checkpoint_files.steps(folder) == [2, 4]
-    damaged = max((folder / "checkpoints" / "00000004").rglob("d/*"), key=lambda file: file.stat().st_size)
+    damaged = max((folder / "checkpoints" / "4").rglob("d/*"), key=lambda file: file.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     summary = loop.main(changed(saved))
     told = " ".join(capsys.readouterr().out.split())
@@ -138,8 +138,8 @@ def test_whether_to_resume_is_for_the_user_to_say(saved, capsys):
     assert "nothing is left to train" in capsys.readouterr().out
     assert rows_of(folder) == before
     assert loop.main(changed(saved, train={"steps": 3}), resume="must").steps == 3
-    (folder / "checkpoints" / "00000003" / "checkpoint.json").write_text("{}")
-    (folder / "checkpoints" / "00000002" / "checkpoint.json").write_text("{}")
+    (folder / "checkpoints" / "3" / "checkpoint.json").write_text("{}")
+    (folder / "checkpoints" / "2" / "checkpoint.json").write_text("{}")
     with pytest.raises(InputError, match="none of the checkpoints in"):
         loop.main(changed(saved))
 
@@ -152,7 +152,7 @@ def files_of(folder):
 @pytest.mark.slow
 def test_another_model_is_refused_by_its_first_difference(saved):
     folder = loop.main(changed(saved, train={"steps": 4}, model={"depth": 2})).folder
-    newest = folder / "checkpoints" / "00000004"
+    newest = folder / "checkpoints" / "4"
     (newest / "checkpoint.json").write_text("damaged")
     before = files_of(folder)
     with pytest.raises(InputError, match=r"layer 'embed', parameters: expected .* as in the model, float32\[.*\], found float32\[.*\]"):
@@ -267,7 +267,7 @@ def test_what_another_process_has_written_meanwhile_is_not_lost(saved, monkeypat
 
 def test_a_checkpoint_that_is_completed_while_the_one_before_is_read_is_not_lost(saved, monkeypatch):
     folder = loop.main(changed(saved, train={"steps": 4})).folder
-    marker = folder / "checkpoints" / "00000004" / "checkpoint.json"
+    marker = folder / "checkpoints" / "4" / "checkpoint.json"
     content = marker.read_bytes()
     marker.unlink()
     newest_good = checkpoint_files.newest_good
@@ -285,7 +285,7 @@ def test_a_checkpoint_that_is_completed_while_the_one_before_is_read_is_not_lost
 
 def test_what_is_unfinished_makes_room_before_anything_is_written(saved, monkeypatch):
     folder = loop.main(changed(saved, train={"steps": 4})).folder
-    unfinished = folder / "checkpoints" / "00000006"
+    unfinished = folder / "checkpoints" / "6"
     unfinished.mkdir()
     go_on, there = RunFolder.go_on, []
     monkeypatch.setattr(RunFolder, "go_on", lambda self, rows: there.append(unfinished.exists()) or go_on(self, rows))

@@ -24,7 +24,7 @@ def said(name: str, **changes) -> dict:
 
 
 def keys(name: str, **changes) -> dict:
-    return huggingface.described(said(name, **changes)).keys
+    return huggingface.parse(said(name, **changes)).keys
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_a_folder_may_be_relative_and_linked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [*PRESETS, "default"])
 def test_what_is_written_says_the_same_model(name):
     model = ModelConfig() if name == "default" else ModelConfig(preset=name)
-    content = json.loads(json.dumps(huggingface.written(model)))
-    found = huggingface.described(content)
+    content = json.loads(json.dumps(huggingface.to_json_keys(model)))
+    found = huggingface.parse(content)
     for key, value in found.keys.items():
         ours = getattr(model, f"{key}_used", getattr(model, key))
         assert (ours.model_dump() if key == "rope_scaling" and ours else ours) == value, key
@@ -186,4 +186,4 @@ def test_what_is_written_says_the_same_model(name):
 )  # fmt: skip
 def test_a_mix_that_no_architecture_has_is_refused(model, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        huggingface.written(ModelConfig(**model))
+        huggingface.to_json_keys(ModelConfig(**model))

@@ -46,14 +46,14 @@ def preempt():
 
 def preempt_at(monkeypatch, step):
     """Let it do so in this step of a run."""
-    real = checkpoints.Checkpoints.arm
+    real = checkpoints.Checkpoints.schedule_snapshot
 
     def arm(self, at):
         if at == step:
             preempt()
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
 
 
 class Mailbox(jpipe.processes.Processes):
@@ -88,7 +88,7 @@ def test_all_processes_save_at_one_step_and_leave_at_one_step(seed):
         able = [k for k in (1, 2) if steps[k] <= steps[0]] + ([0] if steps[0] < min(steps) + 3 else [])
         if left := [k for k in able if "leave" not in orders[k]]:
             k = chance.choice(left)
-            orders[k].append(preemptions[k].order(7 + steps[k], lambda: len(orders[0]) > 40))
+            orders[k].append(preemptions[k].decide(7 + steps[k], lambda: len(orders[0]) > 40))
     assert orders[0] == orders[1] == orders[2]
     assert [order for order in orders[0] if order != "go on"] == ["save", "leave"]
     assert {preemption.cut for preemption in preemptions} == {7 + orders[0].index("save") + 1}
@@ -98,11 +98,11 @@ def test_all_processes_save_at_one_step_and_leave_at_one_step(seed):
 def test_only_what_saves_and_is_not_watched_by_others_watches():
     with Preemption(None, saves=False) as preemption:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        assert preemption.order(0, bool) == "go on"
+        assert preemption.decide(0, bool) == "go on"
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with Preemption(None, saves=True) as preemption:
         preempt()
-        assert preemption.order(0, bool) == "go on"
+        assert preemption.decide(0, bool) == "go on"
     assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is signal.SIG_IGN
 
 
@@ -111,7 +111,7 @@ import os, signal
 from jpipe_train.console.preemption import Preemption
 with Preemption(None, saves=True) as preemption:
     os.kill(os.getpid(), signal.SIGTERM)
-    print(preemption.order(3, bool), preemption.cut, flush=True)
+    print(preemption.decide(3, bool), preemption.cut, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     print("lives on")
 """
@@ -149,7 +149,7 @@ with Preemption(None, saves=True) as preemption:
         os.kill(child, signal.SIGTERM)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
-    print(preemption.order(3, bool), flush=True)
+    print(preemption.decide(3, bool), flush=True)
 """
 
 

@@ -37,14 +37,14 @@ def saving(tiny, monkeypatch):
 
 def raise_at(monkeypatch, number, step):
     """Let the run get this signal in this step."""
-    real = checkpoints.Checkpoints.arm
+    real = checkpoints.Checkpoints.schedule_snapshot
 
     def arm(self, at):
         if at == step:
             signal.raise_signal(number)
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_where_sighup_is_ignored_it_stays_ignored(monkeypatch):
     try:
         with Preemption(None, saves=True) as one:
             signal.raise_signal(signal.SIGHUP)
-            assert one.order(0, bool) == "go on"
+            assert one.decide(0, bool) == "go on"
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -84,13 +84,13 @@ def test_a_hangup_is_no_second_signal_and_under_launch_nothing_is(monkeypatch):
     with Preemption(None, saves=True) as one:
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
-        assert one.order(0, bool) == "save"
+        assert one.decide(0, bool) == "save"
     assert left == []
 
 
 def test_the_launcher_says_that_it_is_one_and_takes_hangups_for_one_signal():
     assert process_group._environment(0, one_thread=False)[preemption.LAUNCHER] == str(os.getpid())
-    with launch._received() as heard:
+    with launch._recorded_signals() as heard:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
     assert heard == [signal.SIGHUP, signal.SIGTERM]
@@ -99,7 +99,7 @@ def test_the_launcher_says_that_it_is_one_and_takes_hangups_for_one_signal():
 WAITS = """
 import ctypes, os
 from jpipe_train.console import signals
-with signals.as_usual_in_process_1():
+with signals.default_in_process_1():
     assert os.getpid() == 1
     ctypes.CDLL(None)["raise"](NUMBER)
     ctypes.CDLL(None).sleep(5)  # in which no handler of Python's is called
@@ -119,11 +119,11 @@ def test_process_1_ends_by_signals_before_it_trains(number):
 def test_as_process_1_no_signal_is_left_to_the_kernel(monkeypatch, interruptible):
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert [signals.usual(number) for number in (signal.SIGINT, signal.SIGTERM)] == [signals.leave] * 2
-    with signals.as_usual_in_process_1(), interrupt.watched():
+    with signals.default_in_process_1(), interrupt.watched():
         assert signal.getsignal(signal.SIGTERM) is signals.leave
         with Preemption(None, saves=True) as one:
             signal.raise_signal(signal.SIGTERM)
-            assert one.order(0, bool) == "save"
+            assert one.decide(0, bool) == "save"
             assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signals.leave, "for a second one"
         assert signal.getsignal(signal.SIGTERM) is signals.leave
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

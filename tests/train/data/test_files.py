@@ -10,17 +10,15 @@ import zipfile
 import numpy as np
 import pytest
 from jpipe_train.config.config import Config
-from jpipe_train.config.targets.sequence_config import CaptionsData
-from jpipe_train.config.targets.vision_config import ImagesData
 from jpipe_train.data import data, prepare, sources, splits, texts
 from jpipe_train.data import tokenizer as tokenizers
 from jpipe_train.data.documents import Documents, Shard
-from jpipe_train.data.files import npz_file, token_files
+from jpipe_train.data.files import token_files
 from jpipe_train.data.files.file_array import FileArray
 from jpipe_train.data.prepare import Files
-from jpipe_train.data.targets import captions, image_rows, images
 from PIL import Image
 
+from examples.papers.data import captions, image_rows, images, npz_file
 from jpipe import InputError
 from tests.train.data.conftest import quiet, whole
 
@@ -75,11 +73,11 @@ def test_what_is_only_named_like_an_image_is_told_before_the_first_step(tmp_path
     folder = folder_of_images(tmp_path)
     os.mkfifo(folder / "b" / "3.png")
     (folder / "a" / "4.png").symlink_to("nowhere")
-    arguments = ImagesData(folder=str(folder), image_size=4)
+    arguments = {"folder": str(folder), "image_size": 4}
     message = rf"data\.arguments\.folder: expected a file, found something else as '{folder}/a/4\.png', such as a FIFO or a link that leads"
     with pytest.raises(InputError, match=message):
-        images.load(arguments, 0, 1)
-    found = images.load(arguments.model_copy(update={"skip_broken": True}), 0, 1)
+        images.load(0, 1, **arguments)
+    found = images.load(0, 1, **arguments, skip_broken=True)
     assert len(found.validation) >= 1
     assert found.remarks == (f"2 images left out that is no regular file, the first is '{folder}/a/4.png'",)
 
@@ -98,7 +96,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
-SIZES = CaptionsData(folder="f", frames=4, features=5, words=4)
+SIZES = captions.Sizes(frames=4, words=4, features=5)
 
 
 def of_features(path, compression: int = zipfile.ZIP_STORED) -> bytes:

@@ -115,7 +115,10 @@ OTHERS = {
     "xz": (lzma.compress(b"text"), "compressed with xz"),
     "bz2": (bz2.compress(b"text"), "compressed with bzip2"),
     "pdf": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "a PDF; convert it to text, such as with pdftotext"),
-    **{form: (image(form), "an image; data.target: images learns from") for form in ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP")},
+    **{
+        form: (image(form), "an image; data.target: examples.papers.data.images:load learns")
+        for form in ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP")
+    },
     "wav": (b"RIFF\x24\0\0\0WAVEfmt ", "sound or video"),
     "mp4": (b"\0\0\0\x20ftypisom" + bytes(60), "sound or video"),
     "utf-16": ("some text\n".encode("utf-16") * 9, "in UTF-16 or UTF-32; convert it with iconv -t UTF-8"),

@@ -14,10 +14,10 @@ from jpipe_train.data import data
 from jpipe_train.data.own_data import OwnBatches
 from jpipe_train.data.position import Position, start
 from jpipe_train.data.rows import BatchesOfRows
-from jpipe_train.data.targets.buckets import TrainingBatches
-from jpipe_train.data.targets.words import Streams
 
 import jpipe
+from examples.papers.data.buckets import TrainingBatches
+from examples.papers.data.words import Streams
 from tests.train.conftest import changed
 
 SPEC = (jax.ShapeDtypeStruct((), np.dtype(np.int64)), jax.ShapeDtypeStruct((), np.dtype(np.int64)))
@@ -86,7 +86,7 @@ def test_no_row_of_a_bucket_is_read_twice_or_left_out(before, after):
         for bucket in range(3):
             numbers = sorted(number for number, of in places if of == bucket)
             assert numbers == list(range(len(numbers)))
-        again = TrainingBatches(then.buckets, rows, 5).continued(then.order)  # the next resume, with the same size
+        again = TrainingBatches(then.buckets, rows, 5).continued(then.first_position)  # the next resume, with the same size
         assert read(again, step + 5, step + 60) == read(then, step + 5, step + 60)
         # Each epoch has its rows in its time, but for those that fill no batch.
         total = step * before + 60 * after
@@ -108,9 +108,9 @@ def test_a_position_of_other_buckets_counts_all_rows():
     plain = BatchesOfRows(Numbered(), 4, SPEC)
     bucketed = TrainingBatches(tuple(BatchesOfRows(Numbered(k), 8, SPEC) for k in range(2)), (37, 101), 5)
     found = bucketed.continued(plain.position(20))
-    assert found.order.batch == 20
-    assert found.order.total == 80
-    assert plain.continued(bucketed.position(10)).order.total == 80
+    assert found.first_position.batch == 20
+    assert found.first_position.total == 80
+    assert plain.continued(bucketed.position(10)).first_position.total == 80
 
 
 @pytest.mark.parametrize("after", [2, 5])

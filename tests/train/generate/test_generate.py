@@ -187,7 +187,7 @@ def test_a_terminal_without_a_prompt_and_input_without_end_are_refused(run, monk
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", screen)
-    assert re.search("expected a text to go on from, found none; give --prompt TEXT, or pipe one in", run(HERE)[2])
+    assert re.search("expected a text to continue, found none; give --prompt TEXT, or pipe one in", run(HERE)[2])
 
 
 def test_runs_of_other_models_and_data_are_told_from_those_that_generate(run, tmp_path):

@@ -48,7 +48,7 @@ def test_text_comes_piece_by_piece_and_characters_whole(kind, start, tmp_path):
     stream = Stream(own.decode, tokens[:before])
     pieces = [stream.add(token) for token in tokens[before:]]
     assert "".join(pieces) == TEXT[start:]
-    assert stream.rest() == ""
+    assert stream.remainder() == ""
     assert max(map(len, pieces)) <= 2  # nothing waits that need not
 
 
@@ -57,7 +57,7 @@ def test_what_is_no_text_comes_as_replacement_characters_at_the_latest_in_the_en
     stream = Stream(words.of_bytes().decode, [])
     pieces = [stream.add(token) for token in tokens]
     assert "".join(pieces) == "a" + 5 * "\ufffd" + "b"
-    assert stream.rest() == "\ufffd"
+    assert stream.remainder() == "\ufffd"
 
 
 def test_the_last_token_of_a_long_prompt_matters_and_the_first_does_not(tmp_path):

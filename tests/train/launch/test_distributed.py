@@ -208,7 +208,7 @@ def test_those_who_do_not_come_are_named_by_all_the_others(address):
 
 
 def test_a_process_0_that_waits_longer_is_no_other_program(address, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
+    monkeypatch.setattr(rendezvous, "_ANSWER_LIMIT", 0.1)
     told = meet(address, (1, 3), limit=1.0, host_limit=2.0)
     assert told[0].startswith(f"processes 1, 2 of 3 did not connect to {address} within 2 s; ")
     assert told[1] == (

@@ -16,7 +16,7 @@ import jax
 import pytest
 from jax.extend import backend
 from jpipe_train.launch import distributed, jax_runtime, rendezvous
-from jpipe_train.launch.numeric_settings import _OWN, numeric_settings
+from jpipe_train.launch.numeric_settings import _MAY_DIFFER, numeric_settings
 from jpipe_train.launch.rendezvous import Address, Meeting
 
 from jpipe import InputError
@@ -352,7 +352,7 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     monkeypatch.setattr(rendezvous, "host", lambda *given: calls.append(given) or Meeting([], "2 connections were dropped (2 slow)"))
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **given: calls.append(given["coordinator_bind_address"]))
     monkeypatch.setattr(jax_internals, "keep_gloo_at", lambda host: calls.append(f"gloo at {host}"))
-    monkeypatch.setattr(distributed._at_the_end, "callback", lambda *_: None)
+    monkeypatch.setattr(distributed._until_stop, "callback", lambda *_: None)
     for name in "jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability":
         monkeypatch.setitem(jax.config.values, name, jax.config.values[name])
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
@@ -401,7 +401,7 @@ def test_certificates_that_do_not_fit_are_refused_before_jax_aborts(tmp_path, mo
 
 def test_certificates_may_differ_between_processes():
     own = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file", "jax_mtls_peer_uri_prefix"
-    assert all(_OWN.fullmatch(name) for name in (*own, "jax_distributed_verify_secure_credentials"))
+    assert all(_MAY_DIFFER.fullmatch(name) for name in (*own, "jax_distributed_verify_secure_credentials"))
     assert not {*own} & {*numeric_settings()}
 
 

@@ -336,7 +336,7 @@ def test_ctrl_c_ends_the_tree():
 
 
 def code_of_jpipe(patch):
-    patch.setattr(together, "_code", lambda: "other")
+    patch.setattr(together, "_digest_of_jpipe", lambda: "other")
 
 
 def version_of_jaxlib(patch):
@@ -516,7 +516,7 @@ def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
         plan = Plan.even("ab", num_stages=2, schedule="gpipe", microbatches=config.plan.microbatches)
         return types.SimpleNamespace(plan=plan), types.SimpleNamespace(digest=lambda: "of the text")
 
-    monkeypatch.setattr(loop, "ready", ready)
+    monkeypatch.setattr(loop, "build_and_check", ready)
     monkeypatch.setattr(loop, "find_resumed", lambda *_, **__: None)
     monkeypatch.setattr(together.Together, "start_devices", lambda *_: None)
     found = []

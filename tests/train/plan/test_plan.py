@@ -12,10 +12,13 @@ import yaml
 from jpipe_planner import Profile, Topology
 from jpipe_planner.ranking import variants
 from jpipe_train import cli
+from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
-from jpipe_train.plan import auto, planning
+from jpipe_train.plan import auto, profiling
+from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.plan import attention_words
-from jpipe_train.plan.planning import sizes_for
+from jpipe_train.plan.profiling import sizes_for
+from jpipe_train.plan.search import search
 from rich.console import Console
 
 import jpipe
@@ -142,10 +145,8 @@ def test_a_mesh_that_does_not_fit_is_refused(files, capsys, mesh, words):
 
 
 def test_the_memory_of_attention_is_told(files):
-    config = planning.Config.model_validate({"model": {"heads": 8, "width": 128, "seq_len": 1024}})
-    found = planning.search(
-        sharded_profile(), Topology.flat(2, 1e9, memory=1e9), 4, planning.Request(meshes=("model=2",)), False, Reporter(1, 1, "samples")
-    )
+    config = Config.model_validate({"model": {"heads": 8, "width": 128, "seq_len": 1024}})
+    found = search(sharded_profile(), Topology.flat(2, 1e9, memory=1e9), 4, Request(meshes=("model=2",)), False, Reporter(1, 1, "samples"))
     rows = found.choice.ranked[0].candidate.rows
     assert f"a device holds {rows * 16.8:.3g} MB for all pairs of positions" in attention_words(config, found.choice)
     small = config.model_copy(update={"model": config.model.model_copy(update={"seq_len": 16})})
@@ -186,11 +187,11 @@ def test_the_plan_that_was_written_trains_and_is_held_against_its_prediction(fil
 
 def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(planning, "measure", lambda *model, seconds, progress, precision, ema_decay: seen.append(model) or profile())
+    monkeypatch.setattr(profiling, "measure", lambda *model, seconds, progress, precision, ema_decay: seen.append(model) or profile())
     monkeypatch.setattr(auto, "local_topology", lambda dispatch: Topology.flat(2, 1e9))
     assert cli.main(["train", "tiny.yaml", "--plan=auto", *MEASURED]) == 0
     out = capsys.readouterr().out
-    assert seen[0][-1] == sizes_for(4, jax.device_count(), planning.MEASURED_SIZES)
+    assert seen[0][-1] == sizes_for(4, jax.device_count(), profiling.MEASURED_SIZES)
     assert re.search(r"plan: .* with .* stages, \d microbatch(es)? of \d rows?, expected .* samples/s; the best of \d+ candidates", out)
     assert re.search(r"planned +measured +ratio", out)
     assert yaml.safe_load((files / "run" / "config.yaml").read_text())["plan"] == {"file": "auto"}
@@ -333,23 +334,23 @@ def test_clipping_leaves_weight_stashing_one_stage(files, capsys):
 
 def test_no_device_may_stay_idle_where_each_is_a_process():
     topology = Topology.flat(7, 1e9)
-    found = planning.search(profile(), topology, 8, planning.Request(), False, Reporter(1, 1, "samples"))
+    found = search(profile(), topology, 8, Request(), False, Reporter(1, 1, "samples"))
     assert any(ranked.candidate.devices < 7 for ranked in found.choice.ranked)
     most = max(candidate.devices for candidate in found.candidates)
     refusal = f"no plan has a batch of 8 rows on all of 7 devices, only on {most}; use {most} devices, or allow other batches"
     with pytest.raises(jpipe.InputError, match=refusal):
-        planning.search(profile(), topology, 8, planning.Request(all_devices=True), False, Reporter(1, 1, "samples"))
+        search(profile(), topology, 8, Request(all_devices=True), False, Reporter(1, 1, "samples"))
 
 
 def test_a_model_without_replicas_on_more_processes_than_layers_is_told_so():
     layers, topology = len(profile().layers), Topology.flat(7, 1e9)
-    alone = planning.Request(replicas=False, meshes=("none",))
-    found = planning.search(profile(), topology, 8, alone, False, Reporter(1, 1, "samples"))
+    alone = Request(replicas=False, meshes=("none",))
+    found = search(profile(), topology, 8, alone, False, Reporter(1, 1, "samples"))
     assert {max(candidate.replicas) for candidate in found.candidates} == {1}
     assert max(candidate.devices for candidate in found.candidates) == layers < 7
     refusal = f"on all of 7 devices, only on {layers}: layers carry their state .*, so stages have no replicas, and {layers} layers make"
     with pytest.raises(jpipe.InputError, match=refusal) as refused:
-        planning.search(profile(), topology, 8, dataclasses.replace(alone, all_devices=True), False, Reporter(1, 1, "samples"))
+        search(profile(), topology, 8, dataclasses.replace(alone, all_devices=True), False, Reporter(1, 1, "samples"))
     assert str(refused.value).endswith(f"use {layers} devices, or a model of more layers")
 
 

@@ -14,8 +14,13 @@ from jpipe_planner import Compiled, Profile, Topology, find_candidates, find_var
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
-from jpipe_train.plan import auto, planning
-from jpipe_train.plan.planning import Found, Parts, Request, confirm, search
+from jpipe_train.plan import auto
+from jpipe_train.plan import confirm as confirming
+from jpipe_train.plan import search as searching
+from jpipe_train.plan.confirm import confirm
+from jpipe_train.plan.inputs import Request
+from jpipe_train.plan.profiling import Parts
+from jpipe_train.plan.search import SearchResult, search
 from rich.console import Console
 
 import jpipe
@@ -46,7 +51,7 @@ def silent() -> Reporter:
     return Reporter(1, 1, "samples", Console(file=io.StringIO(), width=200))
 
 
-def searched(topology: Topology, weights: int = 10**6, dispatch: float = 0.0) -> Found:
+def searched(topology: Topology, weights: int = 10**6, dispatch: float = 0.0) -> SearchResult:
     return search(profile(weights, dispatch), topology, 8, Request(schedules=("all",)), False, silent())
 
 
@@ -61,14 +66,14 @@ def fits(monkeypatch):
             asked.append(ranked.candidate)
             return Compiled(ranked, ranked.candidate.memory, 0.0 if answer(ranked.candidate) else 2000.0, ())
 
-        monkeypatch.setattr(planning, "compile_stages", compiled)
+        monkeypatch.setattr(confirming, "compile_stages", compiled)
         return asked
 
     return use
 
 
 def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
-    monkeypatch.setattr(planning, "MOST_MICROBATCHES", 4)
+    monkeypatch.setattr(searching, "MOST_MICROBATCHES", 4)
     reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
     found = search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
     planned = find_candidates(profile(), TWO, 8)
@@ -80,7 +85,7 @@ def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
 
 
 def test_a_search_for_thousands_of_devices_says_that_it_takes_long(monkeypatch):
-    monkeypatch.setattr(planning, "MANY_DEVICES", 2)
+    monkeypatch.setattr(searching, "MANY_DEVICES", 2)
     reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
     search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
     assert told.getvalue().startswith("PipeDream's stages are searched exactly, which can take minutes for 2 devices; --schedules without")

@@ -165,7 +165,7 @@ def test_a_process_that_hangs_holds_up_nothing(tmp_path, messages):
 
 
 def test_rows_that_nobody_takes_are_not_kept_for_ever(tmp_path, messages, monkeypatch):
-    monkeypatch.setattr(wandb, "_MOST_WAITING", 3)
+    monkeypatch.setattr(wandb, "_MOST_QUEUED", 3)
     with served("time.sleep(1e6)", tmp_path, messages, limit=0.1) as log:
         for step in range(2000):
             log.write(step, {"loss": 1.0, "a metric with a long name": 2.0})

@@ -19,7 +19,7 @@ from jpipe_train.run import job, loop
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.checkpoints.records import marker_text
+from jpipe.checkpoints.records import File, marker_text
 from tests.train.conftest import changed
 from tests.train.run.test_loop import rows_of
 
@@ -38,7 +38,7 @@ def saved(tiny):
 
 def before(monkeypatch, step, action):
     """Do something before the run feeds a batch, once all checkpoints begun are written."""
-    real = checkpoints.Checkpoints.arm
+    real = checkpoints.Checkpoints.schedule_snapshot
 
     def arm(self, at):
         if at == step:
@@ -46,7 +46,7 @@ def before(monkeypatch, step, action):
             action()
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
 
 
 def test_a_run_whose_losses_never_come_does_not_end_well(saved, monkeypatch):
@@ -70,8 +70,8 @@ def test_a_run_without_its_last_checkpoint_does_not_end_well(cause, saved, monke
     if cause == "disk":
         monkeypatch.setattr(checkpoint_files, "write_layers", full)
     else:
-        arm = checkpoints.Checkpoints.arm
-        monkeypatch.setattr(checkpoints.Checkpoints, "arm", lambda self, step: None if step == 6 else arm(self, step))
+        arm = checkpoints.Checkpoints.schedule_snapshot
+        monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", lambda self, step: None if step == 6 else arm(self, step))
     config = changed(saved, checkpoint={"on_full_disk": "train"})
     with pytest.raises(RunStopped, match="the checkpoint of step 7 could not be written; the last good one is of step 6"):
         loop.main(config)
@@ -132,7 +132,7 @@ def test_lost_rows_end_the_run(damage, message, policy, saved, tmp_path, monkeyp
     ("lost", "message"),
     [
         ("metrics.jsonl", r"was moved or removed while the run was training; its newest checkpoint is of step 7, from which it resumes$"),
-        ("checkpoints/00000007", r"the checkpoint of step 7 is not in the run folder any more; the last good one is of step 6$"),
+        ("checkpoints/7", r"the checkpoint of step 7 is not in the run folder any more; the last good one is of step 6$"),
     ],
 )
 def test_what_is_lost_at_the_end_is_noticed(lost, message, saved, monkeypatch):
@@ -165,24 +165,27 @@ def test_a_network_that_fails_while_a_checkpoint_is_written_is_no_bad_input(save
 
 def sealed(place: Path) -> None:
     """Make the hashes of a checkpoint fit what is left of it, as versions of jpipe have done that listed the files afterwards."""
-    item, marker = (json.loads((place / name).read_text()) for name in ("process-0.json", "checkpoint.json"))
-    item["files"] = {name: facts for name, facts in item["files"].items() if (place / "process-0" / name).exists()}
-    (place / "process-0.json").write_text(json.dumps(item))
+    part, marker = (json.loads((place / name).read_text()) for name in ("process-0.json", "checkpoint.json"))
+    part["files"] = {name: facts for name, facts in part["files"].items() if (place / name).exists()}
+    index = {name: File(**facts) for name, facts in marker["index"].items() if (place / name).exists()}
+    (place / "process-0.json").write_text(json.dumps(part))
     digest = hashlib.sha256((place / "process-0.json").read_bytes()).hexdigest()
-    (place / "checkpoint.json").write_text(marker_text(marker["step"], {"process-0.json": digest}, marker["rows"], marker["facts"]))
+    text = marker_text(marker["step"], {"process-0.json": digest}, marker["rows"], marker["facts"], index)
+    (place / "checkpoint.json").write_text(text)
 
 
 @pytest.mark.parametrize("lost", ["index", "arrays", "facts"])
 def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, saved, monkeypatch, capsys):
     folder = loop.main(changed(saved, train={"steps": 6})).folder
-    place = folder / "checkpoints" / "00000006"
+    place = folder / "checkpoints" / "6"
     losses = [row["loss"] for row in rows_of(folder)]
     if lost == "facts":
         marker = json.loads((place / "checkpoint.json").read_text())
         marker["facts"]["devices"] = "many"
-        (place / "checkpoint.json").write_text(marker_text(6, marker["items"], marker["rows"], marker["facts"]))
+        index = {name: File(**facts) for name, facts in marker["index"].items()}
+        (place / "checkpoint.json").write_text(marker_text(6, marker["items"], marker["rows"], marker["facts"], index))
     else:
-        sizes = {file: file.stat().st_size for file in (place / "process-0").rglob("d/*")}
+        sizes = {file: file.stat().st_size for file in (place / "default").rglob("d/*")}
         next(file for file in sizes if ("ocdbt.process_0" in str(file)) == (lost == "arrays")).unlink()
         sealed(place)
     if lost == "arrays":  # so that only who reads the arrays finds it out
@@ -194,9 +197,9 @@ def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, s
     assert str(place.relative_to(folder)) in line or "step 6: facts: devices" in line
     assert line.endswith("; the one before is tried")
     assert any(line.startswith("resumes at step 4") for line in told)
-    assert f"checkpoints of later steps are kept as 00000006.old in '{folder / 'checkpoints'}'" in told
+    assert f"checkpoints of later steps are kept as 6.old in '{folder / 'checkpoints'}'" in told
     assert checkpoint_files.steps(folder) == [4, 6, 7]
-    assert (folder / "checkpoints" / "00000006.old" / "checkpoint.json").exists(), "the damaged one is not removed"
+    assert (folder / "checkpoints" / "6.old" / "checkpoint.json").exists(), "the damaged one is not removed"
     assert [row["loss"] for row in rows_of(folder)][:6] == losses
 
 
@@ -213,7 +216,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(saved, capsys):
     assert loop.main(changed(saved, train={"steps": 6}), from_checkpoint=4).steps == 6
     assert "resumes at step 4" in capsys.readouterr().out
     assert rows_of(folder) == whole
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"00000002", "00000004", "00000006", "00000006.old"}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"2", "4", "6", "6.old"}
 
 
 def test_a_run_that_goes_on_with_other_batches_reads_each_row_once(saved, monkeypatch, capsys):
@@ -234,7 +237,7 @@ def test_a_run_that_goes_on_with_other_batches_reads_each_row_once(saved, monkey
     assert found == windows
     assert len(found) == 32
     told = capsys.readouterr().out
-    assert "the training data go on at row 16" in told
+    assert "the training data continue at row 16" in told
     facts = checkpoint_files.read_facts(Path(saved["run"]["dir"]), 6)["data"]
     assert facts["batch_size"] == 4
     assert facts["position"] == {"batch": 6, "rows": [32], "pieces": 8}

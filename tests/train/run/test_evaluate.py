@@ -23,7 +23,7 @@ from jpipe_train.data import data, prepare
 from jpipe_train.data.sources import validation_names
 from jpipe_train.models import cross_entropy, layers
 from jpipe_train.run import loop
-from jpipe_train.run.evaluate import Found, Request, main
+from jpipe_train.run.evaluate import Request, Result, main
 from rich.console import Console
 
 from jpipe.checkpoints import files as checkpoint_files
@@ -57,7 +57,7 @@ def home(tmp_path_factory):
     return SimpleNamespace(folder=folder, texts=texts, other=other, run=loop.main(changed(given)).folder)
 
 
-def at_once(run: Path, rows, step: int, weights="newest") -> Found:
+def at_once(run: Path, rows, step: int, weights="newest") -> Result:
     """The whole model as one function, over all rows as one batch."""
     config = config_file.load_resolved(run / "config.yaml")
     kept = checkpoint_files.read_layers(run, step)
@@ -71,11 +71,11 @@ def at_once(run: Path, rows, step: int, weights="newest") -> Found:
     inputs, labels = jax.tree.map(lambda *each: jnp.stack(each), *rows)
     outputs = applied(stack, stack.ties.split(params), inputs)
     (total, number), (hits, counted) = cross_entropy.loss(outputs, labels), cross_entropy.correct(outputs, labels)
-    return Found(step, len(rows), len(rows), float(number), float(total / number), {"accuracy": float(hits / counted)})
+    return Result(step, len(rows), len(rows), float(number), float(total / number), {"accuracy": float(hits / counted)})
 
 
-def check_equal(found: Found, expected: Found):
-    assert (found.step, found.rows, found.there, found.labels) == (expected.step, expected.rows, expected.there, expected.labels)
+def check_equal(found: Result, expected: Result):
+    assert (found.step, found.rows, found.total, found.labels) == (expected.step, expected.rows, expected.total, expected.labels)
     assert found.loss == pytest.approx(expected.loss, rel=2e-6)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-6)
 
@@ -137,7 +137,7 @@ def test_some_batches_are_those_of_the_runs_own_validations(home):
     (last,) = [json.loads(line) for line in (home.run / "metrics.jsonl").read_text().splitlines()][-1:]
     found = main(Request(str(home.run), batches=2))
     assert (found.rows, found.loss, found.metrics) == (8, last["val_loss"], {"accuracy": last["val_accuracy"]})
-    assert found.there == len(held_out_rows(home))
+    assert found.total == len(held_out_rows(home))
 
 
 def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):

@@ -22,7 +22,7 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.models import cross_entropy
 from jpipe_train.models import layers as built_in
-from jpipe_train.report import metrics_log
+from jpipe_train.report import metrics_log, report
 from jpipe_train.report.metrics_log import mean_loss, repeatable
 from jpipe_train.run import loop
 from rich.console import Console
@@ -210,7 +210,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(tiny, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(loop.report, "write_report", full)
+    monkeypatch.setattr(report, "write_report", full)
     assert loop.main(changed(tiny)).steps == 5
     out = capsys.readouterr().out
     assert "report: cannot write in" in out
@@ -221,7 +221,7 @@ def test_a_report_that_cannot_be_drawn_ends_no_run(tiny, monkeypatch, capsys):
     def fails(*_):
         raise ValueError("no such colour\nand more")
 
-    monkeypatch.setattr(loop.report, "write_report", fails)
+    monkeypatch.setattr(report, "write_report", fails)
     assert loop.main(changed(tiny)).steps == 5
     assert "\nreport: could not be drawn: ValueError: no such colour\n" in capsys.readouterr().out
 

@@ -1,1 +1,1 @@
-"""From a config to a pipeline and its batches."""
+"""Build a pipeline and its batches from a config."""

@@ -1,6 +1,6 @@
-"""Compiled programs, kept from one run to the next in JAX's own persistent cache.
+"""Keep compiled programs from one run to the next in JAX's persistent compilation cache.
 
-What is in it is machine code that later runs execute, so only a folder that nobody else can write to is used.
+The cache holds machine code that later runs execute, so only a folder that nobody else can write to is used.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import jax
 from jpipe import InputError
 from jpipe.files import resolved
 
-AUTO = "auto"  # in place of a folder: in the user's own cache folder
+AUTO = "auto"  # the user's cache folder
 _LARGEST = 4 * 1024**3  # bytes; when a run begins, the oldest programs beyond it are removed
 _REQUESTS, _HITS = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
 
@@ -24,21 +24,21 @@ _counts = {_REQUESTS: 0, _HITS: 0}
 
 
 def use(setting: str | None) -> str | None:
-    """Have JAX keep what it compiles from here on, as `compile_cache` says; a folder that the user has given to JAX itself stays.
+    """Have JAX keep the programs that it compiles from now on; a cache folder that the user has set for JAX takes precedence.
 
     Args:
-        setting: a folder, `AUTO`, or None: nothing is kept.
+        setting: a folder, `AUTO`, or None for no cache.
 
     Returns:
-        Why nothing is kept, if the user's own cache folder cannot be used.
+        The reason if the user's default cache folder cannot be used, else None.
 
     Raises:
-        InputError: the folder cannot be used.
+        InputError: the given folder cannot be used.
     """
     if setting is None or jax.config.values["jax_compilation_cache_dir"] is not None:
         return None
     try:
-        folder = _own_folder(_default() if setting == AUTO else resolved(setting, "compile_cache"))
+        folder = _private_folder(_default() if setting == AUTO else resolved(setting, "compile_cache"))
     except OSError as error:
         problem = f"compile_cache: '{error.filename}' cannot be used: {error.strerror}"
         if setting != AUTO:
@@ -47,13 +47,13 @@ def use(setting: str | None) -> str | None:
     _remove_oldest(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a pipeline has many programs, most of them small
-    # An entry that a killed process has written in part; the program is then compiled.
+    # A killed process may leave a partial entry; the program is then compiled.
     warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
     return None
 
 
-class Counted:
-    """Counts the programs that JAX compiles from here on, and those that it finds in the cache."""
+class CacheCount:
+    """Count the programs that JAX compiles from now on, and those that it finds in the cache."""
 
     def __init__(self) -> None:
         if _count not in _listening:
@@ -62,10 +62,10 @@ class Counted:
         self._before = dict(_counts)
 
     def __str__(self) -> str:
-        programs, found = (_counts[event] - self._before[event] for event in (_REQUESTS, _HITS))
-        if not found:
+        programs, hits = (_counts[event] - self._before[event] for event in (_REQUESTS, _HITS))
+        if not hits:
             return ""
-        return " (from the cache)" if found == programs else f" ({found} of {programs} programs from the cache)"
+        return " (from the cache)" if hits == programs else f" ({hits} of {programs} programs from the cache)"
 
 
 _listening: list[object] = []
@@ -77,10 +77,10 @@ def _count(event: str, **_: str | int) -> None:
 
 
 def _default() -> Path:
-    """The user's cache folder; one inside for each kind of processor, for a home may be shared by several."""
+    """Return the user's cache folder for this kind of processor, because several machines may share a home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # a relative one is to be ignored, says the standard
+        home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # the XDG standard says to ignore a relative path
     except RuntimeError:
         raise OSError(0, "there is no home folder", "~") from None
     try:
@@ -97,15 +97,15 @@ def _processor() -> str:
     return hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:8]
 
 
-def _own_folder(folder: Path) -> Path:
-    """The folder, made if need be.
+def _private_folder(folder: Path) -> Path:
+    """Create the folder if necessary, and check that only this user can write to it.
 
     Raises:
-        OSError: it cannot be made, or somebody else can write to it.
+        OSError: it cannot be created, or somebody else can write to it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
             1, "what is in it would be executed, so it has to be a folder of your own that nobody else can write to", str(folder)
         )
@@ -113,7 +113,7 @@ def _own_folder(folder: Path) -> Path:
 
 
 def _remove_oldest(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another run does the same at this moment
+    with contextlib.suppress(OSError):  # another run may remove entries at the same time
         entries = sorted((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in os.scandir(folder) if entry.is_file())
         size = sum(entry[1] for entry in entries)
         for _, each, path in entries:

@@ -1,4 +1,4 @@
-"""Labels and tokens that the built-in loss and model have no place for: without a message the loss would only be not a number."""
+"""Check the labels and tokens of the built-in losses and models, which would silently turn the loss into NaN."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,18 +15,18 @@ from jpipe_train.data.rows import Batch, Rows
 from jpipe_train.models import cross_entropy
 
 Limit = tuple[int, int, str]
-"""The least and the largest value that have a place, and what has so many."""
+"""The smallest and the largest legal value, and the reason."""
 _NEVER_COUNTED = -(2**31)
 
 
 @dataclass(frozen=True)
-class Checked:
-    """The same batches, their integers checked as their rows are read.
+class CheckedBatches:
+    """Batches whose integers are checked as their rows are read.
 
     Attributes:
-        batches: of which.
-        name: of them, for messages.
-        limits: for inputs and labels, by the key of an array in them ("" where they are one array).
+        batches: the batches.
+        name: their name, for messages.
+        limits: for inputs and labels, the limits by key of an array ("" for a single array).
     """
 
     batches: Any
@@ -37,87 +37,97 @@ class Checked:
         return len(self.batches)
 
     @property
-    def order(self) -> Position:
-        """Where the order of the batches begins."""
-        order: Position = self.batches.order
-        return order
+    def first_position(self) -> Position:
+        """The position of the first batch."""
+        first: Position = self.batches.first_position
+        return first
 
     def position(self, batch: int) -> Position:
-        """Return where this batch begins."""
-        found: Position = self.batches.position(batch)
-        return found
+        """Return the position at which a batch begins."""
+        start: Position = self.batches.position(batch)
+        return start
 
-    def continued(self, position: Position) -> "Checked":
+    def continued(self, position: Position) -> "CheckedBatches":
         """Return the same data in batches that begin at `position`."""
         return replace(self, batches=self.batches.continued(position))
 
     def __getitem__(self, index: int) -> Batch:
         batch = self.batches[index]
         inputs, labels = (
-            jax.tree_util.tree_map_with_path(partial(self._checked, index, what, limits), part)
+            jax.tree_util.tree_map_with_path(partial(self._with_check, index, what, limits), part)
             for part, what, limits in zip(batch, ("input", "label"), self.limits, strict=True)
         )
         return inputs, labels
 
-    def _checked(self, index: int, what: str, limits: dict[str, Limit], path: Any, rows: Rows) -> Rows:
+    def _with_check(self, index: int, what: str, limits: dict[str, Limit], path: Any, rows: Rows) -> Rows:
         key = jax.tree_util.keystr(path, simple=True, separator="/")
         if key not in limits:
             return rows
         least, most, why = limits[key]
 
         def read(start: int, stop: int) -> np.ndarray:
-            found = rows[start:stop]
-            outside = found[(found < least) | (found > most)]
+            values = rows[start:stop]
+            outside = values[(values < least) | (values > most)]
             if outside.size:
-                begins = f"from {least} to {most}" if least > _NEVER_COUNTED else f"at most {most}"
+                expected = f"from {least} to {most}" if least > _NEVER_COUNTED else f"at most {most}"
                 raise InputError(
-                    f"data: expected every {what} to be {begins} ({why}), found {outside.flat[0]} in {self.name}[{index}]"
+                    f"data: expected every {what} to be {expected} ({why}), found {outside.flat[0]} in {self.name}[{index}]"
                     f"{f' ({key})' if key else ''}; correct the {what}s, or the model"
                 )
-            return found
+            return values
 
         return replace(rows, read=read)
 
 
-def checked(config: Config, batches: data.Data, outputs: Any) -> data.Data:
-    """The same data, checked where something built in reads it; the first batch of each kind at once, by process 0.
+def check_labels(config: Config, batches: data.Data, outputs: Any) -> data.Data:
+    """Return the same data with checks of its labels and tokens; process 0 checks the first batch of each kind immediately.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         batches: its data.
         outputs: shapes and dtypes of the outputs of the model.
 
     Raises:
-        InputError: a label or a token of a first batch is out of range.
+        InputError: a label or a token of a first batch is out of range; the model has fewer outputs than the data has words or classes.
     """
-    limits = _of_inputs(config), _of_labels(config, outputs)
+    if batches.vocab_size is not None:
+        _check_outputs(batches.vocab_size, batches, outputs)
+    limits = _input_limits(config), _label_limits(config, outputs)
     if not any(limits):
         return batches
-    train, validation = Checked(batches.train, "train", limits), Checked(batches.validation, "validation", limits)
-    if jax.process_index() == 0:  # the others read only what their own workers need, and hear of what it refuses
+    train, validation = CheckedBatches(batches.train, "train", limits), CheckedBatches(batches.validation, "validation", limits)
+    if jax.process_index() == 0:  # the other processes only read what their own workers need
         for first in (train[batches.first], validation[0]):
             jax.tree.map(lambda rows: rows[: len(rows)], first)
     return replace(batches, train=train, validation=validation)
 
 
-def _of_inputs(config: Config) -> dict[str, Limit]:
-    """Of tokens and of the first or second sentence, where a built-in model reads other data than bytes."""
-    if config.data.target is None or config.data.is_built_in:
-        return {}
-    if config.model.is_built_in:
-        number = getattr(config.model.parsed, "vocab_size", None)
-        if number is None:  # a model of images
-            return {}
-        words = 0, number - 1, f"the model has {number} words, model.arguments.vocab_size"
-        return {"source": words, "target": words, "tokens": words}
-    if config.model.target is not None:
+def _check_outputs(need: int, batches: data.Data, outputs: Any) -> None:
+    """Check that a model with logits for each label has one for each of the words or classes of the data.
+
+    Raises:
+        InputError: it has fewer.
+    """
+    labels = batches.like[1]
+    if not hasattr(outputs, "shape") or not hasattr(labels, "shape") or len(outputs.shape) != len(labels.shape) + 1:
+        return
+    if need > (have := cross_entropy.vocab_size(outputs)):
+        raise InputError(
+            f"model.arguments: expected at least {need} outputs for each label, for the words or classes of {batches.source}, "
+            f"found {have}; raise their number, or keep fewer words or classes"
+        )
+
+
+def _input_limits(config: Config) -> dict[str, Limit]:
+    """Return the limits of tokens and sentence types if a built-in model reads data other than bytes."""
+    if config.data.target is None or config.model.target is not None:
         return {}
     symbols = 0, config.model.vocab_size - 1, f"the built-in model has {config.model.vocab_size} symbols, model.vocab_size"
     return {"": symbols, "tokens": symbols, "types": (0, 1, "there are two sentences")}
 
 
-def _of_labels(config: Config, outputs: Any) -> dict[str, Limit]:
-    """Where the built-in loss reads something else than its own labels: those below zero are not counted."""
+def _label_limits(config: Config, outputs: Any) -> dict[str, Limit]:
+    """Return the limits of labels if the built-in loss reads labels other than its own; labels below zero are not counted."""
     if config.loss.target is not None or (config.model.target is None and config.data.target is None):
         return {}
     count = cross_entropy.vocab_size(outputs)

@@ -1,4 +1,4 @@
-"""The meshes of a plan's stages: in words, their devices, and heads of a built-in model that they do not divide."""
+"""The meshes of a plan's stages: their description, their devices, and a check that they divide the heads of a built-in model."""
 
 import jpipe
 from jpipe import InputError
@@ -7,29 +7,29 @@ from jpipe_train.config.model_config import ModelConfig
 
 
 def has_meshes(plan: jpipe.Plan) -> bool:
-    """Whether a stage has a mesh."""
+    """Return whether a stage has a mesh."""
     return any(stage.mesh for stage in plan.stages)
 
 
 def mesh_words(plan: jpipe.Plan) -> str:
-    """`(data 2, model 2)`, `(model 2), one device`, `one device each`."""
+    """Return a description such as `(data 2, model 2)`, `(model 2), one device` or `one device each`."""
     if not has_meshes(plan):
         return "one device each"
-    found = [_words(stage) for stage in plan.stages]
+    descriptions = [_words(stage) for stage in plan.stages]
     shared = ", optimizer state shared by replicas" if plan.shard_optimizer else ""
-    return (found[0] if len(set(found)) == 1 else ", ".join(found)) + shared
+    return (descriptions[0] if len(set(descriptions)) == 1 else ", ".join(descriptions)) + shared
 
 
 def device_kinds(pipe: jpipe.Pipeline) -> list[str]:
-    """JAX's name of the kind of each device of the run, those of all processes."""
+    """Return JAX's name for the kind of each device of the run, over all processes."""
     return [device.device_kind for device in dict.fromkeys(device for place in pipe.places for device in place.devices)]
 
 
 def check_heads(model: ModelConfig, plan: jpipe.Plan) -> None:
-    """Refuse meshes whose devices would have parts of a head of a built-in model. The library itself looks at the dims of parameters.
+    """Check that no device would have a part of a head of a built-in model; the library itself checks the dimensions of parameters.
 
     Raises:
-        InputError: the first of these.
+        InputError: a mesh does not divide the heads.
     """
     if model.target is not None:
         return
@@ -37,7 +37,7 @@ def check_heads(model: ModelConfig, plan: jpipe.Plan) -> None:
     for s, stage in enumerate(plan.stages):
         if not any(layer_id.startswith("block_") for layer_id in stage.layers):
             continue
-        # The kernel of queries, keys and values is one, with the rule of "heads".
+        # Queries, keys and values share one kernel, with the rule of "heads".
         axis = rules["heads"]
         degree = 1 if axis is None else stage.mesh.get(axis, 1)
         for key, count in (("heads", model.heads), ("kv_heads", model.kv_heads_used)):

@@ -1,4 +1,4 @@
-"""The optimizer that a config names: an optax one or the user's own, its learning-rate schedule, and which parameters decay."""
+"""The optimizer that a config names, from optax or the user's, its learning-rate schedule, and the parameters that decay."""
 
 import difflib
 import functools
@@ -12,48 +12,48 @@ import optax
 
 from jpipe import InputError
 from jpipe_train.config import entry_point, optax_names
-from jpipe_train.config.arguments import LARGEST, check_names, converted, parameters_of
+from jpipe_train.config.arguments import LARGEST, check_names, convert, parameters_of
 from jpipe_train.config.config import OptimizerConfig
 
 Tree = Any
-_STRETCH = 1024  # updates whose learning rates are asked for together
-MASKS = ("mask", "weight_decay_mask")  # what optax calls the argument for `decay`
+_BLOCK = 1024  # updates whose learning rates are computed together
+MASKS = ("mask", "weight_decay_mask")  # optax's names for the argument that selects what decays
 
 
 def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.GradientTransformation:
-    """The optimizer with its learning-rate schedule over a run. (`jpipe.Pipeline` finds out whether it suits a pipeline.)
+    """Return the optimizer with its learning-rate schedule; `jpipe.Pipeline` checks whether it suits a pipeline.
 
     Args:
-        config: its name and arguments.
-        steps: the batches of the run.
+        config: the section `optimizer`.
+        steps: the number of batches of the run.
         params: shapes and dtypes of the model's parameters, by layer id.
 
     Raises:
-        InputError: arguments that it does not have, lacks or refuses; a pattern of `decay` that no parameter matches.
+        InputError: arguments are unknown, missing or rejected; a pattern of `decay` matches no parameter.
     """
-    own = ":" in config.name
-    factory = entry_point.load(config.name, "optimizer.name") if own else optax_names.optimizers()[config.name]
+    is_of_user = ":" in config.name
+    factory = entry_point.load(config.name, "optimizer.name") if is_of_user else optax_names.optimizers()[config.name]
     parameters = parameters_of(factory)
     mask = next((name for name in MASKS if name in parameters), None)
-    filled = {"learning_rate": "is optimizer.learning_rate"} | ({mask: "is optimizer.decay"} if mask else {})
-    with entry_point.placed("optimizer.arguments"):
-        check_names(factory, config.name, config.arguments, filled)
-        arguments = dict(config.arguments) if own else converted(factory, config.name, config.arguments)
+    reserved = {"learning_rate": "is optimizer.learning_rate"} | ({mask: "is optimizer.decay"} if mask else {})
+    with entry_point.errors_about("optimizer.arguments"):
+        check_names(factory, config.name, config.arguments, reserved)
+        arguments = dict(config.arguments) if is_of_user else convert(factory, config.name, config.arguments)
     if "learning_rate" in parameters:
         arguments["learning_rate"] = _rate(config, steps, factory)
     else:
-        _refuse_rate(config)
+        _check_no_rate(config)
     if mask:
-        arguments[mask] = _decays(config.decay)
+        arguments[mask] = _decay_mask(config.decay)
     elif config.decay is not None:
         raise InputError(
             f"optimizer.decay: '{config.name}' cannot choose what decays (it has none of the arguments {' and '.join(MASKS)}); leave it out"
         )
-    _refuse_idle(config.decay or (), params)
+    _check_patterns(config.decay or (), params)
     if config.inject_hyperparams:
         numbers = {"learning_rate"} | {name for name, value in config.arguments.items() if isinstance(value, float)}
         factory = optax.inject_hyperparams(factory, static_args=set(parameters) - numbers)
-    with entry_point.reported(f"optimizer: '{config.name}' refuses its arguments"):
+    with entry_point.user_errors(f"optimizer: '{config.name}' refuses its arguments"):
         rule = factory(**arguments)
     if not isinstance(rule, optax.GradientTransformation):
         raise InputError(f"optimizer.name: expected '{config.name}' to return an optax.GradientTransformation, found {type(rule).__name__}")
@@ -61,13 +61,13 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float] | None:
-    """The learning rate of each batch, by how many came before; None where that is not known. (Those of one update have one rate.)
+    """Return a function from the number of a batch to its learning rate, or None if that is not known.
 
-    It is not of an optimizer of the user's own, nor of one that has none.
+    It is unknown for an optimizer of the user's and for one without a learning rate. All batches of one update have the same rate.
 
     Args:
-        config: of an optimizer that `optimizer` has taken.
-        steps: as there.
+        config: the section `optimizer`, which `optimizer` has accepted.
+        steps: the number of batches of the run.
     """
     factory = None if ":" in config.name else optax_names.optimizers()[config.name]
     if factory is None or "learning_rate" not in parameters_of(factory):
@@ -77,24 +77,26 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
         return lambda _: rate
 
     @functools.lru_cache(maxsize=2)
-    def stretch(number: int) -> list[float]:
-        """Many at once: to ask a device for each would wait for its work."""
+    def rates_of_block(number: int) -> list[float]:
+        """Compute many rates at once, because each request would wait for the device's work."""
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            found = jax.vmap(rate)(np.arange(number * _STRETCH, (number + 1) * _STRETCH, dtype=np.int32))
-        return [float(f"{value:.6g}") for value in np.broadcast_to(np.asarray(found, np.float64), _STRETCH)]
+            rates = jax.vmap(rate)(np.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=np.int32))
+        return [float(f"{value:.6g}") for value in np.broadcast_to(np.asarray(rates, np.float64), _BLOCK)]
 
     def of_batch(batch: int) -> float:
         update = batch // config.accumulate_batches
-        return stretch(update // _STRETCH)[update % _STRETCH]
+        return rates_of_block(update // _BLOCK)[update % _BLOCK]
 
     return of_batch
 
 
 def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Schedule:
-    """From near 0 up to `peak` over `warmup_steps` updates, then constant, down a cosine to a tenth of it at `updates`, or as optax has it.
+    """Return a schedule that rises to `peak` over `warmup_steps` updates and then follows `config.lr_schedule`.
+
+    That is constant, a cosine down to a tenth of the peak at `updates`, or a schedule of optax.
 
     Raises:
-        InputError: arguments that the schedule does not have, lacks or refuses.
+        InputError: arguments of the schedule are unknown, missing or rejected.
     """
     warmup = config.warmup_steps
     match config.lr_schedule:
@@ -108,17 +110,17 @@ def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Sch
             schedule = optax_names.schedules()[name]
             rate = optax_names.rate_of(schedule)
             assert rate is not None
-            with entry_point.placed("optimizer.lr_arguments"):
+            with entry_point.errors_about("optimizer.lr_arguments"):
                 check_names(schedule, name, config.lr_arguments, {rate: "is optimizer.learning_rate"})
-                arguments = converted(schedule, name, config.lr_arguments)
-            with entry_point.reported(f"optimizer.lr_arguments: '{name}' refuses them"):
+                arguments = convert(schedule, name, config.lr_arguments)
+            with entry_point.user_errors(f"optimizer.lr_arguments: '{name}' refuses them"):
                 after = schedule(**{rate: peak}, **arguments)
-    # The first update uses peak / (warmup + 1), not 0: an update that changes nothing is a step wasted.
+    # The first update uses peak / (warmup + 1), not 0, which would waste a step.
     return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup]) if warmup else after
 
 
 def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> float | optax.Schedule:
-    """A number where it never changes, for some optimizers take nothing else, or a schedule."""
+    """Return a number if the rate never changes, because some optimizers accept nothing else, or else a schedule."""
     parameter = parameters_of(factory)["learning_rate"]
     own_default = parameter.default if isinstance(parameter.default, float) else 1e-3
     peak = min(config.learning_rate or own_default, LARGEST)
@@ -133,15 +135,15 @@ def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> f
     return schedule
 
 
-def _refuse_rate(config: OptimizerConfig) -> None:
+def _check_no_rate(config: OptimizerConfig) -> None:
     default = OptimizerConfig()
     for key in ("learning_rate", "lr_schedule", "lr_arguments", "warmup_steps"):
         if getattr(config, key) != getattr(default, key):
             raise InputError(f"optimizer.{key}: '{config.name}' has no argument learning_rate; leave it out")
 
 
-def _decays(patterns: list[str] | None) -> Callable[[Tree], Tree]:
-    """Which leaves decay, as optax's masks want it: matrices (not biases and norms), or those that the patterns choose."""
+def _decay_mask(patterns: list[str] | None) -> Callable[[Tree], Tree]:
+    """Return a mask for optax of the leaves that decay: matrices (not biases and norms), or those that the patterns select."""
     wanted = [pattern for pattern in patterns or () if not pattern.startswith("!")]
     unwanted = [pattern[1:] for pattern in patterns or () if pattern.startswith("!")]
 
@@ -153,8 +155,8 @@ def _decays(patterns: list[str] | None) -> Callable[[Tree], Tree]:
     return lambda params: jax.tree_util.tree_map_with_path(decays, params)
 
 
-def _refuse_idle(patterns: Sequence[str], params: Mapping[str, Tree]) -> None:
-    """A pattern that matches nothing is a typo."""
+def _check_patterns(patterns: Sequence[str], params: Mapping[str, Tree]) -> None:
+    """Check that every pattern matches a parameter."""
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)] if patterns else []
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):

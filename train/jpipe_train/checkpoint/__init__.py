@@ -1,1 +1,1 @@
-"""The run folder: checkpoints, resuming, warm starts, exports, and the history of a run."""
+"""Run folders, checkpoints, resuming, warm starts, exports and the history of a run."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, taken and written while it goes on."""
+"""Checkpoints of a run, written in the background while it trains."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -19,24 +19,24 @@ _PATIENCE = 600.0  # seconds that process 0 waits for the parts of the others
 
 
 class _NotRemoved(OSError):
-    """The new checkpoint is there, one that is no longer wanted too."""
+    """A new checkpoint is complete, but an old one could not be removed."""
 
 
 class Checkpoints:
-    """Takes a snapshot of the run at every so many batches and at its end, and has it written in the background.
+    """Takes snapshots of a run at regular batches and at its end, and writes them in the background.
 
-    A snapshot is written once the rows of all batches before it are in `metrics.jsonl`; the next one waits for that. All processes write
-    their parts, and process 0 says that it is complete.
+    A snapshot is written when the rows of all batches before it are in `metrics.jsonl`; the next one waits for that. All processes write
+    their parts, and process 0 completes the checkpoint.
 
     Args:
-        config: how often, and what is kept.
-        pipe: what runs.
+        config: when checkpoints are written and which are kept.
+        pipe: the pipeline of the run.
         folder: of the run, the same for all processes.
-        steps: of the run.
+        steps: the number of steps of the run.
         together: the processes of the run.
-        facts: what else a checkpoint says, whatever its batch.
-        rows: gives those of the run so far; process 0 is asked.
-        say: gets, in process 0, what went wrong.
+        facts: the facts of all checkpoints of the run.
+        rows: returns the rows of the run so far; only process 0 calls it.
+        say: gets, in process 0, a line for each failure.
     """
 
     def __init__(
@@ -53,32 +53,32 @@ class Checkpoints:
         self._config, self._pipe, self._folder, self._steps = config, pipe, folder, steps
         self._facts, self._rows, self._say = facts, rows, say
         self._together = together
-        self._snapshots: list[jpipe.runtime.Snapshot] = []  # not handed over yet, in order
+        self._snapshots: list[jpipe.runtime.Snapshot] = []  # not being written yet, in order
         self._writing: Future[None] | None = None
-        self._is_last = False  # whether the last one was begun, but for that at the end
+        self._is_last = False  # whether `schedule_last` was called
         self._thread = ThreadPoolExecutor(1, "checkpoints")
-        # Held open, to notice that another one is in its place. Where no checkpoints are written, only process 0 need see it.
+        # Kept open to notice when another folder takes its place. Without checkpoints only process 0 needs the folder.
         self._open_folder = None if config.every is None else os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.written: int | None = None  # the last complete one, as far as process 0 knows
+        self.written: int | None = None  # the step of the last complete checkpoint, in process 0
 
-    def arm(self, step: int) -> None:
-        """Before `step` runs: begin to take the snapshot behind it, if one is due there."""
+    def schedule_snapshot(self, step: int) -> None:
+        """Begin the snapshot after `step`, which is about to run, if one is due."""
         every = self._config.every
         if every is not None and (step + 1 == self._steps or ((step + 1) % every == 0 and not self._is_last)):
             self._snapshots.append(self._pipe.snapshot(step + 1))
 
-    def arm_last(self, step: int) -> None:
-        """Before `step` runs: begin the snapshot behind it, due or not; none is due any more after it, but that at the run's end."""
+    def schedule_last(self, step: int) -> None:
+        """Begin the snapshot after `step`, which is about to run; after it only the one at the end of the run is due."""
         self._is_last = True
         self._snapshots.append(self._pipe.snapshot(step + 1))
 
     @property
-    def last_is_over(self) -> bool:
-        """Whether `arm_last` was called and its snapshot is written, in process 0 by all processes; or could not be."""
+    def last_is_done(self) -> bool:
+        """Whether the snapshot of `schedule_last` is written or has failed; in process 0, that of all processes."""
         return self._is_last and not self._snapshots and (self._writing is None or self._writing.done())
 
     def observing(self, other: Observer | None = None) -> Observer | None:
-        """What `Pipeline.step` is to be observed with: the snapshots that are being taken, and `other`."""
+        """Return the observer for `Pipeline.step`, which passes events to unfinished snapshots and to `other`."""
         observers: list[Observer] = [snapshot for snapshot in self._snapshots if not snapshot.complete]
         observers += [] if other is None else [other]
         if len(observers) < 2:
@@ -90,31 +90,31 @@ class Checkpoints:
 
         return observe
 
-    def proceed(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
-        """Have snapshots written that are complete and whose rows are logged; say what became of the one before.
+    def flush_finished(self, logged: int, facts: Callable[[int], Mapping[str, Any]]) -> None:
+        """Start to write the snapshots that are complete and whose rows are logged, and report failures of the one before.
 
         Args:
             logged: the last step whose row is written.
-            facts: what a checkpoint says of its own batch.
+            facts: returns the facts of the checkpoint of a step.
 
         Raises:
-            OSError: the disk is full, and the config says to stop then.
+            OSError: the disk is full, and `checkpoint.on_full_disk` is "stop".
             TimeoutError: another process did not write its part.
         """
         if self._writing is not None and self._writing.done():
-            self.finish()  # so that what went wrong is reported now
-        # Near the run's end one may stay incomplete: its workers do not come to the forwards that it waits for. That at the end is there.
+            self.finish()  # to report failures now
+        # Near the end of a run workers may not reach the forwards that a snapshot waits for; the last one of the run completes.
         for snapshot in [snapshot for snapshot in self._snapshots if snapshot.complete and snapshot.batch <= logged + 1]:
             self._snapshots.remove(snapshot)
             self.finish()
             self._writing = self._thread.submit(self._write, snapshot, {**self._facts, **facts(snapshot.batch)})
 
     def finish(self) -> None:
-        """Wait for what is being written.
+        """Wait for the checkpoint that is being written.
 
         Raises:
-            OSError: as `proceed`.
-            FolderChanged: the run folder is not where it was, whatever the config says.
+            OSError: as `flush_finished`.
+            FolderChanged: the run folder was moved or replaced.
             jpipe.runtime.CopiesDiffer: copies of a shared parameter differ.
         """
         writing, self._writing = self._writing, None
@@ -135,7 +135,7 @@ class Checkpoints:
             self._say(f"{what}: {error.strerror or error}; the run goes on, {kept}")
 
     def missing(self, step: int) -> str | None:
-        """Return in process 0 what is wrong with the checkpoint of this step, with which the run ends; None: it is there, or not due."""
+        """Return in process 0 what is wrong with the last checkpoint, of `step`; None if it is complete or not due."""
         if self._config.every is None or not self._together.is_first:
             return None
         from jpipe.checkpoints import files
@@ -147,19 +147,19 @@ class Checkpoints:
         return f"the checkpoint of step {step} {what}; {kept}"
 
     def close(self) -> None:
-        """Begin nothing more; what is being written is finished, if it can be."""
+        """Finish the checkpoint that is being written and drop the other snapshots."""
         self._snapshots.clear()
         self._thread.shutdown(wait=True)
         if self._open_folder is not None:
             os.close(self._open_folder)
 
     def _kept(self, none: str, but: int | None = None) -> str:
-        """What is left, in words: the last complete checkpoint, but for that of one step."""
+        """Describe the last complete checkpoint, except that of step `but`."""
         from jpipe.checkpoints import steps
 
         try:
             whole = [step for step in steps(self._folder) if step != but]
-        except (jpipe.InputError, OSError):  # the disk is out of order
+        except (jpipe.InputError, OSError):  # the disk has failed
             whole = []
         return f"the last good one is of step {whole[-1]}" if whole else none
 
@@ -167,12 +167,12 @@ class Checkpoints:
         self._check_folder()
         try:
             self._save(snapshot, facts)
-            self._check_folder()  # whoever writes a file makes the folders above it again
+            self._check_folder()  # writing a file creates the folders above it again
         except jpipe.InputError as error:
             reported = reported_by_system(error)
             if reported is None:
                 raise
-            raise OSError(reported.errno, str(error)) from error  # what was right when the run began is no mistake of the user's
+            raise OSError(reported.errno, str(error)) from error  # not the user's mistake, for it was possible when the run began
 
     def _save(self, snapshot: jpipe.runtime.Snapshot, facts: Mapping[str, Any]) -> None:
         from jpipe.checkpoints import files, save

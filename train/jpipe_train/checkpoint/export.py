@@ -1,4 +1,4 @@
-"""`jpipe export`: the weights of a run by name, in one safetensors file."""
+"""`jpipe export`: the weights of a run by name, in a safetensors file or as an Orbax checkpoint."""
 
 import contextlib
 import os
@@ -14,91 +14,126 @@ from safetensors.numpy import save
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.files import expanded, resolved, shown, write_atomically
+from jpipe.checkpoints.orbax_item import write_tree
+from jpipe.files import expanded, new_folder, resolved, shown, unused, write_atomically
 from jpipe_train.console.terminal import count
 
 ENDING = ".safetensors"
 Weights = Literal["newest", "ema"]
 
 
-def main(run: str, out: str, step: int | None, report: Callable[[str], None], weights: Weights = "newest") -> None:
-    """Write the parameters and the layer state of a checkpoint into a file, which appears whole or not at all.
+def main(
+    run: str,
+    out: str,
+    step: int | None,
+    report: Callable[[str], None],
+    weights: Weights = "newest",
+    layout: Literal["jpipe", "orbax"] = "jpipe",
+) -> None:
+    """Write the parameters and the layer state of a checkpoint into a file or folder, which appears whole or not at all.
 
     Args:
         run: the folder of the run.
-        out: the file, a new one.
+        out: the new file, or with `layout` "orbax" the new folder.
         step: of the checkpoint; None: the newest that is whole.
-        report: gets a line for what was written, and for each newer checkpoint that is damaged.
+        report: gets a line for what was written, and one for each newer checkpoint that is damaged.
         weights: the newest parameters, or their moving average.
+        layout: a safetensors file, or an Orbax item with the names as nested dicts.
 
     Raises:
-        InputError: no such run or checkpoint, a damaged one, one without an average, or a file that cannot be written.
+        InputError: no such run or checkpoint, a damaged one, one without an average, or `out` cannot be written.
     """
-    file = _new_file(out)
+    path = _new_file(out) if layout == "jpipe" else unused(out, "--out")
     folder = resolved(run, "export")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
     step = step_of(folder, step, "export", report)
     layers = _averaged(folder, step, checkpoint_files.read_layers(folder, step))
     arrays = by_name(layers if weights == "newest" else with_ema(layers, step))
-    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # others it would write shuffled
+    size = (_write_safetensors if layout == "jpipe" else _write_orbax)(path, out, arrays, step)
+    report(f"{out}: {count(len(arrays), 'array')}, {size:,} bytes, step {step} of {run}")
+
+
+def _write_safetensors(path: Path, out: str, arrays: Mapping[str, Any], step: int) -> int:
+    """Write arrays into a file and return its size."""
+    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # safetensors would shuffle other orders
     try:
         content = save(ordered, {"jpipe": f"{jpipe.__version__}, step {step}"})
-        write_atomically(file, content)
+        write_atomically(path, content)
     except SafetensorError as error:
-        raise InputError(f"export: a safetensors file cannot hold this model: {error}; read the checkpoint with Orbax") from None
+        raise InputError(f"export: a safetensors file cannot hold this model: {error}; use --layout orbax") from None
     except OSError as error:
         raise InputError(f"--out: cannot write '{out}': {error.strerror}; choose another file") from None
-    report(f"{out}: {count(len(arrays), 'array')}, {len(content):,} bytes, step {step} of {run}")
+    return len(content)
+
+
+def _write_orbax(path: Path, out: str, arrays: Mapping[str, Any], step: int) -> int:
+    """Write arrays as the Orbax item `path` and return the size of its files."""
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *outer, last = name.split("/")
+        inner = tree
+        for part in outer:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise InputError(f"export: a tree cannot hold '{name}', because an array has the name of its dict; leave out --layout")
+        if inner.setdefault(last, array) is not array:
+            raise InputError(f"export: a tree cannot hold '{name}', because a dict has the same name; leave out --layout")
+    with new_folder(path, "--out") as unfinished:
+        write_tree(unfinished, tree)
+        return sum(file.stat().st_size for file in unfinished.rglob("*") if file.is_file())
 
 
 def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights among what `checkpoint_files.read_layers` (or `layer_specs`) gives.
+    """Return the weights of a checkpoint by name.
+
+    Args:
+        layers: from `checkpoint_files.read_layers` or `layer_specs`.
 
     Returns:
-        The newest parameters, in float32 where the checkpoint has masters, by "layer id/path"; and layer state, of replicas that of the
-        first, by "layer id state/path".
+        The newest parameters by "layer id/path", in float32 if the checkpoint has masters; and the layer state of the first replica by
+        "layer id state/path".
 
     Raises:
         InputError: two of them have the same name.
     """
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for layer_id, parts in layers.items():
         if jpipe.runtime.layer_of(layer_id, layers.keys() - {layer_id}) is not None:
-            continue  # what another replica of that layer has of its own
+            continue  # the layer state of another replica
         newest = by_path(jpipe.runtime.masters_in(parts) or parts.get("params", {}).get("0", {}))
-        if shared := jpipe.runtime.shared_place(layer_id, layers):  # one array, by the name of its first place
+        if shared := jpipe.runtime.shared_place(layer_id, layers):  # one array, by the name of the first parameter that uses it
             layer_id, newest = shared[0], dict(zip(shared[1:], newest.values(), strict=True))
         trees = {layer_id: newest, state_name(layer_id): by_path(parts.get("state", {}))}
         for before, tree in trees.items():
             for path, leaf in tree.items():
-                if (name := f"{before}/{path}") in found:
+                if (name := f"{before}/{path}") in arrays:
                     raise InputError(f"export: two arrays of the checkpoint would both be '{name}'; read it with Orbax")
-                found[name] = leaf
-    return found
+                arrays[name] = leaf
+    return arrays
 
 
 def with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The layers with the moving average of the parameters in place of the parameters, in their dtypes."""
-    found, known = {}, False
+    """Return layers with the moving average of the parameters in place of the parameters, in the same dtypes."""
+    averaged, has_average = {}, False
     for layer_id, parts in layers.items():
         masters, optimizer = jpipe.runtime.masters_in(parts), parts.get("optimizer")
         newest = by_path(masters or parts.get("params", {}).get("0", {}))
-        held = optimizer.get("state") if masters and isinstance(optimizer, Mapping) else optimizer
-        averages = by_path(held.get("weights_ema", {})) if isinstance(held, Mapping) else {}
-        known = known or bool(averages)
-        # The average of a parameter that is not trained is the parameter itself.
+        inner = optimizer.get("state") if masters and isinstance(optimizer, Mapping) else optimizer
+        averages = by_path(inner.get("weights_ema", {})) if isinstance(inner, Mapping) else {}
+        has_average = has_average or bool(averages)
+        # A frozen parameter is its own average.
         params = {path: np.asarray(averages.get(path, leaf)).astype(leaf.dtype) for path, leaf in newest.items()}
-        found[layer_id] = {"params": {"0": params}} | {name: parts[name] for name in ("state",) if name in parts}
-    if not known:
+        averaged[layer_id] = {"params": {"0": params}} | {name: parts[name] for name in ("state",) if name in parts}
+    if not has_average:
         raise InputError(
             f"--weights: the checkpoint of step {step} has no moving average of the weights (layer '{next(iter(layers))}'); "
             "leave it out, or train with optimizer.ema_decay"
         )
-    return found
+    return averaged
 
 
 def _averaged(folder: Path, step: int, layers: dict[str, Any]) -> dict[str, Any]:
-    """With the mean of the layer state over the replicas, where the plan of the run says that they average it."""
+    """Return layers with the mean of the layer state over the replicas, if the run's plan has `sync_state`."""
     facts = checkpoint_files.read_facts(folder, step)
     plan = facts.get("plan") if isinstance(facts, Mapping) else None
     if isinstance(plan, str) and not jpipe.Plan.from_json(plan, where=f"the plan of the checkpoint of step {step}").sync_state:
@@ -107,32 +142,32 @@ def _averaged(folder: Path, step: int, layers: dict[str, Any]) -> dict[str, Any]
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their paths, such as "dense/kernel"; as checkpoints name them, "array" where the tree is one array.
+    """Return the leaves of a pytree by their paths, such as "dense/kernel"; a tree that is one array has the path "array".
 
     Raises:
         InputError: two leaves have the same path.
     """
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
-        if name in found:
+        if name in leaves:
             raise InputError(f"checkpoint: two arrays of a layer would have the name '{name}'; rename one of them in the model")
-        found[name] = leaf
-    return found
+        leaves[name] = leaf
+    return leaves
 
 
 def state_name(layer_id: str) -> str:
-    """What stands in an export in place of a layer's id where its state is meant."""
+    """Return the name that the state of a layer has in an export, in place of its id."""
     return f"{layer_id} state"
 
 
 def step_of(folder: Path, step: int | None, where: str, report: Callable[[str], None]) -> int:
-    """Which checkpoint of a run to take.
+    """Choose a checkpoint of a run.
 
     Args:
         folder: the run's.
-        step: the one that is wanted; None: the newest that is whole.
-        where: who wants it, for error messages.
+        step: of the checkpoint; None: the newest that is whole.
+        where: the config key or command, for messages.
         report: gets a line for each newer one that is damaged.
 
     Raises:
@@ -141,16 +176,16 @@ def step_of(folder: Path, step: int | None, where: str, report: Callable[[str], 
     try:
         with contextlib.suppress(FileNotFoundError):
             os.stat(folder / "checkpoints")
-        there = checkpoint_files.steps(folder)
+        steps = checkpoint_files.steps(folder)
     except OSError as error:
         raise InputError(f"{where}: cannot read '{shown(folder)}': {error.strerror}; give the folder of a run") from None
-    if not there:
+    if not steps:
         found = "found none" if folder.is_dir() else f"but there is no folder '{shown(folder)}'"
         raise InputError(
             f"{where}: expected checkpoints in '{shown(folder / 'checkpoints')}', {found}; give the folder of a run that wrote some"
         )
-    if step is not None and step not in there:
-        raise InputError(f"--step: expected one of {', '.join(map(str, there))}, the checkpoints in '{shown(folder)}', found {step}")
+    if step is not None and step not in steps:
+        raise InputError(f"--step: expected one of {', '.join(map(str, steps))}, the checkpoints in '{shown(folder)}', found {step}")
     chosen = checkpoint_files.newest_good(folder, report) if step is None else step
     if chosen is None:
         raise InputError(f"{where}: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; take another run")

@@ -1,4 +1,4 @@
-"""The parts of a run: from its beginning, or from where it was resumed, to where it ended or was resumed again."""
+"""The history of a run in parts, each from a start or resume to the next resume or the end."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -10,24 +10,24 @@ import jpipe
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.console.terminal import count, duration
 
-MOST_PARTS = 1000  # that a checkpoint keeps, the latest
+MOST_PARTS = 1000  # the latest, which a checkpoint keeps
 
 _Words = Annotated[str, pydantic.Field(max_length=300)]
 Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
 
 
 class Part(pydantic.BaseModel):
-    """One part of a run. All but the first two fields may be unknown: a jpipe that kept no history wrote the checkpoint.
+    """One part of a run; the optional fields are unknown in checkpoints of versions of jpipe that kept no history.
 
     Attributes:
         first: its first step.
         end: the step after its last.
-        plan: in words.
-        optimizer: in words.
-        devices: how many.
-        began: when, in UTC.
-        seconds: from its beginning, start-up included, to its end; work that was lost when it was killed is in neither this nor `end`.
-        updates: how many the optimizer had counted before `first`; None where that differs between stages.
+        plan: its description.
+        optimizer: its description.
+        devices: their number.
+        began: its start, in UTC.
+        seconds: its duration, start-up included; steps that were lost when it was killed are in neither this nor `end`.
+        updates: the number of optimizer updates before `first`; None if it differs between stages.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore", frozen=True)
@@ -46,10 +46,10 @@ class History:
     """The parts of a run so far.
 
     Args:
-        before: those that ended.
-        now: the one that goes on.
-        plan: by which it does.
-        clock: seconds since it began.
+        before: the parts that ended.
+        now: the current part.
+        plan: of the current part.
+        clock: returns the seconds since the current part began.
     """
 
     def __init__(self, before: Sequence[Part], now: Part, plan: jpipe.Plan, clock: Callable[[], float]) -> None:
@@ -58,36 +58,36 @@ class History:
         self._now = now.model_copy(update={"began": now.began or f"{began:%Y-%m-%d %H:%M:%S}"})
 
     def parts(self, end: int) -> list[Part]:
-        """All parts, the last up to step `end`."""
+        """Return all parts, the last up to step `end`."""
         return [*self._before, self._now.model_copy(update={"end": max(end, self._now.first), "seconds": round(self._clock(), 3)})]
 
     def facts(self, end: int) -> list[dict[str, Any]]:
-        """All parts as plain data, for a checkpoint of step `end`."""
+        """Return all parts as plain data, for a checkpoint of step `end`."""
         return [part.model_dump(mode="json") for part in self.parts(end)]
 
     @property
     def seconds(self) -> float:
-        """Of all parts together, as far as they are known."""
+        """The known seconds of all parts together."""
         return sum(part.seconds or 0.0 for part in self._before) + self._clock()
 
     def updates(self, step: int) -> int | None:
-        """How many updates the optimizer has counted before batch `step`; None where that differs between stages."""
+        """Return the number of optimizer updates before batch `step`, or None if it differs between stages."""
         return updates_before(self._now, self._plan, step)
 
 
 def updates_before(part: Part, plan: jpipe.Plan, step: int) -> int | None:
-    """How many updates the optimizer has counted before batch `step` of a part that runs by `plan`."""
-    of_a_batch = {plan.updates_per_batch(s) for s in range(plan.depth)}
-    if part.updates is None or len(of_a_batch) > 1:
+    """Return the number of optimizer updates before batch `step` of a part with this plan, or None if it differs between stages."""
+    per_batch = {plan.updates_per_batch(s) for s in range(plan.depth)}
+    if part.updates is None or len(per_batch) > 1:
         return None
-    return part.updates + (step - part.first) * of_a_batch.pop()
+    return part.updates + (step - part.first) * per_batch.pop()
 
 
 def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, end: int, updates: int | None) -> Part:
-    """A part of which neither beginning nor duration is known yet; `config` is that of the run as plain data."""
+    """Return a part whose start and duration are not known yet, for a config as plain data."""
     replicas = "" if len(plan.workers) == plan.depth else f", replicas {', '.join(str(stage.replicas) for stage in plan.stages)}"
     schedule = plan.schedule + (" with vertical sync" if plan.vertical_sync else "")
-    ranks = f" on {count(len(plan.rank_stages), 'rank')}" if plan.depth > len(plan.rank_stages) else ""
+    ranks = f" on {count(len(plan.pipeline_ranks), 'rank')}" if plan.depth > len(plan.pipeline_ranks) else ""
     meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
     words = f"{schedule}, {count(plan.depth, 'stage')}{ranks}{meshes}{replicas}, {count(plan.microbatches, 'microbatch', 'es')}"
     words += f", {count(plan.flush_first, 'batch', 'es')} flushed first" if plan.flush_first else ""
@@ -96,7 +96,7 @@ def part(plan: jpipe.Plan, config: Mapping[str, Any], devices: int, first: int, 
 
 
 def optimizer_words(config: Any) -> str:
-    """`adamw, learning rate 0.001, cosine, 20 warm-up steps`, of the section of a config as plain data."""
+    """Describe the optimizer section of a config: `adamw, learning rate 0.001, cosine, 20 warm-up steps`."""
     if not isinstance(config, Mapping):
         return "not known"
     rate, schedule, warmup = config.get("learning_rate"), config.get("lr_schedule", "constant"), config.get("warmup_steps")
@@ -113,7 +113,7 @@ def optimizer_words(config: Any) -> str:
 
 
 def table(parts: Sequence[Part]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows of a table of them."""
+    """Return the head and the rows of a table of parts."""
     head = ("steps", "plan", "optimizer", "devices", "began (UTC)", "duration")
     rows: list[tuple[str, ...]] = [
         (

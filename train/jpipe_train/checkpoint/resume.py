@@ -1,4 +1,4 @@
-"""Where a run takes up again: the checkpoint, what it says, and the layers that this process needs of it."""
+"""Resuming of runs: the choice of a checkpoint, its facts, and the layers that this process needs."""
 
 import json
 import math
@@ -25,30 +25,30 @@ from jpipe_train.launch.numeric_settings import numeric_settings
 from jpipe_train.launch.together import Together
 
 Resume = Literal["auto", "must", "never"]
-"""Whether to resume: where the run's folder holds a checkpoint; or refuse to begin anew; or refuse a folder that holds a run."""
+"""Whether to resume: `auto` if the run's folder holds a checkpoint, `must` or raise an error, `never` and raise one if it holds a run."""
 
 
 VERSIONS = {"jpipe": jpipe.__version__, "JAX": jax.__version__}
-"""The libraries whose versions a checkpoint says."""
+"""The versions of libraries that a checkpoint records."""
 
 
 class NotRestorable(InputError):
-    """A checkpoint whose hashes fit and whose contents are not what jpipe writes."""
+    """A checkpoint has the right hashes, but not the contents that jpipe writes."""
 
 
 class _TrainedMeanwhile(InputError):
-    """Another process has trained in the folder."""
+    """Another process has trained in the folder in the meantime."""
 
     may_pass = True  # when the command runs again
 
 
 class DataFacts(pydantic.BaseModel):
-    """Where in the training data a checkpoint is.
+    """The position of a checkpoint in the training data.
 
     Attributes:
         batch_size: rows of a batch.
-        order: where the order of the batches begins.
-        position: of the batch that comes next.
+        order: the position where the order of the batches begins.
+        position: the position of the next batch.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore")
@@ -59,18 +59,18 @@ class DataFacts(pydantic.BaseModel):
 
 
 class Facts(pydantic.BaseModel):
-    """What a checkpoint says of its run.
+    """The facts that a checkpoint records of its run.
 
     Attributes:
         config: as resolved, in YAML.
         plan: as JSON.
-        devices: how many there were.
-        val_loss_before: before the first step.
-        val_loss: of the step that comes next, where it was evaluated before that step; its row is not logged yet.
-        val_metrics: likewise, by their names in a row.
+        devices: the number of devices.
+        val_loss_before: the validation loss before the first step.
+        val_loss: the validation loss of the next step, if it is already evaluated; its row is not logged yet.
+        val_metrics: the other validation metrics of that step, by their names in a row.
         versions: of jpipe and JAX, and the settings that can change numbers.
-        history: the parts of the run up to this checkpoint; none where the jpipe that wrote it kept none.
-        data: the place in the training data; None where the jpipe that wrote it counted batches only.
+        history: the parts of the run up to this checkpoint; empty if the version of jpipe kept no history.
+        data: the position in the training data; None if the version of jpipe counted batches only.
     """
 
     model_config = pydantic.ConfigDict(extra="ignore")
@@ -94,58 +94,58 @@ class Facts(pydantic.BaseModel):
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that goes on.
+    """A run that is resumed from a checkpoint.
 
     Attributes:
         folder: of the run.
-        step: the batch that comes next.
+        step: the next batch.
         facts: of the checkpoint.
-        there: the steps of all complete checkpoints of the folder.
+        steps: the steps of all complete checkpoints of the folder.
     """
 
     folder: Path
     step: int
     facts: Facts
-    there: tuple[int, ...]
+    steps: tuple[int, ...]
 
     def check_unchanged(self) -> None:
-        """Refuse a folder in which another process has trained since this run was looked for; for the one that holds its lock.
+        """Check that no other process has trained in the folder since the checkpoint was chosen; call it with the folder locked.
 
         Raises:
-            InputError: it has other checkpoints now.
+            InputError: the folder has other checkpoints now.
         """
         from jpipe.checkpoints import files as checkpoint_files
 
-        if (now := tuple(checkpoint_files.steps(self.folder))) != self.there:
+        if (now := tuple(checkpoint_files.steps(self.folder))) != self.steps:
             last = f"its last checkpoint is of step {now[-1]}" if now else "it has no checkpoint"
             raise _TrainedMeanwhile(f"run.dir: another process has trained in '{shown(self.folder)}' meanwhile, {last} now; start again")
 
     def check_precision(self, config: Config) -> None:
-        """Refuse a run whose parameters are of another dtype than those of the checkpoint.
+        """Check that the parameters of the run have the dtype of those in the checkpoint.
 
         Raises:
-            InputError: they are.
+            InputError: they have another.
         """
         section, wanted = _config_in(self.facts.config).get("precision"), config.precision.params
-        kept = str(section.get("params", "float32")) if isinstance(section, dict) else "float32"
-        if kept != wanted:
+        saved = str(section.get("params", "float32")) if isinstance(section, dict) else "float32"
+        if saved != wanted:
             raise InputError(
-                f"precision.params: expected {kept[:40]} as in the checkpoint of step {self.step}, found {wanted}; set it to that, or "
+                f"precision.params: expected {saved[:40]} as in the checkpoint of step {self.step}, found {wanted}; set it to that, or "
                 "begin another run with the weights of this one (warm_start.file)"
             )
 
     @property
     def plan(self) -> jpipe.Plan:
-        """The plan that it ran by."""
+        """The plan of the run when the checkpoint was written."""
         return jpipe.Plan.from_json(self.facts.plan, where=f"the plan of the checkpoint of step {self.step}")
 
     def position(self, batch_size: int) -> Position | None:
-        """Return where in the training data the order of the batches begins; None: at the first row.
+        """Return the position in the training data where the order of the batches begins; None for the first row.
 
-        With the batch size of the checkpoint the order goes on; with another one a new order begins at the rows that come next.
+        With the batch size of the checkpoint the order continues; with another one a new order begins at the next rows.
 
         Args:
-            batch_size: rows of a batch now.
+            batch_size: rows of a batch of the resumed run.
         """
         data = self.facts.data
         if data is not None:
@@ -157,7 +157,7 @@ class Resumed:
         return Position(batch=self.step, rows=(self.step * before,), pieces=before)
 
     def parts(self) -> list[Part]:
-        """Those of the run up to here; one in place of all of those that a jpipe without a history has made."""
+        """Return the parts of the run up to the checkpoint; one for the whole run if the version of jpipe kept no history."""
         if self.facts.history:
             return self.facts.history
         settings = _config_in(self.facts.config)
@@ -165,20 +165,20 @@ class Resumed:
         return [part(self.plan, settings, self.facts.devices, 0, self.step, None if may_be_reset else 0)]
 
     def changes(self, config: Config) -> list[str]:
-        """The keys whose values are other ones now; the plan as a whole, for a file of it says all its keys."""
+        """Return the config keys whose values have changed; `plan` stands for all keys of the plan, because a plan file sets them all."""
         before, now = (_config_in(text) for text in (self.facts.config, config_file.to_yaml(config)))
         plans = before.pop("plan", None), now.pop("plan")
-        flat, there = _flat(now), _flat(before)
-        changed = [key for key in flat if key in there and flat[key] != there[key] and key != "run.dir"]
+        flat, earlier = _flat(now), _flat(before)
+        changed = [key for key in flat if key in earlier and flat[key] != earlier[key] and key != "run.dir"]
         return (["plan"] if _differs(*plans) else []) + changed
 
     def other_versions(self) -> list[str]:
-        """`JAX 0.10.1, now 0.10.2`: of each library, and each setting that can change numbers, that was another one when it was written."""
+        """Describe changed versions and settings that can change numbers, such as `JAX 0.10.1, now 0.10.2`."""
         then, now = self.facts.versions, VERSIONS | numeric_settings()
         return [f"{name} {then[name] or 'unset'}, now {now[name] or 'unset'}" for name in now if then.get(name, now[name]) != now[name]]
 
     def rows(self) -> str:
-        """The lines of `metrics.jsonl` of the steps before.
+        """Return the lines of `metrics.jsonl` of the steps before the checkpoint.
 
         Raises:
             InputError: they are damaged.
@@ -190,7 +190,7 @@ class Resumed:
         return "".join(f"{line}\n" for n, line in enumerate(lines, start=1) if _step(line, f"{where}, line {n}") < self.step)
 
     def layers(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
-        """The layers of this process's workers, read and held against their hashes.
+        """Read the layers of this process's workers and verify their hashes.
 
         Raises:
             InputError: one of them is not in the checkpoint; a file is damaged.
@@ -200,10 +200,10 @@ class Resumed:
         return read(pipe, self.folder, self.step)
 
     def stand_ins(self, pipe: jpipe.Pipeline) -> dict[str, Any]:
-        """What has the shapes and types of `layers` and needs no memory, to be checked before they are read.
+        """Return arrays with the shapes and dtypes of `layers` that need no memory, to check them before the layers are read.
 
         Raises:
-            InputError: as `layers`, but for the contents of files.
+            InputError: as `layers`, except for the contents of files.
         """
         from jpipe.checkpoints import stand_ins
 
@@ -211,13 +211,13 @@ class Resumed:
 
 
 def history(config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Callable[[], float]) -> History:
-    """The parts of the run that begins now, or goes on.
+    """Return the history of a run that begins or is resumed.
 
     Args:
         config: of the run.
-        plan: by which it goes on.
-        resumed: where it goes on.
-        clock: seconds since this part of it began.
+        plan: of the run.
+        resumed: the checkpoint it is resumed from, if any.
+        clock: returns the seconds since this part of the run began.
     """
     settings, devices = config.model_dump(), jax.device_count()
     if resumed is None:
@@ -230,19 +230,22 @@ def history(config: Config, plan: jpipe.Plan, resumed: Resumed | None, clock: Ca
 def find(
     config: Config, resume: Resume, together: Together, say: Callable[[str], None], *, step: int | None = None, before: int | None = None
 ) -> Resumed | None:
-    """The newest whole checkpoint of the run's folder; None: the run begins at step 0. All processes call this.
+    """Find the newest complete checkpoint of the run's folder; all processes call this.
 
     Args:
         config: of the run.
-        resume: whether to look for one.
-        together: the processes of the run; process 0 looks, so that all resume from the same one.
+        resume: whether to resume.
+        together: the processes of the run; process 0 chooses the checkpoint, so that all resume from the same one.
         say: gets a line for each newer checkpoint that cannot be used.
-        step: of the checkpoint to resume from in place of the newest; what this very job has written later comes first.
-        before: only checkpoints of earlier steps than this; the one of this step could not be read.
+        step: of the checkpoint to resume from instead of the newest; later ones of this job have priority.
+        before: only consider checkpoints of earlier steps than this one, which could not be read.
+
+    Returns:
+        The run at that checkpoint; None if it begins at step 0.
 
     Raises:
-        InputError: `resume` is "must" and there is none; there are checkpoints, but none is complete; a newer jpipe wrote them; there is
-            none of `step`.
+        InputError: `resume` is "must" and there is no checkpoint, there are only incomplete ones, a newer jpipe wrote them, or none is of
+            `step`.
     """
 
     def look() -> str:
@@ -252,10 +255,10 @@ def find(
             raise InputError(f"run.dir: cannot read '{error.filename}': {error.strerror}; make it readable, or choose another") from None
 
     what = "where the run resumes" if before is None else f"where the run resumes before step {before}"
-    found = json.loads(together.from_first(what, look))
-    if found is None:
+    chosen = json.loads(together.from_first(what, look))
+    if chosen is None:
         return None
-    return Resumed(Path(found["folder"]), found["step"], Facts(**found["facts"]), tuple(found["there"]))
+    return Resumed(Path(chosen["folder"]), chosen["step"], Facts(**chosen["facts"]), tuple(chosen["steps"]))
 
 
 def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: int | None, before: int | None) -> Mapping[str, Any] | None:
@@ -269,7 +272,7 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: in
     folder = folder_of(config)
     assert folder is not None
     ours = is_of_this_job(folder)
-    if resume == "never" and not ours:  # what this job has written before a process of it failed is not refused
+    if resume == "never" and not ours:  # checkpoints of an earlier attempt of this job are used
         return None
     if not os.path.isdir(folder / "checkpoints") or not os.listdir(folder / "checkpoints"):
         if resume == "must" or wanted is not None:
@@ -278,10 +281,10 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: in
         return None
     from jpipe.checkpoints import files as checkpoint_files
 
-    there = checkpoint_files.steps(folder)  # before any is read: what is complete by then may not be so now
+    steps = checkpoint_files.steps(folder)  # before any is read, because others may become complete meanwhile
     if wanted is not None and not ours:
-        if wanted not in there:
-            known = ", ".join(map(str, there)) or "none at all"
+        if wanted not in steps:
+            known = ", ".join(map(str, steps)) or "none at all"
             raise InputError(f"--from-checkpoint: expected one of {known}, those in '{shown(folder)}', found {wanted}")
         checkpoint_files.verify(folder, wanted)
         facts: Facts | None = _facts_of(folder, wanted)
@@ -289,17 +292,17 @@ def _find(config: Config, resume: Resume, say: Callable[[str], None], wanted: in
     else:
         step, facts = _newest(folder, lambda line: say(f"checkpoint: {line}"), before)
     if step is None or facts is None:
-        if resume == "must" or there:
+        if resume == "must" or steps:
             raise InputError(f"run.dir: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; choose another run.dir")
         return None
-    return {"folder": str(folder), "step": step, "facts": facts.model_dump(mode="json"), "there": there}
+    return {"folder": str(folder), "step": step, "facts": facts.model_dump(mode="json"), "steps": steps}
 
 
 def _newest(folder: Path, report: Callable[[str], None], before: int | None) -> tuple[int | None, Facts | None]:
-    """The newest checkpoint that can be restored, as far as its files tell, and what it says.
+    """Return the step and the facts of the newest checkpoint whose files can be restored.
 
     Raises:
-        NotRestorable: there is none, but there is one whose files are whole and whose contents are not as jpipe writes them.
+        NotRestorable: there is none, but there is an undamaged one whose contents are not as jpipe writes them.
     """
     from jpipe.checkpoints import files as checkpoint_files
 
@@ -319,15 +322,15 @@ def _newest(folder: Path, report: Callable[[str], None], before: int | None) -> 
 
 
 def passed_over(line: str) -> str:
-    """What is said of a checkpoint that cannot be restored where the one before is tried next."""
+    """Return the message for a checkpoint that cannot be restored, after which the one before is tried."""
     return f"{line.removesuffix('; take another checkpoint')}; the one before is tried"
 
 
 def at(folder: Path, step: int) -> Resumed:
-    """The checkpoint of one step, to be read.
+    """Return the run at the checkpoint of a step.
 
     Raises:
-        InputError: it is damaged, or says something else than jpipe writes.
+        InputError: it is damaged, or does not have the facts that jpipe writes.
     """
     from jpipe.checkpoints import files as checkpoint_files
 
@@ -344,10 +347,10 @@ def _facts_of(folder: Path, step: int) -> Facts:
 
 
 def _config_in(text: str) -> dict[Any, Any]:
-    """The config that a checkpoint says, which may be of another version of jpipe, with other keys.
+    """Parse the config in a checkpoint, which may be of another version of jpipe, with other keys.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a config.
     """
     try:
         if len(text) > config_file.MOST_BYTES:
@@ -361,7 +364,7 @@ def _config_in(text: str) -> dict[Any, Any]:
 
 
 def _step(line: str, where: str) -> float:
-    """Of which step a row is; infinite if it is none: it was being written.
+    """Return the step of a row; infinity if it is cut off, because it was being written.
 
     Raises:
         InputError: jpipe does not write such rows.
@@ -387,9 +390,9 @@ _LONGEST_ROW = 2**16  # characters; a thousand metrics
 
 
 def _differs(before: Any, now: dict[str, Any]) -> bool:
-    """Whether a section has another value for one of its keys; a jpipe that had fewer keys did as their defaults say."""
-    usual = PlanConfig().model_dump()
-    return not isinstance(before, dict) or any(before.get(key, usual[key]) != value for key, value in now.items())
+    """Return whether the value of a key has changed; keys that an older version of jpipe did not have had their defaults."""
+    defaults = PlanConfig().model_dump()
+    return not isinstance(before, dict) or any(before.get(key, defaults[key]) != value for key, value in now.items())
 
 
 def _flat(tree: Any, before: str = "") -> dict[str, Any]:

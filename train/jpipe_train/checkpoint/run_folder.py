@@ -1,7 +1,6 @@
-"""The folder of one run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl`, one JSON object a logged step.
+"""The folder of a run: `config.yaml` as resolved, `plan.json`, and `metrics.jsonl` with a JSON object for each logged step.
 
-A job that `jpipe launch --max-restarts` starts again knows its folder by the file `.job` in it. As long as a run goes on it holds the
-lock of the file `.lock`.
+A job that `jpipe launch --max-restarts` starts again finds its folder by the file `.job`. While a run trains it locks the file `.lock`.
 """
 
 import contextlib
@@ -30,33 +29,33 @@ METRICS = "metrics.jsonl"
 _JOB, _LOCK = ".job", ".lock"
 _FILES = ("config.yaml", "plan.json", METRICS)
 OUTPUTS = ("report.html", "loss.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json", "tensorboard", "wandb")
-"""What else a run writes into its folder."""
+"""The other files and folders that a run writes into its folder."""
 
 
 class FolderChanged(OSError):
-    """Somebody has moved, removed, cut or replaced files of a run that goes on."""
+    """Files of a run were moved, removed, cut off or replaced while it was training."""
 
     def __init__(self, what: str) -> None:
         super().__init__(errno.ESTALE, f"{what} while the run was training")
 
 
 class RunFolder:
-    """Claims a folder for this run and writes into it; close it, or use it in a `with`. Where that fails, nothing is left behind.
+    """Claims a folder for a run and writes into it; a context manager. If claiming fails, nothing is left behind.
 
     Args:
         config: the run's config; without `run.dir` the next free `runs/0001`, `runs/0002`, … is taken.
-        plan: what will run.
-        resumes: the run that the folder holds goes on; nothing of it is touched before `go_on`.
-        anew: a run of this very config that ended before its first checkpoint is begun anew.
-        prepare: what else is to be done with the folder, now that no other process trains in it.
+        plan: the plan of the run.
+        resumes: whether the run in the folder is resumed; its files are not changed before `go_on`.
+        anew: whether to start a run of the same config again that ended before its first checkpoint.
+        prepare: called with the folder when no other process can train in it.
 
     Attributes:
         path: of the folder.
-        begun_anew: whether it held such a run.
+        begun_anew: whether a run that ended early was started again.
 
     Raises:
-        InputError: the folder holds another run already, another process is training in it, or it cannot be written. What an earlier
-            attempt of the same job has left is no other run: it is begun anew.
+        InputError: the folder holds another run, another process is training in it, or it cannot be written. What an earlier attempt of
+            the same job has left does not count as another run.
     """
 
     def __init__(
@@ -71,12 +70,12 @@ class RunFolder:
         self.path = folder_of(config) or resolved(str(_RUNS), "run.dir")
         self.begun_anew = False
         self._metrics: BinaryIO | None = None
-        self._unwritten = b""  # rows for which the disk had no room yet
+        self._unwritten = b""  # rows for which the disk had no space yet
         self._written, self._size = hashlib.sha256(), 0  # of the rows in the file
         self._writes_rows = threading.Lock()
         with self._writing() as undo:
             if not resumes:
-                self.path = _numbered(self.path, undo) if config.run.dir is None else _given(self.path, undo)
+                self.path = _numbered(self.path, undo) if config.run.dir is None else _named(self.path, undo)
             self._lock = _locked(self.path, undo)
             placed = config.model_copy(update={"run": config.run.model_copy(update={"dir": shown(self.path)})})
             self._texts = {"config.yaml": to_yaml(placed), "plan.json": plan.to_json()}
@@ -89,7 +88,7 @@ class RunFolder:
                     raise _occupied(self.path)
                 if not ours and (others := [name for name in OUTPUTS if os.path.lexists(self.path / name)]):
                     raise _foreign(self.path, others[0])
-                try:  # also where the file system has no locks, one of two runs started at once is refused
+                try:  # refuses one of two runs that start at once, even if the file system has no locks
                     (self.path / METRICS).touch(exist_ok=False)
                 except FileExistsError:
                     raise _occupied(self.path) from None
@@ -100,7 +99,7 @@ class RunFolder:
             prepare(self.path)
 
     def go_on(self, rows: str) -> None:
-        """Go on with the run that the folder holds, now that nothing is refused any more: from here on these are its rows.
+        """Start to write into the folder, with these rows of the run so far.
 
         Raises:
             InputError: the folder cannot be written.
@@ -109,14 +108,14 @@ class RunFolder:
             self._open(rows)
 
     def log(self, *rows: Mapping[str, int | float]) -> None:
-        """Append a line for each to `metrics.jsonl`; they are on their way to the disk when this returns.
+        """Append a line for each row to `metrics.jsonl`, handing them to the system.
 
         Raises:
-            OSError: the disk is full, say; the next call, which may be one without rows, writes these lines as well.
-            FolderChanged: the lines before are not in the file any more.
+            OSError: the disk is full, for example; the next call, which needs no rows, writes these lines as well.
+            FolderChanged: earlier lines are not in the file any more.
         """
         assert self._metrics is not None, "go_on comes first"
-        with interrupt.held(), self._writes_rows:
+        with interrupt.delayed(), self._writes_rows:
             self._unwritten += b"".join(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
             self._check_file()
             while self._unwritten:  # a disk that becomes full takes a part
@@ -126,39 +125,39 @@ class RunFolder:
                 self._unwritten = self._unwritten[count:]
 
     def _check_file(self) -> None:
-        """Check that the file that is written is still in the folder, as long as it was left.
+        """Check that `metrics.jsonl` is still in the folder and has the size that it had after the last write.
 
         Raises:
-            FolderChanged: it is not.
+            FolderChanged: it is not, or has another size.
         """
         assert self._metrics is not None
         file = self.path / METRICS
         try:
-            there, opened = os.lstat(file), os.fstat(self._metrics.fileno())
+            named, opened = os.lstat(file), os.fstat(self._metrics.fileno())
         except (FileNotFoundError, NotADirectoryError):
             raise FolderChanged(f"'{shown(file if self.path.is_dir() else self.path)}' was moved or removed") from None
-        if not os.path.samestat(there, opened):
+        if not os.path.samestat(named, opened):
             raise FolderChanged(f"'{shown(file)}' was replaced by another file")
-        if there.st_size != self._size:
-            os.fsync(self._metrics.fileno())  # a file system of a network may tell an old size
-            there = os.lstat(file)
-        if there.st_size != self._size:
-            raise FolderChanged(f"'{shown(file)}' was changed: expected {self._size:,} bytes, found {there.st_size:,},")
+        if named.st_size != self._size:
+            os.fsync(self._metrics.fileno())  # a network file system may report an old size
+            named = os.lstat(file)
+        if named.st_size != self._size:
+            raise FolderChanged(f"'{shown(file)}' was changed: expected {self._size:,} bytes, found {named.st_size:,},")
 
     def keep_planned(self, predicted: Predicted, measured: Predicted) -> None:
-        """Write what the planner predicted and what was measured into `planned.json`.
+        """Write the planner's prediction and the measurement into `planned.json`.
 
         Raises:
-            OSError: the disk is full, say.
+            OSError: the disk is full, for example.
         """
         both = {"predicted": predicted.model_dump(mode="json"), "measured": measured.model_dump(mode="json")}
         write_atomically(self.path / "planned.json", json.dumps(both, indent=2) + "\n")
 
     def logged(self) -> bytes:
-        """The lines of `metrics.jsonl`, and those for which the disk had no room yet.
+        """Return the lines of `metrics.jsonl`, with those for which the disk had no space yet.
 
         Raises:
-            FolderChanged: the file is not what was written.
+            FolderChanged: the file is not as it was written.
             OSError: it cannot be read.
         """
         file = self.path / METRICS
@@ -170,7 +169,7 @@ class RunFolder:
             return content + self._unwritten
 
     def rows(self) -> list[dict[str, int | float]]:
-        """What was logged so far."""
+        """Return the rows logged so far."""
         return [json.loads(line) for line in self.logged().splitlines()]
 
     def __enter__(self) -> "RunFolder":
@@ -186,7 +185,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[contextlib.ExitStack]:
-        """What is on the stack is undone where the inside fails, and what the system says is reported."""
+        """Yield a stack of undo functions, called if the inside fails, and report errors of the system as `InputError`."""
         with contextlib.ExitStack() as undo:
             try:
                 yield undo
@@ -207,7 +206,7 @@ class RunFolder:
             left.unlink(missing_ok=True)
 
     def _ended_early(self, config: Config) -> bool:
-        """Whether the folder holds a run of this config that was to write checkpoints and has not come to the first."""
+        """Return whether the folder holds a run of this config that ended before the first of its checkpoints."""
         try:
             same = read_bytes(self.path / "config.yaml", MOST_BYTES) == self._texts["config.yaml"].encode()
         except OSError:
@@ -219,7 +218,7 @@ class RunFolder:
 
 
 def folder_of(config: Config) -> Path | None:
-    """The folder that `run.dir` names, absolute, without symbolic links; None: one of the numbered ones.
+    """Return the absolute folder of `run.dir`, without symbolic links; None for one of the numbered folders.
 
     Raises:
         InputError: no run can be written there.
@@ -228,15 +227,15 @@ def folder_of(config: Config) -> Path | None:
 
 
 def of_same_job(config: Config) -> Config:
-    """The config, its `run.dir` filled in where an earlier attempt of this job has taken one of the numbered folders."""
+    """Return the config with the numbered folder of an earlier attempt of this job as `run.dir`, if there is one."""
     if config.run.dir is not None or not os.environ.get(JOB):
         return config
-    taken = next((file.parent for file in _RUNS.glob(f"*/{_JOB}") if is_of_this_job(file.parent)), None)
-    return config if taken is None else config.model_copy(update={"run": config.run.model_copy(update={"dir": str(taken)})})
+    earlier = next((file.parent for file in _RUNS.glob(f"*/{_JOB}") if is_of_this_job(file.parent)), None)
+    return config if earlier is None else config.model_copy(update={"run": config.run.model_copy(update={"dir": str(earlier)})})
 
 
 def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
-    """The folder's lock, held until it is closed or this process is gone; where the file system has no locks, nobody is kept out."""
+    """Lock a folder until the file is closed or this process ends; file systems without locks keep nobody out."""
     is_new = not (path / _LOCK).exists()
     lock = open_to_append(path / _LOCK)
     undo.callback(lock.close)
@@ -253,7 +252,7 @@ def _locked(path: Path, undo: contextlib.ExitStack) -> BinaryIO:
     return lock
 
 
-def _given(path: Path, undo: contextlib.ExitStack) -> Path:
+def _named(path: Path, undo: contextlib.ExitStack) -> Path:
     if path.exists() and not path.is_dir():
         raise InputError(f"run.dir: expected a folder, found the file '{shown(path)}'; choose another name")
     _make(path, undo)
@@ -261,7 +260,7 @@ def _given(path: Path, undo: contextlib.ExitStack) -> Path:
 
 
 def is_of_this_job(path: Path) -> bool:
-    """Whether an earlier attempt of this job has taken this folder."""
+    """Return whether a folder belongs to an earlier attempt of this job."""
     try:
         return read_bytes(path / _JOB, 2**20) == os.environ.get(JOB, "").encode() != b""
     except OSError:
@@ -272,11 +271,11 @@ def _numbered(parent: Path, undo: contextlib.ExitStack) -> Path:
     if parent.exists() and not parent.is_dir():
         raise InputError(f"run.dir: expected a folder '{shown(parent)}' for the runs, found a file; move it away, or choose a folder")
     _make(parent, undo)
-    taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
-    for number in count(max(taken, default=0) + 1):
+    numbers = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
+    for number in count(max(numbers, default=0) + 1):
         try:
             (parent / f"{number:04d}").mkdir()
-        except FileExistsError:  # another run took it in this moment
+        except FileExistsError:  # another run has just created it
             continue
         undo.callback(_try, (parent / f"{number:04d}").rmdir)
         return parent / f"{number:04d}"
@@ -284,7 +283,7 @@ def _numbered(parent: Path, undo: contextlib.ExitStack) -> Path:
 
 
 def _make(path: Path, undo: contextlib.ExitStack) -> None:
-    """Make a folder and those above it; `undo` removes those that did not exist before, unless they are not empty by then."""
+    """Create a folder and its parents; `undo` removes those that are new, if they are empty by then."""
     for folder in reversed([path, *path.parents]):
         if not folder.exists():
             undo.callback(_try, folder.rmdir)
@@ -292,7 +291,7 @@ def _make(path: Path, undo: contextlib.ExitStack) -> None:
 
 
 def _try(action: Callable[[], None]) -> None:
-    """Clear away what is there; the failure that led here is the one to report."""
+    """Call an undo function and ignore its errors, because an earlier error is reported."""
     with contextlib.suppress(OSError):
         action()
 

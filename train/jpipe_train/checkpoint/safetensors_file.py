@@ -1,6 +1,6 @@
-"""A safetensors file, open to read: the safetensors library checks its header, and tensors are read without a memory map.
+"""Reading of safetensors files: the safetensors library checks the header, and tensors are read without a memory map.
 
-A process that reads a map of a file that another one cuts off is killed by a signal.
+A process that reads a memory map is killed by a signal if another process cuts the file off.
 """
 
 import json
@@ -29,7 +29,7 @@ class TensorsFile:
     """The tensors of an open file.
 
     Attributes:
-        specs: of the tensors, in the order of their places in the file.
+        specs: shapes and dtypes of the tensors, in their order in the file.
     """
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
@@ -43,7 +43,7 @@ class TensorsFile:
         self._file, self._codes = file, codes
         length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
         header = json.loads(os.pread(file.fileno(), length, 8))
-        self._places = {name: 8 + length + int(header[name]["data_offsets"][0]) for name in self.specs}
+        self._offsets = {name: 8 + length + int(header[name]["data_offsets"][0]) for name in self.specs}
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor.
@@ -55,13 +55,13 @@ class TensorsFile:
         shape, code = self.specs[name].shape, self._codes[name]
         if code not in _DTYPES:
             raise SafetensorError(f"'{name}' is of the type {code}, which jpipe cannot read")
-        found = np.empty(shape, _DTYPES[code])
-        content, at = found.reshape(-1).view(np.uint8).data, self._places[name]
+        tensor = np.empty(shape, _DTYPES[code])
+        content, at = tensor.reshape(-1).view(np.uint8).data, self._offsets[name]
         while content:
             if not (count := os.preadv(self._file.fileno(), [content], at)):
                 raise SafetensorError(f"'{name}' ends too early: the file was cut off while it was read")
             content, at = content[count:], at + count
-        return found
+        return tensor
 
 
 @contextmanager
@@ -69,10 +69,10 @@ def tensors_file(path: Path) -> Iterator[TensorsFile]:
     """Open a safetensors file.
 
     Args:
-        path: of a regular file; a symbolic link to one is followed.
+        path: a regular file, or a symbolic link to one.
 
     Raises:
-        SafetensorError: it is no such file.
+        SafetensorError: it is not a safetensors file.
         OSError: it cannot be read, or is not a regular file.
     """
     with open_to_read(path) as file:
@@ -80,6 +80,6 @@ def tensors_file(path: Path) -> Iterator[TensorsFile]:
             tensors = TensorsFile(file, path)
         except (OSError, SafetensorError):
             raise
-        except Exception as error:  # the file was changed just now, after the library looked at it
+        except Exception as error:  # the file was changed after the library had checked it
             raise SafetensorError(f"the header cannot be read: {error}") from None
         yield tensors

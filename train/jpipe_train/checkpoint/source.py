@@ -1,10 +1,10 @@
-"""Arrays on a disk that a run can begin with: what there is, and how it is read."""
+"""Sources of the parameters that a run begins with: their names, shapes and dtypes, and functions that read them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors; parameters are nothing else
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors; parameters have no other dtypes
 
 
 class Spec(NamedTuple):
@@ -17,25 +17,25 @@ class Spec(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
     def fits(self, wanted: "Spec") -> bool:
-        """Whether it is of that shape, and of that dtype or one that is converted."""
+        """Return whether an array of this spec can be used for one of `wanted`, converted from another floating-point dtype if needed."""
         return self.shape == wanted.shape and (self.dtype == wanted.dtype or {self.dtype, wanted.dtype} <= set(FLOATS.values()))
 
 
 Names = Mapping[str, Collection[str]]
-"""By layer id the names of arrays, which begin with it."""
+"""The names of arrays by layer id."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Arrays on a disk, by name as in an export.
+    """Arrays on disk, by their names in an export.
 
     Attributes:
         where: the file or folder, for messages.
-        specs: what there is.
-        read: gives at least those that are named, in parts, so that not all need be in memory at once.
-        digest: a hash that tells this source from others.
-        converts: arrays of another floating-point dtype than the model's are as good.
-        optional: arrays that may be missing.
+        specs: shapes and dtypes of the arrays.
+        read: yields at least the named arrays, in parts, so that not all need be in memory at once.
+        digest: returns a hash that differs from those of other sources.
+        converts: whether arrays of another floating-point dtype than the model's are accepted.
+        optional: the names of arrays that may be missing.
     """
 
     where: str

@@ -1,4 +1,4 @@
-"""The parameters that a run begins with: from a safetensors file, such as `jpipe export` writes, or from a checkpoint of another run."""
+"""Warm starts: the parameters that a run begins with, from a file, another run or an Orbax checkpoint."""
 
 import contextlib
 import os
@@ -17,37 +17,41 @@ from jpipe.checkpoints import own_layers
 from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
 from jpipe_train.assemble.build import param_specs
-from jpipe_train.checkpoint import huggingface
+from jpipe_train.checkpoint import huggingface, orbax_checkpoint
 from jpipe_train.checkpoint.export import by_name, by_path, state_name, step_of
+from jpipe_train.checkpoint.name_map import renamed
 from jpipe_train.checkpoint.safetensors_file import TensorsFile, tensors_file
 from jpipe_train.checkpoint.source import Names, Source, Spec
 from jpipe_train.config.config import WarmStartConfig
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
 
-_SHOWN = 3  # layers that are named
-_EXPECTED = "a safetensors file, or the folder of a run or of Hugging Face's layout"
+_SHOWN = 3  # layers that a message names
+_EXPECTED = "a safetensors file, or the folder of a run, of an Orbax checkpoint or of Hugging Face's layout"
 _HINT = "is it of another model? With warm_start.mode=partial what fits by name and shape is taken"
 
 
 Model = Mapping[str, Mapping[str, Spec]]
-"""By layer id its parameters, each by its name in an export."""
+"""Shapes and dtypes of the parameters of a model, by layer id and name in an export."""
 
 
 def load(
     config: WarmStartConfig, pipe: jpipe.Pipeline, batch: Any, together: Together, say: Callable[[str], None]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The parameters of this process's layers, as `Pipeline.init` takes them. All processes call this.
+    """Read the parameters of this process's layers for `Pipeline.init`; all processes call this.
 
     Args:
-        config: which file (there is one), and whether it has to fit in all.
-        pipe: what begins.
+        config: the section `warm_start`, with a file.
+        pipe: the pipeline that begins.
         batch: of its data.
-        together: the processes.
-        say: gets which layers were taken.
+        together: the processes of the run.
+        say: gets a line about the layers that are used.
+
+    Returns:
+        The parameters by layer id and path.
 
     Raises:
-        InputError: the file cannot be read, does not fit, or is not the same for all processes.
+        InputError: the file cannot be read, does not match the model, or is not the same for all processes.
     """
     assert config.file is not None
     path, strict = resolved(config.file, "warm_start.file"), config.mode == "strict"
@@ -59,58 +63,67 @@ def load(
 
     def find() -> tuple[Source, set[str]]:
         source = _source(path, strict, lambda line: say(f"warm start: {line}"))
+        if config.names and huggingface.is_meant(path):
+            raise InputError(
+                "warm_start.names: would mean nothing for a folder of Hugging Face's layout, whose names are known; leave it out"
+            )
+        if config.names:
+            source = renamed(source, config.names, [name for specs in model.values() for name in specs])
         return source, fitting(source, model, strict=strict)
 
     def read() -> dict[str, dict[str, np.ndarray]]:
-        names = {layer_id: [name for name in model[layer_id] if name in taken] for layer_id in own_layers(pipe)}
-        places = {name: layer_id for layer_id, inner in names.items() for name in inner}
-        given: dict[str, dict[str, np.ndarray]] = {layer_id: {} for layer_id in names}
+        names = {layer_id: [name for name in model[layer_id] if name in matching] for layer_id in own_layers(pipe)}
+        layer_of = {name: layer_id for layer_id, inner in names.items() for name in inner}
+        params: dict[str, dict[str, np.ndarray]] = {layer_id: {} for layer_id in names}
         for arrays in source.read({layer_id: inner for layer_id, inner in names.items() if inner}):
-            for name in arrays.keys() & places.keys():
-                layer_id = places[name]
+            for name in arrays.keys() & layer_of.keys():
+                layer_id = layer_of[name]
                 dtype = jnp.dtype(model[layer_id][name].dtype)
-                given[layer_id][name.removeprefix(f"{layer_id}/")] = arrays[name].astype(dtype, copy=False)
-        return given
+                params[layer_id][name.removeprefix(f"{layer_id}/")] = arrays[name].astype(dtype, copy=False)
+        return params
 
-    source, taken = together.run_on_all(find)
+    source, matching = together.run_on_all(find)
     together.agree(lambda: {"warm_start.file": source.digest()})
-    say(_told(source, model, taken))
+    say(_summary(source, model, matching))
     return together.run_on_all(read)
 
 
 def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:
-    """The names of the parameters that match those of the model.
+    """Return the names of the parameters of a model that a source has, with their shapes and dtypes.
 
     Args:
-        source: what there is.
-        model: what is wanted.
-        strict: refuse if a parameter of the model is missing, or there is an additional one.
+        source: the arrays on disk.
+        model: the parameters of the model.
+        strict: whether missing and additional parameters are errors.
 
     Raises:
-        InputError: as `strict` says; or none at all fits.
+        InputError: no parameter matches, or they differ and `strict` is set.
     """
     wanted = {name: spec for specs in model.values() for name, spec in specs.items()}
     if strict:
         _check_equal(source, wanted, tuple(f"{state_name(layer_id)}/" for layer_id in model))
-    taken = {name for name, spec in wanted.items() if name in source.specs and source.specs[name].fits(spec)}
-    if not taken:
+    matching = {name for name, spec in wanted.items() if name in source.specs and source.specs[name].fits(spec)}
+    if not matching:
         if same := next((name for name in wanted if name in source.specs), None):
             raise InputError(f"{source.where}: nothing fits: expected '{same}' as in the model, {wanted[same]}, found {source.specs[same]}")
-        there, here = (next(iter(names), "none at all") for names in (source.specs, wanted))
-        raise InputError(f"{source.where}: expected names and shapes as in the model ('{here}', …), found '{there}', …; rename them")
-    return taken
+        stored, expected = (next(iter(names), "none at all") for names in (source.specs, wanted))
+        raise InputError(
+            f"{source.where}: expected names and shapes as in the model ('{expected}', …), found '{stored}', …; "
+            "rename them (warm_start.names)"
+        )
+    return matching
 
 
-def _check_equal(source: Source, wanted: Mapping[str, Spec], leave: tuple[str, ...]) -> None:
-    """Refuse all differences, but for names that begin with one of `leave`."""
+def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str, ...]) -> None:
+    """Check that a source has exactly the wanted parameters, except for names that start with one of `ignored`."""
     for name, spec in wanted.items():
-        found = source.specs.get(name)
-        if found is None and name in source.optional:
+        stored = source.specs.get(name)
+        if stored is None and name in source.optional:
             continue
-        if found is None or not (found.fits(spec) if source.converts else found == spec):
-            raise InputError(f"{source.where}: expected '{name}' as in the model, {spec}, found {found or 'no such name'}; {_HINT}")
+        if stored is None or not (stored.fits(spec) if source.converts else stored == spec):
+            raise InputError(f"{source.where}: expected '{name}' as in the model, {spec}, found {stored or 'no such name'}; {_HINT}")
     for name, spec in source.specs.items():
-        if name not in wanted and not name.startswith(leave):
+        if name not in wanted and not name.startswith(ignored):
             raise InputError(f"{source.where}: expected only parameters of the model, found '{name}', {spec}; {_HINT}")
 
 
@@ -120,6 +133,8 @@ def _source(path: Path, strict: bool, report: Callable[[str], None]) -> Source:
         return _of_file(path)
     if huggingface.is_meant(path):
         return huggingface.source(path, strict=strict)
+    if orbax_checkpoint.is_meant(path):
+        return orbax_checkpoint.source(path)
     return _of_run(path, report)
 
 
@@ -155,21 +170,22 @@ def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(checkpoint_files.layer_specs(folder, step)).items()}
 
     def read(names: Names) -> Iterator[dict[str, Any]]:
-        there = checkpoint_files.layer_specs(folder, step)
-        shared = [name for name in there if (place := jpipe.runtime.shared_place(name, there)) and place[0] in names]
-        yield by_name(checkpoint_files.read_layers(folder, step, (*names, *shared)))  # whose files are held against their hashes once
+        entries = checkpoint_files.layer_specs(folder, step)
+        layers = [entry for entry in entries if any(name.startswith(f"{entry}/") for inner in names.values() for name in inner)]
+        shared = [entry for entry in entries if (place := jpipe.runtime.shared_place(entry, entries)) and place[0] in layers]
+        yield by_name(checkpoint_files.read_layers(folder, step, (*layers, *shared)))  # verifies each file once
 
     return Source(f"warm_start.file: '{shown(folder)}', step {step}", specs, read, lambda: checkpoint_files.digest(folder, step))
 
 
-def _told(source: Source, model: Model, taken: Collection[str]) -> str:
-    """How many layers are taken whole, and why the first others are not."""
+def _summary(source: Source, model: Model, matching: Collection[str]) -> str:
+    """Describe how many layers are used completely, and why the first others are not."""
     others = []
     for layer_id, specs in model.items():
-        if lacking := [name for name in specs if name not in taken]:
-            found = source.specs.get(lacking[0])
-            what = "missing" if found is None else f"{found} in the file, {specs[lacking[0]]} in the model"
-            others.append(f"{layer_id} ('{lacking[0]}' is {what})")
+        if missing := [name for name in specs if name not in matching]:
+            stored = source.specs.get(missing[0])
+            problem = "missing" if stored is None else f"{stored} in the file, {specs[missing[0]]} in the model"
+            others.append(f"{layer_id} ('{missing[0]}' is {problem})")
     layers = sum(bool(specs) for specs in model.values())
     words = f"warm start: {layers - len(others)} of {count(layers, 'layer')} from {source.where.removeprefix('warm_start.file: ')}"
     if others:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jpipe
-from jpipe_train.commands import completion, configs, data, evaluate, export, generate, launch, plan, simulate, train, translate
+from jpipe_train.commands import completion, configs, data, evaluate, export, generate, launch, plan, simulate, train
 from jpipe_train.commands.parsing import app
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import LINES, fail, printable
@@ -19,13 +19,12 @@ COMMANDS: Mapping[str, Any] = {
     "evaluate": evaluate.evaluate,
     "export": export.export,
     "generate": generate.generate,
-    "translate": translate.translate,
     "data": data.app,
     "configs": configs.configs,
     "completion": completion.completion,
 }
 """The function or the application of each command, in the order of `jpipe --help`."""
-GROUPS: Mapping[str, tuple[str, ...]] = {"data": ("prepare", "tokenizer", "make")}
+GROUPS: Mapping[str, tuple[str, ...]] = {"data": ("prepare", "tokenizer")}
 """The commands that have commands of their own, with those."""
 
 for _name, _command in COMMANDS.items():

@@ -14,7 +14,7 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positi
     Args:
         shell: bash, zsh or fish.
     """
-    with contextlib.suppress(SystemExit):  # how the library ends when it has printed it
+    with contextlib.suppress(SystemExit):  # raised by tyro after printing
         app.cli(prog="jpipe", args=["--tyro-print-completion", shell])
     if shell == "bash":
         print("complete -o default -F _tyro_jpipe jpipe  # names of files, too")

@@ -14,11 +14,11 @@ def configs(
     to: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = ".",
     overwrite: Flag = False,
 ) -> int:
-    """List the configs and examples that come with jpipe, or copy them to where you are.
+    """List the configs and examples that come with jpipe, or copy them to the current folder.
 
     Args:
-        words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, an example with its Python file.
-        to: The folder that gets the folders configs and examples.
+        words: Nothing: list them. copy: copy all of them. copy NAME: only that one, such as gpt-bytes, with the Python files that it names.
+        to: The folder in which the folders configs and examples are created.
         overwrite: Replace existing files that differ.
     """
     from jpipe.files import expanded

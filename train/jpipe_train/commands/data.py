@@ -1,4 +1,4 @@
-"""`jpipe data prepare`, `tokenizer` and `make`: prepare data to train on."""
+"""`jpipe data prepare` and `jpipe data tokenizer`: prepare text to train on."""
 
 from typing import Annotated, Literal
 
@@ -6,10 +6,9 @@ import tyro
 
 from jpipe_train.commands.parsing import Count
 from jpipe_train.console import interrupt
-from jpipe_train.console.terminal import printable
 
 app = tyro.extras.SubcommandApp()
-app.__doc__ = "Make a tokenizer, write text as files of tokens, or make a small data set, to train on."
+app.__doc__ = "Make a tokenizer, or write text as files of tokens, to train on."
 
 Source = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]", help_behavior_hint="")]
 Form = Annotated[Literal["auto", "text", "jsonl-text", "prompts"], tyro.conf.arg(name="format")]
@@ -30,20 +29,20 @@ def prepare(
     prompt_key: Key = "prompt",
     answer_key: Key = "answer",
 ) -> int:
-    """Write text as a folder of tokens, for data.format: tokens. It appears whole or not at all.
+    """Write text as a folder of tokens, for data.format: tokens. It is written completely or not at all.
 
     Args:
-        source: Files, folders or globs to read; nothing: the source of Python's standard library.
+        source: Files, folders or globs to read; by default the source of Python's standard library.
         tokenizer: A tokenizer.json, which is copied into the folder; jpipe data tokenizer makes one.
         out: The folder, a new one.
-        form: Each file is a text (auto: what seems to be none is refused); or (jsonl-text) each line is JSON with a text; or (prompts) with
-            a prompt and an answer.
-        validation_fraction: Share for validation: of several texts whole ones, of one text its end, of JSON lines those whose hash says so.
-        shard_tokens: A file of tokens ends with the document that makes it as large as this.
-        end_of_text: The token that ends each document; by default the one that the tokenizer has for it.
-        text_key: Of a JSON line.
-        prompt_key: Of a JSON line.
-        answer_key: Of a JSON line.
+        form: Each file is a text (auto, which rejects files that seem not to be text); or (jsonl-text) each line is JSON with a text; or
+            (prompts) with a prompt and an answer.
+        validation_fraction: Share for validation: of several texts whole ones, of one text its end, of JSON lines those selected by a hash.
+        shard_tokens: A file of tokens ends with the document that makes it this large.
+        end_of_text: The token that ends each document; by default the tokenizer's own.
+        text_key: The key of the text in a JSON line.
+        prompt_key: The key of the prompt in a JSON line.
+        answer_key: The key of the answer in a JSON line.
     """
     with interrupt.importing():
         from jpipe_train.console.progress import Reporter
@@ -68,17 +67,17 @@ def make_tokenizer(
     prompt_key: Key = "prompt",
     answer_key: Key = "answer",
 ) -> int:
-    """Make a tokenizer from text: a byte-level BPE, which has a token for every byte, so for every text.
+    """Make a tokenizer from text: a byte-level BPE, which has a token for every byte, and so represents every text.
 
     Args:
-        source: Files, folders or globs to read; nothing: the source of Python's standard library.
-        vocab_size: How many tokens, at most.
+        source: Files, folders or globs to read; by default the source of Python's standard library.
+        vocab_size: The largest number of tokens.
         out: The tokenizer.json, a new file.
         form: As in jpipe data prepare.
-        kind: Of the model: its special tokens are <|endoftext|>, or those of BERT.
-        text_key: Of a JSON line.
-        prompt_key: Of a JSON line.
-        answer_key: Of a JSON line.
+        kind: The kind of the model: its special tokens are <|endoftext|>, or those of BERT.
+        text_key: The key of the text in a JSON line.
+        prompt_key: The key of the prompt in a JSON line.
+        answer_key: The key of the answer in a JSON line.
     """
     with interrupt.importing():
         from jpipe_train.console.progress import Reporter
@@ -87,24 +86,4 @@ def make_tokenizer(
 
     files = preparing.Files(source, form, Keys(text_key, prompt_key, answer_key))
     preparing.make_tokenizer(files, vocab_size, out, Reporter(1, 1, "bytes"), kind)
-    return 0
-
-
-@app.command
-def make(
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
-    out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    seed: Count = 0,
-) -> int:
-    """Write a small generated data set, to try a kind of data offline. It appears whole or not at all.
-
-    Args:
-        name: images: drawn shapes, a folder of PNG files per class. translation, words, captions: see docs/data.md.
-        out: The folder, a new one; by default samples/NAME.
-        seed: Of what is drawn.
-    """
-    with interrupt.importing():
-        from jpipe_train.data.samples import make as making
-
-    making.make(name, out, seed, lambda line: print(printable(line)))
     return 0

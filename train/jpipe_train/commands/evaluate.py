@@ -23,22 +23,22 @@ def evaluate(
     wait_limit: Seconds = 45.0,
     secret_file: OptionalFile = None,
 ) -> int:
-    """Find loss, perplexity and metrics of a run over whole data, through its pipeline. The run is not changed.
+    """Compute loss, perplexity and metrics of a run over a whole data set, through its pipeline. The run is not changed.
 
     Args:
         run: The folder of the run, such as runs/0001.
-        data: All of these data, in the form of the run's own; by default all on which the run is validated.
-        step: Of the checkpoint after so many steps; by default of the newest that is whole.
+        data: Data in the form of the run's own; by default all of the run's validation data.
+        step: The checkpoint after N steps; by default the newest complete one.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
-        batches: Only so many; train.eval_batches of them are those of the run's own validations.
+        batches: Only N batches; train.eval_batches of them are those of the run's own validations.
         overrides: Replace one key of the run's config, such as plan.num_stages=1.
         allow_code: Import and run the functions that the config names, as in train.
-        coordinator: Several processes: as in train, and so are the following.
-        num_processes: Several processes: how many.
+        coordinator: Several processes: as in train, like the following options.
+        num_processes: Several processes: their number.
         process_id: Several processes: the number of this one, from 0.
         connect_limit: Several processes: how long each waits for the others at the start.
-        wait_limit: Several processes: how long none of them may get on before they give up.
-        secret_file: Several processes: what they recognize each other by.
+        wait_limit: Several processes: how long none may make progress before they give up.
+        secret_file: Several processes: the file with the secret that all share.
     """
     with interrupt.importing():
         from jpipe_train.run import job

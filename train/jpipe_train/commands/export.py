@@ -17,7 +17,7 @@ def export(
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE.safetensors|FOLDER")] = None,
     step: OptionalCount = None,
     weights: Weights = "newest",
-    layout: Literal["jpipe", "huggingface"] = "jpipe",
+    layout: Literal["jpipe", "orbax", "huggingface"] = "jpipe",
     overrides: Overrides = (),
 ) -> int:
     """Write the weights of a run into one file, for inference or for another run to begin with; or as transformers loads them.
@@ -28,7 +28,8 @@ def export(
         out: The same as an option.
         step: Of the checkpoint after so many steps; by default of the newest that is whole.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
-        layout: Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for GPT-2, Llama and BERT.
+        layout: Orbax's (orbax) is one tree that ocp.StandardCheckpointer restores, by the same names.
+            Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for GPT-2, Llama and BERT.
         overrides: Replace one key of a config, such as model.preset=gpt2-124m.
     """
     with interrupt.importing():
@@ -40,8 +41,8 @@ def export(
     if overrides and not os.path.isfile(folder):
         raise jpipe.InputError(f"--set {overrides[0]}: would mean nothing for a run; leave it out")
     place, report = to or out or "", lambda line: print(printable(line))
-    if layout == "jpipe":
-        exporting.main(folder, place, step, report, weights)
+    if layout != "huggingface":
+        exporting.main(folder, place, step, report, weights, layout)
     else:
         writing.main(folder, place, step, report, weights, overrides)
     return 0

@@ -23,22 +23,22 @@ def generate(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     as_json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Go on from a text with a model that was trained, and write what comes to standard output.
+    """Continue texts with a trained model, and write the continuations to standard output.
 
     Args:
         source: The folder of a run, such as runs/0001, or one in Hugging Face's layout, with config.json.
-        prompt: The text to go on from; several times: of each. Without it standard input is read.
-        tokens: At most so many come; fewer where the text ends, or the positions of the model do.
-        temperature: 0: always the likeliest token; otherwise one is drawn, 1: as the model says. By default 1 with the next two, else 0.
-        top_k: Draw one of the K likeliest tokens.
-        top_p: Draw one of the likeliest tokens that have the probability P together, such as 0.9.
-        seed: Of what is drawn.
-        step: Of the checkpoint after so many steps; by default of the newest that is whole.
+        prompt: The text to continue; may be given several times. Without it standard input is read.
+        tokens: At most N tokens; fewer if the text ends, or the model has no more positions.
+        temperature: 0 chooses the most likely token, 1 samples from the model's probabilities. By default 1 with the next two, else 0.
+        top_k: Sample from the K most likely tokens.
+        top_p: Sample from the most likely tokens that together have the probability P, such as 0.9.
+        seed: The seed of sampling.
+        step: The checkpoint after N steps; by default the newest complete one.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         tokenizer: A tokenizer.json in place of the model's own; bytes: each byte is a token.
-        devices: Lay the layers on so many devices, one after the other; by default on as few as have the memory.
-        dtype: In which the model computes; by default as in training, or as a folder's weights are.
-        as_json: Write an object of JSON for each prompt in the end, with prompt, text, tokens and end.
+        devices: Place the layers on N devices, in order; by default on as few as have the memory.
+        dtype: The dtype of computation; by default that of training, or of a folder's weights.
+        as_json: Write a JSON object for each prompt at the end, with prompt, text, tokens and end.
     """
     with interrupt.importing():
         from jpipe_train.generate import command

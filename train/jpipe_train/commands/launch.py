@@ -8,7 +8,7 @@ from jpipe_train.commands.parsing import Count, Flag
 from jpipe_train.console.terminal import fail, printable
 
 LAUNCHED = "-- train CONFIG [--KEY …] | -- evaluate RUN [--KEY …]"
-"""Long enough for the usage line to abbreviate the options of launch, which then stand before it, in the order in which one types them."""
+"""Long enough for the usage line to abbreviate the options of launch and show them first, in the order in which they are typed."""
 
 
 def launch(
@@ -24,11 +24,11 @@ def launch(
     Args:
         command: The command of every process; the coordinator, the count and the number of the process are added to it.
         num_processes: How many processes.
-        pin: Give each process a CPU core of its own, as far as there are enough. For measurements.
-        max_restarts: How often to start all again when one fails; they go on from the newest checkpoint of their run folder.
+        pin: Give each process a CPU core of its own, if there are enough. For measurements.
+        max_restarts: How often to restart all when one fails; they resume from the newest checkpoint of their run folder.
     """
     from jpipe_train.launch import launch as launcher
 
-    if wrong := launcher.problem(num_processes, command, pin=pin, max_restarts=max_restarts):
-        return fail(printable(wrong), 2)
+    if message := launcher.problem(num_processes, command, pin=pin, max_restarts=max_restarts):
+        return fail(printable(message), 2)
     return launcher.main(num_processes, command, pin=pin, max_restarts=max_restarts)

@@ -29,30 +29,30 @@ def plan(
     """Find the plan that trains a model fastest on given machines, and fits. Nothing is trained.
 
     Args:
-        config: The YAML file of a run, such as configs/gpt-bytes.yaml; its plan is left aside.
+        config: The YAML file of a run, such as configs/gpt-bytes.yaml; its plan is ignored.
         overrides: Replace one key of the config, such as model.depth=8.
         topology: The machines: a YAML file, such as configs/topologies/cluster-a.yaml, or local: the devices of this one.
-        profile: What the layers cost, from --profile-out, or a graph.txt of the original PipeDream; by default profiled here.
+        profile: The costs of the layers, from --profile-out, or a graph.txt of the original PipeDream; by default profiled here.
         batch: Rows between two updates; by default the config's batch size.
-        up_to: Fewer rows than that will do, where they train faster.
-        rows: Of a microbatch of a graph.txt; by default 1.
+        up_to: Allow fewer rows than that, if they train faster.
+        rows: Rows of a microbatch of a graph.txt; by default 1.
         schedules: Only these, such as pipedream_2bw,pipedream_flush, or all. By default those that flush, which train as without a
-            pipeline; under the others weights are delayed.
+            pipeline; the others delay weights.
         devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
         mesh: Only stages on meshes like this, such as model=4 or data=2,model=4,fsdp, or none: on one device each. May be given several
             times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
         pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
-            as in the original; or that by the recurrence of its paper, at the price of the text or of the released code, for comparison.
+            as in the original; or that by the recurrence of its paper, with the costs of the text or of the released code, for comparison.
         out: Write the plan into this file, a JSON for plan.file.
         profile_out: Write the profile into this file.
         png: Draw throughput against memory of all candidates, and the balance of the stages, into this file.
-        explain: Tell why the plan was chosen, which plans do not fit, and by how much.
+        explain: Explain the choice, and list the plans that do not fit and by how much.
         allow_code: Import and run the functions that a config names, as in train.
     """
     with interrupt.importing():
         from jpipe import keep_freed_memory
+        from jpipe_train.plan.inputs import Request
         from jpipe_train.plan.plan import Files, main
-        from jpipe_train.plan.planning import Request
 
     keep_freed_memory()
     files = Files(config, profile, out, profile_out, png)

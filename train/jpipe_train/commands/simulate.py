@@ -25,12 +25,12 @@ def simulate(
         batches: How many batches to show; by default enough to see the steady state.
         png: Draw the timeline into this file and, for a config, the memory into one next to it.
         no_compile: Do not compile the stages of a config, which takes seconds for small models and minutes for large ones; the temporaries
-            of their programs, and so the peak memory, are then not known.
+            of their programs, and so the peak memory, are then unknown.
         allow_code: Import and run the functions that a config names, as in train.
     """
     with interrupt.importing():
         import jpipe_train.plan.simulate as simulation
 
-    shown = simulation.main(source, overrides, batches, png, allow_code=allow_code, compile=not no_compile)
-    print("\n".join(map(printable, shown.split("\n"))))
+    text = simulation.main(source, overrides, batches, png, allow_code=allow_code, compile=not no_compile)
+    print("\n".join(map(printable, text.split("\n"))))
     return 0

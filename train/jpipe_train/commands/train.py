@@ -23,21 +23,21 @@ def train(
     wait_limit: Seconds = 45.0,
     secret_file: OptionalFile = None,
 ) -> int:
-    """Train a model through a pipeline, as a YAML file says; in several processes, each is started with this command.
+    """Train a model through a pipeline as a YAML file says; with several processes, each is started with this command.
 
     Args:
         config: The YAML file, such as configs/gpt-bytes.yaml.
         overrides: Replace one key of the file, such as train.steps=100.
-        plan: Train by this plan, as with plan.file; auto: find the best one for the devices that there are first.
-        resume: Go on from the newest checkpoint in run.dir: where there is one (auto), in any case (must), or not at all (never).
-        from_checkpoint: Go on from the checkpoint after so many steps in place of the newest; later ones are kept under other names.
+        plan: Train by this plan, as with plan.file; auto: first find the best one for the existing devices.
+        resume: Resume from the newest checkpoint in run.dir: if there is one (auto), always (must), or not at all (never).
+        from_checkpoint: Resume from the checkpoint after N steps instead of the newest; later ones are kept under other names.
         allow_code: Import and run the functions that the file names as module:function, from the current folder or installed packages.
-        coordinator: Several processes: where process 0 is, the same for all. Under SLURM or Open MPI this and the next two are detected.
-        num_processes: Several processes: how many.
+        coordinator: Several processes: the address of process 0, the same for all. SLURM and Open MPI provide this and the next two.
+        num_processes: Several processes: their number.
         process_id: Several processes: the number of this one, from 0.
         connect_limit: Several processes: how long each waits for the others at the start.
-        wait_limit: Several processes: how long none of them may get on before the run is given up; more than a microbatch takes.
-        secret_file: Several processes: what they recognize each other by, the same for all; by default the variable JPIPE_SECRET.
+        wait_limit: Several processes: how long none may make progress before the run fails; longer than a microbatch takes.
+        secret_file: Several processes: the file with the secret that all share; by default the variable JPIPE_SECRET has it.
     """
     with interrupt.importing():
         from jpipe_train.run import job

@@ -1,1 +1,1 @@
-"""The config of a run: its keys, its YAML, and the user's code that it names."""
+"""The config of a run: its keys, its YAML form, and the user's functions that it names."""

@@ -1,4 +1,4 @@
-"""The arguments that a config gives to a function: names held against its signature, values against its annotations."""
+"""Check and convert the arguments that a config gives to a function, by the function's signature and annotations."""
 
 import difflib
 import inspect
@@ -12,54 +12,62 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-LARGEST = float(np.finfo(np.float32).max)  # settings beyond it diverge all the same, and NumPy would warn of each
+LARGEST = float(np.finfo(np.float32).max)  # larger settings diverge anyway, and NumPy would warn of each
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function by name; none where it has no signature."""
+    """Return the parameters of a function by name, or an empty dict if it has no signature."""
     try:
         return dict(inspect.signature(function, eval_str=True).parameters)
     except (TypeError, ValueError, NameError):
         return {}
 
 
-def check_names(function: Callable[..., Any], name: str, given: Iterable[str], filled: Mapping[str, str]) -> None:
-    """Refuse arguments that `function` does not have, and a call that lacks one.
+def check_names(function: Callable[..., Any], name: str, names: Iterable[str], reserved: Mapping[str, str]) -> None:
+    """Check that `function` accepts the named arguments and that no required one is missing.
 
     Args:
-        function: what will be called; messages call it `name`.
-        given: the names in the config.
-        filled: arguments that do not come from there, each with what to say to somebody who gives it all the same.
+        function: the function to call; messages call it `name`.
+        name: its name.
+        names: the arguments that the config gives.
+        reserved: the arguments that jpipe sets itself, each with the message for a config that sets it too.
 
     Raises:
-        ValueError: the message, without the place in the config.
+        ValueError: an unknown, reserved or missing argument; the message does not say where in the config.
     """
     parameters = parameters_of(function)
     if not parameters and not inspect.isfunction(function):
         return
     kinds = {parameter.kind for parameter in parameters.values()}
-    own = [key for key, p in parameters.items() if key not in filled and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for key in given:
-        if key in filled:
-            raise ValueError(f"'{key}' of '{name}' {filled[key]}; leave it out here")
-        if key not in own and inspect.Parameter.VAR_KEYWORD not in kinds:
-            near = sorted(own, key=lambda other: -difflib.SequenceMatcher(None, key, other).ratio())
+    accepted = [key for key, p in parameters.items() if key not in reserved and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for key in names:
+        if key in reserved:
+            raise ValueError(f"'{key}' of '{name}' {reserved[key]}; leave it out here")
+        if key not in accepted and inspect.Parameter.VAR_KEYWORD not in kinds:
+            near = sorted(accepted, key=lambda other: -difflib.SequenceMatcher(None, key, other).ratio())
             listed = f"its arguments, the nearest first: {', '.join(near)}" if near else "it takes none"
             raise ValueError(f"'{name}' has no argument '{key}'; {listed}")
-    for key in own:
-        if parameters[key].default is inspect.Parameter.empty and key not in given:
+    for key in accepted:
+        if parameters[key].default is inspect.Parameter.empty and key not in names:
             raise ValueError(f"'{name}' needs the argument '{key}'; add it")
 
 
-def converted(function: Callable[..., Any], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values from YAML as `function`, which has annotations, wants them: a list as a tuple, `bfloat16` as a dtype, 1 as 1.0.
+def convert(function: Callable[..., Any], name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert values from YAML to the types that `function` is annotated with.
+
+    A list becomes a tuple, `bfloat16` a dtype, and 1 becomes 1.0.
+
+    Args:
+        function: an annotated function.
+        name: its name, for messages.
+        values: the values from the config by argument name.
 
     Raises:
-        ValueError: a value of the wrong type, or an argument that only Python can express.
+        ValueError: a value has the wrong type, or YAML cannot express the argument.
     """
     parameters = parameters_of(function)
-    values: dict[str, Any] = {}
-    for key, value in given.items():
+    converted: dict[str, Any] = {}
+    for key, value in values.items():
         kind = kind_of(parameters[key])
         if kind is None:
             raise ValueError(
@@ -67,25 +75,25 @@ def converted(function: Callable[..., Any], name: str, given: Mapping[str, Any])
                 f"write a function that calls {name} with it and name that one, as module:function"
             )
         if value is None and _may_be_none(parameters[key]):
-            values[key] = None
+            converted[key] = None
             continue
-        words, convert = kind
+        expected, convert_value = kind
         try:
-            values[key] = convert(value)
+            converted[key] = convert_value(value)
         except (TypeError, ValueError, KeyError, OverflowError):
-            raise ValueError(f"'{key}' of '{name}': expected {words}, found {reprlib.repr(value)}") from None
-        if isinstance(parameters[key].default, float) and isinstance(values[key], int):
-            values[key] = float(values[key])
-    return values
+            raise ValueError(f"'{key}' of '{name}': expected {expected}, found {reprlib.repr(value)}") from None
+        if isinstance(parameters[key].default, float) and isinstance(converted[key], int):
+            converted[key] = float(converted[key])
+    return converted
 
 
 def kind_of(parameter: inspect.Parameter) -> tuple[str, Callable[[Any], Any]] | None:
-    """What YAML can give for a parameter: the words for it and the conversion; None where only Python has the like."""
+    """Return a description of the YAML values that a parameter accepts and their conversion, or None if YAML cannot express it."""
     choices = alternatives(parameter.annotation)
     origins = {get_origin(choice) or choice for choice in choices}
     if "dtype" in parameter.name:
         return f"a dtype ({', '.join(DTYPES)})", DTYPES.__getitem__
-    if origins & {Iterable, Mapping}:  # a tree like that of the parameters
+    if origins & {Iterable, Mapping}:  # a pytree with the structure of the parameters
         return None
     if float in origins:
         return "a number", _number
@@ -104,7 +112,7 @@ def kind_of(parameter: inspect.Parameter) -> tuple[str, Callable[[Any], Any]] | 
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """The members of a union, unions inside it too; of anything else itself."""
+    """Return the members of a union, flattened; for any other annotation, a list with just that annotation."""
     if get_origin(annotation) in (Union, types.UnionType):
         return [choice for member in get_args(annotation) for choice in alternatives(member)]
     return [annotation]
@@ -143,6 +151,6 @@ def _text(value: Any) -> str:
 
 
 def _one_of(names: Iterable[Any]) -> Callable[[Any], Any]:
-    """Of these very values: 1 is not true here."""
+    """Return a conversion that accepts these values only, and does not take 1 for true."""
     known = {(type(name), name): name for name in names}
     return lambda value: known[type(value), value]

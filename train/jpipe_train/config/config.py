@@ -1,37 +1,36 @@
-"""The keys of the YAML file, their defaults and their checks. A wrong value is refused before any device works."""
+"""The sections of a config with their defaults and checks. Wrong values are rejected before any device works."""
 
 import re
 import reprlib
 import warnings
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 import jpipe
 from jpipe.errors import nearest
-from jpipe_train.config import built_in, entry_point, optax_names
+from jpipe_train.config import entry_point, optax_names
 from jpipe_train.config.data_config import DataConfig as DataConfig
 from jpipe_train.config.model_config import ModelConfig as ModelConfig
 from jpipe_train.config.plan_config import MOST_MICROBATCHES as MOST_MICROBATCHES
 from jpipe_train.config.plan_config import PlanConfig as PlanConfig
 from jpipe_train.config.section import AUTO as AUTO
-from jpipe_train.config.section import Arguments, BuiltIn, Count, FilePath, OwnCode, Section
+from jpipe_train.config.section import Arguments, Count, FilePath, OwnCode, Section
 
-MOST_PLAN_BYTES = 2**22  # of a plan's file; ten thousand stages take a third of that
-FEW_SYMBOLS, CHUNK = 8192, 1024  # logits per position that are made all at once; how many positions otherwise
+MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
+FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
 LOGS = ("tensorboard", "wandb")
-METRICS = ("accuracy", "top5", "cross_entropy")  # that need no code of the user's own
+METRICS = ("accuracy", "top5", "cross_entropy")  # built in
 
 
 class RunConfig(Section):
-    """Where the run is written: `dir`, or the next free `runs/0001`, `runs/0002`, … when null."""
+    """The folder of the run: `dir`, or the next free `runs/0001`, `runs/0002`, … if null."""
 
     dir: FilePath | None = None
 
 
 class TrainConfig(Section):
-    """How long and in what portions: `batch_size` sequences per step; validation at step 0, every `eval_every` steps and at the end.
+    """The length of the run and its batches: `batch_size` rows per step; validation at step 0, every `eval_every` steps and at the end.
 
     `trace_batches` batches are measured for the report once the pipeline is full and after each evaluation; 0 measures none.
     """
@@ -56,18 +55,19 @@ def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
 
 
 class EvalConfig(Section):
-    """What an evaluation finds besides the loss: `metrics` by name, each `accuracy`, `top5`, `cross_entropy` (of a loss that is another
-    one) or a `module:function`.
+    """The `metrics` of an evaluation by name: each is `accuracy`, `top5`, `cross_entropy` (if the loss is another) or `module:function`.
 
-    Called with (outputs, labels) of a microbatch it returns (sum, weight), as the loss does.
+    The function is called with (outputs, labels) of a microbatch and returns (sum, weight), like the loss.
     """
 
     metrics: Annotated[dict[str, str], Field(max_length=100), AfterValidator(_metric_names)] = {}
 
 
 class CheckpointConfig(Section):
-    """A checkpoint every `every` steps and at the end; null: none at all. The last `keep` stay, and of the older ones those of a step that
-    `keep_every` divides and one every `keep_hours` hours. On a full disk the run stops, or goes on without (`on_full_disk`).
+    """Checkpoints every `every` steps and at the end, or none if null.
+
+    The last `keep` are kept, and of the older ones those of steps that `keep_every` divides and one every `keep_hours` hours. If the disk
+    is full, the run stops or continues without checkpoints (`on_full_disk`).
     """
 
     every: Count | None = 10
@@ -78,24 +78,35 @@ class CheckpointConfig(Section):
 
 
 class ResumeConfig(Section):
-    """What a run that resumes takes from its checkpoint: with `optimizer: reset` new optimizer state, as another one needs."""
+    """What a resumed run reads from its checkpoint: `optimizer: reset` starts with new optimizer state, as a different optimizer needs."""
 
     optimizer: Literal["keep", "reset"] = "keep"
 
 
 class WarmStartConfig(Section):
-    """The parameters that a run begins with: those in `file`, a safetensors file, an export or the folder of a run; null: fresh ones.
+    """The initial parameters: those in `file`, a safetensors file, an export, the folder of a run or an Orbax checkpoint; null for random.
 
-    With `mode: strict` it has to hold exactly those of the model; with `partial` what fits by name and shape is taken.
+    `mode: strict` requires exactly the parameters of the model; `partial` uses those that match by name and shape. `names` maps the starts
+    of names in the model to those in the file; `{n}` is any number.
     """
 
     file: FilePath | None = None
     mode: Literal["strict", "partial"] = "strict"
+    names: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _numbers_are_known(self) -> "WarmStartConfig":
+        for start, instead in self.names.items():
+            numbers, others = (re.findall(r"\{(.*?)\}", text) for text in (start, instead))
+            if len(set(numbers)) < len(numbers) or not all(number.isidentifier() for number in numbers) or set(others) - set(numbers):
+                raise ValueError(f"names: expected numbers such as {{n}}, each once on the left, found '{start}: {instead}'")
+        return self
 
 
 class PrecisionConfig(Section):
-    """The dtypes of the run, as in `jpipe.Precision`: of the weight versions, of what layers compute, of accumulated gradients; and the
-    loss scale, a number or `dynamic`. With `compute: null` layers compute as they are made, the GPT in `model.compute_dtype`.
+    """The dtypes of a run, as in `jpipe.Precision`: of weights, computation and accumulated gradients, and the loss scale.
+
+    The loss scale is a number or `dynamic`. With `compute: null` layers keep their own dtype, for the GPT `model.compute_dtype`.
     """
 
     params: str = "float32"
@@ -104,11 +115,11 @@ class PrecisionConfig(Section):
     loss_scale: float | str | None = None
 
     @model_validator(mode="after")
-    def _is_one(self) -> "PrecisionConfig":
-        if self.model_fields_set:  # else JAX would be imported with this module
+    def _check_precision(self) -> "PrecisionConfig":
+        if self.model_fields_set:  # otherwise this module would import JAX
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", UserWarning)  # whoever builds the pipeline says it
+                    warnings.simplefilter("ignore", UserWarning)  # reported when the pipeline is built
                     jpipe.Precision(**self.model_dump())
             except jpipe.InputError as error:
                 raise ValueError(str(error).removeprefix("precision: ")) from None
@@ -116,28 +127,27 @@ class PrecisionConfig(Section):
 
     @property
     def computes(self) -> str | None:
-        """The dtype of what the layers compute, if it is not left to them."""
+        """The dtype that layers compute in, or None if it is up to them."""
         return self.params if self.compute is None and self.params != "float32" else self.compute
 
 
 class LossConfig(OwnCode):
-    """The mean cross-entropy of integer labels, one of `built_in.LOSSES`, or `target(outputs, labels, **arguments)`, which returns (sum of
-    the losses, weight).
+    """The mean cross-entropy of integer labels, or a function of the user's.
 
-    The built-in models' logits are made `chunk` positions at a time, in backwards again, so that they are never all in memory; null: all
-    at once; "auto": all at once where there are few symbols.
+    `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed `chunk` positions
+    at a time, and again in the backward, so that they are never all in memory; null: all at once; "auto": all at once for small
+    vocabularies.
     """
 
-    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.LOSSES
-    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can be set over a file with all keys
+    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can override a file that has all keys
 
     chunk: Count | Literal["auto"] | None = "auto"
 
     def chunk_for(self, symbols: int) -> int | None:
-        """How many positions of logits are made at a time; None: all of them.
+        """Return the number of positions whose logits are computed at a time, or None for all.
 
         Args:
-            symbols: logits per position.
+            symbols: the number of logits per position.
         """
         if self.target is not None:
             return None
@@ -147,12 +157,12 @@ class LossConfig(OwnCode):
 
 
 class OptimizerConfig(Section):
-    """An optimizer of optax by its name and arguments, or a `module:function` that returns one; see `jpipe_train.assemble.optimizer`.
+    """An optimizer of optax by name and arguments, or a `module:function` that returns one; see `jpipe_train.assemble.optimizer`.
 
-    The learning rate (null: the optimizer's own default, or 1e-3) rises over `warmup_steps`, then follows `lr_schedule`: constant,
-    cosine (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` says which parameters decay,
-    by patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1 each update is made from the mean
-    gradient of so many batches, and schedules count these updates. `ema_decay` is that of a moving average of the weights.
+    The learning rate (null: the optimizer's own default, or 1e-3) rises over `warmup_steps`, then follows `lr_schedule`: constant, cosine
+    (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` selects the parameters that decay by
+    patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1, each update uses the mean gradient of
+    that many batches, and schedules count updates. `ema_decay` is the decay of a moving average of the weights.
     """
 
     name: str = "adamw"
@@ -203,7 +213,7 @@ def _known_logs(names: list[str]) -> list[str]:
 
 
 class Config(Section):
-    """A whole run. `jpipe_train.config.config_file` reads it from YAML and writes it back."""
+    """The whole config of a run. `jpipe_train.config.config_file` reads it from YAML and writes it back."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     compile_cache: FilePath | None = AUTO
@@ -224,7 +234,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _empty_sections_are_defaults(cls, data: object) -> object:
-        """`train:` with nothing below it is read as null."""
+        """Read `train:` with nothing below it as an empty section."""
         if not isinstance(data, dict):
             return data
         return {key: {} if value is None and key not in ("seed", "compile_cache", "log") else value for key, value in data.items()}
@@ -237,7 +247,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _some_update_is_made(self) -> "Config":
+    def _at_least_one_update(self) -> "Config":
         if self.optimizer.accumulate_batches > self.train.steps:
             raise ValueError(
                 f"optimizer.accumulate_batches {self.optimizer.accumulate_batches} is more than train.steps {self.train.steps}, so that "
@@ -247,9 +257,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_dtype_is_computed_in(self) -> "Config":
-        own, computes = self.model.compute_dtype, self.precision.computes
-        if self.model.target is None and computes is not None and own not in ("float32", computes):
-            raise ValueError(f"model.compute_dtype is {own} and precision.compute {computes}; leave out model.compute_dtype")
+        model_dtype, computes = self.model.compute_dtype, self.precision.computes
+        if self.model.target is None and computes is not None and model_dtype not in ("float32", computes):
+            raise ValueError(f"model.compute_dtype is {model_dtype} and precision.compute {computes}; leave out model.compute_dtype")
         return self
 
     @model_validator(mode="after")
@@ -267,9 +277,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _chunks_are_of_logits(self) -> "Config":
-        own = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
-        if own is not None and self.loss.chunk not in ("auto", None):
-            raise ValueError(f"loss.chunk would mean nothing beside {own}: it is for logits and the loss that are built in; leave it out")
+        target_key = next((f"{name}.target" for name in ("model", "loss") if getattr(self, name).target is not None), None)
+        if target_key is not None and self.loss.chunk not in ("auto", None):
+            raise ValueError(
+                f"loss.chunk would mean nothing beside {target_key}: it is for logits and the loss that are built in; leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -280,7 +292,7 @@ class Config(Section):
 
     @property
     def logits_chunk(self) -> int | None:
-        """Of how many positions the built-in loss makes the logits of a built-in model at a time; None: the model makes all of them."""
+        """The number of positions whose logits the built-in loss computes at a time; None if the model computes all of them."""
         return None if self.model.target is not None else self.loss.chunk_for(self.model.vocab_size)
 
     @property
@@ -295,8 +307,8 @@ class Config(Section):
 
     @property
     def code(self) -> dict[str, str]:
-        """The functions of the user's own that this run calls, by the key that names them."""
-        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss") if not getattr(self, name).is_built_in}
-        own = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
+        """The user's functions that this run calls, by config key."""
+        named = {f"{name}.target": getattr(self, name).target for name in ("model", "data", "loss")}
+        optimizer = {"optimizer.name": self.optimizer.name} if ":" in self.optimizer.name else {}
         metrics = {f"eval.metrics.{name}": metric for name, metric in self.eval.metrics.items() if ":" in metric}
-        return {key: target for key, target in named.items() if target} | own | metrics
+        return {key: target for key, target in named.items() if target} | optimizer | metrics

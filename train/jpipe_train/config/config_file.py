@@ -1,4 +1,4 @@
-"""A config as YAML text: read with `--set key=value` overrides, mistakes reported with file, key, expected, found; and written back."""
+"""Read a config from YAML with `--set key=value` overrides, and write it back."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,35 +14,35 @@ from jpipe_train.config import huggingface
 from jpipe_train.config.config import Config
 from jpipe_train.config.model_config import OF_THE_RUN
 
-MOST_BYTES = 2**20  # of a config, hundreds of times what long ones have
+MOST_BYTES = 2**20  # hundreds of times the size of a long config
 
 
 def load(
     path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False, sections: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Config:
-    """Read the YAML file at `path`, replace the keys of `overrides` (`"train.steps=10"`, the value being YAML too) and validate.
+    """Read the YAML file at `path`, apply the overrides and validate the result.
 
-    An override of `model.preset` replaces what the file says of the shape of the model. Where `warm_start.file` is a folder in Hugging
-    Face's layout, the keys of `model` that its `config.json` decides are filled in.
+    An override of `model.preset` replaces the shape of the model that the file gives. If `warm_start.file` is a folder in Hugging Face's
+    layout, the keys of `model` that its `config.json` decides are added.
 
     Args:
-        path: the file.
-        overrides: what replaces keys of it.
-        sections: what replaces whole sections of it before.
-        allow_code: whether the config may name functions to import and call. A file from a stranger must not, so only a person says so.
+        path: the YAML file.
+        overrides: replacements of single keys, such as `"train.steps=10"`; the value is YAML.
+        allow_code: whether the config may name functions to import and call. A stranger's file must not, so a person has to allow it.
+        sections: whole sections that replace those of the file before the overrides apply.
 
     Raises:
-        InputError: a file that cannot be read or parsed, an unknown key (names the nearest), a wrong type or value, code not allowed; a
-            `config.json` that describes no model of jpipe's, or that a key contradicts.
+        InputError: the file cannot be read or parsed; a key is unknown, has a wrong type or value; code is not allowed; `config.json`
+            describes no model of jpipe's, or a key contradicts it.
     """
     data = _read(path)
     if str(data.get("format")).startswith("jpipe-plan/"):
         raise InputError(f"{path}: expected a config, found a plan; name it in a config, as plan.file, or look at it with jpipe simulate")
     data |= sections or {}
-    given: list[str] = []
+    overridden: list[str] = []
     for override in overrides:
-        _override(data, override, given)
-    _let_preset_decide(data, given)
+        _override(data, override, overridden)
+    _let_preset_decide(data, overridden)
     where = " ".join([str(path), *(f"--set {override}" for override in overrides)])
     _fill_model(data, where)
     try:
@@ -50,7 +50,7 @@ def load(
     except pydantic.ValidationError as error:
         raise explain(error, Config, where) from None
     if config.plan.file is not None:
-        for override, key in zip(overrides, given, strict=True):
+        for override, key in zip(overrides, overridden, strict=True):
             if set(data["plan"]) != {"file"} if key == "plan" else key.startswith("plan.") and key != "plan.file":
                 raise InputError(
                     f"--set {override}: would mean nothing beside plan.file '{config.plan.file}'; leave it out, or change the plan file"
@@ -65,10 +65,10 @@ def load(
 
 
 def load_resolved(path: Path) -> Config:
-    """The `config.yaml` of a run, as `to_yaml` wrote it; whatever functions it names, none is imported.
+    """Read the `config.yaml` of a run, as `to_yaml` wrote it, without importing the functions that it names.
 
     Raises:
-        InputError: a file that cannot be read, or is no such config.
+        InputError: the file cannot be read, or is no such config.
     """
     try:
         return Config.model_validate(_read(path))
@@ -77,9 +77,9 @@ def load_resolved(path: Path) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The config with every default filled in; `load` of this text gives one of the same run.
+    """Return the config as YAML with all defaults; `load` of this text describes the same run.
 
-    It is equal to this one, unless a `plan.file` replaces the other keys of `plan`: then they are left out.
+    If `plan.file` is set, the other keys of `plan` are left out, because the file replaces them.
     """
     data = config.model_dump()
     if config.plan.file is not None:
@@ -88,7 +88,7 @@ def to_yaml(config: Config) -> str:
 
 
 def _read(path: str | Path) -> dict[Any, Any]:
-    """The keys and values of a YAML file."""
+    """Return the keys and values of a YAML file."""
     text = read_text(
         expanded(str(path), "config"),
         MOST_BYTES,
@@ -104,34 +104,34 @@ def _read(path: str | Path) -> dict[Any, Any]:
     return data
 
 
-def _let_preset_decide(data: dict[Any, Any], given: Sequence[str]) -> None:
-    """Where `model.preset` is one of the keys `given`, leave out those that only the file gives the model, but for `OF_THE_RUN`."""
+def _let_preset_decide(data: dict[Any, Any], overridden: Sequence[str]) -> None:
+    """Drop the file's own keys of the model, except those in `OF_THE_RUN`, if `model.preset` is overridden."""
     model = data.get("model")
-    if "model.preset" in given and isinstance(model, dict) and model["preset"] is not None:
-        keys = {key.split(".")[1] for key in given if key.startswith("model.")}
+    if "model.preset" in overridden and isinstance(model, dict) and model["preset"] is not None:
+        keys = {key.split(".")[1] for key in overridden if key.startswith("model.")}
         data["model"] = {key: value for key, value in model.items() if key in keys | OF_THE_RUN}
 
 
 def _fill_model(data: dict[Any, Any], where: str) -> None:
-    """Where the run begins with a folder in Hugging Face's layout, put the keys of `model` that its `config.json` decides into `data`."""
-    begins, model = data.get("warm_start"), data.get("model")
-    begins = begins if isinstance(begins, dict) else {}
-    file = begins.get("file")
+    """Add the keys of `model` that `config.json` decides to `data`, if the run starts from a folder in Hugging Face's layout."""
+    warm_start, model = data.get("warm_start"), data.get("model")
+    warm_start = warm_start if isinstance(warm_start, dict) else {}
+    file = warm_start.get("file")
     if isinstance(file, str) and huggingface.is_folder(file) and isinstance(model, dict | None):
-        data["model"] = huggingface.filled(model or {}, resolved(file, "warm_start.file"), where, begins.get("mode") == "partial")
+        data["model"] = huggingface.fill_section(model or {}, resolved(file, "warm_start.file"), where, warm_start.get("mode") == "partial")
 
 
-def _override(data: dict[Any, Any], override: str, given: list[str]) -> None:
-    """Put the value of `section.key=value` into `data`, unless that undoes one of the keys `given` before; adds its own to them."""
+def _override(data: dict[Any, Any], override: str, overridden: list[str]) -> None:
+    """Set `section.key=value` in `data` and append the key to `overridden`; raise InputError if that would undo an earlier override."""
     key, equals, value = override.partition("=")
     *sections, last = key.split(".")
     if not equals or not all([*sections, last]):
-        found = "an empty name" if equals else "no '='"
-        raise InputError(f"--set {override}: expected key=value, such as train.steps=100, found {found}")
-    for other in given:
-        if f"{other}.".startswith(f"{key}."):
-            raise InputError(f"--set {override}: expected each key once, found --set {other}=… before it, which would be lost; keep one")
-    given.append(key)
+        mistake = "an empty name" if equals else "no '='"
+        raise InputError(f"--set {override}: expected key=value, such as train.steps=100, found {mistake}")
+    for earlier in overridden:
+        if f"{earlier}.".startswith(f"{key}."):
+            raise InputError(f"--set {override}: expected each key once, found --set {earlier}=… before it, which would be lost; keep one")
+    overridden.append(key)
     for depth, section in enumerate(sections):
         inner = data.setdefault(section, {})
         if inner is None:  # `run:` with nothing below it

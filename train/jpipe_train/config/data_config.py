@@ -1,15 +1,13 @@
-"""The keys of the section `data`: what is read, and how it is made to batches."""
+"""The section `data` of a config: what is read, and how it becomes batches."""
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jpipe_train.config import built_in
-from jpipe_train.config.section import AUTO, BuiltIn, FilePath, Fraction, OwnCode
+from jpipe_train.config.section import AUTO, FilePath, Fraction, OwnCode
 
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
-_ONLY_WITH = {  # which formats a key is for; with others it would mean nothing
+_ONLY_WITH = {  # the formats that a key applies to; with any other it is an error
     "tokenizer": ("text", "prompts"),
     "end_of_text": ("text", "prompts"),
     "validation_fraction": ("bytes", "text", "prompts"),
@@ -22,14 +20,12 @@ _ONLY_WITH = {  # which formats a key is for; with others it would mean nothing
 
 
 class DataConfig(OwnCode):
-    """What is read: `path` is a file, a folder or a glob; null means the source text of the running Python's standard library.
+    """The data of a run: `path` is a file, folder or glob; null means the source code of the running Python's standard library.
 
-    Its `format` is bytes, text for a `tokenizer`, tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a prompt
-    and an answer); auto is bytes, and refuses files that are known to be no text. With a `target` it is one of `built_in.DATA`, or what
-    `target(seed, batch_size, **arguments)` returns: (train, validation), see `jpipe_train.data.own_data`.
+    The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a
+    prompt and an answer); auto means bytes, and rejects files that are known not to be text. A `target` is a function:
+    `target(seed, batch_size, **arguments)` returns (train, validation), or a `jpipe_train.data.data.Data`.
     """
-
-    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.DATA
 
     format: Literal["auto", "bytes", "text", "tokens", "prompts"] = AUTO
     path: FilePath | None = None
@@ -46,12 +42,12 @@ class DataConfig(OwnCode):
 
     @property
     def read_as(self) -> Literal["bytes", "text", "tokens", "prompts"]:
-        """The format, bytes in place of auto."""
+        """The format, with bytes in place of auto."""
         return "bytes" if self.format == AUTO else self.format
 
     @property
     def reads_bytes(self) -> bool:
-        """Whether the tokens of the batches are bytes."""
+        """Whether the tokens of a batch are bytes."""
         return self.target is None and self.read_as == "bytes"
 
     @model_validator(mode="after")

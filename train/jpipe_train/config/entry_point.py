@@ -1,6 +1,6 @@
-"""Code of the user's own, named in a config as `module:function`: imported and called; its mistakes are reported in one line.
+"""Import and call the user's functions that a config names as `module:function`, and report their errors in one line.
 
-Nothing here asks whether that is allowed: `jpipe_train.config.config_file.load` refuses such a config unless a person says otherwise.
+Permission is not checked here: `jpipe_train.config.config_file.load` rejects such a config unless a person allows it.
 """
 
 import importlib
@@ -18,35 +18,35 @@ from typing import Any
 import jpipe
 from jpipe import InputError
 from jpipe.errors import nearest
-from jpipe_train.config.arguments import check_names
+from jpipe_train.config.arguments import check_names, parameters_of
 from jpipe_train.console import interrupt
 
 _OUR_PACKAGES = ("jpipe", "jpipe_planner", "jpipe_train")
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-_NOT_THE_USERS = (
-    "<",  # of no file
+_NOT_USER_CODE = (
+    "<",  # code without a file
     *(str(package) + os.sep for package in (Path(__file__).parents[1], Path(jpipe.__file__).parent)),
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 
 
 def check_form(target: str) -> str:
-    """The target as it is, or a ValueError if it is not written as `module:function`."""
+    """Return the target unchanged, or raise ValueError if it is not written as `module:function`."""
     if not _FORM.fullmatch(target):
         raise ValueError(f"expected module:function, such as my_models:conv_net, found {target!r}")
     return target
 
 
 def load(target: str, key: str) -> Callable[..., Any]:
-    """The function or class `target` of a module in the current folder or an installed package.
+    """Import the function or class `target` from a module in the current folder or from an installed package.
 
     Args:
         target: `module:function`.
-        key: the key of the config that names it, for messages.
+        key: the config key that names it, for messages.
 
     Raises:
-        InputError: no such module or function, a module that fails when it is imported, something that is no function of a
-            module of the user's (`os:system`, a constant).
+        InputError: there is no such module or function; importing the module fails; the target is not a function or class of the user's
+            (`os:system`, a constant).
     """
     module_name, _, name = target.partition(":")
     package = module_name.split(".")[0]
@@ -58,12 +58,12 @@ def load(target: str, key: str) -> Callable[..., Any]:
         raise InputError(
             f"{key}: expected a function of your own, found '{target}' of Python's standard library; name a module that is none of Python's"
         )
-    with reported(f"{key}: the module '{module_name}' fails when it is imported"), _current_folder_first():
+    with user_errors(f"{key}: the module '{module_name}' fails when it is imported"), _current_folder_first():
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # it is there, and imports something that is not
+                raise  # the module exists, and imports one that does not
             raise InputError(
                 f"{key}: there is no module '{error.name}' for '{target}' in the current folder {Path.cwd()} "
                 "or among the installed packages; correct the name, or start jpipe in the folder of the module"
@@ -79,22 +79,38 @@ def load(target: str, key: str) -> Callable[..., Any]:
     return value
 
 
-def call(target: str, key: str, arguments: Mapping[str, Any], filled: Mapping[str, Any] | None = None) -> Any:
-    """What the function `target` returns for `arguments` of the config and those `filled` in here.
+def call(
+    target: str,
+    key: str,
+    arguments: Mapping[str, Any],
+    supplied: Mapping[str, Any] | None = None,
+    optional: Mapping[str, Any] | None = None,
+) -> Any:
+    """Call the function `target` and return its result.
+
+    Args:
+        target: `module:function`.
+        key: the key of the config that names it, for messages.
+        arguments: arguments of the config.
+        supplied: arguments that jpipe supplies.
+        optional: arguments that jpipe supplies if the function has a parameter of that name and the config does not set it.
 
     Raises:
-        InputError: as `load`; arguments that do not fit; an exception in the function, with the line of the user's that raised it.
+        InputError: as in `load`; the arguments do not fit; the function raises an exception, which is reported with the user's line.
     """
-    function, filled = load(target, key), filled or {}
-    with placed(f"{key.rpartition('.')[0]}.arguments"):
-        check_names(function, target, arguments, dict.fromkeys(filled, "is given by jpipe"))
-    with reported(f"{key}: '{target}' fails"):
-        return function(**filled, **arguments)
+    function = load(target, key)
+    parameters = parameters_of(function)
+    wanted = {name: value for name, value in (optional or {}).items() if name in parameters and name not in arguments}
+    supplied = {**wanted, **(supplied or {})}
+    with errors_about(f"{key.rpartition('.')[0]}.arguments"):
+        check_names(function, target, arguments, dict.fromkeys(supplied, "is given by jpipe"))
+    with user_errors(f"{key}: '{target}' fails"):
+        return function(**supplied, **arguments)
 
 
 @contextmanager
-def placed(key: str) -> Iterator[None]:
-    """A ValueError from inside becomes an InputError about `key`."""
+def errors_about(key: str) -> Iterator[None]:
+    """Turn a ValueError raised in this context into an InputError about `key`."""
     try:
         yield
     except ValueError as error:
@@ -102,27 +118,27 @@ def placed(key: str) -> Iterator[None]:
 
 
 @contextmanager
-def reported(what: str) -> Iterator[None]:
-    """Whatever the user's code raises inside becomes one line: `what`, the exception, its first line, the user's file and line."""
+def user_errors(what: str) -> Iterator[None]:
+    """Turn an exception of the user's code in this context into one line: `what`, the exception, its message, file and line."""
     try:
         yield
     except (InputError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a SystemExit, or an exception of the user's that is no Exception
-        interrupt.check()  # a Ctrl-C may come out as any error
+    except BaseException as error:  # also SystemExit and exceptions that do not derive from Exception
+        interrupt.check()  # a Ctrl-C can surface as any error
         first_line = (str(error).strip().splitlines() or ["no message"])[0]
-        place = _place(error)
-        fix = "fix it there" if place else "fix it"
-        raise InputError(f"{what}: {type(error).__name__}: {first_line}{f' ({place})' if place else ''}; {fix}") from None
+        location = _location(error)
+        fix = "fix it there" if location else "fix it"
+        raise InputError(f"{what}: {type(error).__name__}: {first_line}{f' ({location})' if location else ''}; {fix}") from None
 
 
-def _place(error: BaseException) -> str | None:
-    """`file:line` of the last frame in code of the user's, if there is one."""
+def _location(error: BaseException) -> str | None:
+    """Return `file:line` of the last frame in the user's code, or None."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    return own[-1] if own else None
+    frames_of_user = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith(_NOT_USER_CODE)]
+    return frames_of_user[-1] if frames_of_user else None
 
 
 def _is_function(value: Any) -> bool:

@@ -1,28 +1,26 @@
-"""The keys of the section `model`: the family of built-in language models."""
+"""The section `model` of a config: the built-in family of language models."""
 
 import reprlib
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
-from jpipe_train.config import built_in
 from jpipe_train.config.presets import PRESETS
-from jpipe_train.config.section import BuiltIn, Count, OwnCode, Section
+from jpipe_train.config.section import Count, OwnCode, Section
 
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
-_ENCODER = {"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True}  # what BERT is
+_ENCODER = {"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True}  # what BERT requires
 
-OF_THE_RUN = frozenset({"target", "arguments", "dropout", "compute_dtype", "attention"})  # not of the shape of a model
+OF_THE_RUN = frozenset({"target", "arguments", "dropout", "compute_dtype", "attention"})  # keys that do not change the shape of the model
 
 
 class RopeScaling(Section):
-    """How Llama 3 stretches rotary positions beyond the `original_positions` that a model was first trained with.
+    """Llama 3's stretching of rotary positions beyond the `original_positions` that a model was first trained with.
 
-    Waves that turn fewer than `low_frequency_factor` times within them become `factor` times as long, those that turn more than
-    `high_frequency_factor` times stay, those between become longer by degrees.
+    Waves with fewer than `low_frequency_factor` turns within these positions become `factor` times as long, those with more than
+    `high_frequency_factor` turns stay, and those between are interpolated.
     """
 
     factor: Annotated[float, Field(ge=1, le=10**6)]
@@ -39,14 +37,12 @@ class RopeScaling(Section):
 
 
 class ModelConfig(OwnCode):
-    """A language model: `depth` blocks of `width` with `heads` heads over `seq_len` symbols; parameters are float32 whatever
-    `compute_dtype` is. By default a GPT over bytes; a `preset` gives the other keys, and what is given beside it replaces them.
+    """A language model: `depth` blocks of `width` with `heads` heads over sequences of `seq_len` tokens.
 
-    With a `target` it is one of `built_in.MODELS`, or the `jpipe.LayerStack` that `target(**arguments)` returns, and `seq_len` is only that
-    of the text.
+    Parameters are float32 regardless of `compute_dtype`. The default is a GPT over bytes; a `preset` gives the other keys, and explicit
+    keys override it. A `target` is a function: `target(**arguments)` returns a `jpipe.LayerStack`, and `seq_len` then only applies to the
+    text.
     """
-
-    built_in: ClassVar[Mapping[str, BuiltIn]] = built_in.MODELS
 
     keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"seq_len"}
 
@@ -77,22 +73,22 @@ class ModelConfig(OwnCode):
 
     @property
     def kv_heads_used(self) -> int:
-        """Heads of keys and values: as many as of queries where it is not said."""
+        """The number of key and value heads; by default that of the query heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_size_used(self) -> int:
-        """Numbers per head: together as many as the width where it is not said."""
+        """The size of a head; by default the width divided by the number of heads."""
         return self.width // self.heads if self.head_size is None else self.head_size
 
     @property
     def mlp_width_used(self) -> int:
-        """Width inside the MLP: four times that outside where it is not said."""
+        """The hidden width of the MLP; by default four times the width."""
         return 4 * self.width if self.mlp_width is None else self.mlp_width
 
     @property
     def max_positions_used(self) -> int:
-        """The longest sequence: that of the batches where it is not said."""
+        """The longest sequence; by default that of the batches."""
         return self.seq_len if self.max_positions is None else self.max_positions
 
     @field_validator("preset")
@@ -104,16 +100,16 @@ class ModelConfig(OwnCode):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_the_keys_of_the_preset(cls, data: Any) -> Any:
-        """What is given, over the keys of the preset; and BERT is tied without a word."""
+    def _merge_preset(cls, data: Any) -> Any:
+        """Merge the explicit keys over those of the preset; BERT is tied by default."""
         if not isinstance(data, dict) or data.get("target") is not None:
             return data
         name = data.get("preset")
         preset = dict(PRESETS.get(name, {})) if isinstance(name, str) else {}
         if data.get("positions") == "learned":
             preset = {key: value for key, value in preset.items() if not key.startswith("rope_")}
-        found = {**preset, **data}
-        return {"tied": True, **found} if found.get("kind") == "bert" else found
+        merged = {**preset, **data}
+        return {"tied": True, **merged} if merged.get("kind") == "bert" else merged
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "ModelConfig":
@@ -153,19 +149,21 @@ class ModelConfig(OwnCode):
     def _keys_fit_the_kind(self) -> "ModelConfig":
         if self.target is not None or self.kind != "bert":
             return self
-        for key, has in _ENCODER.items():
-            if (found := getattr(self, key)) != has:
-                raise ValueError(f"kind bert needs {key} {_word(has)}, found {_word(found)}{self._instead_of(key)}, or set kind to decoder")
+        for key, required in _ENCODER.items():
+            if (value := getattr(self, key)) != required:
+                raise ValueError(
+                    f"kind bert needs {key} {_as_yaml(required)}, found {_as_yaml(value)}{self._advice_for(key)}, or set kind to decoder"
+                )
         if self.kv_heads_used != self.heads:
-            raise ValueError(f"kind bert has as many kv_heads as heads, {self.heads}, found {self.kv_heads}{self._instead_of('kv_heads')}")
+            raise ValueError(f"kind bert has as many kv_heads as heads, {self.heads}, found {self.kv_heads}{self._advice_for('kv_heads')}")
         return self
 
-    def _instead_of(self, key: str) -> str:
-        """What to do about a value that does not fit."""
+    def _advice_for(self, key: str) -> str:
+        """Return the advice for a value that does not fit the model's kind."""
         of_preset = key in PRESETS.get(self.preset or "", {}) and PRESETS[self.preset or ""][key] == getattr(self, key)
         return f" of preset {self.preset}; set another preset" if of_preset else "; leave it out"
 
 
-def _word(value: object) -> str:
-    """As in YAML."""
+def _as_yaml(value: object) -> str:
+    """Return a value as YAML writes it."""
     return str(value).lower()

@@ -1,4 +1,4 @@
-"""Which functions of optax a config can name, found by a rule in the optax that is installed."""
+"""The optimizers and schedules of the installed optax that a config can name, selected by a rule."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -10,29 +10,29 @@ import optax.contrib
 
 from jpipe_train.config.arguments import alternatives, kind_of, parameters_of
 
-# A schedule gets the config's learning rate as the first of these that it has.
+# The config's learning rate is passed as the first of these arguments that a schedule has.
 RATES = ("peak_value", "init_value", "value")
 
 
 @cache
 def optimizers() -> dict[str, Callable[..., Any]]:
-    """Every optimizer by its name: `adamw`, `lamb`, …, `contrib.muon`, ….
+    """Return every optimizer by name: `adamw`, `lamb`, …, `contrib.muon`, ….
 
-    A function of optax or optax.contrib is one if it returns a GradientTransformation, has a learning rate among its arguments, can
-    be called with nothing but what a config can express, and is no building block (`scale_by_…`).
+    A function of optax or optax.contrib counts if it returns a GradientTransformation, has a learning rate among its arguments, can be
+    called with values that a config can express, and is not a building block (`scale_by_…`).
     """
-    found = {}
+    functions = {}
     for prefix, module in (("", optax), ("contrib.", optax.contrib)):
         for name, function, returns in _functions(module):
-            rated = any(key.endswith("learning_rate") for key in parameters_of(function))
-            if rated and _is_transformation(returns) and not name.startswith("scale_by_") and _needs_no_object(function):
-                found[prefix + name] = function
-    return found
+            has_rate = any(key.endswith("learning_rate") for key in parameters_of(function))
+            if has_rate and _is_transformation(returns) and not name.startswith("scale_by_") and _needs_no_object(function):
+                functions[prefix + name] = function
+    return functions
 
 
 @cache
 def schedules() -> dict[str, Callable[..., Any]]:
-    """Every schedule by its name: a function of optax that returns a Schedule and starts or peaks at a number of the config's."""
+    """Return every schedule by name: the functions of optax that return a Schedule and start or peak at a given learning rate."""
     return {
         name: function
         for name, function, returns in _functions(optax)
@@ -41,12 +41,12 @@ def schedules() -> dict[str, Callable[..., Any]]:
 
 
 def rate_of(schedule: Callable[..., Any]) -> str | None:
-    """The argument of a schedule that is the config's learning rate."""
+    """Return the name of a schedule's argument for the learning rate, or None."""
     return next((name for name in RATES if name in parameters_of(schedule)), None)
 
 
 def takes_schedule(parameter: inspect.Parameter) -> bool:
-    """Whether an argument may be a schedule, as its annotation says; without one it may."""
+    """Return whether an argument accepts a schedule by its annotation; without an annotation it does."""
     choices = alternatives(parameter.annotation)
     return any(choice in (Any, parameter.empty) or get_origin(choice) is Callable or choice is Callable for choice in choices)
 

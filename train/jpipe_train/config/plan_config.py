@@ -1,4 +1,4 @@
-"""The section `plan` of the YAML file."""
+"""The section `plan` of a config."""
 
 import math
 import operator
@@ -16,12 +16,12 @@ MOST_MICROBATCHES = 1024
 
 
 class PlanConfig(Section):
-    """How the model is cut and scheduled: even stages from these keys, or a plan's JSON from `file`, which then says it all.
+    """The plan of a run: even stages from these keys, or the JSON file `file`, which then decides everything.
 
-    The keys are the arguments of `jpipe.Plan.even`, and `layer_costs`: the cost of layers relative to the others, which cost 1, to make
-    stages of equal cost. With "auto" as the file the run begins with finding the best plan.
+    The keys are the arguments of `jpipe.Plan.even`, and `layer_costs`: the relative cost of layers (1 by default), for stages of equal
+    cost. If `file` is "auto", the run first searches for the best plan.
 
-    `mesh` has the axes and sizes of the devices of each replica of every stage, or a list with one mesh for each stage; {}: one device.
+    `mesh` has the axes and sizes of the devices of each replica of every stage, or is a list with one mesh per stage; {} is one device.
     """
 
     schedule: str = "pipedream_flush"
@@ -74,22 +74,22 @@ class PlanConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """How many ranks the keys ask for, each replica counted, those of a file left aside."""
-        return max(sum(self._replicas_of_stages) // self._stages_each, 1)
+        """The number of ranks by the keys, ignoring `file`."""
+        return max(sum(self._replicas_of_stages) // self._stages_per_rank, 1)
 
     @property
     def devices(self) -> int:
-        """How many devices the keys ask for: those of the mesh of each rank."""
+        """The number of devices by the keys: those of the mesh of each rank."""
         meshes = self.mesh if isinstance(self.mesh, list) else [self.mesh] * self.num_stages
         sizes = [math.prod(mesh.values()) for mesh in meshes]
-        return max(sum(map(operator.mul, self._replicas_of_stages, sizes)) // self._stages_each, 1)
+        return max(sum(map(operator.mul, self._replicas_of_stages, sizes)) // self._stages_per_rank, 1)
 
     @property
     def _replicas_of_stages(self) -> list[int]:
         return [self.replicas] * self.num_stages if isinstance(self.replicas, int) else self.replicas
 
     @property
-    def _stages_each(self) -> int:
+    def _stages_per_rank(self) -> int:
         return self.chunks_per_rank or (2 if SCHEDULES[self.schedule].layout == "v" else 1)
 
     @field_validator("recompute", mode="before")

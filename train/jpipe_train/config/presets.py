@@ -1,4 +1,4 @@
-"""Models by name: the keys of `model` of published ones, and of small ones to try things with."""
+"""The presets of the section `model`: published language models, and small ones for experiments."""
 
 from types import MappingProxyType
 from typing import Any
@@ -46,4 +46,4 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
         "bert-tiny": {**_BERT, **_SMALL},
     }
 )
-"""By name; what a preset does not say is as in `ModelConfig`."""
+"""The keys of `model` by preset; all others keep the defaults of `ModelConfig`."""

@@ -1,4 +1,4 @@
-"""`jpipe configs`: the configs and examples that come with jpipe, listed, and copied to where the user is."""
+"""List the configs and examples that come with jpipe, and copy them to the user's folder."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -10,10 +10,11 @@ from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"
 _PACKAGE = Path(__file__).parents[1]
+_PAPERS = "examples.papers"
 
 
 def list_all(say: Callable[[str], None]) -> None:
-    """Say the name of each config and its first line."""
+    """Print the name and the first line of each config."""
     names = shipped()
     width = max(map(len, names))
     for name, file in names.items():
@@ -27,53 +28,59 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
     """Copy files to `folder`/configs and `folder`/examples.
 
     Args:
-        names: of them, such as `configs/gpt-bytes.yaml`, or `gpt-bytes`; none: all. With an example comes its Python file.
-        folder: where to.
-        overwrite: replace files that differ; says which.
-        say: gets a line for each thing done.
+        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`; all files if empty. A config brings the Python files it names.
+        folder: the destination.
+        overwrite: whether to replace existing files that differ.
+        say: prints a line for each file.
 
     Raises:
         InputError: there is no such config; an existing file differs; the folder cannot be written.
     """
-    there = shipped()
-    wanted = list(dict.fromkeys(name for asked in names for name in _parts(asked, there))) if names else list(there)
+    available = shipped()
+    wanted = list(dict.fromkeys(file for name in names for file in _files_for(name, available))) if names else list(available)
     try:
-        new = {name: there[name].read_bytes() for name in wanted if _content(folder / name) != there[name].read_bytes()}
-        old = [name for name in new if os.path.lexists(folder / name)]
-        if old and not overwrite:
+        changed = {name: available[name].read_bytes() for name in wanted if _content(folder / name) != available[name].read_bytes()}
+        existing = [name for name in changed if os.path.lexists(folder / name)]
+        if existing and not overwrite:
             raise InputError(
-                f"configs copy: '{folder / old[0]}' is there and differs"
-                + (f", and {len(old) - 1} more" if len(old) > 1 else "")
+                f"configs copy: '{folder / existing[0]}' exists and differs"
+                + (f", and {len(existing) - 1} more" if len(existing) > 1 else "")
                 + "; nothing was copied; copy to another folder with --to, or add --overwrite"
             )
-        for name, content in new.items():
+        for name, content in changed.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / name, content)
-            say(f"{'overwritten' if name in old else 'copied'}: {folder / name}")
+            say(f"{'overwritten' if name in existing else 'copied'}: {folder / name}")
     except OSError as error:
         where = error.filename or folder
         raise InputError(f"configs copy: cannot write '{where}': {error.strerror}; choose another folder with --to") from None
-    if len(new) < len(wanted):
-        say(f"there already: {len(wanted) - len(new)} of {len(wanted)} files")
+    if len(changed) < len(wanted):
+        say(f"already up to date: {len(wanted) - len(changed)} of {len(wanted)} files")
 
 
 def shipped() -> dict[str, Path]:
-    """The files that come with jpipe, by name: those in the wheel, or those of the clone that this module is in."""
+    """Return the files that come with jpipe by name: those in the wheel, or those of the clone that contains this module."""
     root = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parents[1]
     files = (file for folder in _FOLDERS for file in sorted((root / folder).rglob("*")) if file.suffix in (".yaml", ".py", ".md"))
     return {file.relative_to(root).as_posix(): file for file in files}
 
 
-def _parts(asked: str, there: Sequence[str] | dict[str, Path]) -> list[str]:
-    """The files that one name of the user's means."""
-    configs = [name for name in there if name.endswith(".yaml")]
-    found = [name for name in configs if asked in (name, Path(name).name, Path(name).stem)]
-    if not found:
-        raise InputError(f"configs copy: unknown config '{asked}'; {nearest(asked, [Path(name).stem for name in configs])}")
-    code = [f"{found[0].removesuffix('.yaml')}.py", "examples/__init__.py"] if found[0].startswith("examples/") else []
-    return found + code
+def _files_for(name: str, available: dict[str, Path]) -> list[str]:
+    """Return the files that a user's name refers to."""
+    configs = [file for file in available if file.endswith(".yaml")]
+    files = [file for file in configs if name in (file, Path(file).name, Path(file).stem)]
+    if not files:
+        raise InputError(f"configs copy: unknown config '{name}'; {nearest(name, [Path(file).stem for file in configs])}")
+    return files + _code(available[files[0]].read_text(encoding="utf-8"), available)
+
+
+def _code(config: str, available: dict[str, Path]) -> list[str]:
+    """Return the Python files that a config needs: the modules that it names, and all of a package whose modules import each other."""
+    modules = {file: file.removesuffix(".py").replace("/", ".") for file in available if file.endswith(".py")}
+    code = [file for file, module in modules.items() if f"{module}:" in config or (module.startswith(_PAPERS) and _PAPERS in config)]
+    return [*code, "examples/__init__.py"] if code else []
 
 
 def _content(path: Path) -> bytes | None:
-    """What a file holds; None where no regular file is."""
+    """Return the content of a regular file, or None."""
     return path.read_bytes() if path.is_file() else None

@@ -1,4 +1,4 @@
-"""The exit code of a command that fails: 2 where the user has to change something, 1 where another try may succeed.
+"""The exit code of a failed command: 2 if the user has to change something, 1 if another try may succeed.
 
 This imports neither JAX nor the library.
 """
@@ -10,8 +10,8 @@ from jpipe_train.console.terminal import fail, printable
 FAILED, BAD_INPUT = 1, 2
 
 
-# Of a disk or a network that is out of order, of one that is full, and of what other programs use.
-_PASSING = frozenset(
+# Errors of a disk or network that is out of order or full, and of resources that other programs use.
+_TEMPORARY = frozenset(
     getattr(errno, name)
     for name in (
         *("EIO", "ESTALE", "ENODEV", "EREMOTEIO", "ENOTCONN", "ENOLINK", "ECOMM", "EPROTO", "ESHUTDOWN", "EBADFD", "ENOMEDIUM"),
@@ -29,23 +29,23 @@ def code_of(error: Exception) -> int:
 
 
 def failed(error: Exception) -> int:
-    """Print on standard error why a command ends; return its exit code."""
+    """Print the error of a command on standard error, and return its exit code."""
     return fail("\n".join(map(printable, str(error).split("\n"))), code_of(error))
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether another try may succeed: the error has a true `may_pass`, or the system has reported something that may pass."""
+    """Return whether another try may succeed: the error has a true `may_pass`, or comes from a temporary error of the system."""
     if getattr(error, "may_pass", False):
         return True
-    reported = reported_by_system(error)
-    return reported is not None and (reported.errno in _PASSING or isinstance(reported, ConnectionError | TimeoutError))
+    system_error = reported_by_system(error)
+    return system_error is not None and (system_error.errno in _TEMPORARY or isinstance(system_error, ConnectionError | TimeoutError))
 
 
 def reported_by_system(error: BaseException) -> OSError | None:
-    """Return the error of the system that an error was raised for, if there is one: the last before it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and (seen.errno is not None or isinstance(seen, ConnectionError | TimeoutError)):
-            return seen
-        seen = seen.__cause__ or seen.__context__
+    """Return the system error that caused an error, the most recent one, or None."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, OSError) and (current.errno is not None or isinstance(current, ConnectionError | TimeoutError)):
+            return current
+        current = current.__cause__ or current.__context__
     return None

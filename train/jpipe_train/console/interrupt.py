@@ -11,12 +11,12 @@ from jpipe_train.console import signals
 from jpipe_train.console.terminal import printable
 
 _pressed = False
-_held = False
+_is_delayed = False
 
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """In this context, record the first Ctrl-C in addition to raising KeyboardInterrupt; the second one ends the process immediately.
+    """Record the first Ctrl-C in this context in addition to raising KeyboardInterrupt; the second ends the process immediately.
 
     It has an effect only if Python's own handler is installed: not in other threads, nor in a background job, which ignores Ctrl-C.
     """
@@ -38,20 +38,20 @@ def watched() -> Iterator[None]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Finish the code in this context: the next `check` raises a Ctrl-C pressed in it."""
-    global _held
-    _held = True
+def delayed() -> Iterator[None]:
+    """Complete the code in this context before a Ctrl-C takes effect: the next `check` raises it."""
+    global _is_delayed
+    _is_delayed = True
     try:
         yield
     finally:
-        _held = False
+        _is_delayed = False
 
 
 @contextmanager
 def importing() -> Iterator[None]:
     """Finish the imports in this context before a Ctrl-C takes effect: modules in C may crash when interrupted."""
-    with held():
+    with delayed():
         yield
     check()
 
@@ -63,17 +63,17 @@ def check() -> None:
 
 
 def pressed() -> bool:
-    """Whether Ctrl-C was pressed inside `watched`."""
+    """Return whether Ctrl-C was pressed inside `watched`."""
     return _pressed
 
 
 def is_ours() -> bool:
-    """Whether `watched` is active, and Ctrl-C was not pressed yet."""
+    """Return whether `watched` is active, and Ctrl-C was not pressed yet."""
     return signal.getsignal(signal.SIGINT) is _press
 
 
 def words(error: BaseException) -> str | None:
-    """What to print for an error that Ctrl-C caused, in one line; None for another error."""
+    """Return a line to print for an error that Ctrl-C caused, or None for another error."""
     # A KeyboardInterrupt that passes through C code can become any other error.
     if not isinstance(error, KeyboardInterrupt) and not _pressed:
         return None
@@ -85,5 +85,5 @@ def _press(number: int, frame: FrameType | None) -> None:
     global _pressed
     _pressed = True
     signal.signal(signal.SIGINT, signals.usual(signal.SIGINT))
-    if not _held:
+    if not _is_delayed:
         raise KeyboardInterrupt

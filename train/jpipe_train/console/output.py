@@ -49,12 +49,12 @@ class _Output:
 
 @contextlib.contextmanager
 def steady(*, ends: bool) -> Iterator[None]:
-    """In this context, no print fails because nobody reads it.
+    """Keep prints in this context from failing when nobody reads them.
 
     Args:
         ends: whether the process ends if its standard output is lost, as command line tools do; a training run continues.
     """
-    _open_the_first_three()
+    _reserve_standard_descriptors()
     before = sys.stdout, sys.stderr
     sys.stdout = cast(TextIO, _Output(sys.stdout, ends=ends))
     sys.stderr = cast(TextIO, _Output(sys.stderr, ends=False))
@@ -68,8 +68,8 @@ def steady(*, ends: bool) -> Iterator[None]:
             sys.stdout, sys.stderr = before
 
 
-def _open_the_first_three() -> None:
-    """If the process was started without them (`>&-`), reserve their descriptors, so that no file opened later gets them."""
+def _reserve_standard_descriptors() -> None:
+    """Reserve the descriptors of standard streams that the process was started without (`>&-`), so that no file gets them."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C during training: all processes save at the same step, and end at the same step when that is written.
+"""SIGTERM, SIGHUP and Ctrl-C during training: all processes save at the same step, and end at the same step once that is written.
 
 JAX's sync point for this (`jax.experimental.multihost_utils.reached_preemption_sync_point`) is not used, for two reasons. It waits in C++,
 holding Python's lock, until all processes have answered: if one of them dies, the others block for longer than any limit of jpipe, and
@@ -16,16 +16,16 @@ from typing import Literal, get_args
 import jpipe
 from jpipe_train.console import interrupt, signals
 
-Order = Literal["go on", "save", "leave"]
+Decision = Literal["go on", "save", "leave"]
 """What all processes do before a step: continue, take a snapshot after it, or end without it."""
 
-_ORDERS: tuple[Order, ...] = get_args(Order)
+_DECISIONS: tuple[Decision, ...] = get_args(Decision)
 _CAME = "signal"  # the topic by which a process sends its signal to the others
 LAUNCHER = "JPIPE_LAUNCHER"  # the variable with the process id of `jpipe launch`, which sets it; JAX is not imported there
 
 
 class Preemption:
-    """Records the first of these signals, and decides before each step what to do; a second signal ends the process immediately.
+    """Records the first signal, and decides before each step what to do; a second signal ends the process immediately.
 
     SIGHUP never counts as a second signal: when a connection drops, a shell and the kernel send several, and systemd sends it with
     SIGTERM. Under `jpipe launch` no signal counts as a second one, because schedulers signal all processes and the launcher forwards its
@@ -44,22 +44,22 @@ class Preemption:
 
     def __init__(self, processes: jpipe.processes.Processes | None, *, saves: bool) -> None:
         self._processes, self._saves = processes, saves
-        self._noted: int | None = None  # the first signal to this process
+        self._received: int | None = None  # the first signal to this process
         self._passed_on = False
         self._until_end = contextlib.ExitStack()
-        self._told: int | None = None  # the first signal to another process
+        self._signal_elsewhere: int | None = None  # the first signal to another process
         self._announced = False  # whether process 0 has decided on the next step
         self.cut: int | None = None
 
     @property
     def signal(self) -> int | None:
-        """The signal that this process or, as far as it knows, another one received; None for none. After a signal time is short."""
-        if self._noted is None and self._processes is not None and self._processes.has_message(_CAME):
-            self._told = self._told or int(self._processes.receive(_CAME)[0])
-        return self._noted or self._told
+        """The signal that this process or, as far as it knows, another one received, else None. After a signal time is short."""
+        if self._received is None and self._processes is not None and self._processes.has_message(_CAME):
+            self._signal_elsewhere = self._signal_elsewhere or int(self._processes.receive(_CAME)[0])
+        return self._received or self._signal_elsewhere
 
-    def order(self, step: int, is_saved: Callable[[], bool]) -> Order:
-        """What to do before `step`, the same in all processes; each process calls this before every step.
+    def decide(self, step: int, is_saved: Callable[[], bool]) -> Decision:
+        """Decide what to do before `step`, the same in all processes; each process calls this before every step.
 
         Args:
             step: the next step.
@@ -70,66 +70,66 @@ class Preemption:
         """
         if not self._saves:
             return "go on"
-        order = self._decide(is_saved) if self._processes is None else self._decided(self._processes, step)
-        if order == "save":
+        decision = self._decide_alone(is_saved) if self._processes is None else self._decided(self._processes, step)
+        if decision == "save":
             self.cut = step + 1
         if self._processes is not None:
             self._announce(self._processes, step + 1, is_saved)
-        return order
+        return decision
 
     def __enter__(self) -> "Preemption":
         # Other handlers are kept: those of a program around this one, or of a shell that has the signals ignored.
         ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signals.is_usual(number)]
         if interrupt.is_ours():
             ours.append(signal.SIGINT)
-        self._until_end.enter_context(signals.handled(ours if self._saves else (), self._note, _leave_at_the_second()))
+        self._until_end.enter_context(signals.handled(ours if self._saves else (), self._record, _leaver_at_second_signal()))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._until_end.close()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted is None:
-            self._noted = number
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if self._received is None:
+            self._received = number
         if number != signal.SIGHUP and not _is_launched():
             for other in (signal.SIGTERM, signal.SIGINT):
-                if signal.getsignal(other) == self._note:
+                if signal.getsignal(other) == self._record:
                     signal.signal(other, signals.usual(other))
 
-    def _decide(self, is_saved: Callable[[], bool]) -> Order:
+    def _decide_alone(self, is_saved: Callable[[], bool]) -> Decision:
         if self.signal is None:
             return "go on"
         if self.cut is None:
             return "save"
         return "leave" if is_saved() else "go on"
 
-    def _decided(self, processes: jpipe.processes.Processes, step: int) -> Order:
-        """What process 0 announced one step earlier; before the first step there is no announcement."""
+    def _decided(self, processes: jpipe.processes.Processes, step: int) -> Decision:
+        """Return the decision that process 0 announced one step earlier; before the first step there is no announcement."""
         if not self._announced:
             return "go on"
         (number,) = processes.receive(_name(step), 0, f"a message from process 0 about step {step}")
-        return _ORDERS[int(number)]
+        return _DECISIONS[int(number)]
 
     def _announce(self, processes: jpipe.processes.Processes, step: int, is_saved: Callable[[], bool]) -> None:
         self._announced = True
-        if self._noted is not None and not self._passed_on:
+        if self._received is not None and not self._passed_on:
             self._passed_on = True
-            processes.broadcast(_CAME, [self._noted])
+            processes.broadcast(_CAME, [self._received])
         if processes.index == 0:
-            processes.broadcast(_name(step), [_ORDERS.index(self._decide(is_saved))])
+            processes.broadcast(_name(step), [_DECISIONS.index(self._decide_alone(is_saved))])
 
 
-def _leave_at_the_second() -> Callable[[int], None]:
-    """The function that counts signals as they arrive."""
+def _leaver_at_second_signal() -> Callable[[int], None]:
+    """Return a function that counts signals as they arrive, and ends the process at the second one."""
     count, launched = 0, _is_launched()
 
-    def hear(number: int) -> None:
+    def count_signal(number: int) -> None:
         nonlocal count
         count += number != signal.SIGHUP
         if count == 2 and not launched:
             signals.leave(number)
 
-    return hear
+    return count_signal
 
 
 def _is_launched() -> bool:
@@ -137,4 +137,4 @@ def _is_launched() -> bool:
 
 
 def _name(step: int) -> str:
-    return f"order before step {step}"
+    return f"decision before step {step}"

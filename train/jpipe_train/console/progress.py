@@ -51,8 +51,11 @@ class Reporter:
         self._console.print(printable(words), markup=False, soft_wrap=True)
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] = ()) -> None:
-        """Print rows in aligned columns. The first column has the names of the rows; columns that do not fit beside it follow in further
-        tables. Columns whose head is in `words` are aligned left, like the first one."""
+        """Print rows in aligned columns.
+
+        The first column has the names of the rows; columns that do not fit next to it follow in further tables. Columns whose head is in
+        `words` are aligned left, like the first one.
+        """
         lines = [head, *([printable(cell) for cell in row] for row in rows)]
         widths = [max(cell_len(line[i]) for line in lines) for i in range(len(head))]
         parts: list[list[int]] = [[0]]
@@ -70,20 +73,20 @@ class Reporter:
 
     @contextmanager
     def phase(self, words: str, remark: object = "") -> Iterator[None]:
-        """Announce a part of the start-up, and print its duration afterwards, followed by the text of `remark`."""
-        began = self._clock()
+        """Announce a phase, and afterwards print its duration, followed by the text of `remark`."""
+        start = self._clock()
         if self._bar:
             with self._console.status(f"{words} …"):
                 yield
         else:
             self.say(f"{words} …")
             yield
-        self.say(f"{words}: {self._clock() - began:.1f} s{remark}")
+        self.say(f"{words}: {self._clock() - start:.1f} s{remark}")
 
     @contextmanager
     def counting(self, words: str) -> Iterator[Callable[[int, int], None]]:
-        """Announce countable work; the context gives a function that takes the number of finished parts and their total number."""
-        began = self._clock()
+        """Announce countable work, and yield a function of the number of finished parts and their total number."""
+        start = self._clock()
         if not self._console.is_terminal:
             self.say(f"{words} …")
             yield lambda done, total: None
@@ -92,12 +95,12 @@ class Reporter:
             with Progress(*columns, console=self._console, transient=True) as bar:
                 task = bar.add_task("", total=None)
                 yield lambda done, total: bar.update(task, completed=done, total=total)
-        self.say(f"{words}: {self._clock() - began:.1f} s")
+        self.say(f"{words}: {self._clock() - start:.1f} s")
 
     @contextmanager
     def reading(self, words: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Announce the reading of `total` bytes; the context gives a function that takes how many more are done."""
-        began = self._clock()
+        """Announce the reading of `total` bytes, and yield a function of the number of additional bytes read."""
+        start = self._clock()
         if not self._console.is_terminal:
             self.say(f"{words} …")
             yield lambda more: None
@@ -106,12 +109,12 @@ class Reporter:
             with Progress(*columns, console=self._console, transient=True) as bar:
                 task = bar.add_task("", total=total)
                 yield lambda more: bar.advance(task, more)
-        seconds = self._clock() - began
+        seconds = self._clock() - start
         self.say(f"{words}: {seconds:.1f} s, {total / 1e6 / max(seconds, 1e-9):.1f} MB/s")
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Show the bar until it ends."""
+        """Show the bar during this context."""
         if self._bar is None:
             yield
             return
@@ -129,7 +132,7 @@ class Reporter:
         self._last = now
 
     def step(self, step: int, loss: float, validation: Mapping[str, float], bubble: float | None = None, mfu: float | None = None) -> None:
-        """Step `step` (from 0) is finished; `validation` has the values in `metrics.jsonl`, `bubble` is the last measured one."""
+        """Report that step `step` is finished, with the validation values as in `metrics.jsonl` and the last measured bubble."""
         self.tick(step)
         words = f"loss {loss:.3f}"
         if self.speed is not None:
@@ -152,12 +155,12 @@ class Reporter:
 
     @property
     def speed(self) -> float | None:
-        """Tokens or samples per second in the recent steps; None as `step_seconds`."""
+        """Tokens or samples per second in the recent steps; None if `step_seconds` is None."""
         return None if self.step_seconds is None else self._per_step / self.step_seconds
 
     @property
     def step_seconds(self) -> float | None:
-        """Duration of a step, of the recent ones; None until two are finished, because the first includes one-time work."""
+        """Median duration of the recent steps; None until two are finished, because the first includes one-time work."""
         seconds = statistics.median(self._recent) if self._recent else 0.0
         return seconds if seconds > 0 else None
 

@@ -1,4 +1,4 @@
-"""Signals that end a process immediately, whatever it is doing, also if it is process 1 of a container.
+"""Signals that end a process immediately, whatever it is doing, even if it is process 1 of a container.
 
 For process 1 the kernel has no default action: with SIG_DFL it ignores a signal.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
-_before: dict[int, Any] = {}  # the handlers that `handled` has replaced for now
+_replaced: dict[int, Any] = {}  # the handlers that `handled` has temporarily replaced
 
 
 def leave(number: int, frame: FrameType | None = None) -> None:
@@ -20,18 +20,18 @@ def leave(number: int, frame: FrameType | None = None) -> None:
 
 
 def usual(number: int) -> Any:
-    """The handler for the default action of a signal; for process 1, a function with the same effect."""
+    """Return the handler for the default action of a signal; for process 1, a function with the same effect."""
     return leave if os.getpid() == 1 else signal.SIG_DFL
 
 
 def is_usual(number: int) -> bool:
-    """Whether a signal has its default handler; a parent, such as nohup, may have made this process ignore it."""
+    """Return whether a signal has its default handler; a parent, such as nohup, may have made this process ignore it."""
     return signal.getsignal(number) in (signal.SIG_DFL, leave)
 
 
 @contextlib.contextmanager
 def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None], None], received: Callable[[int], None]) -> Iterator[None]:
-    """Handle signals in this context. Without `numbers`, or outside the main thread, it has no effect.
+    """Handle signals in this context; without effect if `numbers` is empty or outside the main thread.
 
     Args:
         numbers: the signals.
@@ -42,36 +42,36 @@ def handled(numbers: Collection[int], handler: Callable[[int, FrameType | None],
     if not numbers or threading.current_thread() is not threading.main_thread():
         yield
         return
-    outer = dict(_before)
+    replaced_outside = dict(_replaced)
     writer = _watch_in_a_thread(numbers, received)
     descriptor = signal.set_wakeup_fd(writer)
-    before = {number: signal.signal(number, handler) for number in numbers}
-    _before.update(before)
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    _replaced.update(previous)
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, handler_before in previous.items():
+            signal.signal(number, handler_before)
         signal.set_wakeup_fd(descriptor)
         os.close(writer)
-        _before.clear()
-        _before.update(outer)
+        _replaced.clear()
+        _replaced.update(replaced_outside)
 
 
-def as_usual_in_process_1() -> contextlib.AbstractContextManager[None]:
-    """In this context SIGTERM and SIGHUP end this process, even if it is process 1 of a container."""
+def default_in_process_1() -> contextlib.AbstractContextManager[None]:
+    """Let SIGTERM and SIGHUP end this process in this context, even if it is process 1 of a container."""
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     return handled(numbers if os.getpid() == 1 else (), leave, leave)
 
 
 def _watch_in_a_thread(numbers: Collection[int], received: Callable[[int], None]) -> int:
-    """A file descriptor for signals as they arrive; a thread reads them until the descriptor is closed."""
+    """Return a file descriptor for signals as they arrive; a thread reads them until the descriptor is closed."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
     def read() -> None:
-        with open(reader, "rb", buffering=0) as came:
-            while number := came.read(1):
+        with open(reader, "rb", buffering=0) as signals_arrived:
+            while number := signals_arrived.read(1):
                 if number[0] in numbers:
                     received(number[0])
 
@@ -79,12 +79,12 @@ def _watch_in_a_thread(numbers: Collection[int], received: Callable[[int], None]
     return writer
 
 
-def _leave_to_parent() -> None:
-    """In a forked child, restore the earlier handlers, and do not report its signals to the parent."""
-    if _before:
+def _restore_in_child() -> None:
+    """Restore the earlier handlers in a forked child, and do not report its signals to the parent."""
+    if _replaced:
         signal.set_wakeup_fd(-1)
-        for number, handler in _before.items():
+        for number, handler in _replaced.items():
             signal.signal(number, signal.SIG_DFL if handler is leave else handler)
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_restore_in_child)

@@ -1,7 +1,7 @@
-"""Data for training and validation: what a config names is found, split, made to rows and batched by index.
+"""Load the data of a config for training and validation: find files, split them, make rows, and batch these by index.
 
-Batch t is a pure function of (seed, t): `batches[t]` may be asked for in any order, twice, or by another process, and its rows are
-read when they are needed.
+Batch t is a pure function of (seed, t): `batches[t]` may be read in any order, twice, or by another process, and its rows are read when
+they are needed.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,26 +12,20 @@ from typing import Protocol, runtime_checkable
 import grain
 
 from jpipe import InputError
+from jpipe_train.config import entry_point
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import masked, own_data, splits, windows
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
 from jpipe_train.data.splits import Split
-from jpipe_train.data.targets import image_rows
 
-_READERS = {  # built-in data, and the built-in models that it is for
-    "images": ("alexnet", "vgg16", "resnet50", "inception_v3"),
-    "translation": ("gnmt",),
-    "words": ("awd_lm",),
-    "captions": ("s2vt",),
-}
 Rows = windows.Windows | windows.Examples | masked.Masked
 
 
 @runtime_checkable
 class Batches(Protocol):
-    """Batches by index, and how many there are."""
+    """Batches by index, with their number."""
 
     def __len__(self) -> int: ...
 
@@ -48,9 +42,9 @@ class Data:
         train: batches to learn from.
         validation: batches that are held out.
         source: a phrase that says where they come from.
-        amount: how much that is, in words.
-        digest: what it gives is the same in two processes only if their data is, as far as that can be known without making all of it.
-        remarks: what was left out, in words.
+        amount: a phrase that says how much that is.
+        digest: its result is the same in two processes only if their data is, up to what can be known without making all of it.
+        remarks: lines that say what was left out.
         vocab_size: numbers that tokens or classes may have, where built-in data tells; otherwise they are looked at when they are read.
         shapes: where batches have several shapes, these, as shapes and dtypes; the largest first.
         first: the first batch to learn from that can be read; those before it are of an earlier part of a resumed run.
@@ -68,7 +62,7 @@ class Data:
 
     @property
     def like(self) -> Batch:
-        """A batch, of which only shapes and dtypes are used; the largest where they differ."""
+        """A batch of which only shapes and dtypes are used, the largest one if they differ."""
         return self.shapes[0] if self.shapes else self.train[self.first]
 
 
@@ -93,45 +87,40 @@ def load(config: Config, position: Position | None = None) -> Data:
 
     Raises:
         InputError: the path does not exist, cannot be read, or holds less than one batch for training and one for validation; the
-            tokens do not fit the model; data of the user's own has fewer batches than the run has steps.
+            tokens do not fit the model; a `data.target` has fewer batches than the run has steps.
     """
-    found = _read(config)
+    data = _read(config)
     if position is not None:
-        assert isinstance(found.train, Ordered)
-        found = replace(found, train=found.train.continued(position), first=position.batch)
-    if isinstance(found.train, own_data.OwnBatches):
-        found.train.check_length(config.train.steps)
-    return found
+        assert isinstance(data.train, Ordered)
+        data = replace(data, train=data.train.continued(position), first=position.batch)
+    if isinstance(data.train, own_data.OwnBatches):
+        data.train.check_length(config.train.steps)
+    return data
 
 
 def _read(config: Config) -> Data:
-    _check_readers(config)
-    if config.data.is_built_in:
-        return _built_in(config)
     if config.data.target is not None:
-        train, validation = own_data.load(config.data.target, config.data.arguments, config.seed, config.train.batch_size)
-        amount = f"{count(len(validation), 'batch', 'es')} for validation"
-        return Data(train, validation, config.data.target, amount, lambda: own_data.digest(train, validation))
+        return _from_target(config)
     _check_objective(config)
-    found = splits.read(config)
-    _check_vocabulary(config, found)
-    apart = _apart(config, found)
-    rows = [_rows(config, found, part, apart=apart) for part in (0, 1)]
-    _check_amount(config, found, *rows)
+    split = splits.read(config)
+    _check_vocabulary(config, split)
+    apart = _apart(config, split)
+    rows = [_rows(config, split, part, apart=apart) for part in (0, 1)]
+    _check_amount(config, split, *rows)
     batches = [_batches(config, rows[part], part, apart=apart) for part in (0, 1)]
-    return Data(batches[0], batches[1], found.source, _amount(found, *rows), found.digest, _remarks(found, *rows))
+    return Data(batches[0], batches[1], split.source, _amount(split, *rows), split.digest, _remarks(split, *rows))
 
 
 @_memory_is_told()
 def held_out(config: Config, path: str | None = None) -> Data:
-    """What a config's run is validated on, all of it, as `validation`; there may be less than a batch. Nothing is there to learn from.
+    """Load all validation data of a run as `validation`, even if it is less than a batch; there is nothing to train on.
 
     Args:
         config: of the run.
-        path: other data in its place, in the same form: all that is there.
+        path: other data in its place, of the same format, all of it.
 
     Raises:
-        InputError: as `load`, but for the size; there is not a single row.
+        InputError: as `load`, except for the size; there is no row.
     """
     target = config.data.target
     if target is not None and path is not None:
@@ -139,72 +128,51 @@ def held_out(config: Config, path: str | None = None) -> Data:
     if target is not None:
         return _read(config)
     _check_objective(config)
-    found = splits.read(config) if path is None else splits.read_whole(config, path)
+    split = splits.read(config) if path is None else splits.read_whole(config, path)
     if path is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
-    _check_vocabulary(config, found)
-    apart = _apart(config, found)
-    rows = _rows(config, found, 1, apart=apart)
-    _check_some(config, found, rows)
+    _check_vocabulary(config, split)
+    apart = _apart(config, split)
+    rows = _rows(config, split, 1, apart=apart)
+    _check_some(config, split, rows)
     batches = _batches(config, rows, 1, apart=apart)
-    return Data(batches, batches, found.source, f"{found.validation.size:,} tokens", found.digest, _remarks(found, rows))
+    return Data(batches, batches, split.source, f"{split.validation.size:,} tokens", split.digest, _remarks(split, rows))
 
 
-def _check_readers(config: Config) -> None:
-    """Refuse a built-in model and built-in data that are not made for each other; code of the user's own may go with either."""
-    data, model = config.data.target, config.model.target
-    reads = next((name for name, readers in _READERS.items() if model in readers), None)
-    if reads is not None and (data is None or (config.data.is_built_in and data != reads)):
-        raise InputError(f"data.target: expected {reads}, which model.target {model} reads, found {data or 'none'}; change one of them")
-    if data in _READERS and model is None:
-        readers = " or ".join(_READERS[data])
-        raise InputError(f"model.target: expected {readers}, which reads data.target {data}, found none; change one of them")
-    if data == "images" and config.model.is_built_in:
-        need, have = config.model.parsed.image_size, config.data.parsed.image_size
-        if need != have:
-            raise InputError(f"data.arguments.image_size: expected {need}, model.arguments.image_size, found {have}; change one of them")
-
-
-def _built_in(config: Config) -> Data:
-    """What a loader by name reads, whose words or classes the model has a place for.
+def _from_target(config: Config, **optional: bool) -> Data:
+    """Call `data.target` and return its data.
 
     Raises:
         InputError: as `load`.
     """
-    name = str(config.data.target)
-    found: Data = config.data.built_in[name].load()(config.data.parsed, config.seed, config.train.batch_size)
-    key, what = ("classes", "classes") if name == "images" else ("vocab_size", "words")
-    need = found.vocab_size
-    if config.model.is_built_in and need is not None and need > (have := getattr(config.model.parsed, key)):
-        raise InputError(
-            f"model.arguments.{key}: expected at least {need}, for the {what} of {found.source}, found {have}; raise it, or keep fewer "
-            f"{what}"
-        )
-    return found
+    target, batch_size = str(config.data.target), config.train.batch_size
+    supplied = {"seed": config.seed, "batch_size": batch_size}
+    result = entry_point.call(target, "data.target", config.data.arguments, supplied, optional)
+    if isinstance(result, Data):
+        return result
+    train, validation = own_data.checked(result, target, batch_size)
+    amount = f"{count(len(validation), 'batch', 'es')} for validation"
+    return Data(train, validation, target, amount, lambda: own_data.digest(train, validation))
 
 
 def unread(config: Config) -> Data:
-    """As `load`, for what needs no more than the shapes of a batch: of images nothing is read.
+    """Load data if only the shapes of a batch are needed; a `data.target` with a parameter `shapes_only` then need not read anything.
 
     Raises:
         InputError: as `load`.
     """
-    if config.data.target != "images":
-        return load(config)
-    _check_readers(config)
-    nothing = BatchesOfRows([], config.train.batch_size, image_rows.row_spec(config.data.parsed.image_size))
-    return Data([nothing[0]], [nothing[0]], str(config.data.parsed.folder), "not read", lambda: "")
+    return load(config) if config.data.target is None else _from_target(config, shapes_only=True)
 
 
 def portion(config: Config) -> tuple[int, str]:
-    """How much a step sees, and of what: tokens of a text, samples of other data."""
+    """Return how much a step processes, and in which unit: tokens of a text, or samples of other data."""
     if config.data.target is None:
         return config.train.batch_size * config.model.seq_len, "tokens"
     return config.train.batch_size, "samples"
 
 
 def loss_unit(config: Config) -> str:
-    """What follows a loss in words, if it is known what that is."""
+    """Return the unit that follows a loss in messages, or "" if it is unknown."""
     if config.loss.target is not None:
         return ""
     if config.data.target is not None:
@@ -215,7 +183,7 @@ def loss_unit(config: Config) -> str:
 
 
 def _check_objective(config: Config) -> None:
-    """Refuse batches that the built-in model and loss have not been made for."""
+    """Check that the built-in model and loss support the objective."""
     if config.model.target is not None or config.loss.target is not None:
         return
     kind, objective = config.model.kind, config.data.objective
@@ -228,49 +196,49 @@ def _check_objective(config: Config) -> None:
         raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")
 
 
-def _check_vocabulary(config: Config, found: Split) -> None:
-    """Refuse tokens that the built-in model has no place for."""
-    need = found.train.vocab_size
+def _check_vocabulary(config: Config, split: Split) -> None:
+    """Check that the built-in model has a symbol for every token."""
+    need = split.train.vocab_size
     if config.model.target is None and need > (have := config.model.vocab_size):
         of_folder = f"the tokens of '{config.data.path}'"
         name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.read_as, f"the tokens of '{config.data.tokenizer}'")
         raise InputError(f"model.vocab_size: expected at least {need}, for {name}, found {have}; set model.vocab_size to {need}")
 
 
-def _apart(config: Config, found: Split) -> bool:
-    """Whether the documents in a row are kept apart, as segments."""
-    known = found.train.have_ends and found.validation.have_ends
+def _apart(config: Config, split: Split) -> bool:
+    """Return whether the documents in a row are kept apart, as segments."""
+    known = split.train.have_ends and split.validation.have_ends
     if config.data.boundaries == "keep" and not known:
         raise InputError(
             f"data.boundaries: expected '{config.data.path}' to say where documents end, for keep, found a tokens.json that does not; "
             "prepare it again, or ignore them"
         )
     default = "ignore" if config.data.read_as == "bytes" or config.data.objective == "masked" else "keep"
-    return found.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
+    return split.train.have_answers or ((config.data.boundaries or default) == "keep" and known)
 
 
-def _rows(config: Config, found: Split, part: int, *, apart: bool) -> Rows:
-    """The rows of one part, each once."""
-    documents, data, seq_len = (found.train, found.validation)[part], config.data, config.model.seq_len
-    if found.train.have_answers or data.format == "prompts":
+def _rows(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
+    """Return the rows of one part, each once."""
+    documents, data, seq_len = (split.train, split.validation)[part], config.data, config.model.seq_len
+    if split.train.have_answers or data.format == "prompts":
         if data.objective == "masked":
             raise InputError("data.objective: masked: expected text, found prompts with answers; leave it out")
-        return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=found.place[part])
+        return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=split.place[part])
     if data.objective == "masked":
-        assert found.tokenizer is not None
-        return masked.Masked(documents, found.tokenizer, seq_len, data.masked_fraction, _seed(config, part))
+        assert split.tokenizer is not None
+        return masked.Masked(documents, split.tokenizer, seq_len, data.masked_fraction, _seed(config, part))
     return windows.Windows(documents, seq_len, apart=apart)
 
 
 def _batches(config: Config, rows: Rows, part: int, *, apart: bool) -> BatchesOfRows:
-    """Batches of the rows of one part."""
+    """Batch the rows of one part."""
     seq_len = config.model.seq_len
     spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
     return BatchesOfRows(_in_order(config, rows, part), config.train.batch_size, spec)
 
 
 def _in_order(config: Config, rows: Rows, part: int) -> Elements:
-    """The rows in the order of their batches: those to learn from without end."""
+    """Return the rows in the order of their batches, endlessly for training."""
     if isinstance(rows, masked.Masked):
         return masked.Drawn(rows, epochs=part == 0)
     shuffled = grain.MapDataset.source(rows).shuffle(seed=_seed(config, part))
@@ -281,11 +249,11 @@ def _seed(config: Config, part: int) -> int:
     return config.seed if part == 0 else 0  # validation is spread over the files, but never by config.seed
 
 
-def _check_amount(config: Config, found: Split, train: Rows, validation: Rows) -> None:
-    """Refuse less than one batch of either.
+def _check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
+    """Check that there is at least one batch for training and one for validation.
 
     Raises:
-        InputError: there is less.
+        InputError: there are fewer rows.
     """
     batch_size, seq_len = config.train.batch_size, config.model.seq_len
     if min(len(train), len(validation)) >= batch_size:
@@ -295,43 +263,43 @@ def _check_amount(config: Config, found: Split, train: Rows, validation: Rows) -
         why = f"train.batch_size {batch_size} rows of model.seq_len {seq_len}"
     elif isinstance(train, masked.Masked):
         each = seq_len - masked.SPECIAL
-        need, unit, have = batch_size * each, found.unit, (found.train.size, found.validation.size)
+        need, unit, have = batch_size * each, split.unit, (split.train.size, split.validation.size)
         why = f"train.batch_size {batch_size} windows of {each} tokens, model.seq_len {seq_len} without special tokens"
     else:
-        need, unit, have = batch_size * seq_len + 1, found.unit, (found.train.size, found.validation.size)
+        need, unit, have = batch_size * seq_len + 1, split.unit, (split.train.size, split.validation.size)
         why = f"train.batch_size {batch_size} windows of model.seq_len {seq_len}, plus one"
     more = "prepare more" if config.data.format == "tokens" else "give more text"
     if config.data.format != "tokens" and config.data.validation_path is None:
         more += ", raise data.validation_fraction"
     raise InputError(
         f"data.path: expected at least {need} {unit} for training and {need} for validation ({why}), found {have[0]} and {have[1]} in "
-        f"{found.source}; {more}, or lower train.batch_size or model.seq_len"
+        f"{split.source}; {more}, or lower train.batch_size or model.seq_len"
     )
 
 
-def _check_some(config: Config, found: Split, rows: Rows) -> None:
-    """Refuse data without a row."""
+def _check_some(config: Config, split: Split, rows: Rows) -> None:
+    """Check that there is at least one row."""
     if len(rows):
         return
     seq_len = config.model.seq_len
-    need, what, have = seq_len + 1, f"{found.unit} (a window of model.seq_len {seq_len}, plus one)", found.validation.size
+    need, what, have = seq_len + 1, f"{split.unit} (a window of model.seq_len {seq_len}, plus one)", split.validation.size
     if isinstance(rows, masked.Masked):
-        need, what = seq_len - masked.SPECIAL, f"{found.unit} (a window of model.seq_len {seq_len} without special tokens)"
+        need, what = seq_len - masked.SPECIAL, f"{split.unit} (a window of model.seq_len {seq_len} without special tokens)"
     elif isinstance(rows, windows.Examples):
         need, what, have = 1, "example with an answer", 0
-    raise InputError(f"data.path: expected at least {need} {what}, found {have} in {found.source}; give more")
+    raise InputError(f"data.path: expected at least {need} {what}, found {have} in {split.source}; give more")
 
 
-def _amount(found: Split, train: Rows, validation: Rows) -> str:
-    """How much there is to learn from, in words."""
-    words = f"{found.train.size:,} tokens for training, {found.validation.size:,} for validation"
+def _amount(split: Split, train: Rows, validation: Rows) -> str:
+    """Describe how much there is to train on."""
+    words = f"{split.train.size:,} tokens for training, {split.validation.size:,} for validation"
     if isinstance(train, windows.Examples):
         words += f"; {len(train):,} and {len(validation):,} rows of whole examples, {train.fill:.0%} full"
     return words
 
 
-def _remarks(found: Split, *rows: Rows) -> tuple[str, ...]:
-    """What was left out, in words."""
+def _remarks(split: Split, *rows: Rows) -> tuple[str, ...]:
+    """Describe what was left out."""
     left_out = sum(part.left_out for part in rows if isinstance(part, windows.Examples))
     too_long = f"{count(left_out, 'example')} left out: prompts so long that nothing of the answer remains"
-    return (*found.remarks, too_long) if left_out else found.remarks
+    return (*split.remarks, too_long) if left_out else split.remarks

@@ -1,4 +1,4 @@
-"""Token sequences of documents, one after the other in one or more shards, read piece by piece wherever they are kept."""
+"""Tokens of documents as one sequence, in one or more shards, read in pieces from memory or from files."""
 
 import bisect
 import hashlib
@@ -32,7 +32,7 @@ class Numbers(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of the documents; none of them goes on in the next shard.
+    """A part of the documents; no document continues in the next shard.
 
     Attributes:
         name: for messages.
@@ -51,7 +51,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Documents:
-    """All shards as one sequence of tokens.
+    """The tokens of all shards as one sequence.
 
     Attributes:
         shards: in their order.
@@ -63,23 +63,23 @@ class Documents:
 
     @classmethod
     def of(cls, tokens: np.ndarray, vocab_size: int, ends: np.ndarray | None = None, answers: np.ndarray | None = None) -> "Documents":
-        """Those of arrays in memory."""
-        given = None if ends is None else (lambda: ends), None if answers is None else (lambda: answers)
-        return cls([Shard("the text", tokens.size, lambda: tokens, *given)] if tokens.size else [], vocab_size)
+        """Create documents from arrays in memory."""
+        arrays = None if ends is None else (lambda: ends), None if answers is None else (lambda: answers)
+        return cls([Shard("the text", tokens.size, lambda: tokens, *arrays)] if tokens.size else [], vocab_size)
 
     @cached_property
     def starts(self) -> list[int]:
-        """The position of each shard's first token, and at last the number of all tokens."""
+        """The position of each shard's first token, followed by the number of all tokens."""
         return [0, *itertools.accumulate(shard.size for shard in self.shards)]
 
     @property
     def size(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return self.starts[-1]
 
     @property
     def have_ends(self) -> bool:
-        """Whether it is known where each document ends."""
+        """Whether the end of each document is known."""
         return all(shard.ends is not None for shard in self.shards)
 
     @property
@@ -88,55 +88,55 @@ class Documents:
         return bool(self.shards) and all(shard.answers is not None for shard in self.shards)
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " n"]:
-        """The tokens start .. stop - 1.
+        """Read the tokens start .. stop - 1.
 
         Raises:
             InputError: one of them is out of range.
         """
         parts = [shard.tokens()[first:last] for shard, first, last, _ in self._parts(start, stop)]
-        found = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
-        unsigned = found.view(np.uint32)
-        if found.size and np.max(unsigned) >= self.vocab_size:
+        tokens = (parts[0] if len(parts) == 1 else np.concatenate(parts)).astype(np.int32)
+        unsigned = tokens.view(np.uint32)
+        if tokens.size and np.max(unsigned) >= self.vocab_size:
             wrong = int(np.argmax(unsigned >= self.vocab_size))
             k = bisect.bisect_right(self.starts, start + wrong) - 1
             raise InputError(
                 f"data: expected every token of {self.shards[k].name} to be from 0 to {self.vocab_size - 1}, found {unsigned[wrong]} at "
                 f"{start + wrong - self.starts[k]}; write the file again"
             )
-        return found
+        return tokens
 
     def begins(self, start: int, stop: int) -> Bool[np.ndarray, " n"]:
-        """For each position start .. stop - 1 whether a document begins there: found by binary search, however many there are.
+        """Return for each position start .. stop - 1 whether a document begins there, found by binary search.
 
         Raises:
             InputError: ends that do not rise.
         """
-        found = np.zeros(stop - start, bool)
+        is_first = np.zeros(stop - start, bool)
         for shard, first, last, at in self._parts(start, stop):
             if first == 0:
-                found[at - start] = True
+                is_first[at - start] = True
             assert shard.ends is not None
             ends = shard.ends()
             inside = ends[_before(ends, first) : _before(ends, last)].astype(np.int64)
             if inside.size and (np.min(inside) < first or np.max(inside) >= last or np.any(np.diff(inside) <= 0)):
                 raise _disordered(shard.name)
-            found[inside - first + at - start] = True
-        return found
+            is_first[inside - first + at - start] = True
+        return is_first
 
     def number(self, position: int) -> tuple[int, int]:
-        """The shard and the document in it that this token is in."""
+        """Return the shard and the document in it to which this token belongs."""
         k = bisect.bisect_right(self.starts, position) - 1
         ends = self.shards[k].ends
         assert ends is not None
         return k, _before(ends(), position - self.starts[k] + 1)
 
     def examples(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Of every document: where it begins, where it ends, and where its answer begins.
+        """Return where each document begins, where it ends, and where its answer begins.
 
         Raises:
             InputError: positions that do not rise.
         """
-        found: list[tuple[np.ndarray, ...]] = []
+        ranges: list[tuple[np.ndarray, ...]] = []
         for shard, start in zip(self.shards, self.starts, strict=False):
             assert shard.ends is not None
             assert shard.answers is not None
@@ -144,46 +144,50 @@ class Documents:
             begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
             if ends[-1] > shard.size or np.any(ends <= begins) or np.any(answers < begins) or np.any(answers > ends):
                 raise _disordered(shard.name)
-            found.append((begins + start, ends + start, answers + start))
-        columns = list(zip(*found, strict=True))
+            ranges.append((begins + start, ends + start, answers + start))
+        columns = list(zip(*ranges, strict=True))
         return np.concatenate(columns[0]), np.concatenate(columns[1]), np.concatenate(columns[2])
 
     def digest(self) -> str:
-        """Return a hash of all tokens and ends; of very many, of a sample."""
-        found = hashlib.sha256()
+        """Hash all tokens and ends, or a sample if there are very many."""
+        hasher = hashlib.sha256()
         for shard in self.shards:
             for part in (shard.tokens, shard.ends, shard.answers):
                 if part is None:
-                    found.update(b"-")
+                    hasher.update(b"-")
                     continue
                 numbers = part()
-                found.update(f"{numbers.size} ".encode())
+                hasher.update(f"{numbers.size} ".encode())
                 for start in range(0, numbers.size, _HASHED * max(numbers.size // _MOST_HASHED, 1)):
-                    found.update(np.ascontiguousarray(numbers[start : start + _HASHED]).data)
-        return found.hexdigest()
+                    hasher.update(np.ascontiguousarray(numbers[start : start + _HASHED]).data)
+        return hasher.hexdigest()
 
     def _parts(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
-        """The shards that hold the positions start .. stop - 1, with the first of them and the last in the shard, and the first here."""
-        found = []
+        """List the shards that hold the positions start .. stop - 1.
+
+        Returns:
+            Each shard, the first position and the end in it, and the first position in the whole.
+        """
+        parts = []
         k = bisect.bisect_right(self.starts, start) - 1
         while start < stop:
             end = min(stop, self.starts[k + 1])
-            found.append((self.shards[k], start - self.starts[k], end - self.starts[k], start))
+            parts.append((self.shards[k], start - self.starts[k], end - self.starts[k], start))
             start, k = end, k + 1
-        return found
+        return parts
 
 
 def _before(ends: Numbers, position: int) -> int:
-    """Count the ends that are below this position, by binary search: of ends in a file only a few blocks are read."""
+    """Count the ends below this position by binary search, which reads only a few blocks of a file."""
     low, high = 0, ends.size
-    wanted = np.asarray(position, ends.dtype)  # of their own type, else all of them would be converted
+    target = np.asarray(position, ends.dtype)  # of their own type, else all of them would be converted
     while high - low > _BLOCK:
         middle = (low + high) // 2
-        if ends[middle : middle + 1][0] < wanted:
+        if ends[middle : middle + 1][0] < target:
             low = middle + 1
         else:
             high = middle
-    return low + int(np.searchsorted(ends[low:high], wanted))
+    return low + int(np.searchsorted(ends[low:high], target))
 
 
 def _disordered(name: str) -> InputError:

@@ -1,4 +1,4 @@
-"""Rows for BERT: two parts of text, some of their tokens masked, and whether the second part follows the first."""
+"""Rows for BERT: two parts of text with some tokens masked, and whether the second part follows the first."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _TRIES = 8  # to find a second part from another document
 
 
 def row_spec(seq_len: int) -> tuple[Tree, Tree]:
-    """The shapes and dtypes of a row: of its inputs and its labels."""
+    """Return the shapes and dtypes of the inputs and labels of a row."""
     tokens = jax.ShapeDtypeStruct((seq_len,), np.dtype(np.int32))
     return {"tokens": tokens, "types": tokens}, {"tokens": tokens, "next": jax.ShapeDtypeStruct((), np.dtype(np.int32))}
 
@@ -28,9 +28,9 @@ def row_spec(seq_len: int) -> tuple[Tree, Tree]:
 class Masked:
     """The windows of a running text as rows, with other tokens masked in each round.
 
-    A row is full, as RoBERTa's are: it goes on over the end of a document, which has its [SEP]. Each row has the same number of masked
-    tokens, so that the mean of a batch is the mean of its rows. Of these 80% are [MASK], 10% a random token, 10% as they were; special
-    tokens are not among them. In half of the rows the second part is from somewhere else, another document if one is found.
+    A row is full, as RoBERTa's are: it continues over the end of a document, which has its [SEP]. Each row has the same number of masked
+    tokens, so that the mean of a batch is the mean of its rows. Of these 80% are [MASK], 10% a random token, 10% unchanged; special
+    tokens are not masked. In half of the rows the second part comes from elsewhere, from another document if possible.
 
     Args:
         documents: the text.
@@ -59,7 +59,7 @@ class Masked:
         return self._documents.size // self._content
 
     def row(self, window: int, draw: int) -> tuple[dict[str, Int32[np.ndarray, " s"]], dict[str, Any]]:
-        """A window with what is drawn by this number."""
+        """Return a window as a row, with the random choices of this number."""
         random = np.random.default_rng((self.seed, draw))
         start = window * self._content
         text = self._documents.read(start, start + self._content)
@@ -79,24 +79,24 @@ class Masked:
         }
 
     def _cut(self, start: int, random: np.random.Generator) -> int:
-        """Where the first part ends: somewhere in the middle half, not where a document does if that can be helped."""
+        """Choose where the first part ends: in the middle half, and not at the end of a document if possible."""
         cut = int(random.integers(self._content // 4, self._content - self._content // 4)) or 1
         if self._documents.have_ends and self._documents.begins(start + cut, start + cut + 1)[0] and cut + 1 < self._content:
             return cut + 1
         return cut
 
     def _elsewhere(self, end: int, size: int, random: np.random.Generator) -> int:
-        """Where a second part of this size begins that does not follow the first, which ends at `end`."""
-        places = [int(place) for place in random.integers(0, self._documents.size - size + 1, _TRIES)]
-        other = [place for place in places if not self._same_document(place, end - 1)]
-        far = [place for place in places if abs(place - end) > size]
-        return (other or far or places)[0]
+        """Choose where a second part of this size begins that does not follow the first, which ends at `end`."""
+        starts = [int(place) for place in random.integers(0, self._documents.size - size + 1, _TRIES)]
+        other = [place for place in starts if not self._same_document(place, end - 1)]
+        far = [place for place in starts if abs(place - end) > size]
+        return (other or far or starts)[0]
 
     def _same_document(self, one: int, other: int) -> bool:
         return not self._documents.have_ends or self._documents.number(one) == self._documents.number(other)
 
     def _chosen(self, whole: Int32[np.ndarray, " s"], cut: int, random: np.random.Generator) -> Bool[np.ndarray, " s"]:
-        """As many tokens as in every row; special ones only if there are not enough others."""
+        """Choose the tokens to mask, as many as in every row; special ones only if there are too few others."""
         added = np.zeros(whole.size, bool)
         added[[0, cut + 1, -1]] = True
         order = random.permutation(np.flatnonzero(~added))
@@ -108,16 +108,16 @@ class Masked:
     def _hidden(
         self, whole: Int32[np.ndarray, " s"], masked: Bool[np.ndarray, " s"], random: np.random.Generator
     ) -> Int32[np.ndarray, " s"]:
-        """The row as the model sees it."""
+        """Mask the chosen tokens of a row."""
         at = np.flatnonzero(masked)
         draw, others = random.random(at.size), random.choice(self._symbols, at.size)
-        found = whole.copy()
-        found[at] = np.where(draw < 0.8, np.int32(self._mask), np.where(draw < 0.9, others, whole[at]))
-        return found
+        tokens = whole.copy()
+        tokens[at] = np.where(draw < 0.8, np.int32(self._mask), np.where(draw < 0.9, others, whole[at]))
+        return tokens
 
 
 class Drawn:
-    """Row i: the windows in a shuffled order, again and again with `epochs`, and what is drawn in each by i."""
+    """Rows in shuffled order, endlessly with `epochs`: what is drawn in row i depends on i."""
 
     def __init__(self, rows: Masked, *, epochs: bool):
         windows = grain.MapDataset.range(len(rows)).shuffle(seed=rows.seed)

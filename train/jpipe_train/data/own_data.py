@@ -1,4 +1,4 @@
-"""Batches from a function of the user's own: what it has to return, and how a mistake in it is reported."""
+"""Batches from a function that `data.target` names: what it has to return, and how mistakes in it are reported."""
 
 import contextlib
 import hashlib
@@ -19,16 +19,16 @@ from jpipe_train.data.rows import Batch, when_sliced
 
 @dataclass(frozen=True)
 class OwnBatches:
-    """`batches[t]`, every mistake in making one reported in a line that begins with `name`.
+    """The batches of a user's object, `batches[t]`; every mistake is reported in one line that begins with `name`.
 
-    The first is made in every process, for its shapes; each is made, or made again, where and when rows of it are read. In a run that
+    The first batch is made in every process, for its shapes; each is made, or made again, where and when its rows are read. In a run that
     resumed with another batch size, row r of the data is row r mod b of `batches[r // b]`, and a batch may have rows of two of these.
 
     Attributes:
         batches: the user's object.
         name: of it, for messages.
         batch_size: b.
-        begins: where the order of the batches begins; None: batch t is `batches[t]`.
+        begins: the position of the first batch; None: batch t is `batches[t]`.
     """
 
     batches: Any
@@ -37,21 +37,21 @@ class OwnBatches:
     begins: Position | None = None
 
     def __len__(self) -> int:
-        with entry_point.reported(f"data.target: len({self.name}) fails"):
+        with entry_point.user_errors(f"data.target: len({self.name}) fails"):
             return len(self.batches)
 
     def __getitem__(self, index: int) -> Batch:
-        found: Batch = when_sliced(self._specs, lambda: self._at(self.position(index).total))
-        return found
+        batch: Batch = when_sliced(self._specs, lambda: self._at(self.position(index).total))
+        return batch
 
     @property
-    def order(self) -> Position:
-        """Where the order of the batches begins."""
+    def first_position(self) -> Position:
+        """The position of the first batch."""
         return self.begins or position.start(self.batch_size)
 
     def position(self, batch: int) -> Position:
-        """Return where this batch begins."""
-        return self.order.later(batch, self.batch_size)
+        """Return the position of a batch."""
+        return self.first_position.later(batch, self.batch_size)
 
     def continued(self, position: Position) -> "OwnBatches":
         """Return the same data in batches that begin at `position`."""
@@ -60,10 +60,10 @@ class OwnBatches:
     def check_length(self, steps: int) -> None:
         """Check that there are enough batches for a run of that many steps.
 
-        An object may begin again after its last batch, whatever its `len()` is, so its last batch that is needed is made.
+        An object may start over after its last batch, whatever its `len()` is, so the last batch that the run needs is made.
 
         Raises:
-            InputError: there are too few.
+            InputError: there are fewer batches.
         """
         if not hasattr(self.batches, "__len__"):
             return
@@ -81,7 +81,7 @@ class OwnBatches:
         )
 
     def _at(self, row: int) -> Batch:
-        """The batch whose first row is this one."""
+        """Return the batch that begins with this row."""
         index, skipped = divmod(row, self.batch_size)
         first = self._of_same_shape(index)
         if not skipped:
@@ -103,12 +103,12 @@ class OwnBatches:
         return batch
 
     def made(self, index: int) -> Batch:
-        """Batch `index`, as the user's code makes it.
+        """Return batch `index` as the user's code makes it.
 
         Raises:
             InputError: that fails, or gives something else.
         """
-        with entry_point.reported(f"data.target: {self.name}[{index}] fails"):
+        with entry_point.user_errors(f"data.target: {self.name}[{index}] fails"):
             batch = self.batches[index]
         expected = f"expected {self.name}[{index}] to be (inputs, labels) of NumPy arrays with {self.batch_size} rows"
         if not isinstance(batch, tuple) or len(batch) != 2:
@@ -126,32 +126,31 @@ def _specs(batch: Batch) -> Any:
 
 
 def digest(train: OwnBatches, validation: OwnBatches) -> str:
-    """Of the first batch of each: where the function forgets its seed, no two processes have the same."""
-    found = hashlib.sha256()
+    """Hash the first batch of each part: if the function ignores its seed, processes differ."""
+    hasher = hashlib.sha256()
     for leaf in jax.tree.leaves((train.made(0), validation.made(0))):
-        found.update(np.ascontiguousarray(leaf).tobytes())
-    return found.hexdigest()
+        hasher.update(np.ascontiguousarray(leaf).tobytes())
+    return hasher.hexdigest()
 
 
-def load(target: str, arguments: dict[str, Any], seed: int, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
-    """(train, validation) from `target(seed, batch_size, **arguments)`.
+def checked(result: Any, target: str, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
+    """Check what `target(seed, batch_size, **arguments)` returned, and wrap it as (train, validation).
 
     `train[t]` is batch t, for any t < `train.steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
     same in every run. A batch is (inputs, labels), pytrees of NumPy arrays whose first dim is the batch.
 
     Raises:
-        InputError: the target does not exist, fails, or returns something else.
+        InputError: it returned something else.
     """
-    found = entry_point.call(target, "data.target", arguments, {"seed": seed, "batch_size": batch_size})
-    if not isinstance(found, Sequence) or len(found) != 2:
-        raise InputError(f"data.target: expected '{target}' to return (train, validation), found {type(found).__name__}; return two")
-    for name, batches in zip(("train", "validation"), found, strict=True):
+    if not isinstance(result, Sequence) or len(result) != 2:
+        raise InputError(f"data.target: expected '{target}' to return (train, validation), found {type(result).__name__}; return two")
+    for name, batches in zip(("train", "validation"), result, strict=True):
         if not hasattr(batches, "__getitem__") or (name == "validation" and not hasattr(batches, "__len__")):
             raise InputError(
                 f"data.target: expected the {name} batches of '{target}' to be indexable, {name}[t], found {type(batches).__name__}; "
                 "return a list, or an object with __getitem__ (and for validation __len__)"
             )
-    train, validation = (OwnBatches(found[i], name, batch_size) for i, name in enumerate(("train", "validation")))
+    train, validation = (OwnBatches(result[i], name, batch_size) for i, name in enumerate(("train", "validation")))
     if len(validation) == 0:
         raise InputError(f"data.target: expected at least one validation batch from '{target}', found none; return some")
     return train, validation

@@ -1,4 +1,4 @@
-"""Where in the training data a batch begins, counted in rows, so that a resumed run may have another batch size."""
+"""Positions in the training data, counted in rows, so that a resumed run may have another batch size."""
 
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ class Position(pydantic.BaseModel):
     """A place in the training data.
 
     Attributes:
-        batch: the number of the batch that begins there.
+        batch: the number of the batch that begins at this position.
         rows: how many rows come before it; one number per bucket if batches have several shapes.
         pieces: the batch size with which the run began: a running text is cut into that many pieces.
     """
@@ -24,7 +24,7 @@ class Position(pydantic.BaseModel):
 
     @property
     def total(self) -> int:
-        """Rows before it, of all buckets."""
+        """The number of rows before it, of all buckets."""
         return sum(self.rows)
 
     def later(self, batch: int, batch_size: int) -> "Position":
@@ -42,12 +42,12 @@ class Ordered(Protocol):
     """Training batches that know which rows are in which batch."""
 
     @property
-    def order(self) -> Position:
-        """Where the order of the batches begins; no earlier batch can be read."""
+    def first_position(self) -> Position:
+        """The position of the first batch; no earlier batch can be read."""
         ...
 
     def position(self, batch: int) -> Position:
-        """Return where this batch begins, not earlier than `order`."""
+        """Return the position of a batch, not earlier than `first_position`."""
         ...
 
     def continued(self, position: Position) -> Any:

@@ -1,4 +1,4 @@
-"""`jpipe data prepare`, which writes text as a folder of token files, and `jpipe data tokenizer`, which makes a tokenizer from text."""
+"""Write text as a folder of token files (`jpipe data prepare`), and make a tokenizer from text (`jpipe data tokenizer`)."""
 
 import contextlib
 import hashlib
@@ -28,7 +28,7 @@ _BYTES = 256
 
 
 class Files(NamedTuple):
-    """What is read.
+    """The files to read, and their format.
 
     Attributes:
         paths: files, folders or globs; none: the standard library's source.
@@ -42,7 +42,7 @@ class Files(NamedTuple):
 
     @property
     def read_as(self) -> texts.Format:
-        """The form, text in place of auto."""
+        """The format, text in place of auto."""
         return "text" if self.form == "auto" else self.form
 
 
@@ -79,16 +79,16 @@ def prepare(
     target = unused(out, "--out")
     loaded = tokenizers.load(tokenizer, "--tokenizer", end_of_text)
     with _told_if_interrupted(out), new_folder(target, "--out") as place:
-        index, made = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
-    if left_out := made.left_out():
+        index, assembler = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
+    if left_out := assembler.left_out():
         reporter.say(left_out)
-    for line in told(out, index):
+    for line in described(out, index):
         reporter.say(line)
     return index
 
 
-def told(out: str, index: Index) -> list[str]:
-    """What a folder holds, and how to train with it, in words."""
+def described(out: str, index: Index) -> list[str]:
+    """Describe what a folder of tokens holds and how to train on it."""
     shards = [*index.train, *index.validation]
     tokens = sum(shard.tokens for shard in shards)
     documents = sum(shard.documents or 0 for shard in shards)
@@ -108,7 +108,7 @@ def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, 
 
     Args:
         files: what to read.
-        vocab_size: of how many tokens; fewer if the text has not as many pairs.
+        vocab_size: the number of tokens; fewer if the text has too few pairs.
         out: the file.
         reporter: prints the progress, and what was written.
         kind: of the model that it is for, which decides its special tokens.
@@ -148,7 +148,7 @@ def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, 
 
 
 def _untrained(vocab_size: int, kind: str) -> tuple[Any, Any]:
-    """A byte-level BPE, and what is to train it."""
+    """Create a byte-level BPE and its trainer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     rules = Tokenizer(models.BPE())
@@ -165,23 +165,23 @@ def _untrained(vocab_size: int, kind: str) -> tuple[Any, Any]:
 def _written(
     place: Path, files: Files, tokenizer: tokenizers.Tokenizer, validation_fraction: float, shard_tokens: int, reporter: Reporter
 ) -> tuple[Index, texts.Assembler]:
-    """Write everything into the folder."""
+    """Write all shards and the index into the folder."""
     small = tokenizer.vocab_size <= 2**16
     dtype: Literal["uint16", "uint32"] = "uint16" if small else "uint32"
     shards = [_Shards(place, part, token_files.DTYPES[dtype], shard_tokens) for part in ("train", "validation")]
-    made = texts.Assembler(tokenizer, {False: shards[0], True: shards[1]})
+    assembler = texts.Assembler(tokenizer, {False: shards[0], True: shards[1]})
     size = 0
     with _found(files, validation_fraction, reporter, "tokenizing") as (pieces, source):
         for piece, tokens in texts.tokenized(pieces, tokenizer):
-            made.add(piece, tokens)
+            assembler.add(piece, tokens)
             size += piece.size
     for part in shards:
         part.close()
     if not shards[0].facts or (validation_fraction and not shards[1].facts):
         what = "training" if not shards[0].facts else "validation"
         raise InputError(
-            f"data prepare: expected documents for training and for validation, found {_many(made.documents, 'document')} in {source}, "
-            f"none for {what}; give more text, or change --validation-fraction"
+            f"data prepare: expected documents for training and for validation, found {_many(assembler.documents, 'document')} in "
+            f"{source}, none for {what}; give more text, or change --validation-fraction"
         )
     index = Index(
         format="jpipe-tokens/1",
@@ -197,11 +197,11 @@ def _written(
     )
     write_atomically(place / tokenizers.FILE, tokenizer.content)
     write_atomically(place / token_files.INDEX, index.model_dump_json(indent=1) + "\n")
-    return index, made
+    return index, assembler
 
 
 class _Shards:
-    """Writes the shards of one part, one after the other."""
+    """A writer of the shards of one part."""
 
     def __init__(self, folder: Path, part: str, dtype: np.dtype[Any], most: int) -> None:
         self.facts: list[ShardFacts] = []
@@ -243,7 +243,7 @@ class _Shards:
 
 @contextlib.contextmanager
 def _found(files: Files, fraction: float, reporter: Reporter, words: str) -> Iterator[tuple[Iterable[Any], str]]:
-    """The pieces of all files, whose reading is shown, and where they come from.
+    """Find the pieces of all files, with progress shown as they are read, and where they come from.
 
     For a tokenizer that is trained (`words` is "reading") the pieces are only their texts.
     """
@@ -269,7 +269,7 @@ def _found(files: Files, fraction: float, reporter: Reporter, words: str) -> Ite
 
 
 def _check_kinds(paths: Sequence[Path]) -> None:
-    """Refuse files that are known to be something else than text.
+    """Check that no file is known to be something other than text.
 
     Raises:
         InputError: the message names the first of them, and what to do with it.
@@ -285,7 +285,11 @@ def _check_kinds(paths: Sequence[Path]) -> None:
 
 
 def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[Path], int]:
-    """The files, each under the first of its names, and how many have others."""
+    """List each file once, under the first of its names.
+
+    Returns:
+        The files, and the number of further names.
+    """
     first: dict[tuple[int, int], tuple[str, Path]] = {}
     twice = set()
     for name, path in zip(names, paths, strict=True):

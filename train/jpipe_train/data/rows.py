@@ -1,4 +1,4 @@
-"""Batches whose rows are read when they are asked for, so that a process reads only those that its own workers need."""
+"""Batches that read their rows on request, so that a process reads only the rows that its own workers need."""
 
 import functools
 import itertools
@@ -21,12 +21,12 @@ Tree = Any
 Batch = tuple[Tree, Tree]
 
 THREADS = ThreadPoolExecutor(usable_cores(), "rows")
-"""Make rows, several at a time, where that is work in which Python lets others go on."""
+"""Threads that make rows, for work that releases the GIL."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """One array of a batch: its shape and type are known, its rows are read when they are sliced, as `Pipeline.step` does.
+    """One array of a batch: shape and dtype are known, and rows are read when they are sliced, as `Pipeline.step` does.
 
     Attributes:
         shape: of the whole array.
@@ -40,7 +40,7 @@ class Rows:
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
+        """The number of dims."""
         return len(self.shape)
 
     def __len__(self) -> int:
@@ -71,14 +71,14 @@ class Pieces(Protocol):
 
 @dataclass(frozen=True)
 class BatchesOfRows:
-    """Batch t is made of the elements t·b to (t + 1)·b - 1, each read when its row is; another `order` moves them.
+    """Batch t has the elements t·b to (t + 1)·b - 1, each read together with its row; another first position shifts them.
 
     Attributes:
         elements: pairs of (inputs, labels), each an array or a tree of arrays. In place of an array may be a function that gives it: it is
             called when that array's row is read, with others at a time.
         batch_size: b.
         spec: shapes and dtypes of one of them.
-        begins: where the order of the batches begins; None: batch 0 is made of the first elements.
+        begins: the position of the first batch; None: batch 0 has the first elements.
     """
 
     elements: Elements
@@ -90,25 +90,29 @@ class BatchesOfRows:
         return len(self.elements) // self.batch_size
 
     @property
-    def order(self) -> Position:
-        """Where the order of the batches begins."""
+    def first_position(self) -> Position:
+        """The position of the first batch."""
         return self.begins or position.start(self.batch_size)
 
     def position(self, batch: int) -> Position:
-        """Return where this batch begins."""
-        return self.order.later(batch, self.batch_size)
+        """Return the position of a batch."""
+        return self.first_position.later(batch, self.batch_size)
 
     def continued(self, position: Position) -> "BatchesOfRows":
         """Return the same rows in batches that begin at `position`."""
         elements = self.elements.in_pieces(position.pieces) if isinstance(self.elements, Pieces) else self.elements
         return replace(self, elements=elements, begins=position)
 
+    def with_remainder(self, microbatch: int) -> "AllRows":
+        """Return these batches, followed by smaller ones with the rows that fill none."""
+        return AllRows(self, microbatch)
+
     def __getitem__(self, index: int) -> Batch:
         specs, structure = jax.tree.flatten(self.spec)
-        order = self.order
-        first = order.total + (index - order.batch) * self.batch_size
+        start = self.first_position
+        first = start.total + (index - start.batch) * self.batch_size
 
-        @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, mostly alike
+        @functools.lru_cache(maxsize=2)  # the arrays of a batch are sliced one after the other, mostly by the same rows
         def rows(start: int, stop: int) -> list[list[Any]]:
             return [jax.tree.leaves(self.elements[first + i]) for i in range(start, stop)]
 
@@ -118,15 +122,15 @@ class BatchesOfRows:
 
 
 def _stacked(rows: Callable[[int, int], list[list[Any]]], number: int, spec: Any, start: int, stop: int) -> np.ndarray:
-    """Leaf `number` of some rows."""
-    found = [row[number] for row in rows(start, stop)]
-    if not found:
+    """Stack leaf `number` of some rows."""
+    leaves = [row[number] for row in rows(start, stop)]
+    if not leaves:
         return np.zeros((0, *spec.shape), spec.dtype)
-    return np.stack(list(THREADS.map(lambda make: make(), found)) if callable(found[0]) else found)
+    return np.stack(list(THREADS.map(lambda make: make(), leaves)) if callable(leaves[0]) else leaves)
 
 
 def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:
-    """A batch of these shapes that is made, all of it, when the first of its rows are read.
+    """Return a batch of these shapes that is made, as a whole, when the first of its rows are read.
 
     Args:
         specs: shape and dtype of each of its arrays.
@@ -141,8 +145,39 @@ def _read(leaves: Callable[[], list[np.ndarray]], number: int, start: int, stop:
     return leaves()[number][start:stop]
 
 
+@runtime_checkable
+class WithRemainder(Protocol):
+    """Whole batches and smaller ones, which together have all rows of the data."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Batch: ...
+
+    @property
+    def whole(self) -> int:
+        """The number of whole batches, which come first."""
+        ...
+
+    def rows_of(self, index: int) -> int:
+        """Return how many rows of the data a batch has."""
+        ...
+
+    def copies_of(self, index: int) -> int:
+        """Return how many copies of each of these rows a batch has."""
+        ...
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """Batches that leave out rows which do not fill one."""
+
+    def with_remainder(self, microbatch: int, /) -> WithRemainder:
+        """Return these batches, followed by smaller ones with the remaining rows, in whole microbatches of this many rows."""
+        ...
+
+
 class _Part(NamedTuple):
-    """`rows` rows from number `first` on, each `copies` times."""
+    """A range of `rows` rows from number `first` on, each `copies` times."""
 
     first: int
     rows: int
@@ -151,10 +186,10 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class AllRows:
-    """Whole batches, and the rows that are left after them in one or two smaller ones, each of whole microbatches.
+    """Full batches, followed by the remaining rows in one or two smaller batches, each of whole microbatches.
 
-    Rows that do not fill a microbatch are repeated until they fill some. Each of them is there equally often, so the mean over such a batch
-    is the mean over them, for any loss that is a sum over rows; a weight is as many times too large as there are copies.
+    Rows that do not fill a microbatch are repeated until they fill some. Each has the same number of copies, so the mean
+    over such a batch is the mean over the rows, for any loss that is a sum over rows; a weight is larger by the number of copies.
 
     Attributes:
         batches: the whole ones.
@@ -168,27 +203,29 @@ class AllRows:
         return len(self.batches) + len(self._left)
 
     def __getitem__(self, index: int) -> Batch:
-        whole = len(self.batches)
-        return self.batches[index] if index < whole else _repeated(self.batches, self._left[index - whole])
+        return self.batches[index] if index < self.whole else _repeated(self.batches, self._left[index - self.whole])
+
+    @property
+    def whole(self) -> int:
+        """The number of whole batches."""
+        return len(self.batches)
 
     def rows_of(self, index: int) -> int:
-        """How many rows of the data a batch has."""
-        whole = len(self.batches)
-        return self.batches.batch_size if index < whole else self._left[index - whole].rows
+        """Return how many rows of the data a batch has."""
+        return self.batches.batch_size if index < self.whole else self._left[index - self.whole].rows
 
     def copies_of(self, index: int) -> int:
-        """How often each of them is there."""
-        whole = len(self.batches)
-        return 1 if index < whole else self._left[index - whole].copies
+        """Return how many copies of each of these rows a batch has."""
+        return 1 if index < self.whole else self._left[index - self.whole].copies
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows of the data."""
         return len(self.batches.elements)
 
     @cached_property
     def _left(self) -> list[_Part]:
-        """What is left after the whole batches: what fills microbatches, and the rest."""
+        """The parts after the full batches: the rows that fill microbatches, and the remaining ones."""
         left = self.rows % self.batches.batch_size
         odd = left % self.microbatch
         copies = self.microbatch // math.gcd(odd, self.microbatch)
@@ -197,12 +234,12 @@ class AllRows:
 
 
 def like_a_batch(batches: BatchesOfRows) -> Batch:
-    """A batch of the usual size, where there may be less than one."""
+    """Return a batch of the usual size, even if there are fewer rows."""
     return batches[0] if len(batches) else _repeated(batches, _Part(0, len(batches.elements), batches.batch_size), batches.batch_size)
 
 
 def _repeated(batches: BatchesOfRows, part: _Part, size: int | None = None) -> Batch:
-    """A batch of the rows of this part, over and over, its first `size` ones or all."""
+    """Return a batch that repeats the rows of this part, its first `size` rows or all."""
     size = part.rows * part.copies if size is None else size
     elements = _Cycle(batches.elements, part.first, part.rows, size)
     return replace(batches, elements=grain.MapDataset.source(elements), batch_size=size)[0]
@@ -210,7 +247,7 @@ def _repeated(batches: BatchesOfRows, part: _Part, size: int | None = None) -> B
 
 @dataclass(frozen=True)
 class _Cycle:
-    """`size` elements: `rows` of those given, from `first` on, over and over."""
+    """A cycle of `size` elements: `rows` elements from `first` on, repeated."""
 
     elements: Elements
     first: int

@@ -1,4 +1,4 @@
-"""Files to learn from: found under a path in a fixed order, and split into those for training and those for validation."""
+"""Find files to train on under a path, in a fixed order, and split them into training and validation files."""
 
 import glob
 import hashlib
@@ -13,13 +13,13 @@ from jpipe_train.data.files.kinds import kind_of
 
 
 def named(path: str | None) -> str:
-    """A phrase for a path: the path itself, or the standard library's source for None."""
+    """Describe a path in a message; None is the standard library's source."""
     return f"'{path}'" if path is not None else "the standard library's source"
 
 
 @contextmanager
 def readable(where: str = "data.path") -> Iterator[None]:
-    """What the system says of a file that cannot be read becomes a message.
+    """Turn the system's errors about unreadable files into messages.
 
     Raises:
         InputError: that.
@@ -32,15 +32,15 @@ def readable(where: str = "data.path") -> Iterator[None]:
 
 
 def guess(file: Path) -> str:
-    """What a file that is no text in UTF-8 looks like, as the end of a clause; nothing if it is not known."""
+    """Describe a file that is not text in UTF-8, as the end of a clause, or return "" if its kind is unknown."""
     kind = kind_of(file)
     return "" if kind is None else f" (it seems to be {kind.name})"
 
 
 def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
-    """Which of two or more files are for validation: those whose hashed name falls under `fraction`, so that other files change nothing.
+    """Choose the validation files among two or more: those whose hashed name falls under `fraction`.
 
-    At least one, and never all.
+    So other files change nothing. At least one file is chosen, and never all.
     """
     rank = {name: place_of(os.fsencode(name)) for name in names}
     ordered = sorted(rank, key=lambda name: rank[name])
@@ -49,19 +49,19 @@ def validation_names(names: Sequence[str], fraction: float) -> frozenset[str]:
 
 
 def place_of(name: bytes) -> float:
-    """A number from 0 to 1 that depends on these bytes only, and is as likely here as there."""
+    """Hash bytes to a number that is uniform between 0 and 1."""
     return int.from_bytes(hashlib.sha256(name).digest()[:8]) / 2**64
 
 
 def find_files(path: str | None, where: str = "data.path") -> tuple[list[str], list[Path]]:
-    """The files to read in a fixed order, and their names relative to the folder searched (names decide the split).
+    """List the files to read in a fixed order, with their names relative to the searched folder, which decide the split.
 
     Args:
         path: a file, a folder or a glob; None: the standard library's source.
         where: the key or the option that names it, for messages.
 
     Raises:
-        InputError: there is no such file, or none that is a regular one.
+        InputError: the file does not exist, or there is no regular file.
     """
     if path is None:
         return _walk(Path(sysconfig.get_path("stdlib")), suffix=".py", leave_out=_NOT_LIBRARY)
@@ -84,15 +84,15 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 
 def _walk(root: Path, suffix: str = "", leave_out: frozenset[str] = frozenset()) -> tuple[list[str], list[Path]]:
-    """Every regular file under `root`, hidden ones and symbolic links (loops, doubles) left out."""
-    found = {}
-    for folder, subfolders, files in os.walk(root, onerror=_raise):
+    """List every regular file under `root`, without hidden ones and symbolic links (loops, doubles)."""
+    files = {}
+    for folder, subfolders, names in os.walk(root, onerror=_raise):
         subfolders[:] = [name for name in subfolders if name not in leave_out and not name.startswith(".")]
-        for name in files:
+        for name in names:
             file = Path(folder, name)
             if name.endswith(suffix) and not name.startswith(".") and file.is_file() and not file.is_symlink():
-                found[file.relative_to(root).as_posix()] = file
-    return sorted(found), [found[name] for name in sorted(found)]
+                files[file.relative_to(root).as_posix()] = file
+    return sorted(files), [files[name] for name in sorted(files)]
 
 
 def _raise(error: OSError) -> None:
@@ -100,9 +100,9 @@ def _raise(error: OSError) -> None:
 
 
 def _match(pattern: str) -> tuple[list[str], list[Path]]:
-    """Every regular file that matches, named relative to the part of the pattern before its first wildcard."""
+    """List every regular file that matches, named relative to the part of the pattern before its first wildcard."""
     parts = Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
-    found = {Path(match).relative_to(root).as_posix(): Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()}
-    return sorted(found), [found[name] for name in sorted(found)]
+    files = {Path(match).relative_to(root).as_posix(): Path(match) for match in glob.glob(pattern, recursive=True) if Path(match).is_file()}
+    return sorted(files), [files[name] for name in sorted(files)]

@@ -1,4 +1,4 @@
-"""What a config's data is read from, as documents for training and for validation: bytes, text with a tokenizer, prompts, token files."""
+"""Read the data that a config names as documents for training and for validation: bytes, text, prompts or token files."""
 
 import functools
 import hashlib
@@ -34,13 +34,13 @@ class Split:
 
     Attributes:
         train: to learn from.
-        validation: held out.
+        validation: documents that are held out.
         source: a phrase that says where they come from.
-        digest: what it gives is the same in two processes only if their documents are, as far as a sample of large files tells.
-        tokenizer: that made their tokens, if there is one here.
+        digest: its result is the same in two processes only if their documents are, up to a sample of large files.
+        tokenizer: the one that made their tokens, or None.
         unit: what they are counted in.
         place: names an example of each for messages, if they are examples.
-        remarks: what was left out, in words.
+        remarks: lines that say what was left out.
     """
 
     train: Documents
@@ -54,7 +54,7 @@ class Split:
 
 
 def read(config: Config) -> Split:
-    """The documents that `config.data` names.
+    """Read the documents that `config.data` names.
 
     Raises:
         InputError: they cannot be read.
@@ -73,7 +73,7 @@ def read(config: Config) -> Split:
 
 
 def _check_kinds(data: DataConfig) -> None:
-    """Refuse files that are known to be no text, unless the config says that their bytes are to be learned.
+    """Check that no file is known to be something other than text, unless the config asks for bytes.
 
     Raises:
         InputError: the message names the first of them, and what to do with it.
@@ -99,17 +99,17 @@ def _check_kinds(data: DataConfig) -> None:
 
 
 def _check_beside_weights(config: Config) -> None:
-    """Refuse tokens that mean something else than those of the weights that the run begins with, if their tokenizer lies beside them."""
-    own, file = tokenizers.file_of(config), config.warm_start.file
+    """Check that tokens mean the same as those of the weights that the run starts from, if their tokenizer is known."""
+    ours, file = tokenizers.file_of(config), config.warm_start.file
     beside = None if file is None else Path(file).expanduser() / tokenizers.FILE
-    if own is None or beside is None or config.warm_start.mode == "partial" or not (own.is_file() and beside.is_file()):
+    if ours is None or beside is None or config.warm_start.mode == "partial" or not (ours.is_file() and beside.is_file()):
         return
     key = "data.path" if config.data.format == "tokens" else "data.tokenizer"
-    mine, theirs = (tokenizers.load(path, where, None) for path, where in ((own, key), (beside, "warm_start.file")))
-    if mine.sha256 != theirs.sha256 and (wrong := mine.differing(theirs)):
+    our_tokenizer, their_tokenizer = (tokenizers.load(path, where, None) for path, where in ((ours, key), (beside, "warm_start.file")))
+    if our_tokenizer.sha256 != their_tokenizer.sha256 and (wrong := our_tokenizer.differing(their_tokenizer)):
         number, tokens = wrong[0]
         raise InputError(
-            f"{key}: expected the tokens of '{beside}', which the weights have learned, found {len(wrong):,} others in '{own}', the first "
+            f"{key}: expected the tokens of '{beside}', which the weights have learned, found {len(wrong):,} others in '{ours}', the first "
             f"is {number}, {tokens[0]!r} in place of {tokens[1]!r}; use that tokenizer, or leave out warm_start.file"
         )
 
@@ -138,7 +138,7 @@ def read_bytes(path: str | None, validation_fraction: float, validation_path: st
 
 
 def read_whole(config: Config, path: str) -> Split:
-    """All documents at `path`, in the form that `config.data` names; they are both parts.
+    """Read all documents at `path` in the format of `config.data`; both parts of the split are the same.
 
     Raises:
         InputError: they cannot be read, or are tokens of another tokenizer.
@@ -153,8 +153,8 @@ def read_whole(config: Config, path: str) -> Split:
         return Split(documents, documents, source, functools.partial(_digest, "", documents), unit="bytes")
     if config.data.format == "tokens":
         return _whole_folder(config, path)
-    found = _of_texts(config, [(path, 0.0, "data.path")])
-    return replace(found, validation=found.train, place=(found.place[0], found.place[0]))
+    split = _of_texts(config, [(path, 0.0, "data.path")])
+    return replace(split, validation=split.train, place=(split.place[0], split.place[0]))
 
 
 class _Bytes(NamedTuple):
@@ -194,7 +194,7 @@ def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
     """Return a document for each file that is not empty."""
     files = [file for file in files if file.stop > file.start]
     sizes = [file.stop - file.start for file in files]
-    if sum(sizes) <= _MOST_IN_MEMORY:  # files that somebody edits while the run goes on change nothing
+    if sum(sizes) <= _MOST_IN_MEMORY:  # later edits of the files change nothing
         whole: UInt8[np.ndarray, " n"] = np.concatenate([np.zeros(0, np.uint8), *(file.opened()[:] for file in files)])
         return Documents.of(whole, BYTES, np.cumsum(sizes, dtype=np.int64))
     kept = functools.lru_cache(maxsize=token_files.MOST_OPEN)(_Bytes.opened)
@@ -206,7 +206,7 @@ def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
 
 
 def _whole_folder(config: Config, path: str) -> Split:
-    """All that is in a folder of tokens, those for training as well as those for validation."""
+    """Read all documents of a folder of tokens, those for training and for validation."""
     folder, index = token_files.read_index(path, "data.path")
     if os.path.exists(str(config.data.path)):  # without it nothing is known of the tokenizer of the run
         its = token_files.read_index(str(config.data.path), "data.path")[1]
@@ -217,7 +217,7 @@ def _whole_folder(config: Config, path: str) -> Split:
 
 
 def _check_alike(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:
-    """Refuse tokens of another kind, or made by another tokenizer, than those at `path`."""
+    """Check that tokens have the same kind and tokenizer as those at `path`."""
     if (other.vocab_size, other.kind, other.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
         raise InputError(
             f"{where}: expected {index.kind} of the same tokenizer as in '{path}', found {other.kind} of another; "
@@ -226,7 +226,7 @@ def _check_alike(index: token_files.Index, other: token_files.Index, path: str, 
 
 
 def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
-    """The one that made the tokens in a folder, which is beside them."""
+    """Load the tokenizer beside the tokens of a folder, which made them."""
     tokenizer = tokenizers.load(folder / tokenizers.FILE, "data.path", None)
     if tokenizer.sha256 != index.tokenizer_sha256:
         raise InputError(f"data.path: '{folder / tokenizers.FILE}' is not the tokenizer that made the tokens; copy it again")
@@ -234,7 +234,7 @@ def _tokenizer(folder: Path, index: token_files.Index) -> tokenizers.Tokenizer:
 
 
 def _of_token_files(config: Config) -> Split:
-    """The folder that `jpipe data prepare` wrote."""
+    """Read the folder that `jpipe data prepare` wrote."""
     path = str(config.data.path)
     folder, index = token_files.read_index(path, "data.path")
     train, held_out = token_files.documents(folder, index, index.train), (folder, index, index.validation)
@@ -254,7 +254,7 @@ def _of_token_files(config: Config) -> Split:
 
 
 class _Memory:
-    """Documents in memory as they are made, and where they come from."""
+    """A sink that keeps documents and where they come from in memory."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
@@ -285,7 +285,7 @@ class _Memory:
 
 
 def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) -> Split:
-    """Text files or JSON lines, tokenized here.
+    """Tokenize text files or JSON lines.
 
     Args:
         config: what they are.
@@ -296,12 +296,12 @@ def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) ->
     form: texts.Format = "prompts" if data.format == "prompts" else "text"
     keys = texts.Keys(prompt=data.prompt_key, answer=data.answer_key)
     memory = [_Memory(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)) for _ in range(2)]
-    made = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
+    assembler = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
     for path, share, where in reads:
         with sources.readable(where):
             names, files = sources.find_files(path, where)
             for piece, tokens in texts.tokenized(texts.pieces(names, files, form, share, keys, where), tokenizer):
-                made.add(piece._replace(held_out=piece.held_out or where == "data.validation_path"), tokens)
+                assembler.add(piece._replace(held_out=piece.held_out or where == "data.validation_path"), tokens)
     train, validation = (part.documents(tokenizer.vocab_size) for part in memory)
     return Split(
         train,
@@ -310,5 +310,5 @@ def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) ->
         functools.partial(_digest, tokenizer.sha256, train, validation),
         tokenizer,
         place=(memory[0].place, memory[1].place) if form == "prompts" else (None, None),
-        remarks=(made.left_out(),) if made.empty else (),
+        remarks=(assembler.left_out(),) if assembler.empty else (),
     )

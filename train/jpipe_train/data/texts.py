@@ -1,4 +1,4 @@
-"""Text of files as pieces to tokenize, and their tokens put together to documents, in constant memory."""
+"""Read the text of files as pieces, tokenize them, and assemble the tokens to documents, in constant memory."""
 
 import codecs
 import json
@@ -36,7 +36,7 @@ class Keys(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some text of a document.
+    """A piece of the text of a document.
 
     Attributes:
         text: that is to be tokenized.
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
         held_out: whether the document is for validation.
         place: its file and line (0: the whole file), for messages.
         size: of the text in bytes, as it is in the file.
-        continues: whether it goes on where the piece before it ends.
+        continues: whether it continues the piece before it.
     """
 
     text: str
@@ -59,17 +59,17 @@ class Piece(NamedTuple):
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes documents, in parts."""
+    """An interface that receives documents in parts."""
 
     def add(self, tokens: np.ndarray) -> None:
-        """More tokens of the document."""
+        """Add tokens to the document."""
 
     def end(self, answer: int | None, place: tuple[Path, int]) -> None:
-        """The document ends; its answer began with its token number `answer`, if it has one."""
+        """End the document; its answer begins with token number `answer`, if it has one."""
 
 
 def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: float, keys: Keys, where: str) -> Iterator[Piece]:
-    """The text of all files, in their order.
+    """Yield the text of all files in order, in pieces.
 
     Args:
         names: of the files, which decide where whole files are held out.
@@ -99,15 +99,15 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         yield from _of_text(file, 0, file.stat().st_size, name in held_out, where)
 
 
-def tokenized(found: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Each piece with its tokens; the next are tokenized, by all cores, while these are worked on.
+def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Yield each piece with its tokens; all cores tokenize the next pieces meanwhile.
 
     Raises:
         InputError: the tokenizer fails.
     """
     with ThreadPoolExecutor(1, "tokenizer") as thread:
         ahead = None
-        for batch in _batches(found):
+        for batch in _batches(texts):
             following = batch, thread.submit(tokenizer.encoded, [piece.text for piece in batch], [piece.continues for piece in batch])
             if ahead is not None:
                 yield from zip(ahead[0], ahead[1].result(), strict=True)
@@ -118,10 +118,12 @@ def tokenized(found: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Pi
 
 @dataclass
 class Assembler:
-    """Puts pieces together to documents: what begins one, its tokens, what ends it. Documents without tokens are counted and left out.
+    """Assembles pieces to documents: the tokens that begin one, its tokens, and its end.
+
+    Documents without tokens are counted and left out.
 
     Attributes:
-        tokenizer: that made the tokens.
+        tokenizer: the one that made the tokens.
         sinks: where documents for training (False) and for validation (True) go.
         documents: how many there were of either.
         tokens: how many tokens.
@@ -142,7 +144,7 @@ class Assembler:
         self._prompt: np.ndarray = np.zeros(0, np.uint32)
 
     def add(self, piece: Piece, tokens: np.ndarray) -> None:
-        """The next piece."""
+        """Add the next piece."""
         if piece.part == "text":
             self._add_text(piece, tokens)
         elif piece.part == "prompt":
@@ -151,7 +153,7 @@ class Assembler:
             self._add_example(piece, tokens)
 
     def left_out(self) -> str:
-        """How many documents were empty, and where the first of them is, in words; nothing if there were none."""
+        """Describe how many documents were empty and where the first of them is, or return "" if there were none."""
         if self.first_empty is None:
             return ""
         file, line = self.first_empty
@@ -203,12 +205,12 @@ class Assembler:
         self.first_empty = self.first_empty or piece.place
 
 
-def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     size = 0
-    for piece in found:
+    for piece in texts:
         batch.append(piece)
-        size += len(piece.text) + 100  # so that many empty ones make a batch, too
+        size += len(piece.text) + 100  # so that many empty pieces make a batch, too
         if size >= _BATCH:
             yield batch
             batch, size = [], 0
@@ -217,9 +219,9 @@ def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> Iterator[Piece]:
-    """The document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers part the text as well."""
+    """Yield the document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers split the text too."""
     decode = codecs.getincrementaldecoder("utf-8")()
-    text, taken, at = "", 0, start
+    text, yielded, at = "", 0, start
     with open_to_read(file) as opened:
         opened.seek(start)
         while True:
@@ -235,16 +237,19 @@ def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> I
             at += len(block)
             while len(text) > 2 * PIECE:
                 end = _good_end(text)
-                yield Piece(text[:end], "text", False, held_out, (file, 0), at - start - taken, taken > 0)
-                text, taken = text[end:], at - start
+                yield Piece(text[:end], "text", False, held_out, (file, 0), at - start - yielded, yielded > 0)
+                text, yielded = text[end:], at - start
             if not block:
                 break
-    yield Piece(text, "text", True, held_out, (file, 0), at - start - taken, taken > 0)
+    yield Piece(text, "text", True, held_out, (file, 0), at - start - yielded, yielded > 0)
 
 
 def _good_end(text: str) -> int:
-    """Where to part a text of more than twice `PIECE` characters: behind a line, where none around is empty or indented; otherwise between
-    words; otherwise anywhere."""
+    """Choose where to split a text of more than twice `PIECE` characters.
+
+    Returns:
+        The place behind a line, if no line around it is empty or indented; otherwise between words; otherwise anywhere.
+    """
     for mark, behind in (("\n", 1), (" ", 0)):
         end = 2 * PIECE
         while (end := text.rfind(mark, 1, end)) > PIECE:
@@ -254,7 +259,10 @@ def _good_end(text: str) -> int:
 
 
 def _next_line(file: Path, start: int) -> int:
-    """The position behind the line that byte `start` is in; if it does not end soon, or is the last, that of the character."""
+    """Return the position behind the line that contains byte `start`.
+
+    If the line does not end soon, or is the last one, return the position behind the character.
+    """
     with open_to_read(file) as opened:
         opened.seek(start)
         block = opened.read(_BLOCK)
@@ -267,7 +275,7 @@ def _next_line(file: Path, start: int) -> int:
 
 
 class _WrongLines:
-    """Lines of JSON that cannot be used: they are told together, so that one run finds all of them."""
+    """Lines of JSON that cannot be used, reported together, so that one run finds all of them."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -280,7 +288,7 @@ class _WrongLines:
             self._first.append((place, message))
 
     def check(self) -> None:
-        """Refuse what was added.
+        """Raise if a wrong line was added.
 
         Raises:
             InputError: with the first of them, and how many there are.
@@ -294,11 +302,11 @@ class _WrongLines:
 
 
 class _WrongLine(Exception):
-    """What is wrong with a line."""
+    """An error in a line."""
 
 
 def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: _WrongLines) -> Iterator[Piece]:
-    """The text of each line; after a wrong one the others are only checked."""
+    """Yield the text of each line; after a wrong line the remaining ones are only checked."""
     wanted: Sequence[tuple[Part, str]]
     if form == "jsonl-text":
         wanted = [("text", keys.text)]
@@ -329,27 +337,27 @@ def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: _WrongL
 
 
 def _texts(line: bytes, keys: Sequence[str]) -> list[str]:
-    """What these keys of a line of JSON hold.
+    """Return the values of these keys of a JSON line.
 
     Raises:
         _WrongLine: it is no such line.
     """
     try:
-        found = json.loads(line)
+        values = json.loads(line)
     except UnicodeDecodeError as error:
         raise _WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None
     except (ValueError, RecursionError) as error:
-        said = getattr(error, "msg", None) or str(error).split(";")[0]
-        raise _WrongLine(f"expected an object of JSON, found {short(line[:60].decode(errors='replace'))}: {said}") from None
-    if not isinstance(found, dict):
-        raise _WrongLine(f'expected an object of JSON such as {{"{keys[0]}": …}}, found {type(found).__name__}')
+        reason = getattr(error, "msg", None) or str(error).split(";")[0]
+        raise _WrongLine(f"expected an object of JSON, found {short(line[:60].decode(errors='replace'))}: {reason}") from None
+    if not isinstance(values, dict):
+        raise _WrongLine(f'expected an object of JSON such as {{"{keys[0]}": …}}, found {type(values).__name__}')
     for key in keys:
-        if key not in found:
-            raise _WrongLine(f"expected the key {key!r}, found {short(list(found)[:10])}")
-        if not isinstance(found[key], str):
-            raise _WrongLine(f"expected text in {key!r}, found {type(found[key]).__name__}")
+        if key not in values:
+            raise _WrongLine(f"expected the key {key!r}, found {short(list(values)[:10])}")
+        if not isinstance(values[key], str):
+            raise _WrongLine(f"expected text in {key!r}, found {type(values[key]).__name__}")
         try:
-            found[key].encode()
+            values[key].encode()
         except UnicodeEncodeError:
             raise _WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
-    return [found[key] for key in keys]
+    return [values[key] for key in keys]

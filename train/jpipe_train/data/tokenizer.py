@@ -1,4 +1,4 @@
-"""A tokenizer from a local tokenizer.json: read within limits, with the tokens that begin and end a text found in it."""
+"""Load a tokenizer from a local tokenizer.json, within limits, and find the tokens that begin and end a text."""
 
 import hashlib
 import os
@@ -22,14 +22,14 @@ FILE = "tokenizer.json"
 MOST_BYTES = 2**27  # of a tokenizer.json; those of the largest vocabularies take a quarter of that
 LARGEST_VOCABULARY = 2**24
 ENDS_OF_TEXT = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"
-"""What ends a text, the first of these that a tokenizer has, if its own rules do not say it."""
+"""Tokens that end a text, in order of preference, for a tokenizer whose own rules name none."""
 
 _NO_MARK: tuple[str, tuple[int, ...]] = ("", ())
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back.
+    """A tokenizer: text to token ids and back.
 
     Attributes:
         rules: of the tokenizers library.
@@ -47,25 +47,25 @@ class Tokenizer:
 
     @cached_property
     def ids(self) -> Int64[np.ndarray, " n"]:
-        """The ids of all tokens, rising; there may be holes between them."""
+        """The ids of all tokens in ascending order, possibly with gaps."""
         return np.unique(np.fromiter(self.rules.get_vocab(with_added_tokens=True).values(), np.int64))
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, so rows of an embedding that has all of them."""
+        """The largest id plus one, the number of rows of an embedding of all tokens."""
         return 1 + int(self.ids[-1])
 
     @property
     def sha256(self) -> str:
-        """Of the file."""
+        """The hash of the file."""
         return hashlib.sha256(self.content).hexdigest()
 
     def encoded(self, texts: Sequence[str], continued: Sequence[bool] = ()) -> list[UInt32[np.ndarray, " _"]]:
-        """The tokens of each text, without any that begin or end it; uses all cores.
+        """Tokenize each text on all cores, without the tokens that begin or end it.
 
         Args:
             texts: to tokenize.
-            continued: for each whether it goes on where another text ends, so that nothing is to be put before it; nothing: none does.
+            continued: for each text whether it continues another one, so that nothing is put before it; empty: none does.
 
         Raises:
             InputError: the tokenizer fails.
@@ -73,19 +73,19 @@ class Tokenizer:
         marks = self._marks if any(continued) else {}
         before = [marks.get(text[0].isspace(), _NO_MARK) if text and on else _NO_MARK for text, on in zip(texts, continued, strict=False)]
         before += [_NO_MARK] * (len(texts) - len(before))
-        found = self._encoded([mark + text for (mark, _), text in zip(before, texts, strict=True)])
+        tokens = self._encoded([mark + text for (mark, _), text in zip(before, texts, strict=True)])
         for i, (_, head) in enumerate(before):
-            whole = tuple(found[i][: len(head)].tolist()) == head
-            found[i] = found[i][len(head) :] if whole else self._encoded([texts[i]])[0]
-        return found
+            whole = tuple(tokens[i][: len(head)].tolist()) == head
+            tokens[i] = tokens[i][len(head) :] if whole else self._encoded([texts[i]])[0]
+        return tokens
 
     @cached_property
     def _marks(self) -> dict[bool, tuple[str, tuple[int, ...]]]:
-        """What a text that goes on is put behind, with its tokens: for one that begins with a space (True), and for others (False).
+        """A prefix for a continued text, with its tokens: for a text that begins with a space (True), and for others (False).
 
         Nothing, if the tokenizer puts no space before a text, as Llama 2's does.
         """
-        a, b, one, other, unknown = (found.tolist() for found in self._encoded(["a", "b", "\na", "\nb", "\U0010ffffa"]))
+        a, b, one, other, unknown = (tokens.tolist() for tokens in self._encoded(["a", "b", "\na", "\nb", "\U0010ffffa"]))
         head = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
         if a == b or not head or one[len(head) :] == a or unknown[: len(head)] == head:
             return {}
@@ -93,13 +93,13 @@ class Tokenizer:
 
     def _encoded(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, " _"]]:
         try:
-            found = self.rules.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self.rules.encode_batch_fast(list(texts), add_special_tokens=False)
         except BaseException as error:  # what panics in Rust is no Exception
             raise _failed(error, f"{self.where}: cannot tokenize") from None
-        return [np.asarray(encoding.ids, np.uint32) for encoding in found]
+        return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without those that stand for none.
+        """Return the text of tokens, without those that stand for none.
 
         Raises:
             InputError: the tokenizer fails.
@@ -110,31 +110,31 @@ class Tokenizer:
             raise _failed(error, f"{self.where}: cannot make text of tokens") from None
 
     def id_of(self, *names: str) -> int:
-        """The id of the first of these special tokens that there is.
+        """Return the id of the first of these special tokens that exists, or None.
 
         Raises:
-            InputError: there is none of them.
+            InputError: the tokenizer has none of them.
         """
         for name in names:
-            if (found := self.rules.token_to_id(name)) is not None:
-                return int(found)
+            if (number := self.rules.token_to_id(name)) is not None:
+                return int(number)
         either = " or ".join(names)
         raise InputError(f"{self.where}: expected a tokenizer with the token {either}, found none; use one made for such a model")
 
     def differing(self, other: "Tokenizer") -> list[tuple[int, tuple[str, str]]]:
-        """The ids that both have for different tokens, with these tokens."""
+        """Return the ids that the two tokenizers use for different tokens, with these tokens."""
         mine, theirs = ({number: token for token, number in each.rules.get_vocab(with_added_tokens=True).items()} for each in (self, other))
         return [
             (number, (mine[number], theirs[number])) for number in sorted(mine.keys() & theirs.keys()) if mine[number] != theirs[number]
         ]
 
     def special_ids(self) -> tuple[int, ...]:
-        """The ids of all tokens that stand for no text."""
+        """Return the ids of all tokens that stand for no text."""
         return tuple(sorted(number for number, token in self.rules.get_added_tokens_decoder().items() if token.special))
 
 
 def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokenizer:
-    """Read a tokenizer.json, which may come from a stranger.
+    """Load a tokenizer.json, which may come from a stranger.
 
     Padding and truncation, which such files can ask for, are left out, and so is BPE's dropout, which would make it draw lots.
 
@@ -167,19 +167,19 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
         raise _failed(error, f"{where}: expected a tokenizer.json of the tokenizers library") from None
     if not 1 <= size <= LARGEST_VOCABULARY:
         raise InputError(f"{where}: expected 1 to {LARGEST_VOCABULARY:,} tokens, found {size:,}; is this a tokenizer?")
-    found = Tokenizer(rules, content, where, (), None)
-    if found.vocab_size > LARGEST_VOCABULARY:
+    tokenizer = Tokenizer(rules, content, where, (), None)
+    if tokenizer.vocab_size > LARGEST_VOCABULARY:
         raise InputError(
-            f"{where}: expected ids below {LARGEST_VOCABULARY:,}, found {found.vocab_size - 1:,}; give a tokenizer with smaller ids"
+            f"{where}: expected ids below {LARGEST_VOCABULARY:,}, found {tokenizer.vocab_size - 1:,}; give a tokenizer with smaller ids"
         )
     before, after = _around(plain, whole)
     if before == (rules.token_to_id("[CLS]"),):
         before = ()  # it begins a row of masked tokens, not each document in it
-    return _with_end(replace(found, begin=before), after, end_of_text)
+    return _with_end(replace(tokenizer, begin=before), after, end_of_text)
 
 
 def file_of(config: Any) -> Path | None:
-    """Return the tokenizer.json of a run with this `jpipe_train.config.config.Config`, or None if it reads bytes or the user's own data."""
+    """Return the tokenizer.json of a run with this `jpipe_train.config.config.Config`, or None if it reads bytes or has a `data.target`."""
     if config.data.target is None and config.data.format == "tokens":
         return Path(config.data.path).expanduser() / FILE
     return None if config.data.tokenizer is None else Path(config.data.tokenizer).expanduser()
@@ -190,19 +190,19 @@ def _with_end(tokenizer: Tokenizer, after: tuple[int, ...], end_of_text: str | N
     if end_of_text is None:
         return tokenizer
     if end_of_text != AUTO:
-        found = rules.token_to_id(end_of_text)
-        if found is None:
+        number = rules.token_to_id(end_of_text)
+        if number is None:
             hint = nearest(end_of_text, [token.content for token in rules.get_added_tokens_decoder().values()])
             raise InputError(f"{tokenizer.where}: expected it to have the end of text {end_of_text!r}, found none; {hint}")
-        return replace(tokenizer, end=int(found))
+        return replace(tokenizer, end=int(number))
     if len(after) == 1:
         return replace(tokenizer, end=after[0])
     known = [rules.token_to_id(name) for name in ENDS_OF_TEXT]
-    return replace(tokenizer, end=next((found for found in known if found is not None), None))
+    return replace(tokenizer, end=next((number for number in known if number is not None), None))
 
 
 def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What stands in `whole` before and after `plain`; nothing if that is not in it."""
+    """Return what precedes and follows `plain` in `whole`, or nothing if `whole` does not contain it."""
     for start in range(len(whole) - len(plain) + 1):
         if list(whole[start : start + len(plain)]) == list(plain):
             return tuple(whole[:start]), tuple(whole[start + len(plain) :])
@@ -210,8 +210,8 @@ def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 def _failed(error: BaseException, what: str) -> BaseException:
-    """What to raise where the library fails: whatever it says, as a message; Ctrl-C and the end of the process as they are."""
+    """Return the exception to raise if the library fails: an InputError with its message, or Ctrl-C and process exits unchanged."""
     if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
         return error
-    said = first_line(error) if isinstance(error, Exception) else "it panics"
-    return InputError(f"{what}, found one that fails: {said}; give the file of a fast tokenizer, such as jpipe data tokenizer writes")
+    reason = first_line(error) if isinstance(error, Exception) else "it panics"
+    return InputError(f"{what}, found one that fails: {reason}; give the file of a fast tokenizer, such as jpipe data tokenizer writes")

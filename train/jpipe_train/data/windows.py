@@ -1,4 +1,4 @@
-"""Rows of a batch: windows of a running text, or whole examples packed beside each other. Each is made from its index alone."""
+"""Rows of a batch, each made from its index alone: windows of a running text, or whole examples packed together."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -17,13 +17,13 @@ Inputs = Int32[np.ndarray, " s"] | dict[str, Int32[np.ndarray, " s"]]
 
 
 def row_spec(seq_len: int, *, segments: bool) -> tuple[Tree, Tree]:
-    """The shapes and dtypes of a row: of its inputs, with or without segments, and its labels."""
+    """Return the shapes and dtypes of a row: inputs, with or without segments, and labels."""
     tokens = jax.ShapeDtypeStruct((seq_len,), np.dtype(np.int32))
     return {"tokens": tokens, "segments": tokens} if segments else tokens, tokens
 
 
 class Windows:
-    """A text as windows of `seq_len` tokens, one after the other, each with itself moved on by one token as labels.
+    """A text in consecutive windows of `seq_len` tokens, each with the text shifted by one token as labels.
 
     With `apart` the documents in a window are numbered from 1, as segments, and no document predicts the beginning of the next.
     """
@@ -48,7 +48,7 @@ class Windows:
 
 
 class Examples:
-    """Prompts with their answers, whole, as many to a row of `seq_len` positions as the next ones in their order have place (next fit).
+    """Prompts with their answers, unsplit, packed in order into rows of `seq_len` positions (next fit).
 
     Which are in which row depends on their lengths only. Only tokens of answers are labels. The rest of a row is segment 0.
 
@@ -104,7 +104,7 @@ class Examples:
 
     @cached_property
     def _rows(self) -> Int64[np.ndarray, " rows"]:
-        """The first example of each row, and at last their number."""
+        """The first example of each row, followed by the number of examples."""
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._slots)])
         rows = [0]
         while rows[-1] < self._slots.size:

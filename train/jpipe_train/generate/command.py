@@ -1,4 +1,4 @@
-"""`jpipe generate` on a terminal or in a pipe: standard output has nothing but text, standard error what there is to say about it."""
+"""`jpipe generate` on a terminal or in a pipe: standard output has only the text, standard error everything else."""
 
 import sys
 from dataclasses import replace
@@ -11,11 +11,11 @@ from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import fail, first_line, printable
 from jpipe_train.generate.generate import Request, main
 
-MOST_BYTES = 2**24  # of a prompt on standard input
+MOST_BYTES = 2**24  # the longest prompt on standard input
 
 
 def run(request: Request) -> int:
-    """Generate, without a prompt from what is on standard input.
+    """Generate text, from standard input if there is no prompt.
 
     Returns:
         The exit code.
@@ -36,13 +36,13 @@ def run(request: Request) -> int:
 
 
 def _read() -> str:
-    """Standard input to its end, without the line break that ends its last line.
+    """Read standard input, without a final line break.
 
     Raises:
-        InputError: it is a terminal, where nobody would know that this waits; or it is too long.
+        InputError: it is a terminal, where the user would not know that this waits, or it is too long.
     """
     if sys.stdin is None or sys.stdin.isatty():
-        raise InputError("--prompt: expected a text to go on from, found none; give --prompt TEXT, or pipe one in")
+        raise InputError("--prompt: expected a text to continue, found none; give --prompt TEXT, or pipe one in")
     content = sys.stdin.buffer.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise InputError(f"--prompt: expected at most {MOST_BYTES:,} bytes on standard input, found more; give a shorter text")
@@ -50,7 +50,7 @@ def _read() -> str:
 
 
 def _write(text: str) -> None:
-    if sys.stdout.isatty():  # a model can say anything, and a terminal would do it
+    if sys.stdout.isatty():  # a model could generate control sequences
         text = "".join(c if c in "\n\t" else printable(c) for c in text)
     print(text.encode("utf-8", "replace").decode(), end="", flush=True)
 

@@ -1,4 +1,4 @@
-"""From a request to texts: a model is read and goes on from prompts, token by token."""
+"""Load a model and continue prompts, token by token."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from jpipe_train.generate import origin
 from jpipe_train.generate.decoder import Decoder, bytes_of
 from jpipe_train.generate.placement import place
 from jpipe_train.generate.sampling import Sampling, choose
-from jpipe_train.generate.texts import Texts, begun
+from jpipe_train.generate.texts import Texts, start_texts
 from jpipe_train.generate.words import Words
 from jpipe_train.models.transformer import dtype_of
 
@@ -31,22 +31,22 @@ _SEEDS = 2**32
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """A request to generate text.
 
     Attributes:
         source: the folder of a run, or one in Hugging Face's layout.
-        prompts: what is gone on from.
-        tokens: at most so many for each prompt.
-        temperature: as in `Sampling`; None: 1 with `top_k` or `top_p`, otherwise 0.
+        prompts: the texts to continue.
+        tokens: the largest number of tokens for each prompt.
+        temperature: as in `Sampling`; None for 1 with `top_k` or `top_p`, otherwise 0.
         top_k: as in `Sampling`.
         top_p: as in `Sampling`.
-        seed: of what is drawn.
-        step: as in `origin.find`, and so are the next three.
-        weights: which.
-        tokenizer: a file.
-        dtype: a name.
-        devices: on so many; None: on as few as have the memory.
-        as_json: a JSON object for each prompt, in the end, in place of text as it comes.
+        seed: the seed of sampling.
+        step: as in `origin.find`.
+        weights: as in `origin.find`.
+        tokenizer: as `tokens_of` in `origin.find`.
+        dtype: as in `origin.find`.
+        devices: the number of devices; None for as few as have the memory.
+        as_json: whether to write a JSON object for each prompt at the end, in place of text as it is generated.
     """
 
     source: str
@@ -65,38 +65,37 @@ class Request:
 
 
 def main(request: Request, write: Callable[[str], None], say: Callable[[str], None]) -> bool:
-    """Generate.
+    """Generate text.
 
     Args:
-        request: what.
-        write: gets the text, piece by piece.
-        say: gets lines about it.
+        request: what to generate.
+        write: writes text, piece by piece.
+        say: prints a line about it.
 
     Returns:
-        Whether it came to its end; False: Ctrl-C was pressed.
+        Whether the texts are complete; False if Ctrl-C was pressed.
 
     Raises:
-        InputError: an option, the folder or a prompt is not what it should be; it does not fit the devices; or the model gives what are no
-            numbers.
+        InputError: an option, the folder or a prompt is invalid; the model does not fit the devices; its logits are NaN.
     """
     sampling = _sampling(request)
-    found = origin.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say)
-    words, most = found.words(), found.config.max_positions_used
-    prompts = [_tokens_of(text, number, words, found) for number, text in enumerate(request.prompts, 1)]
-    texts = Texts(begun(request.prompts, prompts, request.tokens, most, words), words, request.as_json, write, say)
+    source = origin.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say)
+    words, most = source.words(), source.config.max_positions_used
+    prompts = [_tokens_of(text, number, words, source) for number, text in enumerate(request.prompts, 1)]
+    texts = Texts(start_texts(request.prompts, prompts, request.tokens, most, words), words, request.as_json, write, say)
     positions = max(text.length + text.most for text in texts.each)
-    if line := compile_cache.use(found.compile_cache):
+    if line := compile_cache.use(source.compile_cache):
         say(line)
     force_cpu_devices(request.devices or 1)
     start_devices()
-    found = _on_cpus(found, request.dtype) if jax.default_backend() == "cpu" else found
-    devices = place(bytes_of(found.config, len(prompts), positions), jax.local_devices(), request.devices)
+    source = _on_cpus(source, request.dtype) if jax.default_backend() == "cpu" else source
+    devices = place(bytes_of(source.config, len(prompts), positions), jax.local_devices(), request.devices)
     used = list(dict.fromkeys(devices.values()))
-    say(f"{found.told}; {found.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform})")
-    decoder = Decoder(found.config, origin.parameters(found, devices, interrupt.check), devices)
+    say(f"{source.description}; {source.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform})")
+    decoder = Decoder(source.config, origin.parameters(source, devices, interrupt.check), devices)
     interrupt.check()
-    known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, found.config.vocab_size)), words.symbols)
-    with interrupt.held():  # nothing is cut off in the middle: it is looked for Ctrl-C after each token
+    known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, source.config.vocab_size)), words.symbols)
+    with interrupt.delayed():  # Ctrl-C is checked after each token, so that no output is cut off
         texts.head()
         for tokens in sequences(decoder, prompts, positions, max(text.most for text in texts.each), sampling, request.seed, known):
             texts.add(tokens)
@@ -115,19 +114,19 @@ def sequences(
     seed: int,
     known: Bool[np.ndarray, " n"],
 ) -> Iterator[Int[np.ndarray, " b"]]:
-    """The tokens that follow the prompts: at each step one for each prompt. The next step is on its way while these are looked at.
+    """Yield the tokens that follow the prompts, one for each prompt per step, while the next step already runs.
 
     Args:
         decoder: the model.
-        prompts: the tokens of each.
+        prompts: the tokens of each prompt.
         positions: as in `Decoder.begin`.
-        most: how many steps.
-        sampling: how each is chosen.
-        seed: of what is drawn.
-        known: whether each of the first tokens of the model may be chosen; the others may not.
+        most: the number of steps.
+        sampling: how a token is chosen.
+        seed: the seed of sampling.
+        known: shape (n,), which of the first n tokens may be chosen; later ones may not.
     """
     rows = np.arange(len(prompts), dtype=np.int32)
-    pick = jax.jit(lambda logits, *drawn: choose(jnp.where(known, logits[:, : len(known)], -jnp.inf), sampling, *drawn))
+    pick = jax.jit(lambda logits, *key: choose(jnp.where(known, logits[:, : len(known)], -jnp.inf), sampling, *key))
     tokens = pick(decoder.begin(prompts, positions), np.uint32(seed), rows, np.int32(0))
     for step in range(1, most):
         following = pick(decoder.follow(tokens), np.uint32(seed), rows, np.int32(step))
@@ -136,28 +135,28 @@ def sequences(
     yield np.asarray(tokens)
 
 
-def _on_cpus(found: origin.Origin, dtype: str | None) -> origin.Origin:
-    """Where CPUs are the devices, which do not compute in float16.
+def _on_cpus(source: origin.Origin, dtype: str | None) -> origin.Origin:
+    """Return the model for CPUs, which do not compute in float16.
 
     Raises:
-        InputError: the user has asked for it.
+        InputError: the user has requested float16.
     """
     if dtype == "float16":
         raise InputError("--dtype: expected float32 or bfloat16 on CPUs, which do not compute in float16, found that; leave it out")
-    half = dtype_of(found.config) == "float16"
-    return replace(found, config=found.config.model_copy(update={"compute_dtype": "float32"})) if half else found
+    half = dtype_of(source.config) == "float16"
+    return replace(source, config=source.config.model_copy(update={"compute_dtype": "float32"})) if half else source
 
 
 def _sampling(request: Request) -> Sampling:
-    """From the options.
+    """Return the sampling that the options describe.
 
     Raises:
-        InputError: one of them is out of range, or would mean nothing.
+        InputError: an option is out of range, or would have no effect.
     """
     draws = request.top_k is not None or request.top_p is not None
     temperature = request.temperature if request.temperature is not None else 1.0 if draws else 0.0
     if not request.prompts:
-        raise InputError("--prompt: expected a text to go on from, found none; give --prompt TEXT, or pipe one in")
+        raise InputError("--prompt: expected a text to continue, found none; give --prompt TEXT, or pipe one in")
     if not 1 <= request.tokens <= MOST_TOKENS:
         raise InputError(f"--tokens: expected from 1 to {MOST_TOKENS:,}, found {short(request.tokens)}; how many are to come?")
     if not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
@@ -176,13 +175,13 @@ def _sampling(request: Request) -> Sampling:
     return Sampling(temperature, request.top_k, None if request.top_p == 1 else request.top_p)
 
 
-def _tokens_of(text: str, number: int, words: Words, found: origin.Origin) -> list[int]:
-    """The tokens of a prompt.
+def _tokens_of(text: str, number: int, words: Words, source: origin.Origin) -> list[int]:
+    """Return the tokens of a prompt.
 
     Raises:
-        InputError: there are none, or too many, or one that the model has not; the text is not UTF-8, and the tokenizer is none of bytes.
+        InputError: there are none, too many, or one unknown to the model; the text is not UTF-8, and the tokenizer has no bytes.
     """
-    where, longest = f"prompt {number}", found.config.max_positions_used
+    where, longest = f"prompt {number}", source.config.max_positions_used
     if not words.takes_bytes:
         _check_text(text, where)
     tokens = words.prompt(text)
@@ -195,9 +194,9 @@ def _tokens_of(text: str, number: int, words: Words, found: origin.Origin) -> li
             f"{where}: expected at most {longest - 1} tokens, for the model has {longest} positions (model.max_positions), found "
             f"{len(tokens)}; make it shorter"
         )
-    if (largest := max(tokens)) >= found.config.vocab_size:
+    if (largest := max(tokens)) >= source.config.vocab_size:
         raise InputError(
-            f"{where}: expected tokens below {found.config.vocab_size} (model.vocab_size), found {largest}, "
+            f"{where}: expected tokens below {source.config.vocab_size} (model.vocab_size), found {largest}, "
             f"{short(words.decode([largest]))}; is it the tokenizer of this model?"
         )
     return tokens

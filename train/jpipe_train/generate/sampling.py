@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one that is drawn. Pure functions.
+"""Choose the next token, greedily or by sampling, with pure functions.
 
 The letters in the shapes: b rows, v symbols.
 """
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-_COLDEST = 1e-30  # a temperature; what is less may be 0 in float32
+_COLDEST = 1e-30  # the lowest temperature; less may be 0 in float32
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Sampling:
     """How a token is chosen.
 
     Attributes:
-        temperature: logits are divided by it; 0: the likeliest token, nothing is drawn.
-        top_k: one of the so many likeliest; None: of all.
-        top_p: one of the likeliest that have this probability together; None: of all.
+        temperature: divisor of the logits; 0 chooses the most likely token.
+        top_k: the number of most likely tokens to sample from; None for all.
+        top_p: the probability of the most likely tokens to sample from; None for all.
     """
 
     temperature: float = 0.0
@@ -30,57 +30,60 @@ class Sampling:
 def choose(
     logits: Float[Array, "b v"], sampling: Sampling, seed: UInt32[Array, ""], rows: Int[Array, " b"], count: Int[Array, ""]
 ) -> Int[Array, " b"]:
-    """A token for each row, -1 where its logits are not numbers.
+    """Choose a token for each row, or -1 if its logits are NaN.
 
-    What is drawn depends on the seed, the row and the count alone: the other rows may be any.
+    A sample only depends on the seed, the row and the count, not on the other rows.
 
     Args:
-        logits: of the next token.
-        sampling: how it is chosen.
-        seed: of all draws.
-        rows: the number of each row.
-        count: how many tokens were drawn for each row before.
+        logits: the logits of the next token, shape (b, v).
+        sampling: how a token is chosen.
+        seed: the seed of all samples.
+        rows: the number of each row, shape (b,).
+        count: the number of tokens sampled before for each row.
+
+    Returns:
+        The tokens, shape (b,).
     """
-    wide = logits.astype(jnp.float32)
+    scaled = logits.astype(jnp.float32)
     if sampling.temperature == 0:
-        chosen = jnp.argmax(wide, axis=-1)
+        chosen = jnp.argmax(scaled, axis=-1)
     else:
-        wide = with_temperature(wide, sampling.temperature)
+        scaled = with_temperature(scaled, sampling.temperature)
         if sampling.top_k is not None:
-            wide = with_top_k(wide, sampling.top_k)
+            scaled = with_top_k(scaled, sampling.top_k)
         if sampling.top_p is not None:
-            wide = with_top_p(wide, sampling.top_p)
+            scaled = with_top_p(scaled, sampling.top_p)
 
-        def draw(row: Int[Array, ""], own: Float[Array, " v"]) -> Int[Array, ""]:
-            return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), count), own)
+        def draw(row: Int[Array, ""], row_logits: Float[Array, " v"]) -> Int[Array, ""]:
+            return jax.random.categorical(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), count), row_logits)
 
-        chosen = jax.vmap(draw)(rows, wide)
+        chosen = jax.vmap(draw)(rows, scaled)
     return jnp.where(jnp.isnan(logits).any(-1), -1, chosen).astype(jnp.int32)
 
 
 def with_temperature(logits: Float[Array, "b v"], temperature: float) -> Float[Array, "b v"]:
-    """Flatter above 1, steeper below. The largest becomes 0, so that none overflows."""
+    """Divide the logits by the temperature; the largest becomes 0, so that none overflows."""
     return (logits - logits.max(axis=-1, keepdims=True)) / max(temperature, _COLDEST)
 
 
 def with_top_k(logits: Float[Array, "b v"], k: int) -> Float[Array, "b v"]:
-    """Those that are not among the k largest become -inf; of equal ones the first are larger."""
+    """Replace all but the k largest logits by -inf; of equal ones the first counts as larger."""
     _, kept = jax.lax.top_k(logits, min(k, logits.shape[-1]))
     return _only(logits, kept, jnp.ones(kept.shape, bool))
 
 
 def with_top_p(logits: Float[Array, "b v"], p: float) -> Float[Array, "b v"]:
-    """Those become -inf that are not among the fewest largest whose probability is p or more together (the nucleus).
+    """Replace all logits by -inf except the fewest largest whose probabilities sum to p or more (the nucleus).
 
     Reference: Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration".
     """
     order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
     likely = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
     kept = jnp.cumsum(likely, axis=-1) - likely < p
-    return _only(logits, order, kept.at[:, 0].set(True))  # the likeliest also where `p` is 0 in float32
+    return _only(logits, order, kept.at[:, 0].set(True))  # keep the most likely one even if `p` is 0 in float32
 
 
 def _only(logits: Float[Array, "b v"], order: Int[Array, "b n"], kept: Array) -> Float[Array, "b v"]:
-    """The logits at those places of `order` that are kept; elsewhere -inf."""
+    """Return the logits at the positions in `order` that are kept, and -inf elsewhere."""
     rows = jnp.arange(logits.shape[0])[:, None]
     return jnp.where(jnp.zeros(logits.shape, bool).at[rows, order].set(kept), logits, -jnp.inf)

@@ -1,4 +1,4 @@
-"""The texts that come of several prompts: made together, said one after the other."""
+"""The texts generated from several prompts: generated together, printed one after the other."""
 
 import json
 import time
@@ -14,30 +14,30 @@ from jpipe.errors import short
 from jpipe_train.console.terminal import count
 from jpipe_train.generate.words import Stream, Words
 
-_FEW = 10  # steps of which it is not told how fast they were
+_MIN_STEPS = 10  # with fewer steps no speed is printed
 End = Literal["end of text", "tokens", "positions", "interrupted"]
 
 
 @dataclass
 class Text:
-    """What comes of one prompt.
+    """The continuation of one prompt.
 
     Attributes:
-        prompt: its text.
-        length: how many tokens it has.
-        most: at most so many come.
-        last: why they end then.
-        stream: from tokens to text.
-        new: text that is not said yet.
-        whole: all of it.
-        tokens: how many have come.
-        end: why no more come; None: they do.
+        prompt: the text of the prompt.
+        length: the number of its tokens.
+        most: the largest number of tokens to generate.
+        limit: the reason for `most`.
+        stream: converts tokens to text.
+        new: text that is not printed yet.
+        whole: all text.
+        tokens: the number of tokens so far.
+        end: why the text has ended; None if it has not.
     """
 
     prompt: str
     length: int
     most: int
-    last: End
+    limit: End
     stream: Stream
     new: str = ""
     whole: str = ""
@@ -45,34 +45,34 @@ class Text:
     end: End | None = None
 
     def add(self, token: int, ends: Collection[int]) -> None:
-        """One more token, which may end the text."""
+        """Add a token, which may end the text."""
         if token in ends:
             self.finish("end of text")
             return
         self.tokens += 1
-        self._say(self.stream.add(token))
+        self._append(self.stream.add(token))
         if self.tokens == self.most:
-            self.finish(self.last)
+            self.finish(self.limit)
 
     def finish(self, why: End) -> None:
-        """No more tokens come."""
-        self._say(self.stream.rest())
+        """End the text for a reason."""
+        self._append(self.stream.remainder())
         self.end = why
 
-    def _say(self, more: str) -> None:
+    def _append(self, more: str) -> None:
         self.new, self.whole = self.new + more, self.whole + more
 
 
 @dataclass
 class Texts:
-    """All of them.
+    """The continuations of all prompts.
 
     Attributes:
-        each: one for each prompt.
-        words: what tokens mean.
-        as_json: an object for each in the end, in place of text as it comes.
-        write: gets text, piece by piece.
-        say: gets lines about it.
+        each: the text of each prompt.
+        words: converts tokens to text.
+        as_json: whether to write an object for each text at the end, in place of text as it is generated.
+        write: writes text, piece by piece.
+        say: prints a line about it.
     """
 
     each: list[Text]
@@ -80,7 +80,7 @@ class Texts:
     as_json: bool
     write: Callable[[str], None]
     say: Callable[[str], None]
-    _at: int = 0  # the one that is being said
+    _current: int = 0  # index of the text that is being printed
     _clock: "_Clock" = field(default_factory=lambda: _Clock())
 
     @property
@@ -89,25 +89,25 @@ class Texts:
         return all(text.end is not None for text in self.each)
 
     def add(self, tokens: Int[ndarray, " b"]) -> None:
-        """The next token of each.
+        """Add the next token of each text.
 
         Raises:
-            InputError: the model gave none, for what it computes is no number.
+            InputError: the logits of the model are NaN.
         """
-        coming = [(text, int(token)) for text, token in zip(self.each, tokens, strict=True) if text.end is None]
-        for text, token in coming:
+        unfinished = [(text, int(token)) for text, token in zip(self.each, tokens, strict=True) if text.end is None]
+        for text, token in unfinished:
             if token < 0:
                 raise InputError(
                     f"generate: expected numbers as logits, found NaN after {count(text.length + text.tokens, 'token')}; the training of "
                     "this model has diverged, or its weights are damaged"
                 )
             text.add(token, self.words.ends)
-        self._clock.count(len(coming))
+        self._clock.count(len(unfinished))
         if not self.as_json:
-            self._tell()
+            self._write_new()
 
     def finish(self) -> None:
-        """Say the rest, why texts ended where that is not plain, and how fast they came."""
+        """Write the remaining text, print why texts ended if that is not obvious, and the speed."""
         for text in self.each:
             if text.end is None:
                 text.finish("interrupted")
@@ -116,66 +116,68 @@ class Texts:
                 facts = {"prompt": text.prompt, "text": text.whole, "tokens": text.tokens, "end": text.end}
                 self.write(json.dumps(facts) + "\n")
         else:
-            self._tell()
+            self._write_new()
         for number, text in enumerate(self.each, 1):
-            which = f"prompt {number}: " if len(self.each) > 1 else ""
+            prefix = f"prompt {number}: " if len(self.each) > 1 else ""
             if text.end == "positions":
                 self.say(
-                    f"{which}stopped after {count(text.tokens, 'token')}: the model has no more than {text.length + text.most} positions"
+                    f"{prefix}stopped after {count(text.tokens, 'token')}: the model has no more than {text.length + text.most} positions"
                 )
-        self.say(self._clock.told(sum(text.tokens for text in self.each), any(text.end == "interrupted" for text in self.each)))
+        self.say(self._clock.describe(sum(text.tokens for text in self.each), any(text.end == "interrupted" for text in self.each)))
 
-    def _tell(self) -> None:
-        """What is new of the text that is being said, and of those behind it if it has ended."""
-        while self._at < len(self.each):
-            text = self.each[self._at]
+    def _write_new(self) -> None:
+        """Write the new text of the current prompt, and of the following ones if it has ended."""
+        while self._current < len(self.each):
+            text = self.each[self._current]
             if text.new or text.end is not None:
                 self.write(text.new + ("\n" if text.end is not None else ""))
                 text.new = ""
             if text.end is None:
                 return
-            self._at += 1
-            if self._at < len(self.each):
+            self._current += 1
+            if self._current < len(self.each):
                 self.head()
 
     def head(self) -> None:
-        """Before a text, where there are several, which it is."""
+        """Print which text follows, if there are several."""
         if len(self.each) > 1 and not self.as_json:
-            self.say(f"prompt {self._at + 1}: {short(self.each[self._at].prompt)}")
+            self.say(f"prompt {self._current + 1}: {short(self.each[self._current].prompt)}")
 
 
 class _Clock:
-    """How fast tokens come, from the third step on: programs are compiled in the first two."""
+    """Measures the speed from the third step on, because the first two compile programs."""
 
     def __init__(self) -> None:
         self._times = [time.perf_counter()]
         self._counts: list[int] = []
 
     def count(self, tokens: int) -> None:
-        """So many came now."""
+        """Record that a number of tokens was generated now."""
         self._times.append(time.perf_counter())
         self._counts.append(tokens)
 
-    def told(self, tokens: int, interrupted: bool) -> str:
-        """In words."""
+    def describe(self, tokens: int, interrupted: bool) -> str:
+        """Describe the number of tokens and the speed."""
         words = f"{'interrupted after ' if interrupted else ''}{count(tokens, 'token')} in {self._times[-1] - self._times[0]:.1f} s"
         later, seconds = sum(self._counts[2:]), self._times[-1] - self._times[min(2, len(self._counts))]
-        return words + (f"; {later / seconds:,.0f} tokens/s once compiled" if len(self._counts) >= _FEW and seconds > 0 else "")
+        return words + (f"; {later / seconds:,.0f} tokens/s once compiled" if len(self._counts) >= _MIN_STEPS and seconds > 0 else "")
 
 
-def begun(prompts: Sequence[str], tokens: Sequence[Sequence[int]], most: int, positions: int, words: Words) -> list[Text]:
-    """A text for each prompt, before anything comes.
+def start_texts(prompts: Sequence[str], tokens: Sequence[Sequence[int]], most: int, positions: int, words: Words) -> list[Text]:
+    """Return a text for each prompt, without tokens.
 
     Args:
-        prompts: their texts.
+        prompts: the texts of the prompts.
         tokens: their tokens.
-        most: so many may come.
-        positions: and all are no more than so many.
-        words: what tokens mean.
+        most: the largest number of tokens to generate for each.
+        positions: the largest number of tokens of a text with its prompt.
+        words: converts tokens to text.
     """
 
-    def of(prompt: str, own: Sequence[int]) -> Text:
-        left = positions - len(own)
-        return Text(prompt, len(own), min(most, left), "positions" if left < most else "tokens", Stream(words.decode, own))
+    def start(prompt: str, prompt_tokens: Sequence[int]) -> Text:
+        room = positions - len(prompt_tokens)
+        return Text(
+            prompt, len(prompt_tokens), min(most, room), "positions" if room < most else "tokens", Stream(words.decode, prompt_tokens)
+        )
 
-    return [of(prompt, own) for prompt, own in zip(prompts, tokens, strict=True)]
+    return [start(prompt, prompt_tokens) for prompt, prompt_tokens in zip(prompts, tokens, strict=True)]

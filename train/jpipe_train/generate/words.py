@@ -1,4 +1,4 @@
-"""Text to tokens and back, also while the tokens are still coming."""
+"""Convert text to tokens and back, also while tokens are still being generated."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from jaxtyping import Int
 from jpipe_train.data.tokenizer import Tokenizer
 
 BYTES = "bytes"  # in place of a tokenizer.json: each byte is a token
-_UNKNOWN = "\ufffd"  # in place of what is no character, or not yet
+_UNKNOWN = "\ufffd"  # replaces what is not, or not yet, a character
 
 
 @dataclass(frozen=True)
 class Words:
-    """What tokens mean.
+    """The conversion of text to tokens and back.
 
     Attributes:
-        encode: the tokens of a text.
-        decode: the text of tokens; what is no UTF-8 becomes replacement characters.
-        symbols: all tokens there are, rising.
-        before: what stands before each text.
-        alone: what a text begins with that is empty; nothing: there is no such thing.
-        ends: tokens behind which there is nothing more.
-        takes_bytes: whether a text may have bytes that are no UTF-8, as `surrogateescape` has them.
+        encode: returns the tokens of a text.
+        decode: returns the text of tokens; invalid UTF-8 becomes replacement characters.
+        symbols: shape (n,), all tokens in increasing order.
+        before: tokens that precede each text.
+        alone: tokens that an empty text begins with; empty if there are none.
+        ends: tokens that end a text.
+        takes_bytes: whether a text may have bytes that are not UTF-8, in the form of `surrogateescape`.
     """
 
     encode: Callable[[str], list[int]]
@@ -35,12 +35,12 @@ class Words:
     takes_bytes: bool = False
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens to begin with."""
+        """Return the tokens of a prompt."""
         return [*self.before, *self.encode(text)] or list(self.alone)
 
 
 def of_bytes() -> Words:
-    """A token for each byte."""
+    """Return a conversion with a token for each byte."""
 
     def encode(text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
@@ -49,47 +49,47 @@ def of_bytes() -> Words:
 
 
 def of_tokenizer(tokenizer: Tokenizer, begins: Sequence[int] = (), ends: Sequence[int] = ()) -> Words:
-    """Those of a tokenizer.
+    """Return the conversion of a tokenizer.
 
     Args:
-        tokenizer: which.
-        begins: what an empty text begins with, if the tokenizer does not say it.
-        ends: tokens that also end a text.
+        tokenizer: the tokenizer.
+        begins: tokens that an empty text begins with, unless the tokenizer has its own.
+        ends: additional tokens that end a text.
     """
-    found = {*ends, *(() if tokenizer.end is None else (tokenizer.end,))}
+    all_ends = {*ends, *(() if tokenizer.end is None else (tokenizer.end,))}
     alone = tokenizer.begin or tuple(begins)
-    return Words(lambda text: tokenizer.encoded([text])[0].tolist(), tokenizer.decoded, tokenizer.ids, tokenizer.begin, alone, found)
+    return Words(lambda text: tokenizer.encoded([text])[0].tolist(), tokenizer.decoded, tokenizer.ids, tokenizer.begin, alone, all_ends)
 
 
 class Stream:
-    """The text of tokens as they come. A character whose bytes are in several tokens waits until it is whole.
+    """Converts tokens to text as they are generated. A character whose bytes are in several tokens waits until it is complete.
 
     Args:
-        decode: the text of tokens.
-        before: tokens whose text is there already; whether a space is to follow may depend on them.
+        decode: returns the text of tokens.
+        before: the preceding tokens; whether a space follows may depend on them.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
         self._decode = decode
-        self._tokens = list(before[-8:])  # so many are enough, and one that is cut at its beginning is cut in both texts below
-        self._given = len(self._text())  # characters of their text that are not to come any more
-        self._whole = len(self._tokens)  # tokens whose text ended with a whole character
+        self._tokens = list(before[-8:])  # eight are enough; a character cut at the beginning is cut in both texts below
+        self._returned = len(self._text())  # number of characters already returned
+        self._whole = len(self._tokens)  # number of tokens whose text ends with a complete character
 
     def add(self, token: int) -> str:
-        """What can be said now."""
+        """Add a token, and return the text that is now complete."""
         self._tokens.append(token)
         text = self._text()
-        known = text.rstrip(_UNKNOWN)  # some tokenizers take whole characters for none as well, where one behind them is not whole
-        new = known[self._given :]
-        self._given += len(new)
-        if known == text:
+        complete = text.rstrip(_UNKNOWN)  # some tokenizers replace complete characters, too, if a later one is incomplete
+        new = complete[self._returned :]
+        self._returned += len(new)
+        if complete == text:
             self._tokens = self._tokens[self._whole :]
-            self._whole, self._given = len(self._tokens), len(self._text())
+            self._whole, self._returned = len(self._tokens), len(self._text())
         return new
 
-    def rest(self) -> str:
-        """What is left when no more tokens come."""
-        return self._text()[self._given :]
+    def remainder(self) -> str:
+        """Return the remaining text, once there are no more tokens."""
+        return self._text()[self._returned :]
 
     def _text(self) -> str:
         return self._decode(self._tokens)

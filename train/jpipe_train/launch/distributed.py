@@ -18,7 +18,7 @@ from jpipe_train.launch.rendezvous import Address
 _FLAGS = ("--coordinator", "--num-processes", "--process-id")
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
-_LAUNCHERS = {  # that start several processes, with the variables that hold their number and the number of each
+_LAUNCHERS = {  # launchers, with the variables for the number of processes and for the number of this one
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     "MPI": ("PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
@@ -27,10 +27,10 @@ _LAUNCHERS = {  # that start several processes, with the variables that hold the
 
 CONNECT_LIMIT = 300.0  # seconds, as JAX waits: images may have to be pulled
 
-_Given = tuple[str | None, int | None, int | None]
+_Values = tuple[str | None, int | None, int | None]
 
-_at_the_end = contextlib.ExitStack()  # what `stop` does; like JAX's runtime, it exists once per process
-_secret: bytes | None = None  # of this run, once it has started
+_until_stop = contextlib.ExitStack()  # closed by `stop`; like JAX's runtime, it exists once per process
+_secret: bytes | None = None  # set once the run has started
 
 
 class Membership(NamedTuple):
@@ -56,10 +56,11 @@ def start(
     connect_limit: float = CONNECT_LIMIT,
     secret_file: str | None = None,
 ) -> int:
-    """Join the other processes of this run, before JAX uses a device; it has no effect for a single process.
+    """Join the other processes of this run, before JAX uses a device; without effect for a single process.
 
     Without arguments it uses the environment: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, then the clusters that
-    JAX detects (SLURM, Open MPI, Kubernetes). Where another launcher has started several processes, it refuses to run each of them alone.
+    JAX detects (SLURM, Open MPI, Kubernetes). If another launcher has started several processes, it is an error, because each would run
+    alone.
 
     Args:
         coordinator: `host:port` of process 0.
@@ -76,29 +77,29 @@ def start(
             invalid or differs.
     """
     global _secret
-    me = membership(coordinator, num_processes, process_id, connect_limit)
-    if me is None or me.num_processes == 1:
+    member = membership(coordinator, num_processes, process_id, connect_limit)
+    if member is None or member.num_processes == 1:
         return 1
-    _secret, listen = handshake.find_secret(secret_file), jax_runtime.listening(me.coordinator)
+    _secret, listen = handshake.find_secret(secret_file), jax_runtime.listen_address(member.coordinator)
     certificates = jax_runtime.uses_certificates()
-    if me.process_id == 0:
-        if _secret is None and not is_loopback(me.coordinator.host):
+    if member.process_id == 0:
+        if _secret is None and not is_loopback(member.coordinator.host):
             _warn(
-                f"no secret is set: whoever reaches port {me.coordinator.port} of this host can pose as one of the processes; "
+                f"no secret is set: whoever reaches port {member.coordinator.port} of this host can pose as one of the processes; "
                 f"set {handshake.VARIABLE} (docs/multi-process.md, What a stranger on the network can do)"
             )
-        meeting = rendezvous.host(me.coordinator, me.num_processes, connect_limit, _secret, listen, certificates)
+        meeting = rendezvous.host(member.coordinator, member.num_processes, connect_limit, _secret, listen, certificates)
         if meeting.dropped:
             _warn(f"{meeting.dropped} while the processes connected")
         # Process 0 leaves last, because JAX ends the others when their coordinator ends. (An ExitStack calls in reverse order.)
-        _at_the_end.callback(jax.distributed.shutdown)
-        _at_the_end.callback(rendezvous.wait_until_closed, meeting.links, jax_runtime.SHUTDOWN_TIMEOUT)
+        _until_stop.callback(jax.distributed.shutdown)
+        _until_stop.callback(rendezvous.wait_until_closed, meeting.links, jax_runtime.SHUTDOWN_TIMEOUT)
     else:
-        joined = rendezvous.join(me.coordinator, me.process_id, me.num_processes, connect_limit, _secret, certificates)
-        _at_the_end.enter_context(joined)
-        _at_the_end.callback(jax.distributed.shutdown)
-    jax_runtime.start(me.coordinator, me.num_processes, me.process_id, me.devices, listen, connect_limit)
-    return me.num_processes
+        joined = rendezvous.join(member.coordinator, member.process_id, member.num_processes, connect_limit, _secret, certificates)
+        _until_stop.enter_context(joined)
+        _until_stop.callback(jax.distributed.shutdown)
+    jax_runtime.start(member.coordinator, member.num_processes, member.process_id, member.devices, listen, connect_limit)
+    return member.num_processes
 
 
 def _warn(message: str) -> None:
@@ -106,7 +107,7 @@ def _warn(message: str) -> None:
 
 
 def join(limit: float, wait: float) -> Processes | None:
-    """The processes of this run. All of them call this, preferably before JAX starts a device; `stop` leaves them.
+    """Return the processes of this run. All of them call this, preferably before JAX starts a device; `stop` leaves them.
 
     Args:
         limit: seconds to wait for the others.
@@ -117,7 +118,7 @@ def join(limit: float, wait: float) -> Processes | None:
         PeerLost: not all processes joined in time.
     """
     if (processes := join_processes(limit, wait, _secret)) is not None:
-        _at_the_end.callback(processes.close)
+        _until_stop.callback(processes.close)
     return processes
 
 
@@ -131,7 +132,7 @@ def stop() -> None:
     Raises:
         PeerLost: another process was lost before all were done.
     """
-    _at_the_end.close()
+    _until_stop.close()
 
 
 def leave_at_once(code: int) -> None:
@@ -152,29 +153,29 @@ def leave_at_once(code: int) -> None:
 def membership(
     coordinator: str | None, num_processes: int | None, process_id: int | None, limit: float = CONNECT_LIMIT
 ) -> Membership | None:
-    """The membership from the flags, or from the environment; None for a single process.
+    """Return the membership from the flags or the environment, or None for a single process.
 
     Raises:
-        InputError: as `start`, for the arguments and the environment.
+        InputError: as in `start`, for the arguments and the environment.
     """
     check_limit("--connect-limit", limit)
     if (coordinator, num_processes, process_id) == (None, 1, None):
         return None
-    given = (coordinator, num_processes, process_id)
-    if given != (None, None, None):
-        return _checked(given, _FLAGS, None)
+    values = (coordinator, num_processes, process_id)
+    if values != (None, None, None):
+        return _validated(values, _FLAGS, None)
     variables = os.environ.get(_VARIABLES[0]), _whole(_VARIABLES[1]), _whole(_VARIABLES[2])
     if None not in variables:
-        return _checked(variables, _VARIABLES, None)
-    found, devices = _detected(variables, limit)
-    if found != (None, None, None):
-        return _checked(found, _VARIABLES, devices)
+        return _validated(variables, _VARIABLES, None)
+    detected, devices = _detect(variables, limit)
+    if detected != (None, None, None):
+        return _validated(detected, _VARIABLES, devices)
     _check_alone()
     return None
 
 
 def _check_alone() -> None:
-    """Refuse to train alone where a launcher that JAX does not detect has started several processes.
+    """Check that no launcher unknown to JAX has started several processes, each of which would train alone.
 
     Its variables hold no port that is free for a coordinator: the port of torchrun is that of its own store.
     """
@@ -189,7 +190,7 @@ def _check_alone() -> None:
 
 
 def check_limit(flag: str, seconds: float) -> None:
-    """Refuse an invalid waiting time.
+    """Check a waiting time.
 
     Raises:
         InputError: it is not above 0, or not finite.
@@ -198,10 +199,10 @@ def check_limit(flag: str, seconds: float) -> None:
         raise InputError(f"{flag}: expected seconds, more than 0, found {seconds:g}")
 
 
-def _checked(given: _Given, names: tuple[str, ...], devices: list[int] | None) -> Membership:
-    coordinator, num_processes, process_id = given
+def _validated(values: _Values, names: tuple[str, ...], devices: list[int] | None) -> Membership:
+    coordinator, num_processes, process_id = values
     if coordinator is None or num_processes is None or process_id is None:
-        missing = [name for name, value in zip(names, given, strict=True) if value is None]
+        missing = [name for name, value in zip(names, values, strict=True) if value is None]
         raise InputError(
             f"{', '.join(missing)}: missing; each of several processes needs all of {', '.join(names)}, a single process needs none"
         )
@@ -222,8 +223,8 @@ def _whole(variable: str) -> int | None:
     return int(text)
 
 
-def _detected(known: _Given, limit: float) -> tuple[_Given, list[int] | None]:
-    """The values that are None, as JAX detects them from the cluster, and the devices of this process."""
+def _detect(known: _Values, limit: float) -> tuple[_Values, list[int] | None]:
+    """Detect the values that are None from the cluster, as JAX does, and the devices of this process."""
     try:
         coordinator, num_processes, process_id, devices = jax_internals.detect_cluster(*known, math.ceil(limit))
     except Exception as error:  # a cluster's own tools may raise anything

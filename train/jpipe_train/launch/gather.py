@@ -1,17 +1,16 @@
-"""Gathers in process 0 what each process measured of its own ranks, by messages with numbers for each rank."""
+"""Gather in process 0 the traces that each process measured of its own ranks, as messages with numbers for each rank."""
 
 import itertools
 from collections.abc import Sequence
-from typing import get_args
 
 import jpipe
 
-_OPS: tuple[jpipe.schedules.Op, ...] = get_args(jpipe.schedules.Op)
+_OPS = tuple(jpipe.ops.OPS)
 _PIECE = 2**16  # numbers in a message: a megabyte of text; a line of the channel may have sixteen
 
 
 def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.runtime.Trace) -> jpipe.runtime.Trace | None:
-    """The trace of all ranks in process 0, None in the others; all processes call it.
+    """Return the trace of all ranks in process 0, and None in the others; all processes call it.
 
     Args:
         processes: the processes of the run.
@@ -24,12 +23,12 @@ def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str
     """
     rows, memory = list(trace.timeline), list(trace.memory)
     of_ranks = [pipe.devices[workers[0]].process_index for workers in pipe.plan.rank_workers]
-    homes = {rank: home for rank, home in enumerate(of_ranks) if home != 0}
-    for rank, home in homes.items():
-        if home == processes.index:
+    senders = {rank: sender for rank, sender in enumerate(of_ranks) if sender != 0}
+    for rank, sender in senders.items():
+        if sender == processes.index:
             _broadcast(processes, f"{name}, rank {rank}", numbers(rows[rank], memory[rank]))
-    for rank, home in homes.items():  # in all processes: a broadcast goes to all, and is kept until it is received
-        received = _receive(processes, f"{name}, rank {rank}", home)
+    for rank, sender in senders.items():  # in all processes: a broadcast goes to all, and is kept until it is received
+        received = _receive(processes, f"{name}, rank {rank}", sender)
         if processes.index == 0:
             rows[rank], memory[rank] = from_numbers(received)
     return jpipe.runtime.Trace(tuple(rows), tuple(memory)) if processes.index == 0 else None
@@ -42,41 +41,51 @@ def _broadcast(processes: jpipe.processes.Processes, message: str, values: Seque
         processes.broadcast(f"{message}, piece {piece}", [len(starts) - piece - 1, *values[start : start + _PIECE]])
 
 
-def _receive(processes: jpipe.processes.Processes, message: str, home: int) -> list[float]:
-    """The numbers that `_broadcast` sent."""
-    found: list[float] = []
+def _receive(processes: jpipe.processes.Processes, message: str, sender: int) -> list[float]:
+    """Return the numbers that `_broadcast` sent."""
+    values: list[float] = []
     for piece in itertools.count():
-        left, *values = processes.receive(f"{message}, piece {piece}", home)
-        found += values
-        if not left:
+        remaining, *piece_values = processes.receive(f"{message}, piece {piece}", sender)
+        values += piece_values
+        if not remaining:
             break
-    return found
+    return values
 
 
 def numbers(spans: Sequence[jpipe.programs.Span], samples: Sequence[jpipe.programs.MemorySample]) -> list[float]:
-    """The spans and samples of one rank as numbers, for `from_numbers`."""
-    found: list[float] = [len(spans)]
+    """Return the spans and samples of one rank as numbers, for `from_numbers`."""
+    values: list[float] = [len(spans)]
     for span in spans:
-        found += [_OPS.index(span.op), *span[1:]]
+        values += [_OPS.index(span.op), *span[1:]]
     for sample in samples:
         versions = [number for version in sample.weights.items() for number in version]
-        found += [sample.time, *sample[2:], len(sample.weights), *versions]
-    return list(map(float, found))
+        values += [sample.time, *sample[2:], len(sample.weights), *versions]
+    return list(map(float, values))
 
 
-def from_numbers(found: Sequence[float]) -> tuple[tuple[jpipe.programs.Span, ...], tuple[jpipe.programs.MemorySample, ...]]:
-    """The spans and samples from `numbers`."""
-    left = iter(found)
+def from_numbers(values: Sequence[float]) -> tuple[tuple[jpipe.programs.Span, ...], tuple[jpipe.programs.MemorySample, ...]]:
+    """Return the spans and samples from `numbers`."""
+    remaining = iter(values)
 
     def whole() -> int:
-        return int(next(left))
+        return int(next(remaining))
 
     spans = tuple(
-        jpipe.programs.Span(_OPS[whole()], whole(), whole(), next(left), next(left), bool(next(left)), next(left), next(left), whole())
+        jpipe.programs.Span(
+            _OPS[whole()],
+            whole(),
+            whole(),
+            next(remaining),
+            next(remaining),
+            bool(next(remaining)),
+            next(remaining),
+            next(remaining),
+            whole(),
+        )
         for _ in range(whole())
     )
     samples = []
-    for time in left:
+    for time in remaining:
         sizes = [whole() for _ in range(4)]
         weights = {whole(): whole() for _ in range(whole())}
         samples.append(jpipe.programs.MemorySample(time, weights, *sizes))

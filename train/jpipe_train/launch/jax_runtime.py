@@ -48,7 +48,7 @@ def start(
             num_processes,
             process_id,
             local_device_ids=devices,
-            cluster_detection_method="deactivate",  # everything is given; the cluster may have other values
+            cluster_detection_method="deactivate",  # all values are passed; the cluster may have others
             initialization_timeout=math.ceil(limit),
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
@@ -61,37 +61,37 @@ def start(
 
 
 def uses_certificates() -> bool:
-    """Whether JAX's connections to the coordinator are encrypted, and both ends show certificates; checks the files.
+    """Return whether JAX's connections to the coordinator are encrypted with certificates of both ends, after checking the files.
 
-    JAX ends the process by SIGABRT where they do not fit.
+    JAX would end the process by SIGABRT if they do not fit.
 
     Raises:
-        InputError: some of the three are missing or cannot be read, or this version of JAX knows none.
+        InputError: some of the three are missing or cannot be read, or this version of JAX does not support them.
     """
-    known = [name for name in _CERTIFICATES if name in jax.config.values]
-    given = {name.upper(): (jax.config.values[name] if name in known else os.environ.get(name.upper())) or "" for name in _CERTIFICATES}
-    names = ", ".join(given)
-    if not any(given.values()):
+    supported = [name for name in _CERTIFICATES if name in jax.config.values]
+    files = {name.upper(): (jax.config.values[name] if name in supported else os.environ.get(name.upper())) or "" for name in _CERTIFICATES}
+    names = ", ".join(files)
+    if not any(files.values()):
         if jax.config.values.get(_VERIFY):
             raise InputError(f"{_VERIFY.upper()}: expected certificates, found none; set {names}, or unset it")
         return False
-    if not known:
+    if not supported:
         raise InputError(f"{names}: JAX {jax.__version__} has no certificates, JAX 0.12 has; unset them, or install a newer JAX")
-    if missing := [name for name, file in given.items() if not file]:
+    if missing := [name for name, file in files.items() if not file]:
         raise InputError(f"{', '.join(missing)}: missing; JAX needs all of {names}")
-    chain, private, authority = given.values()
+    chain, private, authority = files.values()
     try:
         context = ssl.create_default_context(cafile=authority)
-        context.load_cert_chain(chain, private, password=lambda: "")  # asks nobody
+        context.load_cert_chain(chain, private, password=lambda: "")  # never prompt for a password
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-        found = ", ".join(short(file) for file in given.values())
-        raise InputError(f"{names}: expected PEM files of a certificate, its key and its authority, found {found}: {reason}") from None
+        shown = ", ".join(short(file) for file in files.values())
+        raise InputError(f"{names}: expected PEM files of a certificate, its key and its authority, found {shown}: {reason}") from None
     return True
 
 
-def listening(coordinator: Address) -> Address | None:
-    """The address on which process 0 listens: the coordinator's, if that is a loopback address; None for all networks.
+def listen_address(coordinator: Address) -> Address | None:
+    """Return the address on which process 0 listens: the coordinator's, if it is a loopback address, or None for all networks.
 
     `JAX_COORDINATOR_BIND_ADDRESS`, which JAX also reads, selects one of several networks.
 

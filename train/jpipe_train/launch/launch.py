@@ -1,4 +1,4 @@
-"""`jpipe launch`: several processes of one command on this machine, for development, restarted if they fail.
+"""`jpipe launch`: start several processes of one command on this machine, for development, and restart them if they fail.
 
 They always end together. Process 0 uses the terminal, if there is one, as a single process does; each line of another process is printed
 with its number: `[2] …`.
@@ -24,11 +24,11 @@ JOB = "JPIPE_JOB"  # the variable that identifies a job; it is the same for all 
 _LONGEST_PAUSE = 60.0  # limits the load of a job that always fails immediately
 _JPIPE = (sys.executable, "-P", "-m", "jpipe_train.cli")  # -P: no module of the current folder replaces a library
 _TICK = 0.05  # seconds between two looks at the signals
-_GIVEN = ("--coordinator", "--num-processes", "--process-id")
+_RESERVED = ("--coordinator", "--num-processes", "--process-id")
 
 
 def problem(num_processes: int, command: Sequence[str], *, pin: bool, max_restarts: int) -> str | None:
-    """What is wrong with the arguments of `main`; None if they are valid. It does not import JAX."""
+    """Return an error message for invalid arguments of `main`, or None; JAX is not imported."""
     if not 1 <= num_processes <= MOST_PROCESSES:
         return f"launch -n: expected 1 to {MOST_PROCESSES} processes, found {num_processes}"
     if max_restarts < 0:
@@ -38,7 +38,7 @@ def problem(num_processes: int, command: Sequence[str], *, pin: bool, max_restar
     if command[0] not in ("train", "evaluate"):
         return f"launch: expected `train CONFIG …` after --, found '{command[0]}'; only train and evaluate run in several processes"
     for argument in command:
-        if (name := argument.partition("=")[0].replace("_", "-")) in _GIVEN:
+        if (name := argument.partition("=")[0].replace("_", "-")) in _RESERVED:
             return f"launch: {name} after -- is given to each process by launch; leave it out there"
     if pin and not hasattr(os, "sched_setaffinity"):
         return f"launch --pin: {sys.platform} has no way to give a process a core; leave it out"
@@ -82,7 +82,7 @@ def main(
     cores = sorted(os.sched_getaffinity(0)) if pin else [None]
     variables = {SECRET: secrets.token_hex(32)} | ({JOB: secrets.token_hex(8)} if max_restarts else {})
     restarts = 0
-    with _received() as signals:
+    with _recorded_signals() as signals:
         while True:
             again = f"starting all again in {pause:g} s ({restarts + 1} of {max_restarts})" if restarts < max_restarts else ""
             flags = "--coordinator", f"127.0.0.1:{_free_port()}", "--num-processes", str(num_processes), "--process-id"
@@ -100,30 +100,30 @@ def main(
 
 
 def _wait(seconds: float, signals: Sequence[int]) -> None:
-    """Sleep until then, or until a signal arrives; `time.sleep` alone continues after one."""
+    """Sleep for some seconds, or until a signal arrives; `time.sleep` alone continues after one."""
     end = time.monotonic() + seconds
-    while not signals and (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, _TICK))
+    while not signals and (remaining := end - time.monotonic()) > 0:
+        time.sleep(min(remaining, _TICK))
 
 
 def _free_port() -> int:
-    """A port that is free now. If another program takes it before process 0 does, process 0 reports that."""
+    """Return a port that is free now; if another program takes it before process 0 does, process 0 reports that."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 @contextlib.contextmanager
-def _received() -> Iterator[list[int]]:
-    """The signals that ask this process to end, as they arrive; those that it ignores, as under nohup, stay ignored."""
+def _recorded_signals() -> Iterator[list[int]]:
+    """Yield the signals that ask this process to end, as they arrive; ignored ones, as under nohup, stay ignored."""
     received: list[int] = []
-    asking = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP or not received:  # when a connection drops, several arrive, also with SIGTERM
             received.append(number)
 
-    before = {number: signal.signal(number, hear) for number in asking}
+    before = {number: signal.signal(number, record) for number in numbers}
     try:
         yield received
     finally:

@@ -1,4 +1,4 @@
-"""The settings of JAX, XLA and Flax that change numbers, and so must be the same in all processes of a run."""
+"""The settings of JAX, XLA and Flax that change numerical results, and must be the same in all processes of a run."""
 
 import enum
 import os
@@ -9,7 +9,7 @@ import jax
 # Settings that may differ between processes: logs, caches, checks, waiting times, addresses, certificates; and devices, which are compared
 # separately.
 # All others are compared, including those of newer versions of JAX: some change numbers, and a difference in the others is a mistake, too.
-_OWN = re.compile(
+_MAY_DIFFER = re.compile(
     r"jax_(compilation_cache|persistent_cache|share_binary|dump|explain|log|logging|pprint|traceback|tracer_error|captured_constants"
     r"|cross_host|transfer_guard|debug|check|cpu_get|include|mtls)(_.*)?"
     r"|(jax|mock)_.*(_visible_devices|_debug|_verbose_errors|_cache_errors|_cache_key|_processes|_proxy_envs|_min_ops)"
@@ -18,19 +18,19 @@ _OWN = re.compile(
     r"|distributed_debug|distributed_verify_secure_credentials|default_device|num_cpu_devices|platforms|platform_name|pjrt_client_create_options)"
 )
 _VARIABLES = "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE"
-_PREFIXES = "FLAX_", "NNX_"  # of Flax's variables
-_OWN_FLAGS = ("--xla_dump_", "--xla_force_host_platform_device_count")  # of XLA
+_PREFIXES = "FLAX_", "NNX_"  # of the names of Flax's variables
+_FLAGS_THAT_MAY_DIFFER = ("--xla_dump_", "--xla_force_host_platform_device_count")  # XLA flags
 
 
 def numeric_settings() -> dict[str, str]:
-    """Each setting as text, by the name that users know."""
+    """Return each setting as text, by the name that users know."""
     of_jax = {
         name: str(value)
         for name, value in sorted(jax.config.values.items())
         # Other values could print differently in each process.
-        if not _OWN.fullmatch(name) and isinstance(value, (bool, int, float, str, enum.Enum, type(None)))
+        if not _MAY_DIFFER.fullmatch(name) and isinstance(value, (bool, int, float, str, enum.Enum, type(None)))
     }
     of_flax = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
     variables = {name: os.environ.get(name, "") for name in _VARIABLES}
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN_FLAGS)]
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_FLAGS_THAT_MAY_DIFFER)]
     return of_jax | of_flax | variables | {"XLA_FLAGS": " ".join(flags)}

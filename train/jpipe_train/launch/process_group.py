@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO, TextIO
 
 BAD_INPUT = 2  # the exit code of a job that would fail again
-_LAST_WORDS = 3.0  # seconds from the first failure to the signal that ends the others
+_REPORT_LIMIT = 3.0  # seconds from the first failure to the signal that ends the others
 _TICK = 0.05  # seconds between two looks at the processes
 _LONGEST_LINE = 1 << 16
 _GLOO = b"[Gloo] Rank "  # gloo prints it for every connection, and it cannot be turned off
@@ -33,11 +33,11 @@ class ProcessGroup:
         self._variables = variables
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs = selectors.DefaultSelector()
-        self._deadline: float | None = None  # when those that were asked to end are killed
-        self._patience: float | None = None  # until when the others may report what they waited for, after a failure
+        self._deadline: float | None = None  # time at which processes that were asked to end are killed
+        self._report_deadline: float | None = None  # time until which the others may report after a failure
 
     def start(self, arguments: Sequence[str], number: int, core: int | None) -> None:
-        """Start process `number`, on `core` if it is given."""
+        """Start process `number`, on CPU core `core` unless it is None."""
         outputs = [None if number == 0 and target.isatty() else subprocess.PIPE for target in (sys.stdout, sys.stderr)]
         process = subprocess.Popen(  # noqa: S603, the command is the user's own
             arguments,
@@ -46,7 +46,7 @@ class ProcessGroup:
             stderr=outputs[1],
             env=_environment(number, one_thread=core is not None) | self._variables,
             start_new_session=True,  # only the launcher gets Ctrl-C; and processes that it starts are ended with it
-            preexec_fn=_prepared(core),  # safe: no thread runs here that could hold a lock
+            preexec_fn=_child_setup(core),  # safe: no thread runs here that could hold a lock
         )
         self._processes.append(process)
         for stream, target in (process.stdout, sys.stdout), (process.stderr, sys.stderr):
@@ -74,23 +74,23 @@ class ProcessGroup:
                 code = 128 + signals[0]
                 self._end(signals[0])
             elif code is None and failed is not None:
-                code, how = _ending(self._processes[failed].returncode)
-                what = [f"process {failed} {how}", "ending the others" if living else "", again if code != BAD_INPUT else ""]
-                say("; ".join(filter(None, what)))
-                self._patience = time.monotonic() + min(_LAST_WORDS, self._grace)
-            if self._patience is not None and time.monotonic() > self._patience and self._deadline is None:
+                code, description = _describe_end(self._processes[failed].returncode)
+                parts = [f"process {failed} {description}", "ending the others" if living else "", again if code != BAD_INPUT else ""]
+                say("; ".join(filter(None, parts)))
+                self._report_deadline = time.monotonic() + min(_REPORT_LIMIT, self._grace)
+            if self._report_deadline is not None and time.monotonic() > self._report_deadline and self._deadline is None:
                 self._end(signal.SIGTERM)
             if len(signals) > 1 or (self._deadline is not None and time.monotonic() > self._deadline):
                 self._end(signal.SIGKILL)
         end = time.monotonic() + self._grace
-        while self._copy(_TICK) and time.monotonic() < end:  # the rest in the pipes; processes that left the group may continue to print
+        while self._copy(_TICK) and time.monotonic() < end:  # output left in the pipes; processes that left the group may continue to print
             pass
         if sys.stdout.isatty():
             _print("\x1b[?25h", sys.stdout)  # an interrupted progress bar has hidden the cursor
         return code if code and any(process.returncode for process in self._processes) else 0
 
     def close(self) -> None:
-        """Kill all that are left."""
+        """Kill all remaining processes."""
         self._end(signal.SIGKILL)
         for process in self._processes:
             process.wait()
@@ -99,27 +99,27 @@ class ProcessGroup:
         self._outputs.close()
 
     def _reap(self) -> bool:
-        """Record which have ended, and kill what they started; true if any is alive."""
+        """Record which processes have ended, kill their children, and return whether any is alive."""
         for process in self._processes:
             if process.returncode is None and process.poll() is not None:
                 _signal(process, signal.SIGKILL)
         return any(process.returncode is None for process in self._processes)
 
     def _end(self, number: int) -> None:
-        """Send the signal to those that are alive, and set the time after which they are killed."""
+        """Send the signal to the processes that are alive, and set the time after which they are killed."""
         for process in self._processes:
             if process.returncode is None:
                 _signal(process, number)
         self._deadline = None if number == signal.SIGKILL else time.monotonic() + self._grace
 
     def _copy(self, seconds: float) -> bool:
-        """Wait for output and copy it; true if there was any."""
+        """Wait for output, copy it, and return whether there was any."""
         ready = self._outputs.select(seconds)
         for key, _ in ready:
             if data := os.read(key.fd, 1 << 16):
                 key.data.take(data)
             else:
-                key.data.take(b"\n" if key.data.rest else b"")
+                key.data.take(b"\n" if key.data.remainder else b"")
                 self._outputs.unregister(key.fileobj)
                 key.data.source.close()
         return bool(ready)
@@ -127,18 +127,18 @@ class ProcessGroup:
 
 @dataclass
 class _Output:
-    """One of the two outputs of a process: whole lines go from `source` to `target`, each behind `prefix`."""
+    """One output stream of a process: whole lines go from `source` to `target`, each after `prefix`."""
 
     source: IO[bytes]
     prefix: str
     target: TextIO
-    rest: bytes = b""  # an incomplete line
+    remainder: bytes = b""  # an incomplete line
 
     def take(self, data: bytes) -> None:
         """Copy the complete lines, except those of gloo."""
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        if len(self.rest) > _LONGEST_LINE:
-            lines, self.rest = [*lines, self.rest], b""
+        *lines, self.remainder = (self.remainder + data).split(b"\n")
+        if len(self.remainder) > _LONGEST_LINE:
+            lines, self.remainder = [*lines, self.remainder], b""
         for line in lines:
             if not line.startswith(_GLOO):
                 _print(f"{self.prefix}{line.decode(errors='replace')}\n", self.target)
@@ -155,8 +155,8 @@ def _print(text: str, target: TextIO) -> None:
     target.flush()
 
 
-def _ending(returncode: int) -> tuple[int, str]:
-    """The exit code as in a shell, and what happened, as text."""
+def _describe_end(returncode: int) -> tuple[int, str]:
+    """Return the exit code as in a shell, and a description of how the process ended."""
     if returncode < 0:
         return 128 - returncode, f"was ended by {signal.Signals(-returncode).name}"
     return returncode, f"ended with exit code {returncode}"
@@ -169,21 +169,21 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _environment(number: int, *, one_thread: bool) -> dict[str, str]:
-    own = os.environ
-    # The same modules in the same places as here; lines that do not wait in a buffer; a GPU each, as NCCL wants it, which listens at
-    # a loopback address; and no warning that recoverability is experimental.
+    current = os.environ
+    # The same import path as here; unbuffered lines; one GPU each, as NCCL requires, listening at a loopback address; and no warning
+    # that recoverability is experimental.
     changes = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
     changes["JPIPE_LAUNCHER"] = str(os.getpid())  # jpipe_train.console.preemption, which imports JAX, has the name too
-    changes["JAX_LOCAL_DEVICE_IDS"] = own.get("JAX_LOCAL_DEVICE_IDS", str(number))
-    changes["NCCL_SOCKET_IFNAME"] = own.get("NCCL_SOCKET_IFNAME", "lo")
-    changes["TF_CPP_MIN_LOG_LEVEL"] = own.get("TF_CPP_MIN_LOG_LEVEL", "2")
+    changes["JAX_LOCAL_DEVICE_IDS"] = current.get("JAX_LOCAL_DEVICE_IDS", str(number))
+    changes["NCCL_SOCKET_IFNAME"] = current.get("NCCL_SOCKET_IFNAME", "lo")
+    changes["TF_CPP_MIN_LOG_LEVEL"] = current.get("TF_CPP_MIN_LOG_LEVEL", "2")
     if one_thread:
-        changes["XLA_FLAGS"] = f"{own.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
-    return own | changes
+        changes["XLA_FLAGS"] = f"{current.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    return current | changes
 
 
-def _prepared(core: int | None) -> Callable[[], None]:
-    """What a child does before it runs the command: it ends when this process ends, and moves to its core."""
+def _child_setup(core: int | None) -> Callable[[], None]:
+    """Return a function for a child to call before the command: it ends with this process, and moves to its core."""
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 

@@ -1,8 +1,8 @@
-"""The rendezvous of the processes before JAX connects them, so that each of them reports what is wrong in one line.
+"""Let the processes of a run meet before JAX connects them, so that each reports a problem in one line.
 
 JAX's own runtime also waits for all processes, but if one does not connect, JAX ends the process by SIGABRT, with a C++ stack trace and
 without naming the missing one. Process 0 listens on the address of JAX's coordinator; the others send their numbers and authenticate
-(`jpipe.processes.handshake`). The answer is `go` or `no REASON`. Strangers are dropped and counted.
+(`jpipe.processes.handshake`). The answer is `go` or `no REASON`. Connections of strangers are dropped and counted.
 """
 
 import contextlib
@@ -18,20 +18,20 @@ from jpipe.processes import handshake
 from jpipe.processes.addresses import listen_everywhere
 from jpipe.processes.handshake import Caller, Door
 
-_PURPOSE = "meeting"  # of these connections, in the handshake
-_PATIENCE = 5.0  # seconds that process 0 may take to answer after its own limit
+_PURPOSE = "meeting"  # the purpose of these connections in the handshake
+_ANSWER_LIMIT = 5.0  # seconds that process 0 may take to answer after its own limit
 _RETRY = 0.2
 _DID_NOT_CONNECT = "did not connect to"
 
 
 class NotConnected(InputError):
-    """Processes have not found each other, perhaps because some were late."""
+    """Processes have not connected, perhaps because some were late."""
 
-    may_pass = True  # when all are started again
+    may_pass = True  # if all are restarted
 
 
 class Address(NamedTuple):
-    """Host and port of process 0, written `host:port`, an IPv6 host in brackets."""
+    """Host and port of process 0, written `host:port`, with an IPv6 host in brackets."""
 
     host: str
     port: int
@@ -41,10 +41,10 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, where: str) -> "Address":
-        """The address in `text`.
+        """Parse an address.
 
         Raises:
-            InputError: it is not an address; the message begins with `where`.
+            InputError: `text` is not an address; the message begins with `where`.
         """
         match = re.fullmatch(r"(?:\[([\w:.%]+)\]|([\w.-]+)):(\d+)", text, re.ASCII)
         if not match:
@@ -82,7 +82,7 @@ def host(
         limit: seconds to wait.
         secret: the secret of all processes. Without one anybody can pose as one of the others.
         listen: the address on which this process listens; by default the port of `address`, on every network of this machine.
-        certificates: whether JAX's connections use certificates; processes that differ from this one in that end.
+        certificates: whether JAX's connections use certificates; processes with a different setting fail.
 
     Raises:
         InputError: the port is in use; processes did not connect (the message names them); with a secret also: two have the same number,
@@ -94,18 +94,18 @@ def host(
         try:
             while len(present) < num_processes - 1:
                 if time.monotonic() > deadline:
-                    absent = _absent(set(range(1, num_processes)) - set(present), address, num_processes, limit)
-                    _refuse(present.values(), "; ".join(filter(None, [absent, door.summary()])))
+                    missing = _describe_missing(set(range(1, num_processes)) - set(present), address, num_processes, limit)
+                    _reject_all(present.values(), "; ".join(filter(None, [missing, door.summary()])))
                 for caller in door.poll(_RETRY):
                     if (problem := _problem(caller, num_processes, present)) is None:
                         present[caller.index] = caller
                     elif secret is not None:  # a mistake of the user, not of a stranger
-                        _refuse([*present.values(), caller], problem)
+                        _reject_all([*present.values(), caller], problem)
                     else:
                         caller.answer(f"no {problem}")
                         caller.link.close()
                         door.dropped[f"as process {caller.index} of {caller.count}"] += 1
-                present = {number: caller for number, caller in present.items() if _stays(caller.link)}
+                present = {number: caller for number, caller in present.items() if _is_waiting(caller.link)}
         except BaseException:
             for caller in present.values():
                 caller.link.close()
@@ -138,9 +138,9 @@ def join(
     """
     deadline = time.monotonic() + limit
     reason = "no answer"
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            link = socket.create_connection((address.host, address.port), timeout=min(left, _PATIENCE))
+            link = socket.create_connection((address.host, address.port), timeout=min(remaining, _ANSWER_LIMIT))
         except OSError as error:
             reason = (error.strerror or str(error) or type(error).__name__).lower()
             time.sleep(_RETRY)
@@ -176,7 +176,7 @@ def wait_until_closed(links: Iterable[socket.socket], limit: float) -> None:
 
 
 def _go(certificates: bool) -> str:
-    """The answer that lets a process continue."""
+    """Return the answer that lets a process continue."""
     return "go with certificates" if certificates else "go"
 
 
@@ -195,7 +195,7 @@ def _listen(address: Address, listen: Address | None) -> socket.socket:
 
 
 def _problem(caller: Caller, num_processes: int, present: dict[int, Caller]) -> str | None:
-    """Why a caller is refused."""
+    """Return why a caller is rejected, or None."""
     if caller.count != num_processes:
         return f"--num-processes: process {caller.index} was started with {caller.count}, process 0 with {num_processes}; give all the same"
     if caller.index in present or not 0 < caller.index < num_processes:
@@ -203,8 +203,8 @@ def _problem(caller: Caller, num_processes: int, present: dict[int, Caller]) -> 
     return None
 
 
-def _stays(link: socket.socket) -> bool:
-    """Whether a caller still waits for the answer; one that ended may have been restarted."""
+def _is_waiting(link: socket.socket) -> bool:
+    """Return whether a caller still waits for the answer; one that ended may have been restarted."""
     try:
         link.recv(1)  # the end of the connection, or data that no process of a run sends
     except BlockingIOError:
@@ -215,30 +215,30 @@ def _stays(link: socket.socket) -> bool:
     return False
 
 
-def _absent(missing: set[int], address: Address, num_processes: int, limit: float) -> str:
+def _describe_missing(missing: set[int], address: Address, num_processes: int, limit: float) -> str:
     named = f"{', '.join(map(str, sorted(missing)[:8]))}{', …' if len(missing) > 8 else ''}"
-    one = len(missing) == 1
+    single = len(missing) == 1
     return (
-        f"process{'' if one else 'es'} {named} of {num_processes} {_DID_NOT_CONNECT} {address} within {limit:g} s; check that "
-        f"{'it was' if one else 'they were'} started, with the same coordinator, and can reach it; --connect-limit waits longer"
+        f"process{'' if single else 'es'} {named} of {num_processes} {_DID_NOT_CONNECT} {address} within {limit:g} s; check that "
+        f"{'it was' if single else 'they were'} started, with the same coordinator, and can reach it; --connect-limit waits longer"
     )
 
 
-def _refuse(everybody: Iterable[Caller], reason: str) -> NoReturn:
-    for caller in everybody:
+def _reject_all(callers: Iterable[Caller], reason: str) -> NoReturn:
+    for caller in callers:
         caller.answer(f"no {reason}")
         caller.link.close()
     raise (NotConnected if _DID_NOT_CONNECT in reason else InputError)(reason)
 
 
 def _ask(link: socket.socket, address: Address, process_id: int, num_processes: int, limit: float, secret: bytes | None) -> str | None:
-    """The refusal of process 0, or None if it lets this process continue."""
+    """Return the rejection of process 0, or None if it lets this process continue."""
     try:
-        return handshake.call(link, handshake.key(secret), _PURPOSE, process_id, num_processes, limit + _PATIENCE)
+        return handshake.call(link, handshake.key(secret), _PURPOSE, process_id, num_processes, limit + _ANSWER_LIMIT)
     except TimeoutError:
         problem = (
-            f"process {process_id} had no answer from {address} within {limit + _PATIENCE:g} s; if process 0 runs there, it still waits "
-            "for others: give all the same --connect-limit; if another program uses that port, choose another one"
+            f"process {process_id} had no answer from {address} within {limit + _ANSWER_LIMIT:g} s; if process 0 runs there, it still "
+            "waits for others: give all the same --connect-limit; if another program uses that port, choose another one"
         )
     except handshake.UnknownHere:
         problem = (

@@ -29,7 +29,7 @@ T = TypeVar("T")
 # after 6 s; and when process 0 ends, JAX aborts the others.
 _LEAVE = 5.5, 4.0
 _MAY_PASS = "whether another try may succeed"
-_LONG_WORK = 600.0  # seconds that the others wait for what process 0 does alone
+_LONG_WORK = 600.0  # seconds that the others wait for work of process 0
 _joined: jpipe.processes.Processes | None = None  # one run per process, as in JAX's runtime
 
 
@@ -38,15 +38,15 @@ class ReportedElsewhere(Exception):
 
     Args:
         index: the number of this process.
-        teller: the process that reports it.
+        reporting: the process that reports the reason.
         reason: the mistake, or its consequence.
 
     Attributes:
         code: the exit code of a process that ends for this reason.
     """
 
-    def __init__(self, index: int, teller: str, reason: Exception) -> None:
-        super().__init__(f"process {index} ends; {teller} says why")
+    def __init__(self, index: int, reporting: str, reason: Exception) -> None:
+        super().__init__(f"process {index} ends; {reporting} says why")
         self.code = code_of(reason) if isinstance(reason, jpipe.InputError) else 1
 
 
@@ -57,7 +57,7 @@ class Together:
         processes: the library's object; None for a single process.
         index: the number of this process; 0 for a single process.
         is_first: whether this is process 0, which writes and prints.
-        all_know: whether all processes end for a reason that all know.
+        all_know: whether all processes end for a reason that all of them have.
     """
 
     def __init__(self, processes: jpipe.processes.Processes | None) -> None:
@@ -79,7 +79,7 @@ class Together:
                 raise self.shared(error) from None
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """The result of `work`, if it succeeds in all processes.
+        """Return the result of `work`, if it succeeds in all processes.
 
         Raises:
             jpipe.InputError: it fails in a process. Process 0 reports it if all have the same error, otherwise those that have one.
@@ -95,7 +95,7 @@ class Together:
                 self.processes.agree({"outcome": "" if problem is None else str(problem), _MAY_PASS: passing})
             except jpipe.InputError as error:
                 difference = error
-            if difference is not None:  # raised here, since an error that is raised in a handler forgets what it was raised for
+            if difference is not None:  # raised outside the handler, to keep the original cause
                 self.all_know = True
                 difference.may_pass = any(line.startswith(_MAY_PASS) for line in difference.args)  # type: ignore[attr-defined]
                 raise problem or ReportedElsewhere(self.processes.index, "another process", difference)
@@ -104,7 +104,7 @@ class Together:
         return cast(T, done)
 
     def attempt(self, what: str, work: Callable[[], T], failure: type[jpipe.InputError]) -> tuple[T | None, str]:
-        """The result of `work` if no process fails with `failure`, or what went wrong; other errors are raised as by `run_on_all`.
+        """Return the result of `work` if no process fails with `failure`; other errors are raised as by `run_on_all`.
 
         Args:
             what: what `work` does, unique in a run.
@@ -115,22 +115,22 @@ class Together:
             The result and ""; or, in all processes if one of them fails, None and the message of the first that does.
         """
 
-        def caught() -> T | jpipe.InputError:
+        def result_or_error() -> T | jpipe.InputError:
             try:
                 return work()
             except failure as error:
                 return error
 
-        done = self.run_on_all(caught)
-        wrong = str(done) if isinstance(done, failure) else ""
+        done = self.run_on_all(result_or_error)
+        message = str(done) if isinstance(done, failure) else ""
         if self.processes is not None:
-            if wrong:
-                self.processes.broadcast(f"{what}: process {self.index}", list(map(float, wrong.encode())))
+            if message:
+                self.processes.broadcast(f"{what}: process {self.index}", list(map(float, message.encode())))
             self.processes.barrier(what)
             for k in range(self.processes.count):
                 if self.processes.has_message(name := f"{what}: process {k}"):
                     return None, bytes(map(int, self.processes.receive(name, k))).decode()
-        return (None, wrong) if wrong else (cast(T, done), "")
+        return (None, message) if message else (cast(T, done), "")
 
     def from_first(self, what: str, work: Callable[[], str]) -> str:
         """Return the text of `work`, which runs in process 0 only, in all processes; the others wait for it.
@@ -150,7 +150,7 @@ class Together:
         return bytes(map(int, self.processes.receive(what, 0))).decode()
 
     def working(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """A context for long work, described by `words`: others may wait for it, for ten minutes at most."""
+        """Return a context for long work, described by `what`: others may wait for it, for ten minutes at most."""
         return contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=_LONG_WORK)
 
     def _alone(self, what: str, work: Callable[[], str]) -> str:
@@ -169,13 +169,13 @@ class Together:
             jpipe.InputError: this process has no devices, or they differ; reported as by `shared`.
             jpipe.PeerLost: another process has no devices.
         """
-        if self.processes is not None:  # a single process checks more before it starts them
+        if self.processes is not None:  # a single process starts them later, after more checks
             with self.processes.waiting("the devices of all processes, of one kind", limit=max(limit, 60.0)):
                 start_devices()
             self.agree(devices)
 
     def shared(self, reason: Exception) -> Exception:
-        """The error to raise for a reason that all processes have: only process 0 reports it."""
+        """Return the error to raise for a reason that all processes have: only process 0 reports it."""
         self.all_know = True
         return reason if self.processes is None or self.is_first else ReportedElsewhere(self.processes.index, "process 0", reason)
 
@@ -216,7 +216,7 @@ def leave_in_time(code: int) -> None:
 
 
 def _why(error: BaseException, is_first: bool) -> str:
-    """The reason that the others print; for an error of process 0 they refer to its message."""
+    """Return the reason that the others print; for an error of process 0 it refers to that message."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if is_first:
@@ -225,38 +225,41 @@ def _why(error: BaseException, is_first: bool) -> str:
 
 
 def facts(config: Config) -> dict[str, str]:
-    """The facts that must be the same in all processes before JAX starts a device, which needs all processes."""
+    """Return the facts that must be the same in all processes before JAX starts a device, which needs all processes."""
     return {
         "config": config_file.to_yaml(config),
-        "code of jpipe": f"{jpipe.__version__} {_code()}",
+        "code of jpipe": f"{jpipe.__version__} {_digest_of_jpipe()}",
         **{f"version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
-        **{f"code of {module}": _own_code(module) for module in sorted({target.partition(":")[0] for target in config.code.values()})},
+        **{
+            f"code of {module}": _digest_of_module(module)
+            for module in sorted({target.partition(":")[0] for target in config.code.values()})
+        },
         **numeric_settings(),
         "JAX_PLATFORMS": jax.config.values["jax_platforms"] or "",
     }
 
 
 def devices() -> dict[str, str]:
-    """The facts that must be the same in all processes when their devices run."""
+    """Return the facts that must be the same in all processes when their devices run."""
     device = jax.local_devices()[0]
     return {"kind of devices": f"{device.platform} {device.device_kind}", "number of devices": str(jax.local_device_count())}
 
 
-def _own_code(module: str) -> str:
-    """A digest of the source of a user's module, which is not imported; of no bytes if there is no such file."""
+def _digest_of_module(module: str) -> str:
+    """Return a digest of the source of a user's module, without importing it; of no bytes if there is no such file."""
     folders: Sequence[str] = [str(Path.cwd()), *sys.path]
     parts, source = module.split("."), b""
     for end in range(1, len(parts) + 1):
-        found = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), folders)
-        folders = (found and found.submodule_search_locations) or ()
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:end]), folders)
+        folders = (spec and spec.submodule_search_locations) or ()
         with contextlib.suppress(OSError):  # the import reports what is wrong
-            source = Path(found.origin).read_bytes() if found is not None and found.origin is not None else b""
+            source = Path(spec.origin).read_bytes() if spec is not None and spec.origin is not None else b""
     return hashlib.sha256(source).hexdigest()[:12]
 
 
 @functools.cache
-def _code() -> str:
-    """A digest of the source of jpipe, of its planner and of this application."""
+def _digest_of_jpipe() -> str:
+    """Return a digest of the source of jpipe, of its planner and of this application."""
     digest = hashlib.sha256()
     for package in (Path(jpipe.__file__).parent, Path(jpipe_planner.__file__).parent, Path(__file__).parents[1]):
         for file in sorted(package.rglob("*.py")):

@@ -1,1 +1,1 @@
-"""The built-in models as layers: GPT-2, Llama, BERT and the GPT over bytes, and their loss; GNMT, AWD-LM, S2VT; models of images."""
+"""The built-in language models as layers, and their loss: GPT-2, Llama, BERT and the GPT over bytes."""

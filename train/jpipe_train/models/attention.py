@@ -1,4 +1,4 @@
-"""Attention of grouped heads, kept inside of documents that share a row; rotary positions.
+"""Grouped-query attention with documents in a row kept apart, and rotary position embeddings.
 
 The letters in the shapes: b rows, s positions, h heads of queries, k of keys and values, d numbers per head.
 """
@@ -23,10 +23,10 @@ def attend(
     segments: Int[Array, "b s"] | None,
     config: ModelConfig,
 ) -> Float[Array, "b s h d"]:
-    """Each position of a decoder attends to itself and those before it, of an encoder to all; with segments only to its own.
+    """Compute attention: causal for a decoder, to all positions for an encoder, and within segments if there are any.
 
     Raises:
-        InputError: cuDNN's attention was asked for where there is none, or for what it cannot do.
+        InputError: the config asks for cuDNN's attention, which is not available or does not support these shapes.
     """
     mask = None if segments is None else same_segment(segments, segments)
     is_causal = config.kind == "decoder"
@@ -45,25 +45,25 @@ def attend(
 def attend_so_far(
     q: Float[Array, "b s h d"], keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], at: Int[Array, "b s"]
 ) -> Float[Array, "b s h d"]:
-    """The same of a decoder whose keys and values of all t positions are kept: each query, at its position, to itself and those before."""
+    """Compute causal attention for some positions, given the keys and values of all t positions so far."""
     mask = jnp.arange(keys.shape[1])[None, None, None] <= at[:, None, :, None]
     return _of_xla(q, keys, values, mask=mask)
 
 
 def _of_xla(q: Float[Array, "b s h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], **options: Any) -> Float[Array, "b s h d"]:
-    """JAX's own; of float16 on CPUs in float32, because there are no products of float16 there that are summed in float32."""
+    """Call JAX's attention, in float32 for float16 on CPUs, which have no products of float16 that are summed in float32."""
     if q.dtype == jnp.float16 and jax.default_backend() == "cpu":
         return _of_xla(*(x.astype(jnp.float32) for x in (q, k, v)), **options).astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
 
 
-def same_segment(own: Int[Array, "b s"], other: Int[Array, "b t"]) -> Bool[Array, "b 1 s t"]:
-    """Whether a position and another are of one segment."""
-    return own[:, None, :, None] == other[:, None, None, :]
+def same_segment(segments: Int[Array, "b s"], other: Int[Array, "b t"]) -> Bool[Array, "b 1 s t"]:
+    """Return whether pairs of positions lie in one segment."""
+    return segments[:, None, :, None] == other[:, None, None, :]
 
 
 def positions_of(segments: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Counted from 0 in each segment."""
+    """Count positions from 0 in each segment."""
     numbers = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
     is_first = segments[:, 1:] != segments[:, :-1]
     begins = jnp.concatenate([jnp.zeros_like(numbers[:, :1]), jnp.where(is_first, numbers[:, 1:], jnp.zeros_like(numbers[:, 1:]))], axis=1)
@@ -71,7 +71,9 @@ def positions_of(segments: Int[Array, "b s"]) -> Int[Array, "b s"]:
 
 
 def rotated(x: Float[Array, "b s h d"], positions: Int[Array, "#b s"], config: ModelConfig) -> Float[Array, "b s h d"]:
-    """Each pair of numbers, one from either half of a head, turned by an angle that grows with the position (RoPE).
+    """Apply rotary position embeddings: rotate each pair of components by an angle that grows with the position.
+
+    A pair has one component from either half of a head.
 
     Reference: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
     """
@@ -83,12 +85,12 @@ def rotated(x: Float[Array, "b s h d"], positions: Int[Array, "#b s"], config: M
 
 
 def frequencies(config: ModelConfig) -> Any:
-    """By how much each pair turns from one position to the next, (d / 2)."""
+    """Return by what angle each pair rotates from one position to the next, (d / 2)."""
     size, scaling = config.head_size_used, config.rope_scaling
-    found = config.rope_base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+    unscaled = config.rope_base ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     if scaling is None:
-        return found
-    turns = scaling.original_positions * found / (2 * math.pi)
+        return unscaled
+    turns = scaling.original_positions * unscaled / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
-    return found * (kept + (1 - kept) / scaling.factor)
+    return unscaled * (kept + (1 - kept) / scaling.factor)

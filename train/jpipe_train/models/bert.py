@@ -1,4 +1,4 @@
-"""The first and the last layer of BERT; its blocks are those of `jpipe_train.models.transformer`. Written in Flax NNX.
+"""The first and the last layer of BERT, in Flax NNX; its blocks are those of `jpipe_train.models.transformer`.
 
 Reference: Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding".
 
@@ -17,7 +17,7 @@ from jpipe_train.models.transformer import Stream
 
 
 class Embed(nnx.Module):
-    """The sum of one vector a symbol, one a position and one for the first or second sentence, normalized."""
+    """The normalized sum of the embeddings of a symbol, of its position, and of the first or second sentence."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -38,10 +38,10 @@ class Embed(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Of each position the logits of its symbol, {"tokens"}, and of each row, from its first position, whether its second sentence follows
-    the first, {"next"}: logits of yes and no.
+    """Logits of the symbol at each position, {"tokens"}, and whether the second sentence of a row follows the first, {"next"}.
 
-    With a `chunk` the projection to the symbols is left to the loss, which makes logits of so many positions at a time.
+    The latter are two logits of a row, computed from its first position. With a `chunk` the projection to the symbols is left to the loss,
+    which makes logits of that many positions at a time.
     """
 
     def __init__(self, config: ModelConfig, chunk: int | None, *, rngs: nnx.Rngs):
@@ -64,7 +64,7 @@ class Head(nnx.Module):
 
 
 class _Bias(nnx.Module):
-    """A number to add to the logit of each symbol."""
+    """A bias for the logit of each symbol."""
 
     def __init__(self, size: int):
         self.bias = nnx.Param(jnp.zeros(size, jnp.float32), **transformer.named("vocab"))

@@ -1,4 +1,4 @@
-"""The cross-entropy of integer labels, which need not have the logits of all positions in memory at once.
+"""The cross-entropy of integer labels, computed without holding the logits of all positions in memory at once.
 
 The letters in the shapes: n positions (of all rows), w width, v symbols. A label below zero is not counted.
 """
@@ -12,8 +12,6 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from jpipe_train.config.targets.sequence_config import SmoothedLoss
-
 Labels = Any  # integers, or {"tokens": integers, "next": integers of each row}
 Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next": logits of each row}
 
@@ -21,7 +19,7 @@ Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next":
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Unprojected:
-    """Logits that are yet to be made: `hidden` times `kernel`, plus `bias`.
+    """Logits that are not computed yet: `hidden` times `kernel`, plus `bias`.
 
     Attributes:
         hidden: (…, w), the last activations.
@@ -41,21 +39,24 @@ class Unprojected:
 
     @property
     def vocab_size(self) -> int:
-        """Logits per position."""
+        """The number of logits at each position."""
         return int(self.kernel.shape[0 if self.by_symbol else 1])
 
     def logits(self) -> Float[Array, "*n v"]:
-        """All of them."""
+        """Compute all logits."""
         hidden, kernel = self.hidden.astype(self.dtype), self.kernel.astype(self.dtype)
         logits = jax.lax.dot_general(hidden, kernel, (((hidden.ndim - 1,), (1 if self.by_symbol else 0,)), ((), ())))
         return logits if self.bias is None else logits + self.bias.astype(self.dtype)[(None,) * (hidden.ndim - 1)]
 
 
 def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The summed cross-entropy in nats and the number of labels that are counted.
+    """Sum the cross-entropy in nats.
 
     With labels of tokens and of the next sentence (BERT) the mean of the latter over the rows comes on top of the mean of the former:
     (n / rows) of its sum, for n counted tokens. Over several microbatches the mean is that of all exactly if each has the same n.
+
+    Returns:
+        The sum, and the number of labels that count.
     """
     if not isinstance(labels, dict):
         return _nats(outputs, labels), _number(labels)
@@ -65,23 +66,10 @@ def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Arra
     return _nats(outputs["tokens"], labels["tokens"]) + share * following, number
 
 
-def smoothed(outputs: Any, labels: Any, arguments: SmoothedLoss) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """As `loss`, of labels that are 1 - ε the symbol and ε all symbols alike (Szegedy et al. 2016): (1 - ε) · nats + ε · mean nats of all.
-
-    Args:
-        outputs: logits (…, v).
-        labels: integers (…).
-        arguments: ε, its `smoothing`.
-    """
-    share = jnp.asarray(arguments.smoothing, jnp.float32)
-    logs = jax.nn.log_softmax(outputs.astype(wider(outputs.dtype)))
-    of_all = jnp.where(labels >= 0, -logs.mean(axis=-1), jnp.zeros((), logs.dtype)).sum()
-    return (1 - share) * _nats(outputs, labels) + share * of_all, _number(labels)
-
-
 def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """How many of the counted labels have one of the `most` largest logits, and how many there are; with labels of tokens and others, of
-    the tokens.
+    """Count the labels that have one of the `most` largest logits, and all labels that count.
+
+    With labels of tokens and of next sentences, count those of tokens.
     """
     if isinstance(labels, dict):
         outputs, labels = outputs["tokens"], labels["tokens"]
@@ -94,23 +82,23 @@ def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array,
 
 
 def all_logits(outputs: Outputs) -> Outputs:
-    """The outputs with logits in place of each `Unprojected`."""
+    """Compute the logits of each `Unprojected` in the outputs."""
     return jax.tree.map(lambda leaf: leaf.logits() if isinstance(leaf, Unprojected) else leaf, outputs, is_leaf=_is_unprojected)
 
 
 def vocab_size(outputs: Outputs) -> int:
-    """How many tokens the labels may name."""
+    """Return the number of logits at each position."""
     outputs = outputs["tokens"] if isinstance(outputs, dict) else outputs
     return outputs.vocab_size if isinstance(outputs, Unprojected) else int(outputs.shape[-1])
 
 
 def wider(dtype: DTypeLike) -> Any:
-    """The dtype, or float32 if that has more bits."""
+    """Return the dtype, or float32 if that has more bits."""
     return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype("float32")
 
 
 def _hits(logits: Float[Array, "*n v"], labels: Int[Array, "*n"] | UInt8[Array, "*n"], most: int) -> Bool[Array, "*n"]:
-    """Whether the logit of the label is one of the largest; of equal ones the first are."""
+    """Return whether the logit of each label is one of the largest; of equal logits the first ones count."""
     if most == 1:
         return logits.argmax(-1) == labels
     return (jax.lax.top_k(logits, most)[1] == labels[..., None]).any(-1)
@@ -125,7 +113,7 @@ def _number(labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, ""]:
 
 
 def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[Array, ""]:
-    """Their sum, from logits or an `Unprojected`."""
+    """Sum the nats of the labels, from logits or an `Unprojected`."""
     if isinstance(outputs, Unprojected):
         return _nats_in_chunks(*_in_chunks(outputs, labels))
     wide = outputs.astype(wider(outputs.dtype))
@@ -137,9 +125,10 @@ def _nats(outputs: Any, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> Float[
 
 
 def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n"]) -> tuple[Unprojected, Int[Array, "chunks size"]]:
-    """The same with hidden (chunks, size, w) and labels (chunks, size), all as `dtype`; those added to fill up are not counted.
+    """Reshape hidden to (chunks, size, w) and labels to (chunks, size), and cast all arrays to `dtype`.
 
-    A chunk takes positions at equal distances, so that it has as many of each part of the rows: where these are sharded, so is each chunk.
+    Labels that fill up the last chunk are not counted. A chunk takes positions at equal distances, so that it has as many of each part of
+    the rows: if these are sharded, so is each chunk.
     """
     width, count = outputs.hidden.shape[-1], labels.size
     chunks = -(-count // outputs.chunk)
@@ -153,7 +142,7 @@ def _in_chunks(outputs: Unprojected, labels: Int[Array, "*n"] | UInt8[Array, "*n
 
 @jax.custom_vjp
 def _nats_in_chunks(whole: Unprojected, labels: Int[Array, "chunks size"]) -> Float[Array, ""]:
-    """The sum of the nats of all chunks, made one after the other.
+    """Sum the nats of all chunks, computed one after the other.
 
     The backward makes the logits of each chunk again. It is written here, and not left to `jax.checkpoint`, for two reasons: gradients of
     the kernel are summed in float32, and a backward that is split into one for inputs and one for weights is not split inside of it, for
@@ -176,10 +165,10 @@ def _backward(saved: Any, gradient: Any) -> tuple[Unprojected, None]:
     wide = wider(whole.dtype)
 
     def add(sums: Any, part: Any) -> tuple[Any, Any]:
-        _, pull = jax.vjp(lambda own: _nats(own.logits(), part[1]), replace(whole, hidden=part[0]))
-        found = pull(gradient)[0]
-        sums = jax.tree.map(lambda total, new: total + new.astype(wide), sums, (found.kernel, found.bias))
-        return jax.lax.optimization_barrier((sums, found.hidden))  # neither without the other, see above
+        _, pull = jax.vjp(lambda unprojected: _nats(unprojected.logits(), part[1]), replace(whole, hidden=part[0]))
+        gradients = pull(gradient)[0]
+        sums = jax.tree.map(lambda total, new: total + new.astype(wide), sums, (gradients.kernel, gradients.bias))
+        return jax.lax.optimization_barrier((sums, gradients.hidden))  # neither without the other, see above
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide), (whole.kernel, whole.bias))
     sums, hidden = jax.lax.scan(add, zeros, (whole.hidden, labels))

@@ -1,4 +1,4 @@
-"""The built-in models as layers of a pipeline."""
+"""The built-in language models as layers of a pipeline."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from jpipe_train.models import bert, transformer
 
 
 def layers(config: ModelConfig, chunk: int | None = None) -> jpipe.LayerStack:
-    """The layers `embed`, `block_0` … `block_{depth-1}`, `head`, as constructors: nothing is allocated here.
+    """Return the layers `embed`, `block_0` … `block_{depth-1}`, `head` as constructors; nothing is allocated here.
 
     Inputs are tokens (b, s), or {"tokens": tokens, "segments": segments} where several documents share a row: segments count from 1, 0 is
     padding, positions begin anew with each, and none attends to another. BERT also takes {"types": 0 or 1 for each token}. Outputs are
@@ -16,12 +16,12 @@ def layers(config: ModelConfig, chunk: int | None = None) -> jpipe.LayerStack:
 
     Args:
         config: which model, one without a target.
-        chunk: the logits are left to the loss, which makes them for so many positions at a time: outputs have an
-            `jpipe_train.models.cross_entropy.Unprojected` in their place.
+        chunk: leave the logits to the loss, which makes them for this many positions at a time: in their place outputs have an
+            `jpipe_train.models.cross_entropy.Unprojected`.
     """
     kind = bert if config.kind == "bert" else transformer
     block = partial(transformer.Block, config)  # one object, so that jpipe traces it once
     blocks = {f"block_{i}": block for i in range(config.depth)}
     tie = jpipe.Tie(("embed", "token/embedding"), ("head", "token/embedding"))
-    found = {"embed": partial(kind.Embed, config), **blocks, "head": partial(kind.Head, config, chunk)}
-    return jpipe.LayerStack(found, [tie] if config.tied else ())
+    all_layers = {"embed": partial(kind.Embed, config), **blocks, "head": partial(kind.Head, config, chunk)}
+    return jpipe.LayerStack(all_layers, [tie] if config.tied else ())

@@ -1,4 +1,4 @@
-"""The layers of a decoder: GPT-2, Llama, the GPT over bytes. The block is BERT's, too. Written in Flax NNX.
+"""The layers of GPT-2, Llama and the GPT over bytes, in Flax NNX; BERT shares the block.
 
 The letters in the shapes: b rows, s positions, w width, v symbols.
 """
@@ -24,7 +24,7 @@ STD = 0.02  # of weights as in GPT-2 and BERT
 
 
 class Embed(nnx.Module):
-    """Symbols to vectors: one vector a symbol, and with learned positions plus one a position."""
+    """Embed symbols, and add the embeddings of their positions if these are learned."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -44,7 +44,7 @@ class Embed(nnx.Module):
         return joined(self.dropout(self.vectors(tokens, positions(tokens, segments))), segments)
 
     def vectors(self, tokens: Any, at: Int[Array, "#b s"]) -> Float[Array, "b s w"]:
-        """Of tokens at these positions."""
+        """Embed tokens at these positions."""
         x = look_up(self.token, tokens, dtype_of(self.config))
         return x + look_up(self.position, at, x.dtype) if self.config.positions == "learned" else x
 
@@ -83,13 +83,16 @@ class Block(nnx.Module):
     def following(
         self, x: Float[Array, "b s w"], keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], at: Int[Array, "b s"]
     ) -> tuple[Float[Array, "b s w"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
-        """A decoder's block, of positions whose earlier ones are kept as keys and values: x, and both with those of these positions.
+        """Apply a decoder's block to further positions, given the keys and values of earlier ones.
 
         Args:
             x: what flows into the block.
-            keys: of all t positions a row may have; those behind `at` are not looked at.
-            values: likewise.
+            keys: of all t positions that a row may have; those behind `at` are not used.
+            values: of the same positions.
             at: the positions of x, which rise in each row.
+
+        Returns:
+            x, and keys and values including those of these positions.
         """
         b, s, _ = x.shape
         rows = jnp.arange(b)[:, None]
@@ -104,11 +107,11 @@ class Block(nnx.Module):
         return self.project(attend(q, k, v, segments, self.config).reshape(b, s, -1))
 
     def _heads(self, x: Float[Array, "b s w"], at: Int[Array, "#b s"]) -> Any:
-        """Queries, keys and values (b, s, heads, numbers), turned by their positions with RoPE."""
+        """Compute queries, keys and values (b, s, heads, numbers), with rotary positions applied."""
         config = self.config
         heads, others = config.heads, config.kv_heads_used
-        found = self.qkv(x).reshape(*x.shape[:2], heads + 2 * others, config.head_size_used)
-        q, k, v = jnp.split(found, (heads, heads + others), axis=2)
+        stacked = self.qkv(x).reshape(*x.shape[:2], heads + 2 * others, config.head_size_used)
+        q, k, v = jnp.split(stacked, (heads, heads + others), axis=2)
         return (rotated(q, at, config), rotated(k, at, config), v) if config.positions == "rope" else (q, k, v)
 
     def _mlp(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
@@ -118,9 +121,9 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The last norm and the projection to logits, by the embeddings of the symbols if they are tied.
+    """Apply the last norm, and project to logits, with the embeddings of the symbols if they are tied.
 
-    With a `chunk` the projection is left to the loss, which makes logits of so many positions at a time.
+    With a `chunk` the projection is left to the loss, which makes logits of that many positions at a time.
     """
 
     def __init__(self, config: ModelConfig, chunk: int | None, *, rngs: nnx.Rngs):
@@ -144,65 +147,68 @@ class Head(nnx.Module):
 
 
 def dtype_of(config: ModelConfig) -> str:
-    """Of the activations between and inside of layers."""
+    """Return the dtype of activations between and inside layers."""
     return config.compute_dtype
 
 
 def named(*names: str | None) -> dict[str, Any]:
-    """The metadata that gives a parameter a logical axis, or None, for each dim; whoever places it on a mesh reads them."""
+    """Return the metadata that names a logical axis, or None, of each dim of a parameter, for placing it on a mesh."""
     return {"out_sharding": names, "eager_sharding": False}  # the latter: Flax by itself would refuse to make it without a mesh
 
 
 def axes(inputs: str | None, outputs: str | None) -> dict[str, Any]:
-    """The arguments of a linear layer for the logical axes of its kernel, the latter of its bias, too."""
+    """Return the arguments of a linear layer that name the logical axes of its kernel; the last one is also that of its bias."""
     return {"kernel_metadata": named(inputs, outputs), "bias_metadata": named(outputs)}
 
 
 def table(count: int, config: ModelConfig, init: Any, rngs: nnx.Rngs, rows: str | None = None) -> nnx.Embed:
-    """A vector of the width for each of so many numbers; `rows` is the logical axis of these."""
+    """Create an embedding table of `count` vectors of the model's width; `rows` names the logical axis of its rows."""
     return nnx.Embed(count, config.width, embedding_init=init, rngs=rngs, embedding_metadata=named(rows, "embed"))
 
 
 def linear(config: ModelConfig, rngs: nnx.Rngs) -> Callable[..., nnx.Linear]:
-    """What makes linear layers as the config says."""
+    """Return a constructor of linear layers as the config describes them."""
     options: dict[str, Any] = {} if config.init == "scaled" else {"kernel_init": nnx.initializers.normal(STD)}
     return partial(nnx.Linear, use_bias=config.bias, dtype=jnp.dtype(dtype_of(config)), rngs=rngs, **options)
 
 
 def norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-    """A norm of the width, computed in float32 at least."""
+    """Create a norm of the model's width, which computes in float32 at least."""
     kind = nnx.LayerNorm if config.norm == "layer" else nnx.RMSNorm
     return kind(config.width, epsilon=config.norm_epsilon, dtype=wider(dtype_of(config)), rngs=rngs)
 
 
 def dropout(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Draws nothing where there is none."""
+    """Create the dropout layer; it draws no random numbers if the rate is zero."""
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
 def normed(layer: Callable[[Any], Any], x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
-    """Normalized, in the dtype of the activations again."""
+    """Normalize, and cast back to the dtype of the activations."""
     return layer(x).astype(x.dtype)
 
 
 def look_up(embedding: nnx.Embed, numbers: Any, dtype: Any) -> Float[Array, "b s w"]:
-    """Rows of an embedding; only they are cast, and gradients for one symbol at several positions are summed before they are."""
+    """Look up rows of an embedding table.
+
+    Only these rows are cast, and gradients of one symbol at several positions are summed before the cast.
+    """
     return jnp.take(embedding.embedding[...], numbers, axis=0).astype(dtype)
 
 
 def tied_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
-    """The place of the embeddings of the symbols in the head; what stands there at first is dropped."""
+    """Create the head's copy of the symbol embeddings; its initial values are replaced by those of the tied parameter."""
     return table(config.vocab_size, config, nnx.initializers.zeros, rngs, "vocab")
 
 
 def projected(hidden: Any, kernel: Any, bias: Any, by_symbol: bool, chunk: int | None, dtype: str) -> Any:
-    """Logits, or with a `chunk` what they are to be made of."""
-    found = Unprojected(hidden, kernel, bias, chunk or 1, by_symbol, dtype)
-    return found.logits() if chunk is None else found
+    """Project to logits, or with a `chunk` return what they are computed from."""
+    unprojected = Unprojected(hidden, kernel, bias, chunk or 1, by_symbol, dtype)
+    return unprojected.logits() if chunk is None else unprojected
 
 
 def split_inputs(inputs: Any, config: ModelConfig) -> tuple[Any, Any]:
-    """(tokens, segments or None) of inputs.
+    """Split inputs into tokens and segments, or None.
 
     Raises:
         InputError: a sequence that is longer than the positions.
@@ -217,23 +223,25 @@ def split_inputs(inputs: Any, config: ModelConfig) -> tuple[Any, Any]:
 
 
 def split_stream(stream: Stream) -> tuple[Any, Any]:
-    """(x, segments or None) of what flows between layers."""
+    """Split what flows between layers into x and segments, or None."""
     return (stream["x"], stream["segments"]) if isinstance(stream, dict) else (stream, None)
 
 
 def joined(x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Stream:
-    """What flows to the next layer."""
+    """Join x and segments into what flows between layers."""
     return x if segments is None else {"x": x, "segments": segments}
 
 
 def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b s"]:
-    """The position of each token, counted from 0 in its row, or in its segment."""
+    """Return the position of each token, counted from 0 in its row or in its segment."""
     return jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
 
 
 def waves(size: float, key: Array, shape: tuple[int, int], dtype: DTypeLike, out_sharding: object = None) -> Float[Array, "s w"]:
-    """Positions start as sines and cosines (the transformer's first encoding), half as large as the vectors of symbols, whose deviation is
-    `size`: "the byte before" is then soon learned. Larger ones would drown the symbols.
+    """Initialize position embeddings with sines and cosines, the first transformer's encoding.
+
+    They are half as large as the vectors of symbols, whose deviation is `size`, so that "the byte before" is learned soon; larger ones
+    would drown the symbols.
     """
     count, width = shape
     angles = np.arange(count)[:, None] / 10_000 ** (np.arange(0, width, 2)[None] / width)

@@ -1,4 +1,4 @@
-"""What `jpipe plan` prints, writes and draws."""
+"""`jpipe plan`: search for a plan, print the candidates, and write and draw the best one."""
 
 import shlex
 from dataclasses import dataclass, replace
@@ -17,36 +17,25 @@ from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
-from jpipe_train.plan.planning import (
-    ALL,
-    LOCAL,
-    Found,
-    Parts,
-    Request,
-    confirm,
-    nothing_fits,
-    prepare,
-    profile_of,
-    read_profile,
-    read_topology,
-    scratch_words,
-    search,
-)
+from jpipe_train.plan.confirm import confirm, nothing_fits, scratch_words
+from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
+from jpipe_train.plan.profiling import Parts, profile_of
+from jpipe_train.plan.search import SearchResult, search
 
 SHOWN = 10  # rows of the table
-EXPLAINED = 20  # of those that do not fit
+EXPLAINED = 20  # rejected plans that are listed
 
 
 @dataclass(frozen=True)
 class Files:
-    """Where to read and write; None: not at all.
+    """The files to read and write, each optional.
 
     Attributes:
-        config: a run's config; or
-        profile: a profile that is there, in its place, or beside it to save the time.
-        out: the plan.
-        profile_out: the profile that was made.
-        png: the picture.
+        config: the config of a run.
+        profile: an existing profile, instead of a config, or with one to save the profiling.
+        out: the plan to write.
+        profile_out: the profile to write.
+        png: the picture to write.
     """
 
     config: str | None = None
@@ -65,15 +54,15 @@ def main(
     explain: bool = False,
     allow_code: bool = False,
 ) -> None:
-    """Find the best plan, say what was found, and write it.
+    """Find the best plan, print it, and write it.
 
     Args:
-        files: where to read and write.
-        request: what is to be planned for.
+        files: the files to read and write.
+        request: the request for a plan.
         overrides: `key=value` for the config.
-        rows: of a microbatch of a `graph.txt`; None: 1.
-        explain: say why the plan was chosen, and list the plans that do not fit.
-        allow_code: import and run the functions that a config names.
+        rows: rows of a microbatch of a `graph.txt`; None for 1.
+        explain: whether to explain the choice and list the plans that do not fit.
+        allow_code: whether to import and run the functions that a config names.
 
     Raises:
         InputError: something does not fit; nothing was written.
@@ -81,37 +70,37 @@ def main(
     console = Console(highlight=False)
     reporter = Reporter(1, 1, "samples", console if console.is_terminal else Console(highlight=False, width=180))
     _check(files, request, rows)
-    parts, devices = None, prepare(request)
+    parts, devices = None, prepare_devices(request)
     if files.config is not None:
         config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
         parts = Parts.of(config, reporter)
-        request = replace(request, replicas=not config.model.carries)
-    own_batch = config.train.batch_size if files.config is not None else None
-    batch = request.batch or own_batch
+        request = replace(request, replicas=not parts.stack.carries_rows)
+    config_batch = config.train.batch_size if files.config is not None else None
+    batch = request.batch or config_batch
     if batch is None:
         raise InputError("--batch: a profile does not say how many rows a batch has; give their number")
     profile, topology = _profile_and_topology(files, request, parts, batch, devices, rows, reporter)
     with reporter.phase(f"searching plans for {count(topology.num_devices, 'device')} and a batch of {table.rows_of(batch)}"):
-        found = search(profile, topology, batch, request, parts is not None and parts.config.uses_global_norm, reporter)
+        result = search(profile, topology, batch, request, parts is not None and parts.config.uses_global_norm, reporter)
     confirmed = None
     if parts is not None:
         with reporter.phase("compiling the stages of the best plan"):
-            found, confirmed = confirm(found, parts, lambda attempt: reporter.say(table.attempt(attempt)))
-    elif not found.choice.ranked:
-        raise nothing_fits(found.choice)
-    _report(reporter, found, confirmed, batch)
-    if parts is not None and found.attempts and (words := scratch_words(parts, topology)):
+            result, confirmed = confirm(result, parts, lambda attempt: reporter.say(table.attempt(attempt)))
+    elif not result.choice.ranked:
+        raise nothing_fits(result.choice)
+    _report(reporter, result, confirmed, batch)
+    if parts is not None and result.attempts and (words := scratch_words(parts, topology)):
         reporter.say(words)
-    if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, found.choice)):
+    if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, result.choice)):
         reporter.say(words)
     if explain:
-        _say_why(reporter, found)
-        for line in table.why_rejected(found.choice, EXPLAINED) or ["all kinds of plans fit"]:
+        _explain_choice(reporter, result)
+        for line in table.why_rejected(result.choice, EXPLAINED) or ["all kinds of plans fit"]:
             reporter.say(line)
-    _write(reporter, files, found)
+    _write(reporter, files, result)
     if files.out is not None and files.config is not None:
-        planned = found.choice.ranked[0].candidate.batch
-        changes = [*overrides, *([] if planned == own_batch else [f"train.batch_size={planned}"])]
+        planned = result.choice.ranked[0].candidate.batch
+        changes = [*overrides, *([] if planned == config_batch else [f"train.batch_size={planned}"])]
         command = ["jpipe", "train", files.config, "--plan", files.out, *(word for change in changes for word in ("--set", change))]
         reporter.say(f"train with it: {shlex.join(command)}")
 
@@ -134,7 +123,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
             raise InputError(f"{option}: expected at most {MOST_ROWS:,}, found {value:,}; is it a typo?")
     if rows is not None and (files.profile is None or Path(files.profile).suffix != ".txt"):
         raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
-    _ = request.degrees  # refuses what is no mesh
+    _ = request.degrees  # raises InputError for a text that names no mesh
     for name in request.schedules:
         if name not in (ALL, *jpipe.schedules.SCHEDULES):
             raise InputError(f"--schedules: unknown schedule '{name}'; {jpipe.errors.nearest(name, (ALL, *jpipe.schedules.SCHEDULES))}")
@@ -152,7 +141,7 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
 def _profile_and_topology(
     files: Files, request: Request, parts: Parts | None, batch: int, devices: int | None, rows: int | None, reporter: Reporter
 ) -> tuple[Profile, Topology]:
-    known = read_topology(request.topology) if request.topology != LOCAL else None
+    topology = read_topology(request.topology) if request.topology != LOCAL else None
     if files.profile is not None:
         profile = read_profile(files.profile, rows or 1)
         if rows is None and Path(files.profile).suffix == ".txt":
@@ -161,18 +150,18 @@ def _profile_and_topology(
             profile.check_layers(parts.stack.ids, [*parts.stack.ties.sharers(parts.stack.ids).values()])
     else:
         assert parts is not None
-        tried = request.degrees or (NO_MESH,)
-        largest = known.most_in_mesh if known and request.degrees is None else max(degrees.size for degrees in tried)
-        profile = profile_of(parts, known, batch, known.num_devices if known else devices or 1, reporter, largest)
-    if known is None:
+        degrees_to_try = request.degrees or (NO_MESH,)
+        largest = topology.most_in_mesh if topology and request.degrees is None else max(degrees.size for degrees in degrees_to_try)
+        profile = profile_of(parts, topology, batch, topology.num_devices if topology else devices or 1, reporter, largest)
+    if topology is None:
         with reporter.phase("measuring the links of this machine"):
-            known = local_topology(devices, dispatch=profile.dispatch)
-        reporter.say(table.links(known))
-    return profile, known
+            topology = local_topology(devices, dispatch=profile.dispatch)
+        reporter.say(table.links(topology))
+    return profile, topology
 
 
-def _report(reporter: Reporter, found: Found, confirmed: Compiled | None, batch: int) -> None:
-    choice = found.choice
+def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None, batch: int) -> None:
+    choice = result.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
     limit = topology.device.memory
     reporter.say(
@@ -180,23 +169,23 @@ def _report(reporter: Reporter, found: Found, confirmed: Compiled | None, batch:
         + (f" with {table.size(limit)}" if limit else "")
         + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
     )
-    first = "row" if found.compiled < 2 else count(found.compiled, "row")
+    first_rows = "row" if result.compiled < 2 else count(result.compiled, "row")
     reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
     reporter.say(
         "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
         + table.how_known(choice, SHOWN)
         + "; peak memory of the fullest device: what it holds and the temporaries of its programs, "
-        + ("estimated" if confirmed is None else f"compiled in the first {first}, estimated in the others")
+        + ("estimated" if confirmed is None else f"compiled in the first {first_rows}, estimated in the others")
     )
     if choice.open:
         reporter.say(
             f"{count(choice.open, 'candidate')} might be faster than the first one: simulating them all would take too long; "
             "fewer --schedules or a smaller --batch leave less to simulate"
         )
-    if found.delayed is not None:
-        faster = found.delayed.samples_per_second / chosen.samples_per_second - 1
+    if result.delayed is not None:
+        faster = result.delayed.samples_per_second / chosen.samples_per_second - 1
         reporter.say(
-            f"only schedules that flush were considered; {table.name(found.delayed)}, whose weights are delayed, would be about "
+            f"only schedules that flush were considered; {table.name(result.delayed)}, whose weights are delayed, would be about "
             f"{faster:.0%} faster by its estimate: --schedules all compares these, too"
         )
     if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
@@ -213,7 +202,7 @@ def _report(reporter: Reporter, found: Found, confirmed: Compiled | None, batch:
         memory = "" if candidate.chunks > 1 else f"; {_memory(chosen, confirmed, s)}"
         reporter.say(f"  stage {s}{replicas}: {layers}; recompute {stage.recompute}{memory}")
     if candidate.chunks > 1:
-        for p, stages in enumerate(plan.rank_stages):
+        for p, stages in enumerate(plan.pipeline_ranks):
             reporter.say(f"  rank {p}: stages {', '.join(map(str, stages))}; {_memory(chosen, confirmed, p)}")
     if confirmed is None:
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
@@ -222,13 +211,13 @@ def _report(reporter: Reporter, found: Found, confirmed: Compiled | None, batch:
 
 
 def attention_words(config: Config, choice: Choice) -> str:
-    """What the attention of XLA, which the profile and the compiled stages have, holds of each pair of positions; "" if that is little."""
+    """Describe the memory that XLA's attention holds for all pairs of positions, or return "" if it is small."""
     model, candidate, limit = config.model, choice.ranked[0].candidate, choice.topology.device.memory
     if model.target is not None or model.attention != "xla" or limit is None:
         return ""
     number = 2 if "16" in (config.precision.computes or model.compute_dtype) else 4
     pairs = candidate.rows / candidate.degrees.data * model.heads / candidate.degrees.model * model.seq_len**2 * number
-    if pairs < _MUCH * limit:
+    if pairs < _WORTH_TELLING * limit:
         return ""
     return (
         f"model.attention is xla: in each block a device holds {table.size(pairs)} for all pairs of positions of a microbatch, from the "
@@ -236,11 +225,11 @@ def attention_words(config: Config, choice: Choice) -> str:
     )
 
 
-_MUCH = 0.001  # share of a device's memory from which on the pairs of positions are told
+_WORTH_TELLING = 0.001  # share of a device's memory above which the pairs of positions are mentioned
 
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
-    """The peak memory of a rank with its parts, and if its stages are compiled how good the estimate was."""
+    """Return the peak memory of a rank with its parts, and the error of the estimate if its stages are compiled."""
     peak, held = chosen.memory[p], chosen.held
     parts = "" if held is None else f" (held {table.size(held[p])}, temporary {table.size(peak - held[p])})"
     if confirmed is None or p not in confirmed.ranks:
@@ -248,21 +237,21 @@ def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
     return f"peak memory {table.size(peak)}{parts}, estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
 
 
-def _say_why(reporter: Reporter, found: Found) -> None:
-    """Hold the chosen plan against the best of other kinds."""
+def _explain_choice(reporter: Reporter, result: SearchResult) -> None:
+    """Compare the chosen plan with the best of other kinds."""
     reporter.say("why it was chosen, against the best plans of other kinds:")
-    reporter.table(table.WHY_HEAD, table.why_chosen(found.choice, SHOWN), table.WORDS)
-    if found.left_out:
-        many = f"{count(found.left_out, 'plan')} with chunks or split backwards left out"
+    reporter.table(table.WHY_HEAD, table.why_chosen(result.choice, SHOWN), table.WORDS)
+    if result.left_out:
+        many = f"{count(result.left_out, 'plan')} with chunks or split backwards left out"
         reporter.say(f"{many}: simulating them all would take too long; fewer --schedules or a smaller --batch leave less to simulate")
 
 
-def _write(reporter: Reporter, files: Files, found: Found) -> None:
-    choice, chosen = found.choice, found.choice.ranked[0]
+def _write(reporter: Reporter, files: Files, result: SearchResult) -> None:
+    choice, chosen = result.choice, result.choice.ranked[0]
     written: list[tuple[str, str, str | bytes]] = []
     if files.png is not None:
         image = BytesIO()
-        draw_choice(choice, found.candidates, chosen, found.known).savefig(image, format="png")
+        draw_choice(choice, result.candidates, chosen, result.known).savefig(image, format="png")
         written.append(("--png", files.png, image.getvalue()))
     if files.profile_out is not None:
         written.append(("--profile-out", files.profile_out, choice.profile.to_json()))

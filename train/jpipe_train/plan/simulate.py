@@ -1,4 +1,4 @@
-"""What `jpipe simulate` does: the timeline, bubble, versions and memory of a plan or a config, without a device."""
+"""`jpipe simulate`: show the timeline, bubble, weight versions and memory of a plan or a config, without a device."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from rich.filesize import decimal
 import jpipe
 from jpipe import files
 from jpipe.files import expanded, write_atomically
-from jpipe_train.assemble.build import build, devices_of, named_as_in_the_config
+from jpipe_train.assemble.build import build, devices_of, errors_name_config_keys
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.config import config_file
 from jpipe_train.config.config import MOST_PLAN_BYTES, Config
@@ -39,21 +39,21 @@ def main(
     allow_code: bool = False,
     compile: bool = True,
 ) -> str:
-    """Simulate the plan or config in the file `source`; the pictures are written before anything is said.
+    """Simulate the plan or config in the file `source`, and write the pictures.
 
     Args:
         source: a plan's JSON or a config's YAML; the content decides.
         overrides: `key=value` for a config.
-        batches: how many to show, from an empty to an empty pipeline; by default three, or what it takes to come into the stride.
-        png: where to write the timeline, if anywhere; a config's memory goes next to it, with `-memory` in its name.
-        allow_code: import and run the functions that a config names.
-        compile: compile the stages of a config, to know the temporaries of their programs; otherwise only what ranks hold is known.
+        batches: the number of batches to show, from an empty to an empty pipeline; by default three, or as many as a steady state needs.
+        png: the file for the timeline; a config's memory goes into another one next to it, with `-memory` in its name.
+        allow_code: whether to import and run the functions that a config names.
+        compile: whether to compile the stages of a config; without, the temporaries of their programs are unknown.
 
     Returns:
-        What to print: the grid, a line for each stage of each rank, the bubble, the pictures.
+        The text to print: the grid, a line for each stage of each rank, the bubble, the pictures.
 
     Raises:
-        jpipe.InputError: a file or value that does not fit; nothing was written.
+        jpipe.InputError: a file or value does not fit; nothing was written.
     """
     if batches is not None and batches < 1:
         raise jpipe.InputError(f"--batches: expected 1 or more, found {batches}")
@@ -61,16 +61,18 @@ def main(
         raise jpipe.InputError(f"--png: expected a name that ends in .png, found '{png}'")
     plan, costs, unknown = read(source, overrides, allow_code, compile)
     warm_up = jpipe.programs.batches_until_full(plan)
-    shown, stride = batches or max(3, warm_up + 1), 2 * warm_up  # batches before each takes as long as the next
-    check_effort(plan, max(shown, stride + 3))
+    shown, steady_from = batches or max(3, warm_up + 1), 2 * warm_up  # batches until the steady state
+    check_effort(plan, max(shown, steady_from + 3))
     shared = jpipe.programs.shared_stages(costs or ())
-    with named_as_in_the_config(source if costs is None else None):  # an order may deadlock
+    with errors_name_config_keys(source if costs is None else None):  # a custom order may deadlock
         program = jpipe.lower(plan, shown, shared=shared)
     prediction = jpipe.simulate(program, costs)
-    long = jpipe.simulate(jpipe.lower(plan, stride + 3, shared=shared), costs)
-    steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, stride, 2)
+    long = jpipe.simulate(jpipe.lower(plan, steady_from + 3, shared=shared), costs)
+    steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, steady_from, 2)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
-    halves = ", each of its halves 1" if any(span.op == "W" for spans in prediction.timeline for span in spans) else ""
+    halves = (
+        ", each of its halves 1" if any(jpipe.ops.OPS[span.op].reads == "stash" for spans in prediction.timeline for span in spans) else ""
+    )
     recomputes = any(stage.recompute != "none" for stage in plan.stages)
     recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
     return "\n".join(
@@ -80,7 +82,7 @@ def main(
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",
-            *align(table(plan, long, stride + 3, sized=costs is not None, compiled=not unknown)),
+            *align(table(plan, long, steady_from + 3, sized=costs is not None, compiled=not unknown)),
             "",
             f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
             *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else _memory_words(unknown)),
@@ -90,7 +92,7 @@ def main(
 
 
 def _extent(plan: jpipe.Plan, batches: int) -> str:
-    """How many stages, ranks, devices and microbatches there are, and how many batches are shown."""
+    """Return the numbers of stages, ranks, devices and microbatches, and of the batches shown."""
     ranks = [count(len(plan.rank_workers), "rank")] if len(plan.rank_workers) != plan.depth else []
     meshes = [f"{mesh_words(plan)}, {count(devices_of(plan), 'device')}"] if has_meshes(plan) else []
     microbatches = f"{count(plan.microbatches, 'microbatch', 'es')} per batch"
@@ -98,7 +100,7 @@ def _extent(plan: jpipe.Plan, batches: int) -> str:
 
 
 def _memory_words(unknown: str) -> list[str]:
-    """What the columns of memory mean."""
+    """Explain the columns of memory."""
     if unknown:
         return [f"held: what a rank holds between its computations; the temporaries of its programs, and so the peak memory, {unknown}"]
     return [
@@ -109,7 +111,7 @@ def _memory_words(unknown: str) -> list[str]:
 def read(
     source: str, overrides: Sequence[str], allow_code: bool, compile: bool = True
 ) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...] | None, str]:
-    """The plan of a file, what its stages cost if the file is a config, and why their temporaries are not known ("" if they are)."""
+    """Return the plan in a file, the costs of its stages if the file is a config, and why temporaries are unknown ("" if known)."""
     path = expanded(source, "simulate")
     if not looks_like_a_plan(path):
         return plan_and_costs(config_file.load(source, overrides, allow_code=allow_code), compile)
@@ -119,21 +121,21 @@ def read(
 
 
 def looks_like_a_plan(path: Path) -> bool:
-    """A `.json` file, or an object with the key `format`, which no config has."""
-    if path.suffix == ".json" or not path.is_file():  # what is no file may be there to be read only once
+    """Return whether a file is a plan: a `.json` file, or an object with the key `format`, which no config has."""
+    if path.suffix == ".json" or not path.is_file():  # a pipe can only be read once
         return path.suffix == ".json"
     text = read_text(path).lstrip()
     return text.startswith("{") and '"format"' in text
 
 
 def read_text(path: Path) -> str:
-    """The file's text."""
+    """Read a plan or a config as text."""
     other = f"{path}: expected text in UTF-8, found other bytes; is this a plan or a config?"
     return files.read_text(path, MOST_PLAN_BYTES, f"{path}: cannot read it", "give a plan's JSON file or a config's YAML file", other)
 
 
 def plan_and_costs(config: Config, compile: bool = True) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...], str]:
-    """The plan of a config, what its stages hold and move, exactly and from shapes alone, and why their temporaries are not known.
+    """Return the plan of a config, the exact costs of its stages from shapes alone, and why temporaries are unknown.
 
     The temporaries come from compiling the stages for a device of this machine.
     """
@@ -144,15 +146,15 @@ def plan_and_costs(config: Config, compile: bool = True) -> tuple[jpipe.Plan, tu
     device = jax.local_devices()[0]
     needed = max(stage.devices_each for stage in pipe.plan.stages)
     if needed > len(jax.local_devices(backend=device.platform)):
-        found = count(needed, "device")
-        return pipe.plan, pipe.costs(batches.like), f"need {found} to compile for, the largest mesh; XLA_FLAGS can make CPU devices"
+        devices = count(needed, "device")
+        return pipe.plan, pipe.costs(batches.like), f"need {devices} to compile for, the largest mesh; XLA_FLAGS can make CPU devices"
     if sys.stderr.isatty():
         print(f"compiling {count(pipe.plan.depth, 'stage')} to know the peak memory; --no-compile leaves that out …", file=sys.stderr)
     return pipe.plan, pipe.costs(batches.like, compiled_for=device), ""
 
 
 def check_effort(plan: jpipe.Plan, batches: int) -> None:
-    """Refuse what would take minutes."""
+    """Check that the simulation takes seconds, not minutes."""
     forwards = plan.depth * plan.microbatches * batches
     if forwards > MOST_FORWARDS:
         raise jpipe.InputError(
@@ -160,10 +162,10 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
             f"{batches} batches; use fewer of one"
         )
     in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, 0) * plan.replicas[0]
-    ranks = len(plan.rank_stages)
-    full = in_flight >= min(ranks, plan.microbatches)  # all ranks compute at a time
+    ranks = len(plan.pipeline_ranks)
+    full = in_flight >= min(ranks, plan.microbatches)  # all ranks compute at the same time
     passes = plan.depth + -(-plan.depth // ranks) * plan.microbatches if full else -(-plan.depth * plan.microbatches // in_flight)
-    ticks = 4 * batches * passes * len(plan.rank_workers)  # more than there will be
+    ticks = 4 * batches * passes * len(plan.rank_workers)  # an upper bound
     if ticks > MOST_TICKS:
         raise jpipe.InputError(
             f"simulate: expected a picture of at most {MOST_TICKS:,} ticks of all ranks, found up to {ticks:,}, for "
@@ -172,11 +174,11 @@ def check_effort(plan: jpipe.Plan, batches: int) -> None:
 
 
 def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int, *, sized: bool, compiled: bool = False) -> list[list[str]]:
-    """What can be said of each rank, and of each stage that it runs.
+    """Return a table with a row for each stage of each rank.
 
-    Sizes, which are those of the rank, only where they are known, and temporaries and peak memory only if its stages are compiled.
+    It has the sizes of a rank only if they are known, and temporaries and peak memory only if its stages are compiled.
     """
-    replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.rank_stages)
+    replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.pipeline_ranks)
     stage_head = ["stage·replica"] if replicated else ["stage"] if shares else []
     head = ["rank", *stage_head, "layers", "recompute", "in flight", "versions"]
     each = ", each device" if has_meshes(plan) else ""
@@ -188,22 +190,22 @@ def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int,
         for w in workers:
             s, replica = plan.workers[w]
             stage, first = plan.stages[s], w == workers[0]
-            named = stage.layers if len(stage.layers) < 4 else (stage.layers[0], "…", stage.layers[-1], f"({len(stage.layers)})")
+            layers = stage.layers if len(stage.layers) < 4 else (stage.layers[0], "…", stage.layers[-1], f"({len(stage.layers)})")
             in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, s)
             row = [str(rank) if first else "", *([f"{s}·{replica}"] if replicated else [str(s)] if shares else [])]
-            row += [" ".join(named), stage.recompute, str(in_flight), str(prediction.versions_alive[w])]
+            row += [" ".join(layers), stage.recompute, str(in_flight), str(prediction.versions_alive[w])]
             rows.append([*row, *(sizes if first else [""] * len(sizes))] if sized else row)
     return rows
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines with straight columns."""
+    """Return the rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def cut_grid(grid: str, width: int) -> str:
-    """The ticks that fit a terminal of `width` columns, and how many they are where that is not all."""
+    """Return the ticks of a grid that fit into `width` columns, and how many are shown if not all."""
     lines = grid.splitlines()
     ends = [match.end() for match in re.finditer(r"\d+", lines[0])]
     fitting = [end for end in ends if end <= width]
@@ -214,7 +216,7 @@ def cut_grid(grid: str, width: int) -> str:
 
 
 def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *, sized: bool) -> list[str]:
-    """Write the timeline and, where sizes are known, the memory; says where."""
+    """Draw the timeline and, if sizes are known, the memory; return a line with the paths."""
     title = f"{plan.schedule}, {plan.microbatches} microbatches per batch (a unit is one forward)"
     save(jpipe.draw_timeline({"predicted": prediction.timeline}, title=title, unit="units", plan=plan), path)
     if not sized:
@@ -226,7 +228,7 @@ def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *,
 
 
 def save(figure: "matplotlib.figure.Figure", path: Path) -> None:
-    """Write a picture so that a reader finds all of it or none."""
+    """Write a picture completely or not at all."""
     if path.is_dir():
         raise jpipe.InputError(f"--png: expected a file to write, found the folder '{path}'; choose another name")
     image = BytesIO()

@@ -1,4 +1,4 @@
-"""The comparison of measured step times and memory with the simulation and with the planner's prediction."""
+"""Compare measured step times and memory with the simulation and with the planner's prediction."""
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jpipe
 
 HELD = "held memory"
-_MUCH_SLOWER = 1.5  # times the prediction
+_MUCH_SLOWER = 1.5  # ratio to the prediction
 _SHORT = 2e-3  # seconds
-_MOST_RANKS = 8  # whose temporaries are listed
+_MOST_RANKS = 8  # ranks whose temporaries are listed
 
 
 class Comparison(NamedTuple):
@@ -24,12 +24,12 @@ class Comparison(NamedTuple):
 def compare(
     predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None, temporary: Sequence[int | None] = ()
 ) -> list[Comparison]:
-    """Step time, bubble, and what each rank holds and its peak memory, predicted and measured.
+    """Compare the step time, the bubble, and the held and peak memory of each rank, predicted and measured.
 
     Args:
         predicted: the prediction.
         measured: the measurement.
-        temporary: by rank, as from `temporary_bytes`; the peak memory of a rank is shown only with its number.
+        temporary: the result of `temporary_bytes`; the peak memory of a rank is only shown if its entry is known.
     """
     windows = predicted, measured
     ranks = max((len(window.memory) for window in windows if window), default=0)
@@ -49,7 +49,7 @@ def compare(
 
 
 def temporary_words(temporary: Sequence[int | None]) -> str:
-    """What the peak memory has in addition to what is held, as a sentence; "" where nothing is known."""
+    """Describe in a sentence the temporaries that the peak memory includes, or return "" if none are known."""
     known = [f"{bytes_text(size)} at rank {rank}" for rank, size in enumerate(temporary) if size is not None]
     if not known:
         return ""
@@ -59,51 +59,51 @@ def temporary_words(temporary: Sequence[int | None]) -> str:
 
 
 def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Sequence[jpipe.programs.StageCost]) -> jpipe.plan.Predicted:
-    """The measurement of a plan, in the form of the planner's prediction.
+    """Return the measurement of a plan in the form of the planner's prediction.
 
     Args:
         plan: the plan of the run.
         measured: a window of the run.
         costs: for each stage the sizes that a window does not include, see `temporary_of_ranks`.
     """
-    ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.rank_stages]
+    ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.pipeline_ranks]
     held = [max(measured.held_bytes[rank] for rank in replicas) for replicas in ranks]
     peaks = tuple(size + more for size, more in zip(held, temporary_of_ranks(plan, costs), strict=True))
     return jpipe.plan.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
 
 
 def temporary_of_ranks(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:
-    """Bytes that each rank, counted without replicas, needs only while a program runs.
+    """Return the bytes that each pipeline rank needs only while a program runs.
 
-    These are scratch memory, and what a program that begins with a forward takes and leaves nothing of.
+    These are scratch memory, and the inputs of a program that begins with a forward.
     """
     schedule = jpipe.schedules.SCHEDULES[plan.schedule]
-    found = [cost.temporary for cost in costs]
+    temporary = [cost.temporary for cost in costs]
     if schedule.begins_fused(plan, plan.depth - 1):
-        found[-1] += costs[-1].inputs + costs[-1].labels
-    return [max(found[s] for s in stages) for stages in plan.rank_stages]
+        temporary[-1] += costs[-1].inputs + costs[-1].labels
+    return [max(temporary[s] for s in stages) for stages in plan.pipeline_ranks]
 
 
 def temporary_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], compiled: Collection[int]) -> tuple[int | None, ...]:
-    """Bytes that each rank, replicas included, needs only while a program runs; None where its stages are not among the compiled ones."""
-    found = temporary_of_ranks(plan, costs)
-    return tuple(found[place] if set(plan.rank_stages[place]) <= set(compiled) else None for place, _ in plan.rank_places)
+    """Return the bytes that each rank, with replicas, needs only while a program runs; None if its stages are not compiled here."""
+    temporary = temporary_of_ranks(plan, costs)
+    return tuple(temporary[rank] if set(plan.pipeline_ranks[rank]) <= set(compiled) else None for rank, _ in plan.rank_positions)
 
 
 def compare_with_plan(plan: jpipe.Plan, predicted: jpipe.plan.Predicted, measured: jpipe.plan.Predicted) -> list[Comparison]:
-    """The planner's prediction beside the measurement."""
+    """Compare the planner's prediction with the measurement."""
     rows = [
         _comparison("time of a step", time_text, [predicted.batch_seconds, measured.batch_seconds]),
         _comparison("bubble (idle share)", share_text, [predicted.bubble, measured.bubble]),
     ]
-    for stages, *peaks in zip(plan.rank_stages, predicted.peak_bytes, measured.peak_bytes, strict=True):
+    for stages, *peaks in zip(plan.pipeline_ranks, predicted.peak_bytes, measured.peak_bytes, strict=True):
         named = f"stage {stages[0]}" if len(stages) == 1 else f"stages {' '.join(map(str, stages))}"
         rows.append(_comparison(f"peak memory, {named}", bytes_text, peaks))
     return rows
 
 
 def why_slower(predicted: jpipe.programs.Window | None, measured: jpipe.programs.Window | None, processes: int = 1) -> str | None:
-    """Why the measured steps take much longer than predicted, as text; None if they do not."""
+    """Explain why the measured steps take much longer than predicted; None if they do not."""
     if predicted is None or measured is None or measured.step_seconds <= _MUCH_SLOWER * predicted.step_seconds:
         return None
     median = statistics.median(span.end - span.start for spans in measured.timeline for span in spans)
@@ -120,9 +120,9 @@ def why_slower(predicted: jpipe.programs.Window | None, measured: jpipe.programs
     return "Steps take longer than predicted: other programs used the cores at the same time."
 
 
-def _comparison(quantity: str, words: Callable[[int | float], str], values: Sequence[int | float | None]) -> Comparison:
+def _comparison(quantity: str, text_of: Callable[[int | float], str], values: Sequence[int | float | None]) -> Comparison:
     predicted, measured = values
-    first, second = ("–" if value is None else words(value) for value in values)
+    first, second = ("–" if value is None else text_of(value) for value in values)
     return Comparison(quantity, first, second, "–" if not predicted or measured is None else f"{measured / predicted:.2f}")
 
 

@@ -1,4 +1,4 @@
-"""Where the rows of a run go besides metrics.jsonl: what `log` of its config names."""
+"""The logs in addition to metrics.jsonl that `log` of a config names."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -14,33 +14,33 @@ from jpipe_train.report.tensorboard import TensorBoard
 
 
 def check(config: Config) -> None:
-    """Refuse logs whose libraries are missing.
+    """Check that the libraries of the logs are installed.
 
     Raises:
-        jpipe.InputError: one is.
+        jpipe.InputError: a library is missing.
     """
     if "wandb" in config.log:
         wandb.check_installed()
 
 
 class Logs:
-    """Writes the same values to each of them; close it, or use it in a `with`. None of them stops a run.
+    """Writes the same values to all logs of a run; use it in a `with`. A failing log does not stop the run.
 
     Args:
-        config: of the run.
-        folder: of the run.
-        say: takes the messages, each a line.
+        config: the config of the run.
+        folder: the folder of the run.
+        say: prints a line.
     """
 
     def __init__(self, config: Config, folder: Path, say: Callable[[str], None]) -> None:
         self._wandb: wandb.Wandb | None = None
         self._tensorboard: TensorBoard | None = None
-        with contextlib.ExitStack() as begun:
+        with contextlib.ExitStack() as opened:
             if "tensorboard" in config.log:
-                self._tensorboard = begun.enter_context(TensorBoard(folder / "tensorboard", say))
+                self._tensorboard = opened.enter_context(TensorBoard(folder / "tensorboard", say))
             if "wandb" in config.log:
-                self._wandb = begun.enter_context(wandb.Wandb(folder, parse(to_yaml(config), "the config"), say))
-            self._until_end = begun.pop_all()
+                self._wandb = opened.enter_context(wandb.Wandb(folder, parse(to_yaml(config), "the config"), say))
+            self._until_end = opened.pop_all()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add the values of `step`, such as `{"loss": 2.3}`."""
@@ -49,7 +49,7 @@ class Logs:
                 log.write(step, scalars)
 
     def hurry(self) -> None:
-        """Let the end take a few seconds only, because the run was told to stop."""
+        """Limit the closing to a few seconds, because the run was told to stop."""
         if self._wandb is not None:
             self._wandb.hurry()
 

@@ -1,4 +1,4 @@
-"""The pictures of a run's losses and of its metrics."""
+"""Draw the losses and the metrics of a run."""
 
 import itertools
 import math
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import matplotlib.axes
     import matplotlib.figure
 
-SMOOTHED_FROM = 80  # losses: with fewer, a running mean has no effect
+SMOOTHED_FROM = 80  # with fewer losses, a running mean has no effect
 
 _BATCH, _MEAN, _VALIDATION = "#9CC3DF", "#0072B2", "#D55E00"  # colour-blind readers can distinguish them
 _MOST_POINTS = 2000  # a picture cannot show more
 _MOST_VALIDATIONS = 30  # more points would hide the line
-_LONGEST_NAME = 32  # letters of a metric's name that a panel has room for
+_LONGEST_NAME = 32  # characters of a metric's name that fit into a panel's title
 
 
 def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplotlib.figure.Figure":
@@ -53,14 +53,14 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
         axes.plot(
             held_out[shown], values[shown], color=_VALIDATION, linestyle="", marker="o", markersize=5, mec="white", label="validation"
         )
-        place, words = (float(held_out[-1]), float(values[-1])), f"{values[-1]:.3f}"
-        if len(losses) and values[-1] < losses[-1]:  # away from the line
+        point, text = (float(held_out[-1]), float(values[-1])), f"{values[-1]:.3f}"
+        if len(losses) and values[-1] < losses[-1]:  # below the point, away from the line
             side: dict[str, Any] = {"xytext": (0, -5), "va": "top"}
         else:
             side = {"xytext": (0, 9), "bbox": {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}}  # the line may run below it
-        axes.annotate(words, place, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold", **side)
-    every = np.concatenate([losses, values])
-    if len(every) and every.min() > 0 and every.max() > 30 * every.min():  # it would be a flat line
+        axes.annotate(text, point, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=10, weight="bold", **side)
+    all_values = np.concatenate([losses, values])
+    if len(all_values) and all_values.min() > 0 and all_values.max() > 30 * all_values.min():  # a linear axis would show a flat line
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:,g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -76,19 +76,19 @@ def draw_losses(rows: Sequence[Mapping[str, int | float]], unit: str) -> "matplo
 
 
 def metric_names(rows: Sequence[Mapping[str, int | float]]) -> list[str]:
-    """Return the names of the metrics of validation (`eval.metrics`), in the order of their columns `val_NAME`."""
+    """Return the names of the validation metrics (`eval.metrics`), in the order of their columns `val_NAME`."""
     keys = dict.fromkeys(key for row in rows for key in row if key.startswith("val_") and key != "val_loss")
     return [key.removeprefix("val_") for key in keys]
 
 
 def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]) -> "matplotlib.figure.Figure":
-    """Draw metrics of validation, each in a panel of its own, for they have different units.
+    """Draw validation metrics, each in its own panel, because their units differ.
 
-    Values that are not finite are left out. Of very many only the highest and the lowest of each interval are drawn.
+    Values that are not finite are left out. Of very many values only the highest and the lowest of each interval are drawn.
 
     Args:
         rows: as in `metrics.jsonl`.
-        names: of the metrics, at least one.
+        names: the metrics, at least one.
 
     Returns:
         The figure, with two panels side by side.
@@ -109,9 +109,9 @@ def draw_metrics(rows: Sequence[Mapping[str, int | float]], names: Sequence[str]
         marker = "o" if len(values) <= _MOST_VALIDATIONS else ""
         axes.plot(steps[shown], values[shown], color=_VALIDATION, linewidth=1.2, marker=marker, markersize=4, mec="white")
         if len(values):
-            words, place = f"{values[-1]:.4g}", (float(steps[-1]), float(values[-1]))
+            text, point = f"{values[-1]:.4g}", (float(steps[-1]), float(values[-1]))
             style: dict[str, Any] = {"bbox": {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1}, "xytext": (0, 7)}
-            axes.annotate(words, place, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=9, weight="bold", **style)
+            axes.annotate(text, point, textcoords="offset points", ha="right", color=_VALIDATION, fontsize=9, weight="bold", **style)
         if len(values) == 1:
             axes.set_xlim(steps[0] - 1, steps[0] + 1)
         axes.margins(y=0.2)
@@ -134,32 +134,35 @@ def _dress(axes: "matplotlib.axes.Axes", label: str) -> None:
 
 
 def logs_every_batch(rows: Sequence[Mapping[str, int | float]]) -> bool:
-    """Whether there is a training loss for every step, up to the last."""
+    """Return whether there is a training loss for every step, up to the last."""
     steps = [row["step"] for row in rows if "loss" in row]
     return all(later == step + 1 for step, later in itertools.pairwise(steps))
 
 
 def finite(rows: Sequence[Mapping[str, int | float]], name: str) -> tuple[Int64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
-    """The steps with a finite value of this name, and the values."""
+    """Return the steps with a finite value of this name, and the values."""
     pairs = [(row["step"], row[name]) for row in rows if name in row and np.isfinite(row[name])]
     return np.array([step for step, _ in pairs], np.int64), np.array([value for _, value in pairs], np.float64)
 
 
 def running_mean(values: Float64[np.ndarray, " n"], width: int) -> Float64[np.ndarray, " n"]:
-    """The running mean over about `width` values: over fewer at the beginning, where a loss falls fast, over earlier ones at the end."""
+    """Return the running mean over about `width` values.
+
+    At the beginning, where a loss falls fast, it covers fewer values, and at the end earlier ones.
+    """
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    places = np.arange(len(values))
-    half = np.minimum(places, width // 2)
-    first, last = places - half, np.minimum(places + half + 1, len(values))
+    indices = np.arange(len(values))
+    half = np.minimum(indices, width // 2)
+    first, last = indices - half, np.minimum(indices + half + 1, len(values))
     return np.asarray((sums[last] - sums[first]) / (last - first))
 
 
-def extremes(values: Float64[np.ndarray, " n"], stretches: int) -> Int64[np.ndarray, " m"]:
-    """Indices of the values to draw: all, or the lowest and the highest of each interval, and the last."""
-    places = np.arange(len(values))
-    if len(values) <= 2 * stretches:
-        return places
+def extremes(values: Float64[np.ndarray, " n"], intervals: int) -> Int64[np.ndarray, " m"]:
+    """Return the indices of the values to draw: all, or the lowest and the highest of each interval, and the last."""
+    indices = np.arange(len(values))
+    if len(values) <= 2 * intervals:
+        return indices
     kept = {len(values) - 1}
-    for stretch in np.array_split(places, stretches):
-        kept |= {int(stretch[np.argmin(values[stretch])]), int(stretch[np.argmax(values[stretch])])}
+    for interval in np.array_split(indices, intervals):
+        kept |= {int(interval[np.argmin(values[interval])]), int(interval[np.argmax(values[interval])])}
     return np.array(sorted(kept), np.int64)

@@ -1,4 +1,4 @@
-"""Measures a few steps of a run from time to time, and predicts the same steps by simulation."""
+"""Measure a few steps of a run from time to time, and predict the same steps by simulation."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,7 +10,7 @@ MOST_FORWARDS = 100_000  # limit for a prediction: some seconds
 
 
 class Measure:
-    """Decides which steps are traced, and compares the last traced window with its prediction.
+    """Traces windows of steps, and compares the last one with its prediction.
 
     A window has up to `batches` batches, when the pipeline is full and again after each evaluation. There is no evaluation inside it. One
     batch before it and one after it are traced as well. The prediction simulates the schedule with the median times of the window's own
@@ -21,7 +21,7 @@ class Measure:
         costs: bytes of its stages, from `pipe.costs`.
         steps: number of steps of the run.
         every: steps between two evaluations.
-        batches: largest number of batches in a window; 0: nothing is measured.
+        batches: largest number of batches in a window; 0 measures nothing.
         processes: the processes of the run, if there are several: all measure the same steps, each its own workers, and process 0 gets
             the windows.
         first: the first step of the run.
@@ -44,15 +44,15 @@ class Measure:
         self._pipe, self._costs, self._steps, self._every, self._most = pipe, costs, steps, every, batches
         self._full = jpipe.programs.batches_until_full(pipe.plan)
         self._tracer: jpipe.Tracer | None = None
-        self._first = self._batches = 0  # of the window being traced
-        self._window = 0, 0  # the same of the last one that was measured
+        self._first = self._batches = 0  # first batch and number of batches of the window being traced
+        self._window = 0, 0  # the same for the last measured window
         self.measured: jpipe.programs.Window | None = None
 
     def observer(self, step: int) -> jpipe.Tracer | None:
-        """The observer for `Pipeline.step` at `step`, if any; finishes a window that ended with the step before."""
+        """Return the observer for `Pipeline.step` at `step`, if any, and finish a window that ended with the previous step."""
         if self._tracer is not None and step > self._first + self._batches:
             self.finish()
-        if self._tracer is None and (batches := self._fitting(step)):
+        if self._tracer is None and (batches := self._window_size(step)):
             self._first, self._batches = step + 1, batches
             if self._processes is not None:  # all clocks start now, up to the latency of a message
                 self._processes.barrier(f"the trace from step {step}")
@@ -66,10 +66,10 @@ class Measure:
         trace, self._tracer = self._tracer.finish(), None
         self._window = self._first, self._batches
         if self._processes is not None:
-            everyones = gather(self._processes, self._pipe, f"trace of batch {self._first}", trace)
-            if everyones is None:
+            gathered = gather(self._processes, self._pipe, f"trace of batch {self._first}", trace)
+            if gathered is None:
                 return
-            trace = everyones
+            trace = gathered
         self._costs = jpipe.runtime.fit_costs(self._costs, trace.timeline, self._pipe.plan)
         self.measured = jpipe.programs.extract_window(trace.timeline, trace.memory, self._pipe.plan.microbatches, *self._window)
 
@@ -81,15 +81,15 @@ class Measure:
 
     @cached_property
     def predicted(self) -> jpipe.programs.Window | None:
-        """The prediction of the measured window. It takes some time, so call it at the end. None if it would take minutes."""
+        """The prediction of the measured window, or None if it would take minutes; computed at first access, which takes some time."""
         plan = self._pipe.plan
         forwards = plan.depth * plan.microbatches * (2 * self._full + self._window[1] + 1)
         if self.measured is None or forwards > MOST_FORWARDS:
             return None
         return jpipe.programs.predict_window(plan, self._costs, *self._window, global_norm=self._pipe.uses_global_norm)
 
-    def _fitting(self, step: int) -> int:
-        """How many batches a window whose trace begins at `step` can have; 0: none begins."""
+    def _window_size(self, step: int) -> int:
+        """Return the number of batches of a window whose trace begins at `step`, or 0 if none begins."""
         due = step % self._every == 0 if self._window[1] else step >= self._start + self._full
         room = min(self._steps - step, self._every - step % self._every)  # steps until the end, or until the next evaluation
         return min(self._most, max(room - 2, 0)) if due else 0

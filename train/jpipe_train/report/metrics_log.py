@@ -1,4 +1,4 @@
-"""The losses of a run: read when they arrive, checked, written and shown."""
+"""Read the losses of a run when they arrive, check them, write them to `metrics.jsonl` and print them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ TIMES = frozenset({"seconds", "tokens_per_second", "samples_per_second", "mfu"})
 
 
 def repeatable(row: Mapping[str, float]) -> dict[str, float]:
-    """The values of a row that a repeated or resumed run gives again, bit for bit."""
+    """Return the values of a row that a repeated or resumed run reproduces bit for bit."""
     return {name: value for name, value in row.items() if name not in TIMES}
 
 
@@ -42,10 +42,10 @@ MOST_SKIPPED = 20
 
 
 class MetricsLog:
-    """Turns losses into rows of `metrics.jsonl`, values for other logs and lines on the screen.
+    """Turns losses into rows of `metrics.jsonl`, values for other logs and lines on the terminal.
 
     Processes that write nothing read the same losses, so that all stop at the same step. If the disk is full and the config says to
-    continue, rows are kept in memory, and written when there is space again.
+    continue, rows are kept in memory and written once there is space again.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class MetricsLog:
         self._utilization = utilization
         self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.steps)
         self._validation: dict[int, Validation] = {}
-        self._known: jpipe.Metrics = jpipe.Metrics.empty()  # of steps whose rows are not written yet
-        self._skipped = 0  # steps in a row
-        self.through = -1  # the last step whose row was written, if it was to be
+        self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps whose rows are not written yet
+        self._skipped = 0  # skipped steps in a row
+        self.last_step = -1  # the last step that was processed, and whose row was written if due
 
     @property
     def seconds(self) -> float:
@@ -82,22 +82,22 @@ class MetricsLog:
 
     @property
     def folder(self) -> Path | None:
-        """The folder to which rows are written, if any."""
+        """The folder to which rows are written, or None."""
         return None if self._folder is None else self._folder.path
 
-    def validation(self, step: int, found: "Validation") -> None:
+    def validation(self, step: int, results: "Validation") -> None:
         """Add a validation to the row of `step`, without waiting for its numbers."""
-        self._validation[step] = found
+        self._validation[step] = results
 
     def validated(self, step: int) -> dict[str, float] | None:
-        """The validation in the row of `step`, or None."""
+        """Return the validation in the row of `step`, or None."""
         known = self._validation.get(step)
         return None if known is None else means(known)
 
     def finished(self, metrics: jpipe.Metrics | None) -> None:
-        """Wait for these numbers, and write the rows of all steps whose numbers are complete; a norm may come later than its loss."""
-        for known, found in zip(self._known, metrics or (), strict=False):
-            known.update(found)
+        """Wait for these metrics, and write the rows of all steps whose values are complete; a norm may come later than its loss."""
+        for known, arrived in zip(self._known, metrics or (), strict=False):
+            known.update(arrived)
         losses, _, norms, *_ = self._known
         for step in sorted(losses):
             if self._config.uses_global_norm and step not in norms:
@@ -108,14 +108,14 @@ class MetricsLog:
 
     def _write(self, step: int) -> None:
         """Write the row of a step."""
-        row = self._trained(step) | self._evaluated(step)
+        row = self._training_values(step) | self._validation_values(step)
         config = self._config.train
         self._reporter.tick(step)
         logged = step % config.log_every == 0 or step == config.steps - 1 or "val_loss" in row or "skipped" in row
         if logged and self._folder is not None:
             row |= self._progress(step)
             self._log(self._folder, row)  # first, so that everything printed is also in the file
-        self.through = step
+        self.last_step = step
         measured = self._measure.measured
         bubble = None if measured is None else measured.bubble
         self._reporter.step(step, row.get("loss", math.nan), self.validated(step) or {}, bubble, self._mfu)
@@ -123,39 +123,41 @@ class MetricsLog:
             shown = row if bubble is None else row | {"bubble": bubble}
             self._logs.write(step, {name: value for name, value in shown.items() if name != "step"})
 
-    def _trained(self, step: int) -> dict[str, int | float]:
-        """Loss and norm of the gradient of a step. If the step was skipped, those that are numbers."""
+    def _training_values(self, step: int) -> dict[str, int | float]:
+        """Return the loss and the gradient norm of a step; only finite values if the step was skipped."""
         losses, _, norms, nonfinite, scales = self._known
-        found = {"loss": float(losses[step])} | ({"gradient_norm": float(norms[step])} if step in norms else {})
-        if step in norms and not float(nonfinite[step]) and math.isinf(found["gradient_norm"]):
-            del found["gradient_norm"]  # of finite gradients, whose squares are too large
+        values = {"loss": float(losses[step])} | ({"gradient_norm": float(norms[step])} if step in norms else {})
+        if step in norms and not float(nonfinite[step]) and math.isinf(values["gradient_norm"]):
+            del values["gradient_norm"]  # the gradients are finite, but their squares overflow
         scale = {"loss_scale": float(scales[step])} if step in scales else {}
         if not self._config.skips_nonfinite or not float(nonfinite[step]):
             self._skipped = 0
-            words = {"loss": "loss", "gradient_norm": "norm of the gradient"}
-            return {"step": step} | {name: self._finite(step, words[name], value) for name, value in found.items()} | scale
+            labels = {"loss": "loss", "gradient_norm": "norm of the gradient"}
+            return {"step": step} | {name: self._finite(step, labels[name], value) for name, value in values.items()} | scale
         self._skipped += 1
-        then = f"; the loss scale is now {scale['loss_scale']:,.0f}" if scale else ""
-        self._reporter.say(f"step {step}: skipped, because {float(nonfinite[step]):,.0f} entries of its gradient are NaN or infinite{then}")
+        new_scale = f"; the loss scale is now {scale['loss_scale']:,.0f}" if scale else ""
+        self._reporter.say(
+            f"step {step}: skipped, because {float(nonfinite[step]):,.0f} entries of its gradient are NaN or infinite{new_scale}"
+        )
         if self._skipped == MOST_SKIPPED:
             hint = "lower optimizer.learning_rate, or look at the data of these steps"
             raise self._together.shared(NonFiniteLoss(f"step {step}: {MOST_SKIPPED} steps in a row were skipped; {hint}"))
-        return {"step": step, "skipped": 1} | {name: value for name, value in found.items() if math.isfinite(value)} | scale
+        return {"step": step, "skipped": 1} | {name: value for name, value in values.items() if math.isfinite(value)} | scale
 
     def close(self) -> None:
-        """Try again to write the rows that are missing on disk, if there are any."""
+        """Write the rows that are missing on disk, if that succeeds now."""
         if self._lacks_rows and self._folder is not None:
             self._log(self._folder)
 
     def check_complete(self, end: int) -> None:
-        """Check that the rows of all steps before `end` are written, wherever there is a folder for them.
+        """Check that the rows of all steps before `end` are written if there is a folder for them.
 
         Raises:
-            RunStopped: some are missing.
+            RunStopped: rows are missing.
             FolderChanged: somebody has changed them.
         """
-        if self.through < end - 1:
-            missing = f"step {self.through + 1}" if self.through == end - 2 else f"steps {self.through + 1} to {end - 1}"
+        if self.last_step < end - 1:
+            missing = f"step {self.last_step + 1}" if self.last_step == end - 2 else f"steps {self.last_step + 1} to {end - 1}"
             raise self._together.shared(RunStopped(f"the run came to its end without a loss of {missing}; this is a fault of jpipe"))
         if self._folder is None:
             return
@@ -181,31 +183,31 @@ class MetricsLog:
 
     @property
     def _mfu(self) -> float | None:
-        """Of the recent steps, if it is known."""
+        """The MFU of the recent steps, if known."""
         seconds = self._reporter.step_seconds
         return None if self._utilization is None or seconds is None else float(f"{self._utilization.at(seconds):.4g}")
 
     def _progress(self, step: int) -> dict[str, float]:
-        """Learning rate, time and speed, if known."""
+        """Return the learning rate, the time and the speed, if known."""
         updates, speed = self._history.updates(step), self._reporter.speed
-        found = {} if self._learning_rate is None or updates is None else {"learning_rate": self._learning_rate(updates)}
-        found["seconds"] = round(self._history.seconds, 3)
-        found |= {} if speed is None else {f"{self._reporter.unit}_per_second": float(f"{speed:.4g}")}
-        return found if self._mfu is None else found | {"mfu": self._mfu}
+        values = {} if self._learning_rate is None or updates is None else {"learning_rate": self._learning_rate(updates)}
+        values["seconds"] = round(self._history.seconds, 3)
+        values |= {} if speed is None else {f"{self._reporter.unit}_per_second": float(f"{speed:.4g}")}
+        return values if self._mfu is None else values | {"mfu": self._mfu}
 
-    def _evaluated(self, step: int) -> dict[str, float]:
-        """The validation loss of `step` and the metrics that are numbers, if there was a validation."""
+    def _validation_values(self, step: int) -> dict[str, float]:
+        """Return the validation loss of `step` and the finite metrics, if there was a validation."""
         if step not in self._validation:
             return {}
         try:
-            found = means(self._validation[step])
+            values = means(self._validation[step])
         except jpipe.InputError as error:
             raise self._together.shared(error) from None
-        self._finite(step, "validation loss", found["val_loss"])
-        for name in [name for name, value in found.items() if not math.isfinite(value)]:
-            self._reporter.say(f"step {step}: {name} is {found.pop(name)}; metrics.jsonl does not have it")
-        self._validation[step] = found
-        return found
+        self._finite(step, "validation loss", values["val_loss"])
+        for name in [name for name, value in values.items() if not math.isfinite(value)]:
+            self._reporter.say(f"step {step}: {name} is {values.pop(name)}; metrics.jsonl does not have it")
+        self._validation[step] = values
+        return values
 
     def _finite(self, step: int, name: str, value: float) -> float:
         if not math.isfinite(value):
@@ -214,24 +216,24 @@ class MetricsLog:
         return value
 
 
-def means(found: Validation) -> dict[str, float]:
-    """The loss and the metrics over all batches of a validation, in the form of a row; batches are weighted by their weights."""
-    if isinstance(found, Mapping):
-        return dict(found)
-    return mean_of([means_of(evaluation) for evaluation in found])
+def means(results: Validation) -> dict[str, float]:
+    """Return the loss and the metrics of a validation in the form of a row, as means weighted by the batches' weights."""
+    if isinstance(results, Mapping):
+        return dict(results)
+    return mean_of([means_of(evaluation) for evaluation in results])
 
 
 def means_of(evaluation: jpipe.Evaluation) -> dict[str, tuple[float, float]]:
-    """(mean, weight) of the loss and of each metric, by their names in a row; waits for them."""
+    """Wait for the loss and the metrics of an evaluation, and return (mean, weight) of each by its name in a row."""
     means = {"loss": jpipe.Mean(evaluation.loss, evaluation.weight), **evaluation.metrics}
     return {f"val_{name}": (float(mean.mean), float(mean.weight)) for name, mean in means.items()}
 
 
 def mean_of(batches: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
-    """The means over all of these batches, by name.
+    """Return the means over all of these batches, by name.
 
     Raises:
-        jpipe.InputError: the loss has no weight at all.
+        jpipe.InputError: the weights of the loss sum to 0.
     """
     return {name: _mean(name, [batch[name] for batch in batches]) for name in batches[0]}
 
@@ -248,6 +250,6 @@ def _mean(name: str, batches: Sequence[tuple[float, float]]) -> float:
     return sum(mean * weight for mean, weight in batches) / sum(weights)
 
 
-def mean_loss(found: Validation) -> float:
-    """The loss over all the batches of a validation."""
-    return means(found)["val_loss"]
+def mean_loss(results: Validation) -> float:
+    """Return the loss of a validation over all its batches."""
+    return means(results)["val_loss"]

@@ -18,8 +18,8 @@ import jpipe
 from jpipe_train.assemble.build import layer_specs
 from jpipe_train.assemble.meshes import device_kinds
 
-_FAST = "float32, fast"  # float32 as it is multiplied by default: in TensorFloat32 on GPUs that have it, in bfloat16 on TPUs
-_BY_DEFAULT = (None, "default", "bfloat16", "tensorfloat32", "BF16_BF16_F32", "TF32_TF32_F32")  # of jax_default_matmul_precision
+_FAST = "float32, fast"  # JAX's default for float32: TensorFloat32 on GPUs that have it, bfloat16 on TPUs
+_BY_DEFAULT = (None, "default", "bfloat16", "tensorfloat32", "BF16_BF16_F32", "TF32_TF32_F32")  # values of jax_default_matmul_precision
 _IN_FULL = ("highest", "float32", "F32_F32_F32")
 
 
@@ -32,8 +32,8 @@ def _tpu(peak: float) -> dict[str, float]:
 
 
 PEAKS: Sequence[tuple[str, Mapping[str, float]]] = (
-    # TFLOP/s of a device as JAX counts devices, without sparsity, by what its `device_kind` contains; the first that fits counts.
-    # NVIDIA's data sheets of each product; those of Hopper and Ada tell twice as much, "with sparsity".
+    # TFLOP/s per JAX device, without sparsity, by a pattern in its `device_kind`; the first match counts.
+    # From NVIDIA's data sheets; those of Hopper and Ada give twice as much, "with sparsity".
     (r"GB200", _gpu(2500, 1250, 80)),  # GB200 NVL72: 360, 180 and 5.76 PFLOP/s of 72, the first two with sparsity
     (r"B200", _gpu(2250, 1125, 75)),  # HGX B200: 36, 18 and 0.6 PFLOP/s of eight, the first two with sparsity
     (r"GH200|H200(?! NVL)", _gpu(989.4, 494.7, 66.9)),  # as H100 SXM
@@ -61,7 +61,7 @@ PEAKS: Sequence[tuple[str, Mapping[str, float]]] = (
 
 
 def peak_of(kind: str, dtype: str) -> float | None:
-    """FLOP/s that a device of this `device_kind` can reach with products of this dtype, if that is known."""
+    """Return the peak FLOP/s of a device of this `device_kind` for products of this dtype, or None if unknown."""
     precision = jax.config.values["jax_default_matmul_precision"]
     names = [dtype]
     if dtype == "float32" and (precision in _IN_FULL or (os.environ.get("NVIDIA_TF32_OVERRIDE") == "0" and "TPU" not in kind)):
@@ -74,33 +74,33 @@ def peak_of(kind: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class Utilization:
-    """What the MFU of a run is computed from.
+    """The quantities from which the MFU of a run is computed.
 
     Attributes:
-        flops: of the model in a step.
-        peak: FLOP/s of all its devices together.
+        flops: model FLOPs of a step.
+        peak: peak FLOP/s of all devices together.
     """
 
     flops: float
     peak: float
 
     def at(self, seconds: float) -> float:
-        """The MFU, where a step takes so long."""
+        """Return the MFU for this duration of a step."""
         return self.flops / (seconds * self.peak)
 
 
 def find(pipe: jpipe.Pipeline, batch: Any) -> Utilization | None:
-    """The FLOPs of a step, and the peak of the devices that run it; None where a peak is not known, as on CPUs.
+    """Return the FLOPs of a step and the peak of the devices, or None if a peak is unknown, as on CPUs.
 
-    The dtype is that in which most of the products are computed.
+    The dtype is the one in which most of the products are computed.
 
     Args:
         pipe: the pipeline.
-        batch: one like those of the run; only shapes and dtypes are used.
+        batch: a batch like those of the run; only shapes and dtypes are used.
     """
     kinds = device_kinds(pipe)
     if any(not any(re.search(pattern, kind) for pattern, _ in PEAKS) for kind in kinds):
-        return None  # the model is not traced in vain
+        return None  # the model need not be traced
     flops = forward_flops(pipe, batch)
     dtype = max(flops, key=lambda name: flops[name], default="")
     peaks = [peak_of(kind, dtype) for kind in kinds]
@@ -109,10 +109,10 @@ def find(pipe: jpipe.Pipeline, batch: Any) -> Utilization | None:
 
 
 def forward_flops(pipe: jpipe.Pipeline, batch: Any) -> dict[str, float]:
-    """FLOPs of the matrix products and convolutions in the forward of a batch, the loss included, by the dtype that is multiplied."""
+    """Return the FLOPs of the matrix products and convolutions in the forward of a batch and its loss, by dtype of the factors."""
     microbatches = pipe.plan.microbatches
     specs = layer_specs(pipe.stack, pipe.plan, batch)
-    counted: dict[int, dict[str, float]] = {}  # of each distinct layer: equal ones share a spec
+    flops_by_spec: dict[int, dict[str, float]] = {}  # equal layers share a spec
     total: dict[str, float] = {}
 
     def add(flops: Mapping[str, float]) -> None:
@@ -120,11 +120,11 @@ def forward_flops(pipe: jpipe.Pipeline, batch: Any) -> dict[str, float]:
             total[dtype] = total.get(dtype, 0.0) + number * microbatches
 
     for layer_id, spec in specs.items():
-        if id(spec) not in counted:
+        if id(spec) not in flops_by_spec:
             apply = pipe.stack.layers[layer_id].apply
             traced = jax.make_jaxpr(lambda p, s, x, k, apply=apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, _key())
-            counted[id(spec)] = count_products(traced.jaxpr)
-        add(counted[id(spec)])
+            flops_by_spec[id(spec)] = count_products(traced.jaxpr)
+        add(flops_by_spec[id(spec)])
     labels = jax.tree.map(
         lambda rows: jax.ShapeDtypeStruct((len(rows) // microbatches, *rows.shape[1:]), jax.dtypes.canonicalize_dtype(rows.dtype)), batch[1]
     )
@@ -134,5 +134,5 @@ def forward_flops(pipe: jpipe.Pipeline, batch: Any) -> dict[str, float]:
 
 
 def _key() -> jax.ShapeDtypeStruct:
-    """What a random key looks like."""
+    """Return the shape and dtype of a random key."""
     return jax.eval_shape(lambda: jax.random.key(0))

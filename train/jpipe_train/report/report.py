@@ -1,4 +1,4 @@
-"""The report of a run: pictures of losses, metrics, timeline and memory, trace.json for Perfetto, and report.html, which needs no other."""
+"""Write the report of a run: pictures of losses, metrics, timeline and memory, trace.json for Perfetto, and report.html."""
 
 import base64
 import html
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 _PAGE = Path(__file__).with_name("report_page.html")
-_MOST_PARTS = 50  # the last parts of a resumed run
-_MOST_METRICS, _MOST_RESULTS = 24, 4  # metrics of validation that are drawn, and those that the top of the page shows
+_MOST_PARTS = 50  # the last parts of a resumed run that are listed
+_MOST_METRICS, _MOST_RESULTS = 24, 4  # validation metrics that are drawn, and that the top of the page shows
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Report:
         measured: the same batches, traced.
         unit: unit of the losses; may be empty.
         processes: number of processes.
-        plan: by which it ran; None: the rows of the pictures tell no stages and replicas.
+        plan: the plan of the run; without it the pictures do not label stages and replicas.
         stages: the stages in order; may be empty.
         parts: the parts of a resumed run; may be empty.
         temporary: by rank, as from `temporary_bytes`; may be empty.
@@ -91,7 +91,7 @@ def write_report(folder: Path, report: Report) -> None:
     write_atomically(folder / "report.html", _page(report, pictures))
 
 
-# The page: everything from outside passes through `_escape`. ------------------------------------------------------------------
+# The page: all external text passes through `_escape`. ------------------------------------------------------------------
 
 
 def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
@@ -131,7 +131,7 @@ def _results(report: Report) -> str:
 
 
 def _progress(rows: Sequence[Mapping[str, int | float]]) -> dict[str, str]:
-    """Time, speed and learning rate, if the rows have them."""
+    """Return time, speed and learning rate, if the rows have them."""
     results = {}
     if seconds := [row["seconds"] for row in rows if "seconds" in row]:
         results["duration"] = duration(seconds[-1])
@@ -147,7 +147,7 @@ def _progress(rows: Sequence[Mapping[str, int | float]]) -> dict[str, str]:
 
 
 def _history(report: Report) -> str:
-    """The parts of a run that was resumed."""
+    """Return a table of the parts of a resumed run."""
     if len(report.parts) < 2:
         return ""
     shown = report.parts[-_MOST_PARTS:]
@@ -159,8 +159,8 @@ def _history(report: Report) -> str:
 def _stages(report: Report) -> str:
     if not report.stages:
         return ""
-    which, window = list(report.windows.items())[-1] if report.windows else ("", None)
-    note = f"Medians over the microbatches that were {which}; busy is the share of the time in which a stage computes or updates."
+    kind, window = list(report.windows.items())[-1] if report.windows else ("", None)
+    note = f"Medians over the microbatches that were {kind}; busy is the share of the time in which a stage computes or updates."
     return _scrolling(_table("numbers", *stage_times.table(report.stages, window))) + (_note(note) if window else "")
 
 
@@ -183,13 +183,13 @@ def _loss(report: Report, picture: bytes | None) -> str:
         alt += f" Validation: from {values[0]:.3g} to {values[-1]:.3g}."
     smoothed = len(losses) >= loss_curve.SMOOTHED_FROM
     of = "each batch" if loss_curve.logs_every_batch(report.rows) else "the batches that were logged"
-    how = f"The thin line is the loss of {of}, the thick one its running mean" if smoothed else f"The line is the loss of {of}"
-    how += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
-    return _figure(picture, "small", alt, f"{how}{note}")
+    caption = f"The thin line is the loss of {of}, the thick one its running mean" if smoothed else f"The line is the loss of {of}"
+    caption += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
+    return _figure(picture, "small", alt, f"{caption}{note}")
 
 
 def _metrics_to_draw(report: Report) -> list[str]:
-    """The metrics of validation that have a finite value, the first of very many."""
+    """Return the validation metrics that have a finite value, at most `_MOST_METRICS`."""
     names = [name for name in loss_curve.metric_names(report.rows) if len(loss_curve.finite(report.rows, f"val_{name}")[0])]
     return names[:_MOST_METRICS]
 
@@ -227,20 +227,20 @@ def _comparison_table(report: Report) -> str:
 def _timeline(report: Report, picture: bytes | None) -> str:
     if picture is None:
         return _note("No batches of this run were simulated or traced, so there is no timeline.")
-    how = (
+    caption = (
         "A row is a rank, a device, and time runs to the right; grey is idle, and the number in a box is its microbatch: follow one down "
         "through the forwards and up again through the backwards. The file trace.json beside this page has the same for ui.perfetto.dev."
     )
-    return _figure(picture, "wide", f"What each rank did, over time: {_which(report)}.", f"{_only(report)}{how}")
+    return _figure(picture, "wide", f"What each rank did, over time: {_which(report)}.", f"{_only(report)}{caption}")
 
 
 def _memory(report: Report, picture: bytes | None) -> str:
     if picture is None:
         return _note("What the ranks held was neither predicted nor measured, so there is no picture of their memory.")
-    how = "Each panel is what one rank holds over time, by kind and on top of each other; the dashed line marks the most."
+    caption = "Each panel is what one rank holds over time, by kind and on top of each other; the dashed line marks the most."
     most = "; ".join(f"rank {row.quantity.split()[-1]} {row.predicted} predicted, {row.measured} measured"
                      for row in compare(report.predicted, report.measured)[2:])  # fmt: skip
-    return _figure(picture, "wide", f"What each rank held in memory, over time, at most: {most}.", f"{_only(report)}{how}")
+    return _figure(picture, "wide", f"What each rank held in memory, over time, at most: {most}.", f"{_only(report)}{caption}")
 
 
 def _which(report: Report) -> str:

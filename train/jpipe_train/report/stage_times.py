@@ -6,15 +6,6 @@ from dataclasses import dataclass
 
 import jpipe
 
-_KINDS = {
-    "F": "forward, ms",
-    "B": "backward, ms",
-    "FB": "both in one, ms",
-    "I": "backward for inputs, ms",
-    "W": "backward for weights, ms",
-    "FI": "forward and backward for inputs, ms",
-}
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -23,31 +14,31 @@ class Stage:
     Attributes:
         layers: the ids of its layers.
         parameters: the number of its parameters.
-        places: for each of its replicas the rank, and which of the rank's stages it is.
+        positions: for each of its replicas the rank, and its index among the rank's stages.
     """
 
     layers: tuple[str, ...]
     parameters: int
-    places: tuple[tuple[int, int], ...]
+    positions: tuple[tuple[int, int], ...]
 
 
 def table(stages: Sequence[Stage], window: jpipe.programs.Window | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows of the table; the times are medians over the computations of a window, or `–`."""
-    kinds = [op for op in _KINDS if window is not None and any(span.op == op for spans in window.timeline for span in spans)]
-    head = "stage", "layers", "parameters", *(_KINDS[op] for op in kinds), *(() if window is None else ("busy",))
+    """Return the head and the rows of the table; the times are medians over the computations of a window, or `–`."""
+    kinds = [op for op in jpipe.ops.OPS if window is not None and any(span.op == op for spans in window.timeline for span in spans)]
+    head = "stage", "layers", "parameters", *(f"{jpipe.ops.OPS[op].label}, ms" for op in kinds), *(() if window is None else ("busy",))
     rows = []
     for s, stage in enumerate(stages):
         cells = [str(s), _layers(stage.layers), f"{stage.parameters:,}"]
         if window is not None:
             cells += [_median([span.end - span.start for span in _spans(window, stage) if span.op == op]) for op in kinds]
             busy = sum(span.end - span.start + span.update_time for span in _spans(window, stage))
-            cells.append(f"{busy / (window.seconds * len(stage.places)):.0%}")
+            cells.append(f"{busy / (window.seconds * len(stage.positions)):.0%}")
         rows.append(tuple(cells))
     return head, rows
 
 
 def _spans(window: jpipe.programs.Window, stage: Stage) -> Iterator[jpipe.programs.Span]:
-    return (span for rank, chunk in stage.places for span in window.timeline[rank] if span.chunk == chunk)
+    return (span for rank, chunk in stage.positions for span in window.timeline[rank] if span.chunk == chunk)
 
 
 def _median(seconds: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""The end of a run: its report and its closing lines."""
+"""The end of a run: write its report and print its closing lines."""
 
 import shlex
 import signal
@@ -29,7 +29,7 @@ from jpipe_train.report.stage_times import Stage
 class Summary:
     """The result of a run: validation losses and duration; in process 0 also its folder and the last measured window.
 
-    If a signal, `stopped_by`, ended the run, there is no loss after it, and `steps` is the step of the checkpoint from which it resumes.
+    If a signal, `stopped_by`, ended the run, there is no final loss, and `steps` is the step of the checkpoint from which it resumes.
     `temporary` has for each rank the bytes that its programs need while they run, as from `comparison.temporary_bytes`.
     """
 
@@ -46,7 +46,7 @@ class Summary:
 
 
 def name_of(number: int) -> str:
-    """The name of a signal for users."""
+    """Return the name of a signal for users."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -61,10 +61,10 @@ def write_report(
     parts: Sequence[Part],
     temporary: Sequence[int | None] = (),
 ) -> None:
-    """Write the pictures and the report, as far as possible; an error here does not stop the run."""
+    """Write the pictures and the report; an error is printed and does not stop the run."""
     plan, kinds, processes = pipe.plan, device_kinds(pipe), jax.process_count()
     per_step, unit = data.portion(config)
-    known = {
+    facts_of_run = {
         "command": command_line(),
         "data": f"{batches.source}; {batches.amount}",
         "parameters": f"{sum(stage.parameters for stage in stages):,}",
@@ -86,8 +86,8 @@ def write_report(
         with reporter.phase("drawing the report"):
             title = f"jpipe run {folder.path.name}"
             windows = measure.predicted, measure.measured
-            of_run = report.Report(title, known, folder.rows(), *windows, unit, processes, plan, stages, parts, temporary)
-            report.write_report(folder.path, of_run)
+            contents = report.Report(title, facts_of_run, folder.rows(), *windows, unit, processes, plan, stages, parts, temporary)
+            report.write_report(folder.path, contents)
     except FolderChanged as error:
         reporter.say(f"report: not written, because {error.strerror}")
     except OSError as error:
@@ -97,33 +97,33 @@ def write_report(
 
 
 def stages_of(pipe: jpipe.Pipeline, batch: Any) -> list[Stage]:
-    """The stages, with the parameters of one replica of each."""
+    """Return the stages with the number of parameters of one replica of each."""
     specs = param_specs(pipe.stack, pipe.plan, batch)
     counts = {layer_id: sum(leaf.size for leaf in jax.tree.leaves(params)) for layer_id, params in specs.items()}
     plan = pipe.plan
-    places = [tuple((plan.rank_of[w], plan.rank_workers[plan.rank_of[w]].index(w)) for w in workers) for workers in plan.stage_workers]
+    positions = [tuple((plan.rank_of[w], plan.rank_workers[plan.rank_of[w]].index(w)) for w in workers) for workers in plan.stage_workers]
     return [
-        Stage(tuple(stage.layers), sum(counts[layer_id] for layer_id in stage.layers), own)
-        for stage, own in zip(plan.stages, places, strict=True)
+        Stage(tuple(stage.layers), sum(counts[layer_id] for layer_id in stage.layers), of_stage)
+        for stage, of_stage in zip(plan.stages, positions, strict=True)
     ]
 
 
 def command_line() -> str:
-    """The command line of this process."""
+    """Return the command line of this process."""
     program = Path(sys.argv[0]).name
-    ours = program in ("jpipe", "cli.py")
-    return shlex.join(["jpipe" if ours else program, *sys.argv[1:]])
+    is_jpipe = program in ("jpipe", "cli.py")
+    return shlex.join(["jpipe" if is_jpipe else program, *sys.argv[1:]])
 
 
 def _durations(parts: Sequence[Part]) -> str:
-    """`1:02`, `3:04 in 2 parts`."""
+    """Return a text such as `1:02` or `3:04 in 2 parts`."""
     known = [part.seconds for part in parts if part.seconds is not None]
     words = duration(sum(known)) + (f" in {len(parts)} parts" if len(parts) > 1 else "")
     return words + (f", {len(parts) - len(known)} of which took a time that is not known" if len(known) < len(parts) else "")
 
 
 def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
-    """The closing lines of a run."""
+    """Print the closing lines of a run."""
     if summary.measured is not None:
         reporter.table(("", *comparison.Comparison._fields[1:]), comparison.compare(summary.predicted, summary.measured, summary.temporary))
         if words := comparison.temporary_words(summary.temporary):
@@ -148,7 +148,7 @@ def print_summary(summary: Summary, unit: str, reporter: Reporter) -> None:
 
 
 def _ranks(plan: jpipe.Plan) -> str:
-    """`0: stage 0, replica 0; …`, `0: stages 0 2; …`."""
+    """Return a text such as `0: stage 0, replica 0; …` or `0: stages 0 2; …`."""
     replicated, words = len(plan.workers) > plan.depth, []
     for rank, workers in enumerate(plan.rank_workers):
         stages = " ".join(str(plan.workers[w][0]) for w in workers)

@@ -1,4 +1,4 @@
-"""A run's numbers for TensorBoard: `tensorboard --logdir RUN` shows them during the run."""
+"""Write a run's values for TensorBoard: `tensorboard --logdir RUN` shows them during the run."""
 
 import contextlib
 import secrets
@@ -15,19 +15,19 @@ _FLUSH_SECONDS = 2.0  # a flush waits for the disk: not at every step
 
 
 class TensorBoard:
-    """Writes scalars into a folder; close it, or use it in a `with`.
+    """Writes scalars into a folder; use it in a `with`, or close it.
 
     If the folder cannot be written, for example because the disk is full, it reports that once and writes no more; the run continues. A
     Ctrl-C during a write waits until the record is complete.
 
     Args:
         folder: the folder; it is created if it does not exist.
-        say: takes the message, one line.
+        say: prints a line.
         flush_seconds: the longest time until written values are visible.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], flush_seconds: float = _FLUSH_SECONDS) -> None:
-        # TensorBoard's SummaryWriter writes in a thread, which a full disk ends, and the run would wait forever; so write records directly.
+        # TensorBoard's SummaryWriter writes in a thread, which dies of a full disk, so that the run would wait forever.
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.record_writer import RecordWriter
 
@@ -44,7 +44,7 @@ class TensorBoard:
         self._write({"file_version": "brain.Event:2"})
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add the values of `step`, such as `{"loss": 2.3, "val_loss": 2.4}`; those that are not finite are shown as such."""
+        """Add the values of `step`, such as `{"loss": 2.3, "val_loss": 2.4}`; they need not be finite."""
         if not self._started:
             self._started = True
             self._write({"step": step, "session_log": {"status": _START}})
@@ -76,7 +76,7 @@ class TensorBoard:
     @contextlib.contextmanager
     def _surviving(self) -> Iterator[None]:
         try:
-            with interrupt.held():
+            with interrupt.delayed():
                 yield
         except OSError as error:
             self._say(f"tensorboard: cannot write in '{self._folder}': {error.strerror or error}; the run goes on without TensorBoard")

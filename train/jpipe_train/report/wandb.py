@@ -1,4 +1,4 @@
-"""A run's numbers for Weights & Biases, which a process of its own sends: training never waits for it."""
+"""Send a run's values to Weights & Biases from a separate process, so that training never waits for it."""
 
 import contextlib
 import importlib.util
@@ -19,34 +19,38 @@ from jpipe import InputError
 from jpipe.files import make_folder, read_bytes, shown, write_atomically
 from jpipe_train.console import interrupt
 
-FOLDER = "wandb"  # in the run's folder
-_ID = "id.txt"  # in that folder: by it a run that is resumed goes on in the same run of wandb
-_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("wandb_process.py")))  # -P: no wandb beside it or in ./ is the library
-_MOST_WAITING = 100_000  # rows that it has not taken yet
-_LIMIT, _SHORT = 30.0, 5.0  # seconds that the end of a run waits for it; and where time is short
+FOLDER = "wandb"  # inside the run's folder
+_ID = "id.txt"  # holds the id by which a resumed run continues in the same wandb run
+_COMMAND = (
+    sys.executable,
+    "-P",
+    str(Path(__file__).with_name("wandb_process.py")),
+)  # -P: no other wandb beside the file or in ./ is imported
+_MOST_QUEUED = 100_000  # rows that are not sent yet
+_LIMIT, _SHORT = 30.0, 5.0  # seconds that the end of a run waits for the process; after a signal
 
 
 def check_installed() -> None:
-    """Refuse to log to Weights & Biases without its library.
+    """Check that the library of Weights & Biases is installed.
 
     Raises:
         InputError: it is not installed.
     """
-    found = importlib.util.find_spec("wandb")
-    if found is None or found.origin is None:  # a folder ./wandb, say
+    spec = importlib.util.find_spec("wandb")
+    if spec is None or spec.origin is None:  # such as a folder ./wandb
         raise InputError("log: wandb is not installed; install it with pip install wandb, or leave it out")
 
 
 class Wandb:
-    """Sends rows to Weights & Biases; close it, or use it in a `with`.
+    """Sends rows to Weights & Biases; use it in a `with`, or close it.
 
-    Whatever goes wrong there is told in a line, and the run goes on: without a login or a network the rows are kept on disk.
+    Problems are reported in a line, and the run continues: without a login or a network the rows are kept on disk.
 
     Args:
-        folder: of the run.
-        config: of the run, as plain data.
-        say: takes the lines for the user.
-        command: of the process that sends.
+        folder: the folder of the run.
+        config: the config of the run, as plain data.
+        say: prints a line.
+        command: the command of the sending process.
         limit: seconds that `close` waits for it.
     """
 
@@ -62,40 +66,40 @@ class Wandb:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[dict[str, str | None]] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
-        self._takes_rows = self._gone = False
+        self._accepts_rows = self._has_failed = False
         self._threads: list[threading.Thread] = []
         try:
             make_folder(self._folder)
-            about = {"id": self._id(), "name": os.environ.get("WANDB_NAME", folder.name), "process": os.getpid(), "config": config}
-            about |= {"project": os.environ.get("WANDB_PROJECT", "jpipe"), "folder": os.environ.get("WANDB_DIR", str(folder))}
-            with interrupt.held():
+            first_message = {"id": self._id(), "name": os.environ.get("WANDB_NAME", folder.name), "process": os.getpid(), "config": config}
+            first_message |= {"project": os.environ.get("WANDB_PROJECT", "jpipe"), "folder": os.environ.get("WANDB_DIR", str(folder))}
+            with interrupt.delayed():
                 self._start(command)
         except OSError as error:
             self._say(f"wandb: cannot begin in '{shown(self._folder)}': {error.strerror or error}; the run goes on without it")
         else:
-            self._takes_rows = True
-            self._lines.put(json.dumps(about))
+            self._accepts_rows = True
+            self._lines.put(json.dumps(first_message))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Send the values of `step`, such as `{"loss": 2.3}`; it does not wait."""
-        self._pass_on()
-        if not self._takes_rows:
+        """Queue the values of `step`, such as `{"loss": 2.3}`, without waiting."""
+        self._print_answers()
+        if not self._accepts_rows:
             return
         self._lines.put(json.dumps({"step": step, "row": dict(scalars)}))
-        if self._lines.qsize() > _MOST_WAITING:
-            self._takes_rows = False
-            self._say(f"wandb: {_MOST_WAITING:,} rows are waiting to be sent; the run goes on, and sends no more")
+        if self._lines.qsize() > _MOST_QUEUED:
+            self._accepts_rows = False
+            self._say(f"wandb: {_MOST_QUEUED:,} rows are waiting to be sent; the run goes on, and sends no more")
 
     def hurry(self) -> None:
-        """Let `close` wait a few seconds only."""
+        """Limit the waiting of `close` to a few seconds."""
         self._limit = min(self._limit, _SHORT)
 
     def close(self, code: int = 0) -> None:
-        """End the run in wandb, with this exit code; later values are dropped. It waits until all is sent, up to its limit."""
+        """End the run in wandb with this exit code, and wait until everything is sent, up to the limit; later values are dropped."""
         process, self._process = self._process, None
         if process is None:
             return
-        self._takes_rows = False
+        self._accepts_rows = False
         for line in (json.dumps({"end": code}), None):
             self._lines.put(line)
         late = False
@@ -108,7 +112,7 @@ class Wandb:
             process.wait()
             for thread in self._threads:
                 thread.join()
-        self._pass_on(ended=late or process.returncode == 0)
+        self._print_answers(ended=late or process.returncode == 0)
         if late:
             self._say(f"wandb: not all was sent in {self._limit:g} s; wandb sync {shown(self._folder)} sends what is kept there")
 
@@ -121,42 +125,42 @@ class Wandb:
         self.close(0 if kind is None else 1)
 
     def _start(self, command: Sequence[str]) -> None:
-        """Start the process, in a session of its own, where Ctrl-C does not reach it."""
+        """Start the process in its own session, where Ctrl-C does not reach it."""
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(command, **pipes, text=True, encoding="utf-8", start_new_session=True)  # noqa: S603 # ours
-        for work, pipe in ((self._send, self._process.stdin), (self._hear, self._process.stdout)):
+        for work, pipe in ((self._send, self._process.stdin), (self._read_answers, self._process.stdout)):
             thread = threading.Thread(target=work, args=(pipe,), name="wandb", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def _id(self) -> str:
-        """The run's name in wandb's files and addresses, the same when it is resumed."""
-        file, given = self._folder / _ID, os.environ.get("WANDB_RUN_ID")
+        """Return the id of the run in wandb, the same after it is resumed."""
+        file, requested = self._folder / _ID, os.environ.get("WANDB_RUN_ID")
         with contextlib.suppress(OSError):
             kept = read_bytes(file, 2**10).decode("ascii", errors="replace").strip()
-            if given in (None, kept) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kept):
+            if requested in (None, kept) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kept):
                 return kept
-        chosen = given or secrets.token_hex(4)
+        chosen = requested or secrets.token_hex(4)
         write_atomically(file, chosen + "\n")
         return chosen
 
     def _send(self, pipe: Any) -> None:
-        """In a thread, which waits where the process does not read."""
-        with contextlib.suppress(OSError), pipe:  # the process may end before
+        """Write queued lines to the process, in a thread that waits while the process does not read."""
+        with contextlib.suppress(OSError), pipe:  # the process may end earlier
             while (line := self._lines.get()) is not None:
                 pipe.write(line + "\n")
                 pipe.flush()
 
-    def _hear(self, pipe: Any) -> None:
-        """In a thread."""
+    def _read_answers(self, pipe: Any) -> None:
+        """Read the answers of the process, in a thread."""
         with pipe:
             for line in pipe:
                 with contextlib.suppress(ValueError):
                     self._answers.put(json.loads(line))
         self._answers.put({"ended": None})
 
-    def _pass_on(self, ended: bool = False) -> None:
-        """Tell the user what the process has answered; whether it has ended as it should."""
+    def _print_answers(self, ended: bool = False) -> None:
+        """Print the answers of the process; `ended` says whether it has ended as expected."""
         while not self._answers.empty():
             answer = self._answers.get()
             problem = answer.get("problem")
@@ -165,6 +169,6 @@ class Wandb:
             elif "folder" in answer:
                 why, where = (problem or "offline").rstrip("."), shown(Path(answer["folder"] or ""))
                 self._say(f"wandb: {why}; the rows are kept on disk, and wandb sync {where} sends them")
-            elif not self._gone and (problem or not ended):
-                self._takes_rows, self._gone = False, True
+            elif not self._has_failed and (problem or not ended):
+                self._accepts_rows, self._has_failed = False, True
                 self._say(f"wandb: {problem or 'its process has ended'}; the run goes on without it")

@@ -21,13 +21,13 @@ from jpipe_train.run.evaluate import Request, main
 
 
 class Address(NamedTuple):
-    """Where a process stands among those of its job; what is None is detected, or there is one process.
+    """The place of a process among those of its job; None is detected, or means a single process.
 
     Attributes:
         coordinator: HOST:PORT of process 0.
-        num_processes: how many there are.
-        process_id: which this one is.
-        secret_file: what they recognize each other by.
+        num_processes: the number of processes.
+        process_id: the number of this process.
+        secret_file: the file with the secret by which the processes recognize each other.
     """
 
     coordinator: str | None
@@ -46,7 +46,7 @@ def train(
     wait_limit: float,
     from_checkpoint: int | None = None,
 ) -> int:
-    """Train as the file `config` says; returns the exit code. Whatever ends the run is printed in a line."""
+    """Train as the file `config` says, print a line if that fails, and return the exit code."""
 
     def work(connect: Callable[[], int]) -> int:
         settings = run_folder.of_same_job(config_file.load(config, overrides, allow_code=allow_code))
@@ -56,7 +56,7 @@ def train(
 
 
 def evaluate(request: Request, address: Address, connect_limit: float, wait_limit: float) -> int:
-    """Evaluate a run; returns the exit code, as `train` does."""
+    """Evaluate a run, print a line if that fails, and return the exit code."""
 
     def work(connect: Callable[[], int]) -> int:
         try:
@@ -71,9 +71,15 @@ def evaluate(request: Request, address: Address, connect_limit: float, wait_limi
 
 
 def _run(work: Callable[[Callable[[], int]], int], address: Address, connect_limit: float, wait_limit: float) -> int:
-    """Run `work`, which connects the processes of the job and gets their number by calling its argument; returns the exit code.
+    """Run `work`, print a line if it fails, and return the exit code.
 
-    An exception that is no message of jpipe's leaves a job of one process, for `jpipe_train.cli` to report.
+    In a job of one process, an exception without a message of jpipe's propagates to `jpipe_train.cli`.
+
+    Args:
+        work: the job; it calls its argument to connect the processes, which returns their number.
+        address: the place of this process.
+        connect_limit: seconds to wait for the other processes at the start.
+        wait_limit: seconds without progress after which the run fails.
     """
     keep_freed_memory()
     code, count, done = 0, 1, 0
@@ -102,16 +108,16 @@ def _run(work: Callable[[Callable[[], int]], int], address: Address, connect_lim
 
 
 def _report(error: BaseException) -> int:
-    words = interrupt.words(error)
-    if words is None:
+    line = interrupt.words(error)
+    if line is None:
         traceback.print_exception(error)
         return 1
-    print(words)
+    print(line)
     return 130
 
 
 def _leave(code: int, count: int) -> int:
-    """Leave the other processes, now that how this one ended is printed; returns the exit code."""
+    """Disconnect from the other processes, after the outcome is printed, and return the exit code."""
     if code:
         sys.stdout.flush()
         together.leave_in_time(code)
@@ -125,5 +131,5 @@ def _leave(code: int, count: int) -> int:
 
 
 def _code_of(summary: Summary) -> int:
-    """Ctrl-C is no success, even where it saved all."""
+    """Return the exit code of a completed run; Ctrl-C is not a success, even if everything was saved."""
     return 128 + signal.SIGINT if summary.stopped_by == signal.SIGINT else 0

@@ -1,4 +1,4 @@
-"""A whole run, top to bottom: what is built, the run folder, training, the report."""
+"""A whole run: build the pipeline, open the run folder, train and report."""
 
 import contextlib
 import dataclasses
@@ -35,10 +35,10 @@ from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.summary import Summary, print_summary, stages_of, write_report
 from jpipe_train.run.delay import delay_words
-from jpipe_train.run.starting import begin, check_shared, go_on, make_folder, read_checkpoint, starting_params, tell_resumed
+from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, tell_resumed
 from jpipe_train.run.training import Training
 
-_MANY_LAYERS = 100  # checking so many takes seconds, a thousand about a minute and a half
+_MANY_LAYERS = 100  # checking a hundred takes seconds, a thousand about a minute and a half
 
 
 def main(
@@ -52,43 +52,43 @@ def main(
     """Train as `config` says.
 
     Args:
-        config: the same in all processes of the run.
-        num_processes: how many processes there are; each calls this, once `jpipe_train.launch.distributed.start` has connected them.
-        connect_limit: seconds that each waits for the others at the start.
-        wait_limit: seconds without progress in any of them after which the run is given up.
-        resume: whether to go on with what the run's folder holds.
-        from_checkpoint: the step of the checkpoint to resume from; None: of the newest that can be restored.
+        config: the config, the same in all processes of the run.
+        num_processes: the number of processes; each calls this after `jpipe_train.launch.distributed.start` has connected them.
+        connect_limit: seconds that each process waits for the others at the start.
+        wait_limit: seconds without progress in any process after which the run fails.
+        resume: whether to resume from the run's folder.
+        from_checkpoint: the step of the checkpoint to resume from; None for the newest that can be restored.
 
     Raises:
-        jpipe.InputError: something in the config does not fit; nothing was trained, and no folder was made but one that not all
+        jpipe.InputError: something in the config does not fit; nothing was trained, and no folder was created, except one that not all
             processes see.
-        RunStopped: training diverged, a device failed or the disk is full; the run folder holds what came before.
+        RunStopped: training diverged, a device failed or the disk is full; the run folder holds the steps before.
         jpipe.PeerLost: another process died, hung or stopped.
         ReportedElsewhere: this process stops for a reason that another one reports.
-        KeyboardInterrupt: Ctrl-C; the run folder, named in the exception if there is one, holds what came before.
+        KeyboardInterrupt: Ctrl-C; the run folder, named in the exception if there is one, holds the steps before.
     """
     with joined(num_processes, connect_limit, wait_limit) as together:
         interrupt.check()
         together.agree(lambda: facts(config) | {"--resume": resume, "--from-checkpoint": str(from_checkpoint)})
         together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
         together.run_on_all(lambda: logs.check(config) if together.is_first else None)
-        not_kept = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
+        cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
         together.start_devices(connect_limit)
         reporter = Reporter(config.train.steps, *data.portion(config), None if together.is_first else Console(quiet=True))
-        if not_kept:
-            reporter.say(not_kept)
+        if cache_problem:
+            reporter.say(cache_problem)
         resumed = find_resumed(config, resume, together, reporter.say, step=from_checkpoint)
         if resumed is not None and resumed.step >= config.train.steps:
-            return nothing_left(resumed, config, reporter)
-        pipe, batches, resumed, layers = prepared(config, together, resumed, resume, reporter, from_checkpoint)
+            return already_complete(resumed, config, reporter)
+        pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, from_checkpoint)
         interrupt.check()
         if resumed is not None:
             tell_resumed(resumed, config, pipe.plan, batches, reporter)
-        given = starting_params(config, pipe, batches, together, resumed, reporter) or layers
+        initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
         folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
         try:
             with folder or contextlib.nullcontext():
-                return run(config, pipe, batches, folder, reporter, together, resumed, given)
+                return run(config, pipe, batches, folder, reporter, together, resumed, initial)
         except BaseException as error:
             logged = "" if folder is None else f"; the steps logged so far are in {shown(folder.path)}"
             if isinstance(error, KeyboardInterrupt) or interrupt.pressed():
@@ -96,56 +96,59 @@ def main(
             if isinstance(error, (jpipe.PeerLost, NonFiniteLoss)):
                 raise type(error)(f"{error}{logged}") from None
             if isinstance(error, FolderChanged):
-                raise RunStopped(f"{error.strerror}{newest_of(folder)}") from error
+                raise RunStopped(f"{error.strerror}{describe_newest(folder)}") from error
             if isinstance(error, (OSError, jax.errors.JaxRuntimeError, jpipe.runtime.CopiesDiffer)):
                 raise RunStopped(f"{reason(error, folder)}{logged}") from error
             raise
 
 
-def prepared(
-    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, wanted: int | None
+def prepare(
+    config: Config, together: Together, resumed: Resumed | None, resume: Resume, reporter: Reporter, required_step: int | None
 ) -> tuple[jpipe.Pipeline, data.Data, Resumed | None, dict[str, Any] | None]:
-    """The pipeline, its data, where it resumes and the layers to restore; the checkpoint before is taken if one cannot be read.
+    """Build the pipeline and read the checkpoint to resume from, falling back to earlier checkpoints if one is damaged.
 
     Args:
-        config: of the run.
-        together: the processes of the run, which all take the same checkpoint.
-        resumed: the checkpoint to begin with.
+        config: the config of the run.
+        together: the processes of the run, which all use the same checkpoint.
+        resumed: the first checkpoint to try.
         resume: as in `main`.
-        reporter: gets a line for each checkpoint that cannot be read.
-        wanted: the step of the only checkpoint that may be taken, if it is the one to begin with.
+        reporter: prints a line for each damaged checkpoint.
+        required_step: the step of the only acceptable checkpoint, or None.
+
+    Returns:
+        The pipeline, its data, the checkpoint and its layers; None for the last two if the run does not resume.
 
     Raises:
         jpipe.InputError: something does not fit, or no checkpoint can be read.
     """
     while True:
-        pipe, batches = agreed(config, together, resumed, reporter)
+        pipe, batches = build_on_all(config, together, resumed, reporter)
         if resumed is None:
             return pipe, batches, None, None
-        layers, wrong = read_checkpoint(config, pipe, batches, together, resumed)
+        layers, damage = read_checkpoint(config, pipe, batches, together, resumed)
         if layers is not None:
             return pipe, batches, resumed, layers
-        if resumed.step == wanted:
-            raise together.shared(jpipe.InputError(wrong))
-        reporter.say(f"checkpoint: {passed_over(wrong)}")
+        if resumed.step == required_step:
+            raise together.shared(jpipe.InputError(damage))
+        reporter.say(f"checkpoint: {passed_over(damage)}")
         resumed = find_resumed(config, "must" if resume == "must" else "auto", together, reporter.say, before=resumed.step)
 
 
-def agreed(config: Config, together: Together, resumed: Resumed | None, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
-    """The pipeline and its data, once the plan is known; they are the same in all processes."""
+def build_on_all(config: Config, together: Together, resumed: Resumed | None, reporter: Reporter) -> tuple[jpipe.Pipeline, data.Data]:
+    """Choose the plan, and build the pipeline and its data; both are the same in all processes."""
     plan = None
     if config.plan.file == AUTO:
         same = resumed is not None and resumed.facts.devices == jax.device_count()
         plan = resumed.plan if resumed is not None and same else find_plan(config, reporter, together)
-    pipe, batches = together.run_on_all(lambda: ready(config, reporter, plan, resumed))
+    pipe, batches = together.run_on_all(lambda: build_and_check(config, reporter, plan, resumed))
     together.agree(lambda: {"plan": pipe.plan.to_json(), "data": batches.digest()})
     return pipe, batches
 
 
-def ready(
+def build_and_check(
     config: Config, reporter: Reporter, plan: jpipe.Plan | None = None, resumed: Resumed | None = None
 ) -> tuple[jpipe.Pipeline, data.Data]:
-    """The pipeline and its data, all that can be refused before a device works refused."""
+    """Build the pipeline and its data, and check everything that can be checked before a device works."""
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
     layers = len(pipe.stack.ids)
@@ -153,8 +156,8 @@ def ready(
         return pipe, check(config, pipe, batches)
 
 
-def nothing_left(resumed: Resumed, config: Config, reporter: Reporter) -> Summary:
-    """The end of a run that was done before; a job that died over its report, and is started again, ends well by that."""
+def already_complete(resumed: Resumed, config: Config, reporter: Reporter) -> Summary:
+    """Report that the run is complete; a job that died while reporting and is restarted then succeeds."""
     reporter.say(
         f"nothing is left to train: the run in '{shown(resumed.folder)}' has done {count(resumed.step, 'step')} of {config.train.steps}; "
         "raise train.steps to go on, or choose another run.dir"
@@ -170,30 +173,30 @@ def run(
     reporter: Reporter,
     together: Together,
     resumed: Resumed | None = None,
-    given: dict[str, Any] | None = None,
+    initial: dict[str, Any] | None = None,
 ) -> Summary:
     """Compile, train and report; only process 0 has a folder to write into."""
-    with contextlib.nullcontext() if folder is None else logs.Logs(config, folder.path, reporter.say) as others:
+    with contextlib.nullcontext() if folder is None else logs.Logs(config, folder.path, reporter.say) as row_logs:
         interrupt.check()
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
         together.run_on_all(lambda: check_shared(config, path, together))
         announce(pipe, batches.source, config.train.steps, folder, reporter, several=together.processes is not None)
-        with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.Counted()):
-            state = begin(config, pipe, batches, resumed, given)
-            if given is not None:
-                given.clear()  # whoever else holds it, the arrays need no memory any more
+        with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.CacheCount()):
+            state = begin(config, pipe, batches, resumed, initial)
+            if initial is not None:
+                initial.clear()  # free the arrays, even if a caller still has the dict
             sizes, temporary = _sizes(pipe, batches, alone=together.processes is None, writes=folder is not None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
         tell_transfers(pipe, reporter)
         if resumed is not None:
-            together.run_on_all(lambda: None if folder is None else go_on(config, folder, resumed, reporter.say))
+            together.run_on_all(lambda: None if folder is None else continue_folder(config, folder, resumed, reporter.say))
         measure = Measure(
             pipe, sizes, config.train.steps, config.train.eval_every, config.train.trace_batches, together.processes, state.batch
         )
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
-        # FLOPs of a step differ from batch to batch where shapes do.
+        # If shapes differ from batch to batch, so do the FLOPs of a step.
         utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)
-        log = MetricsLog(config, folder, others, reporter, measure, together, history, utilization)
+        log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, utilization)
         rows = (lambda: b"") if folder is None else folder.logged
         facts = facts_of_run(config, pipe.plan)
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
@@ -201,25 +204,25 @@ def run(
         held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
         metrics = model.metrics(config.eval)
         training = Training(config.train, pipe, batches.train, held_out, metrics, log, measure, checkpoints, preemption, history)
-        ended = False
+        is_complete = False
         try:
             with reporter.training(), preemption:
                 summary = training.run(state, resumed)
-                ended = summary.val_loss_after is not None
+                is_complete = summary.val_loss_after is not None
         except jpipe.InputError as error:
             if reported_by_system(error) is None:
                 raise
-            raise RunStopped(str(error)) from error  # it could be read before, and perhaps will be again
+            raise RunStopped(str(error)) from error  # the data could be read before, and perhaps can be again
         finally:
-            if others is not None and (not ended or preemption.signal is not None):
-                others.hurry()
-            with interrupt.held():
+            if row_logs is not None and (not is_complete or preemption.signal is not None):
+                row_logs.hurry()
+            with interrupt.delayed():
                 checkpoints.close()
                 measure.close()
-                if folder is not None and (ended or preemption.signal is None):  # time is short then
-                    write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.through + 1), temporary)
+                if folder is not None and (is_complete or preemption.signal is None):  # after a signal time is short
+                    write_report(config, pipe, folder, measure, reporter, batches, stages, history.parts(log.last_step + 1), temporary)
     summary = dataclasses.replace(summary, temporary=temporary)
-    summary = summary if folder is None else with_planned(summary, pipe.plan, sizes, folder)
+    summary = summary if folder is None else compare_with_prediction(summary, pipe.plan, sizes, folder)
     print_summary(summary, data.loss_unit(config), reporter)
     return summary
 
@@ -227,15 +230,15 @@ def run(
 def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: bool) -> tuple[tuple[jpipe.programs.StageCost, ...], Any]:
     """Return the costs of the stages, and the temporaries of those whose programs are known in this process.
 
-    The other processes' stages are known to those only. Where the run is to be compared with its plan, they are compiled here as well.
+    Each process knows the programs of its own stages. If the run is to be compared with its plan, the others are compiled as well.
     """
     here = not alone and writes and pipe.plan.predicted is not None
     sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)
-    return sizes, comparison.temporary_bytes(pipe.plan, sizes, range(pipe.plan.depth) if here or alone else own_stages(pipe))
+    return sizes, comparison.temporary_bytes(pipe.plan, sizes, range(pipe.plan.depth) if here or alone else local_stages(pipe))
 
 
 def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
-    """Say what is going to be trained on what, by which plan, and where each worker runs."""
+    """Print the data, the plan and the placement of the workers."""
     plan = pipe.plan
     meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
     reporter.say(
@@ -250,20 +253,20 @@ def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | 
 
 
 def tell_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
-    """Say how accelerators of several processes send each other messages, which a probe has found out."""
+    """Print how accelerators of several processes send each other messages, as a probe has determined."""
     if pipe.transfers is not None and pipe.devices[0].platform != "cpu":
-        how = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
-        reporter.say(f"messages between processes go by {how}")
+        method = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]
+        reporter.say(f"messages between processes go by {method}")
 
 
-def own_stages(pipe: jpipe.Pipeline) -> set[int]:
-    """The stages of which this process has a replica."""
-    own = jax.process_index()
-    return {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == own}
+def local_stages(pipe: jpipe.Pipeline) -> set[int]:
+    """Return the stages of which this process has a replica."""
+    index = jax.process_index()
+    return {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == index}
 
 
 def facts_of_run(config: Config, plan: jpipe.Plan) -> dict[str, Any]:
-    """What each checkpoint of the run says of it."""
+    """Return the facts about the run that each of its checkpoints holds."""
     return {
         "config": to_yaml(config),
         "plan": plan.to_json(),
@@ -272,8 +275,8 @@ def facts_of_run(config: Config, plan: jpipe.Plan) -> dict[str, Any]:
     }
 
 
-def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
-    """The summary with what was planned beside what was measured, which is kept in the folder as well."""
+def compare_with_prediction(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.programs.StageCost], folder: RunFolder) -> Summary:
+    """Return the summary with the planner's prediction, and write both into the folder."""
     if summary.measured is None or plan.predicted is None:
         return summary
     measured = comparison.as_predicted(plan, summary.measured, sizes)
@@ -281,8 +284,8 @@ def with_planned(summary: Summary, plan: jpipe.Plan, sizes: Sequence[jpipe.progr
     return dataclasses.replace(summary, planned=tuple(comparison.compare_with_plan(plan, plan.predicted, measured)))
 
 
-def newest_of(folder: RunFolder | None) -> str:
-    """The end of a message: what is left of a run whose folder somebody has changed; nothing where the folder is not known."""
+def describe_newest(folder: RunFolder | None) -> str:
+    """Return the end of an error message about a changed run folder: which checkpoint is left; empty if the folder is unknown."""
     from jpipe.checkpoints import files
 
     if folder is None:
@@ -295,14 +298,14 @@ def newest_of(folder: RunFolder | None) -> str:
 
 
 def reason(error: Exception, folder: RunFolder | None = None) -> str:
-    """What a device or the disk says, in one line."""
+    """Return the message of a device or disk error in one line."""
     if isinstance(error, OSError):
         file = error.filename if isinstance(error.filename, str) else None
         if file is not None and (folder is None or not Path(file).is_relative_to(folder.path)):
             return f"'{file}' cannot be read or written: {error.strerror or error}"
         return f"the run folder cannot be written: {error.strerror or error}"
-    said = first_line(error)
+    message = first_line(error)
     if isinstance(error, jpipe.runtime.CopiesDiffer):
-        return said
-    hint = "; use more stages, recomputation or smaller microbatches" if "RESOURCE_EXHAUSTED" in said else ""
-    return f"a device failed: {said}{hint}"
+        return message
+    hint = "; use more stages, recomputation or smaller microbatches" if "RESOURCE_EXHAUSTED" in message else ""
+    return f"a device failed: {message}{hint}"

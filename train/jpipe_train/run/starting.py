@@ -1,4 +1,4 @@
-"""Where a run begins: at fresh weights, at given ones, or where a checkpoint left it."""
+"""The start of a run: from random weights, from given ones, or from a checkpoint."""
 
 import os
 import time
@@ -22,12 +22,12 @@ from jpipe_train.launch.together import Together
 
 
 def tell_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, batches: data.Data, reporter: Reporter) -> None:
-    """Where the run goes on, and what is not as it was."""
+    """Print where the run resumes, and what has changed since the checkpoint."""
     changes = resumed.changes(config)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
     if batches.first:
         assert isinstance(batches.train, Ordered)
-        reporter.say(f"the training data go on at row {batches.train.position(resumed.step).total:,}")
+        reporter.say(f"the training data continue at row {batches.train.position(resumed.step).total:,}")
     then, now = mesh_words(resumed.plan), mesh_words(plan)
     if then != now:
         reporter.say(f"meshes: {then} in the checkpoint, {now} now: numbers may differ by rounding")
@@ -35,10 +35,10 @@ def tell_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, batches: da
         reporter.say(f"the checkpoint was written with {' and '.join(others)}: numbers may differ")
 
 
-def starting_params(
+def initial_params(
     config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed | None, reporter: Reporter
 ) -> dict[str, Any] | None:
-    """Those that the run begins with, if it is to begin with others than fresh ones.
+    """Return the parameters that `warm_start` names, or None for random ones.
 
     Raises:
         jpipe.InputError: they cannot be read, or do not fit.
@@ -46,7 +46,7 @@ def starting_params(
     if config.warm_start.file is None:
         return None
     if resumed is not None:
-        reporter.say("warm_start is left aside: it is for a run that begins, and this one goes on")
+        reporter.say("warm_start is ignored: it is for new runs, and this one resumes")
         return None
     from jpipe_train.checkpoint import warm_start
 
@@ -54,55 +54,55 @@ def starting_params(
 
 
 def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:
-    """The run folder, whole or not at all, whenever Ctrl-C is pressed; that of a run that goes on as it is."""
+    """Create the run folder, completely or not at all even if Ctrl-C is pressed, or open that of a resumed run."""
 
     def prepare(path: Path) -> None:
         if resumed is None:
-            _begin_checkpoints(config, path, None)
+            _start_checkpoints(config, path, None)
         else:
             resumed.check_unchanged()
 
-    with interrupt.held():
+    with interrupt.delayed():
         folder = RunFolder(config, plan, resumes=resumed is not None, anew=resume == "auto", prepare=prepare)
     if folder.begun_anew:
         reporter.say(f"the run in '{shown(folder.path)}' ended before its first checkpoint; it begins anew")
     return folder
 
 
-def go_on(config: Config, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> None:
-    """Take the run folder over, now that the checkpoint is read: what came after it will be written again."""
-    with interrupt.held():
+def continue_folder(config: Config, folder: RunFolder, resumed: Resumed, say: Callable[[str], None]) -> None:
+    """Prepare the folder of a resumed run, once the checkpoint is read: remove rows and checkpoints of later steps."""
+    with interrupt.delayed():
         rows = resumed.rows()
-        kept = _begin_checkpoints(config, folder.path, resumed.step)  # first of all: an unfinished one may have filled the disk
+        kept = _start_checkpoints(config, folder.path, resumed.step)  # first, because an unfinished one may have filled the disk
         folder.go_on(rows)
     if kept:
         say(f"checkpoints of later steps are kept as {', '.join(kept)} in '{shown(folder.path / 'checkpoints')}'")
 
 
 def check_shared(config: Config, folder: Path, together: Together, limit: float = 60.0) -> None:
-    """Refuse a run folder that this process does not see, while process 0 has it: all write their checkpoints there.
+    """Check that this process sees the run folder of process 0, because all processes write their checkpoints there.
 
     Args:
-        config: of the run.
-        folder: of the run.
+        config: the config of the run.
+        folder: the folder of the run.
         together: the processes of the run.
-        limit: seconds to look for it; a file system of a network may take some to show what is new.
+        limit: seconds to wait for it to appear, because a network file system may show new folders late.
 
     Raises:
         jpipe.InputError: it does not exist.
     """
-    place, end = folder / "checkpoints", time.monotonic() + limit
+    checkpoints, end = folder / "checkpoints", time.monotonic() + limit
     with together.working("the run folder"):
-        while config.checkpoint.every is not None and not os.path.isdir(place):
+        while config.checkpoint.every is not None and not os.path.isdir(checkpoints):
             if time.monotonic() > end:
                 raise jpipe.InputError(
-                    f"run.dir: process {together.index} finds no '{place}', which process 0 has made; "
+                    f"run.dir: process {together.index} finds no '{checkpoints}', which process 0 has made; "
                     "choose a folder that all processes share"
                 )
             time.sleep(0.1)
 
 
-def _begin_checkpoints(config: Config, folder: Path, step: int | None) -> list[str]:
+def _start_checkpoints(config: Config, folder: Path, step: int | None) -> list[str]:
     if config.checkpoint.every is None:
         return []
     from jpipe.checkpoints import files as checkpoint_files
@@ -113,7 +113,10 @@ def _begin_checkpoints(config: Config, folder: Path, step: int | None) -> list[s
 def read_checkpoint(
     config: Config, pipe: jpipe.Pipeline, batches: data.Data, together: Together, resumed: Resumed
 ) -> tuple[dict[str, Any] | None, str]:
-    """The layers of this process's workers; or None and what is damaged, in all processes if one finds some of its layers damaged.
+    """Read the layers of this process's workers from the checkpoint.
+
+    Returns:
+        The layers, or, in all processes if one of them finds damage, None and a description of the damage.
 
     Raises:
         jpipe.InputError: the checkpoint is of another model or optimizer.
@@ -121,7 +124,7 @@ def read_checkpoint(
 
     def read() -> dict[str, Any]:
         pipe.check_layers(batches.like, resumed.stand_ins(pipe), resumed.step, fresh_optimizer=config.resume.optimizer == "reset")
-        return resumed.layers(pipe)  # of the model's shapes, whoever wrote them
+        return resumed.layers(pipe)  # with the model's shapes, even in a stranger's file
 
     from jpipe.checkpoints.records import Damaged
 
@@ -134,16 +137,16 @@ def begin(
     pipe: jpipe.Pipeline,
     batches: data.Data,
     resumed: Resumed | None,
-    given: dict[str, Any] | None = None,
+    initial: dict[str, Any] | None = None,
 ) -> jpipe.State:
-    """Weights that are fresh, or those in `given`: parameters to begin with, or the layers of the checkpoint; everything compiled.
+    """Compile the pipeline and return its state: with random weights, with the parameters in `initial`, or with a checkpoint's layers.
 
     Raises:
         jpipe.InputError: the checkpoint is of another model or optimizer.
     """
     key = jax.random.key(config.seed)
     if resumed is None:
-        return pipe.init(key, batches.like, given, buckets=batches.shapes)
-    assert given is not None
-    fresh, layers = config.resume.optimizer == "reset", given
+        return pipe.init(key, batches.like, initial, buckets=batches.shapes)
+    assert initial is not None
+    fresh, layers = config.resume.optimizer == "reset", initial
     return pipe.restore(key, batches.like, layers, resumed.step, fresh_optimizer=fresh, buckets=batches.shapes)

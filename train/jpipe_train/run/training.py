@@ -24,25 +24,25 @@ from jpipe_train.report.summary import Summary, name_of
 
 @dataclass(frozen=True)
 class Training:
-    """Feeds `config.steps` batches, evaluates in between, and logs each batch's loss when the next one is under way.
+    """Train on `config.steps` batches, evaluate in between, and log each batch's loss while the next batch runs.
 
-    In `metrics.jsonl` the `loss` of step t is that of batch t. Its `val_loss` is of the newest weights that all stages hold when
-    batch t is about to enter: with the flushing schedules those after t updates; with 2BW, which is one update behind, those after
-    t - 1; with weight stashing those of a copy that is drained first, after t updates. The last row has the `val_loss` of the final
-    weights, drained; in a run of one step it is the only row, and the loss before training is in the summary only. With `ema_decay`
-    there is `val_loss_ema` as well, and a metric of the averaged weights for each metric: after t updates, of a copy that is drained.
+    In `metrics.jsonl` the `loss` of step t is that of batch t. Its `val_loss` uses the newest weights that all stages have when batch t is
+    about to enter: with flushing schedules those after t updates; with 2BW, which is one update behind, those after t - 1; with weight
+    stashing those of a copy that is drained first, after t updates. The last row has the `val_loss` of the final weights, drained; in a run
+    of one step it is the only row, and the loss before training is only in the summary. With `ema_decay` there are also `val_loss_ema` and
+    the metrics of the averaged weights, after t updates, of a copy that is drained.
 
     Attributes:
-        config: how many steps, and when to evaluate.
+        config: the number of steps, and when to evaluate.
         pipe: the compiled pipeline.
-        batches: to train on, by step.
+        batches: the training batches by step.
         held_out: the batches of each evaluation.
-        metrics: of an evaluation, besides the loss.
-        log: where losses go.
+        metrics: the metrics of an evaluation in addition to the loss.
+        log: records losses.
         measure: traces some batches.
-        checkpoints: writes some.
-        preemption: knows of signals that end the run.
-        history: of the run before it was resumed.
+        checkpoints: writes checkpoints.
+        preemption: records signals that end the run.
+        history: the earlier parts of a resumed run.
     """
 
     config: TrainConfig
@@ -71,18 +71,18 @@ class Training:
         finished: jpipe.Metrics | None = None
         for step in range(state.batch, steps):
             interrupt.check()
-            order = self.preemption.order(step, lambda: checkpoints.last_is_over)
-            if order == "leave":
+            decision = self.preemption.decide(step, lambda: checkpoints.last_is_done)
+            if decision == "leave":
                 return self._stopped(state, mean_loss(before))
             if step % self.config.eval_every == 0 and log.validated(step) is None:
                 log.validation(step, self._evaluate(state))
-            if order == "save":
-                checkpoints.arm_last(step)
+            if decision == "save":
+                checkpoints.schedule_last(step)
             else:
-                checkpoints.arm(step)
+                checkpoints.schedule_snapshot(step)
             state, metrics = self.pipe.step(state, self.batches[step], observe=checkpoints.observing(self.measure.observer(step)))
-            log.finished(finished)  # in the step before: reading a loss waits for it, and the devices have this step's work meanwhile
-            checkpoints.proceed(log.through, facts_of)
+            log.finished(finished)  # of the step before: reading a loss waits for it, while the devices have this step's work
+            checkpoints.flush_finished(log.last_step, facts_of)
             finished = metrics
         interrupt.check()
         self.measure.finish()
@@ -91,7 +91,7 @@ class Training:
         log.validation(steps - 1, after)
         log.finished(finished)
         log.finished(drained)
-        checkpoints.proceed(log.through, facts_of)
+        checkpoints.flush_finished(log.last_step, facts_of)
         checkpoints.finish()
         log.close()
         self._check_complete(steps)
@@ -99,14 +99,14 @@ class Training:
         return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, self.measure.predicted, self.measure.measured)
 
     def _evaluate(self, state: jpipe.State) -> list[jpipe.Evaluation]:
-        found = [self.pipe.evaluate(state, batch, self.metrics) for batch in self.held_out]
+        evaluations = [self.pipe.evaluate(state, batch, self.metrics) for batch in self.held_out]
         if self.pipe.ema_decay is None:
-            return found
+            return evaluations
         averaged = [self.pipe.evaluate(state, batch, self.metrics, weights="ema") for batch in self.held_out]
-        return [_beside(newest, ema) for newest, ema in zip(found, averaged, strict=True)]
+        return [_with_averaged(newest, ema) for newest, ema in zip(evaluations, averaged, strict=True)]
 
     def _validation_before(self, state: jpipe.State, resumed: Resumed | None) -> Validation:
-        """The validation before training, logged; a run that is resumed has it in its checkpoint."""
+        """Log the validation before training and return it; a resumed run reads it from its checkpoint."""
         if resumed is None:
             before = self._evaluate(state)
             self.log.validation(0, before)
@@ -116,29 +116,30 @@ class Training:
         return {"val_loss": resumed.facts.val_loss_before}
 
     def _facts(self, before: Validation, step: int) -> dict[str, Any]:
-        """What a checkpoint of this step says of the run so far; `before` is the validation before training."""
+        """Return the facts about the run that a checkpoint of this step holds; `before` is the validation before training."""
         known = self.log.validated(step) or {}
         loss = known.pop("val_loss", None)
         assert isinstance(self.batches, Ordered)
-        places = {"order": self.batches.order, "position": self.batches.position(step)}
+        positions = {"order": self.batches.first_position, "position": self.batches.position(step)}
         return {
             "val_loss": loss,
             "val_metrics": known,
             "val_loss_before": mean_loss(before),
             "history": self.history.facts(step),
-            "data": {"batch_size": self.config.batch_size} | {name: place.model_dump(mode="json") for name, place in places.items()},
+            "data": {"batch_size": self.config.batch_size}
+            | {name: position.model_dump(mode="json") for name, position in positions.items()},
         }
 
     def _check_complete(self, step: int, why: str = "") -> None:
-        """Check that the rows of all steps before this one are written, and the checkpoint, if there is to be one.
+        """Check that the rows of all earlier steps, and the checkpoint if there is to be one, are written.
 
         Args:
-            step: at which the run ends.
-            why: the run ends, for messages.
+            step: the step at which the run ends.
+            why: why the run ends, for messages.
 
         Raises:
-            RunStopped: they are not.
-            OSError: they cannot be read, or somebody has changed them.
+            RunStopped: rows or the checkpoint are missing.
+            OSError: the rows cannot be read, or somebody has changed them.
         """
         self.log.check_complete(step)
         problem = self.checkpoints.missing(step)
@@ -146,21 +147,21 @@ class Training:
             raise RunStopped(f"{why}{problem}")
 
     def _stopped(self, state: jpipe.State, before: float) -> Summary:
-        """The end of a run that a signal ends, and whose checkpoint is written.
+        """End a run that was stopped by a signal, once its checkpoint is written.
 
         Raises:
-            RunStopped: it could not be written.
+            RunStopped: the checkpoint could not be written.
         """
         number, cut = self.preemption.signal or signal.SIGTERM, self.preemption.cut
         self.checkpoints.finish()
         self.log.close()
-        jax.block_until_ready(self.pipe.drain(state))  # so that processes leave with nothing under way between them
+        jax.block_until_ready(self.pipe.drain(state))  # so that no messages between processes are in flight at the end
         assert cut is not None
         self._check_complete(cut, f"stopped by {name_of(number)}; ")
         return Summary(cut, before, None, self.log.seconds, self.log.folder, None, None, stopped_by=number)
 
 
-def _beside(newest: jpipe.Evaluation, averaged: jpipe.Evaluation) -> jpipe.Evaluation:
-    """An evaluation with the loss and the metrics of the averaged weights among its metrics, as `loss_ema` and so on."""
-    of_average = {"loss": jpipe.Mean(averaged.loss, averaged.weight), **averaged.metrics}
-    return newest._replace(metrics={f"{name}_ema": mean for name, mean in of_average.items()} | dict(newest.metrics))
+def _with_averaged(newest: jpipe.Evaluation, averaged: jpipe.Evaluation) -> jpipe.Evaluation:
+    """Return an evaluation with the loss and metrics of the averaged weights as additional metrics, named `loss_ema` and so on."""
+    averages = {"loss": jpipe.Mean(averaged.loss, averaged.weight), **averaged.metrics}
+    return newest._replace(metrics={f"{name}_ema": mean for name, mean in averages.items()} | dict(newest.metrics))

@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's layout: read for a run to begin with, and written from a run."""
+"""Reading and writing of folders in Hugging Face's layout."""
 
 from jpipe_train.checkpoint.huggingface.folder import is_meant, refuse_file
 from jpipe_train.checkpoint.huggingface.reading import source

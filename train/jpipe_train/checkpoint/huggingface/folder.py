@@ -1,4 +1,4 @@
-"""The safetensors files of a folder in Hugging Face's layout, whoever made it: nothing outside the folder is read, and no pickle, ever."""
+"""The safetensors files of a folder in Hugging Face's layout, which may be a stranger's: files outside of it and pickles are never read."""
 
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ _PICKLE_HINT = (
     "jpipe reads no pickle files: reading one runs whatever code is in it. Convert it where you trust it, with transformers: "
     "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder), which writes safetensors"
 )
-_SAMPLES, _SAMPLE = 1024, 2**12  # so many pieces of so many bytes of each file tell it from another one
+_SAMPLES, _SAMPLE = 1024, 2**12  # number of pieces of a file that its digest includes, and bytes of each
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Folder:
     Attributes:
         path: of the folder.
         files: the safetensors files, by name.
-        tensors: by name the file and the spec of each.
+        tensors: the file and the spec of each tensor, by name.
     """
 
     path: Path
@@ -47,31 +47,31 @@ class Folder:
     tensors: dict[str, tuple[str, Spec]]
 
     def read(self, names: list[str]) -> dict[str, Any]:
-        """These tensors as NumPy arrays."""
-        found: dict[str, Any] = {}
+        """Read tensors as NumPy arrays, by name."""
+        arrays: dict[str, Any] = {}
         for file in dict.fromkeys(self.tensors[name][0] for name in names):
             with _opened(self.files[file]) as tensors:
-                found |= {name: tensors.read(name) for name in names if self.tensors[name][0] == file}
-        return found
+                arrays |= {name: tensors.read(name) for name in names if self.tensors[name][0] == file}
+        return arrays
 
     def digest(self) -> str:
-        """A hash of `config.json`, of the size and the header of each file and of samples of what is in it: the whole may be very large."""
+        """Return a hash of `config.json` and of the sizes, headers and samples of the files, which may be very large."""
         total = hashlib.sha256(read_bytes(self.path / CONFIG, MOST_BYTES))
         for name, path in sorted(self.files.items()):
             size = path.stat().st_size
             total.update(f"{name} {size}".encode())
-            places = [0] if size <= _SAMPLES * _SAMPLE else [i * (size - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+            offsets = [0] if size <= _SAMPLES * _SAMPLE else [i * (size - _SAMPLE) // (_SAMPLES - 1) for i in range(_SAMPLES)]
             with open_to_read(path) as opened:
-                for place in places:
-                    opened.seek(place)
-                    total.update(opened.read(size if len(places) == 1 else _SAMPLE))
+                for offset in offsets:
+                    opened.seek(offset)
+                    total.update(opened.read(size if len(offsets) == 1 else _SAMPLE))
         for name, (file, spec) in sorted(self.tensors.items()):
             total.update(f"{name} {file} {spec}".encode())
         return total.hexdigest()
 
 
 def is_meant(path: Path) -> bool:
-    """Whether the folder is meant to be one of Hugging Face's layout, not the folder of a run."""
+    """Return whether a folder is in Hugging Face's layout, not the folder of a run."""
     try:
         names = os.listdir(path)
     except OSError:
@@ -81,10 +81,10 @@ def is_meant(path: Path) -> bool:
 
 
 def refuse_file(path: Path) -> None:
-    """Refuse a file that is a pickle, or one of a folder that is meant as a whole, by its name.
+    """Check by its name that a file is neither a pickle nor part of a folder in Hugging Face's layout.
 
     Raises:
-        InputError: it is one.
+        InputError: it is one of them.
     """
     if path.suffix in _PICKLES:
         raise InputError(f"'{shown(path)}': {_PICKLE_HINT}")
@@ -93,10 +93,10 @@ def refuse_file(path: Path) -> None:
 
 
 def look_into(path: Path) -> Folder:
-    """What is in a folder that has a `config.json`. No array is read.
+    """Return the tensors of a folder that has a `config.json`; no array is read.
 
     Raises:
-        InputError: no safetensors files; a file that is missing, cut off, or outside the folder.
+        InputError: no safetensors files, or one that is missing, cut off, or outside the folder.
     """
     names = [WHOLE] if os.path.lexists(path / WHOLE) else _in_index(path)
     files = {name: _inside(path, name) for name in names}
@@ -119,7 +119,7 @@ class _Index(pydantic.BaseModel):
 
 
 def _in_index(path: Path) -> list[str]:
-    """The names of the files that the index lists."""
+    """Return the names of the files that the index lists."""
     file = path / INDEX
     if not os.path.lexists(file):
         pickles = sorted(name for name in os.listdir(path) if name.endswith(_PICKLES))
@@ -143,10 +143,10 @@ def _in_index(path: Path) -> list[str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of that name, after links. They may lead to the blobs beside the snapshot of a download, and else not out of the folder."""
+    """Resolve the links of a file, which may lead to the blobs beside the snapshot of a download, but not elsewhere out of the folder."""
     path = folder / name
     try:
-        found = path.resolve(strict=True)
+        target = path.resolve(strict=True)
     except FileNotFoundError:
         raise InputError(f"{shown(path)}: expected a file, found none; download it again, all of it") from None
     except (OSError, RuntimeError) as error:
@@ -154,13 +154,13 @@ def _inside(folder: Path, name: str) -> Path:
     allowed = [folder.resolve()]
     if allowed[0].parent.name == "snapshots":  # models--owner--name/snapshots/REVISION links to models--owner--name/blobs
         allowed.append(allowed[0].parent.parent / "blobs")
-    if not any(found.is_relative_to(place) for place in allowed):
+    if not any(target.is_relative_to(parent) for parent in allowed):
         raise InputError(
-            f"{shown(path)}: expected a file inside the folder, found a link out of it, to {found}; put the file there instead"
+            f"{shown(path)}: expected a file inside the folder, found a link out of it, to {target}; put the file there instead"
         )
-    if not found.is_file():
+    if not target.is_file():
         raise InputError(f"{shown(path)}: expected a regular file, found none; download it again")
-    return found
+    return target
 
 
 @contextlib.contextmanager
@@ -169,14 +169,14 @@ def _opened(path: Path) -> Iterator[TensorsFile]:
         with tensors_file(path) as file:
             yield file
     except (OSError, SafetensorError) as error:
-        said = str(error)
+        message = str(error)
     else:
         return
-    _refuse(path, said)
+    _refuse(path, message)
 
 
-def _refuse(path: Path, said: str) -> NoReturn:
-    """Say what is wrong with a file that the safetensors library refuses."""
+def _refuse(path: Path, message: str) -> NoReturn:
+    """Raise an error that says what is wrong with a file that the safetensors library cannot read."""
     where, hint = shown(path), "download it again"
     with contextlib.suppress(OSError), open_to_read(path) as file:
         start, size = file.read(8), path.stat().st_size
@@ -191,4 +191,4 @@ def _refuse(path: Path, said: str) -> NoReturn:
             if size < end:
                 least = "at least " if size < 8 + header else ""
                 raise InputError(f"{where}: expected {least}{end:,} bytes, as its header says, found {size:,}: it is cut off; {hint}")
-    raise InputError(f"{where}: expected a safetensors file, found: {said}; {hint}")
+    raise InputError(f"{where}: expected a safetensors file, found: {message}; {hint}")

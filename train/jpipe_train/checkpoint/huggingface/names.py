@@ -1,6 +1,6 @@
-"""What Hugging Face's layouts call the parameters of jpipe's models, and how these lie there: a table for each architecture.
+"""The names and layouts of the parameters of jpipe's models in Hugging Face's folders, in a table for each architecture.
 
-The letters in the shapes: v symbols, w width, p positions, m width of the MLP.
+Letters in shapes: v symbols, w width, p positions, m width of the MLP.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe_train.config.huggingface import Found
+from jpipe_train.config.huggingface import Description
 
 Shape = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """One parameter of jpipe's, and what it is made of.
+    """A parameter of jpipe and the tensors that it is made of.
 
     Attributes:
         ours: its name in an export, such as "block_0/qkv/kernel".
-        theirs: the names of the tensors that stand side by side in it, along its last axis.
-        shapes: theirs.
-        transposed: whether theirs are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs).
+        theirs: the names of the tensors that are concatenated along its last axis.
+        shapes: the shapes of the tensors.
+        transposed: whether the tensors are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs).
     """
 
     ours: str
@@ -32,17 +32,17 @@ class Row(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Of the parameter."""
-        own = [shape[::-1] if self.transposed else shape for shape in self.shapes]
-        return (*own[0][:-1], sum(shape[-1] for shape in own))
+        """The shape of the parameter."""
+        shapes = [shape[::-1] if self.transposed else shape for shape in self.shapes]
+        return (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
 
     def joined(self, tensors: list[np.ndarray]) -> np.ndarray:
-        """The parameter from its tensors."""
+        """Return the parameter made of its tensors."""
         parts = [tensor.T if self.transposed else tensor for tensor in tensors]
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
-        """The tensors from the parameter."""
+        """Return the tensors of a parameter."""
         widths = [(shape[::-1] if self.transposed else shape)[-1] for shape in self.shapes]
         parts = np.split(array, np.cumsum(widths)[:-1], axis=-1)
         return [np.ascontiguousarray(part.T if self.transposed else part) for part in parts]
@@ -50,13 +50,13 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of a model.
+    """The parameters of a model in Hugging Face's layout.
 
     Attributes:
         rows: by layer id, in the order of the layers.
-        prefix: what names begin with in the whole model, and do not in a folder of the model without its head.
-        copies: tensors that a folder may have although others hold the same, by name.
-        optional: what the names of tensors begin with that a folder may lack; these parameters are then fresh.
+        prefix: the start of names in the whole model that a folder of the model without its head leaves out.
+        copies: the names of tensors that are copies of others, by the name of the copy; a folder may have them.
+        optional: the starts of the names of tensors that a folder may leave out; their parameters are then initialized.
     """
 
     rows: Mapping[str, tuple[Row, ...]]
@@ -70,11 +70,11 @@ class Layout:
 
     @cached_property
     def theirs(self) -> dict[str, Shape]:
-        """The shapes of all tensors but copies, by name."""
+        """The shapes of all tensors except copies, by name."""
         return {name: shape for row in self for name, shape in zip(row.theirs, row.shapes, strict=True)}
 
     def known_as(self, name: str) -> str | None:
-        """What a tensor of a folder is called in the table, whatever version wrote it; None: it is a constant, not a weight."""
+        """Return the name in the table of a tensor of any version's folder; None for a constant that is not a weight."""
         if name.endswith(_BUFFERS):
             return None
         for old, new in _OLD.items():
@@ -83,17 +83,17 @@ class Layout:
         return whole if whole in self.theirs else name
 
 
-# Constants that older versions saved, and what they called the parameters of norms.
+# Constants that older versions saved, and their names of the parameters of norms.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq", "embeddings.position_ids", "embeddings.token_type_ids")
 _OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-def layout(found: Found) -> Layout:
-    """The names of the model that `config.json` describes."""
-    make, prefix = _LAYOUTS[found.architecture]
-    layers, copies = make(found.keys)
+def layout(described: Description) -> Layout:
+    """Return the layout of the model that a `config.json` describes."""
+    build, prefix = _LAYOUTS[described.architecture]
+    layers, copies = build(described.keys)
     rows = {layer_id: tuple(row._replace(ours=f"{layer_id}/{row.ours}") for row in rows) for layer_id, rows in layers.items()}
-    return Layout(rows, prefix, copies, _OPTIONAL.get(found.architecture, ()))
+    return Layout(rows, prefix, copies, _OPTIONAL.get(described.architecture, ()))
 
 
 _Layers = tuple[dict[str, list[Row]], dict[str, str]]
@@ -170,7 +170,7 @@ _LAYOUTS: dict[str, tuple[Callable[[Mapping[str, Any]], _Layers], str]] = {
     "BertForPreTraining": (_bert, "bert."),
     "BertForMaskedLM": (_bert, "bert."),
 }
-_OPTIONAL = {"BertForMaskedLM": ("bert.pooler.", "cls.seq_relationship.")}  # which transformers writes without
+_OPTIONAL = {"BertForMaskedLM": ("bert.pooler.", "cls.seq_relationship.")}  # transformers leaves them out
 
 
 def _table(ours: str, theirs: str, rows: int, width: int) -> Row:
@@ -189,7 +189,7 @@ def _linear(ours: str, theirs: list[str], inputs: int, outputs: list[int], bias:
 
 
 def _logits(m: Mapping[str, Any], table: str) -> tuple[list[Row], dict[str, str]]:
-    """The projection to logits, or where it is the embedding its copy."""
+    """Return the rows of the projection to logits, and its copies if it is tied to the embedding."""
     if m["tied"]:
         return [], {"lm_head.weight": table}
     return _linear("logits", ["lm_head"], m["width"], [m["vocab_size"]], bias=False), {}

@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's layout as a source of parameters by jpipe's names, read a layer at a time."""
+"""Reading of folders in Hugging Face's layout as sources of parameters by jpipe's names, one layer at a time."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,19 +14,19 @@ from jpipe_train.checkpoint.huggingface.names import Layout, Row, layout
 from jpipe_train.checkpoint.source import FLOATS, Names, Source, Spec
 from jpipe_train.config import huggingface
 
-_SHOWN = 5  # tensors that are named
+_SHOWN = 5  # tensors that a message names
 _LONGEST = 80  # letters of the name of one
 
 
 def source(path: Path, *, strict: bool = True) -> Source:
-    """What is in the folder.
+    """Open a folder in Hugging Face's layout.
 
     Args:
         path: of the folder.
-        strict: refuse if a tensor of the model is missing, or there is another one, or one of another shape; or else it is left out.
+        strict: whether missing tensors, additional ones and those of other shapes are errors; otherwise they are left out.
 
     Raises:
-        InputError: as `strict` says; a folder that cannot be read, or whose model is none of jpipe's.
+        InputError: tensors differ and `strict` is set, the folder cannot be read, or jpipe does not have its model.
     """
     names = layout(huggingface.read(path))
     folder = look_into(path)
@@ -34,7 +34,7 @@ def source(path: Path, *, strict: bool = True) -> Source:
     known = _known(folder, names)
     if strict:
         _check(folder, names, known, where)
-    rows = {row.ours: row for row in names if _is_there(folder, known, row)}
+    rows = {row.ours: row for row in names if _has_tensors(folder, known, row)}
     specs = {ours: Spec(row.shape, _dtype([folder.tensors[known[name]][1].dtype for name in row.theirs])) for ours, row in rows.items()}
 
     def read(wanted: Names) -> Iterator[dict[str, Any]]:
@@ -46,7 +46,7 @@ def source(path: Path, *, strict: bool = True) -> Source:
 
 
 def _known(folder: Folder, names: Layout) -> dict[str, str]:
-    """By the name in the table the name in the folder; buffers are left out."""
+    """Return the names of tensors in the folder by their names in the table; buffers are left out."""
     known: dict[str, str] = {}
     for name in folder.tensors:
         if (newest := names.known_as(name)) is None:
@@ -61,21 +61,22 @@ def _known(folder: Folder, names: Layout) -> dict[str, str]:
 
 
 def _check(folder: Folder, names: Layout, known: dict[str, str], where: str) -> None:
-    there = {name: folder.tensors[inside][1].shape for name, inside in known.items()}
+    """Check that the folder has the tensors of the model, with their shapes, and no others."""
+    actual = {name: folder.tensors[name_in_folder][1].shape for name, name_in_folder in known.items()}
     expected = names.theirs
-    lacking = [name for name in expected if name not in there]
-    if not any(name.startswith(names.optional) for name in there):
-        lacking = [name for name in lacking if not name.startswith(names.optional)]
-    others = [name for name in there if name not in expected and name not in names.copies]
-    shapes = [name for name in expected if name in there and there[name] != expected[name]]
-    told = {
-        ("is missing", "are missing"): lacking,
+    missing = [name for name in expected if name not in actual]
+    if not any(name.startswith(names.optional) for name in actual):
+        missing = [name for name in missing if not name.startswith(names.optional)]
+    others = [name for name in actual if name not in expected and name not in names.copies]
+    shapes = [name for name in expected if name in actual and actual[name] != expected[name]]
+    problems = {
+        ("is missing", "are missing"): missing,
         ("is not of this model", "are not of this model"): [_name(known[name]) for name in others],
         ("has another shape", "have another shape"): [
-            f"{known[name]} ({_shape(there[name])}, not {_shape(expected[name])})" for name in shapes
+            f"{known[name]} ({_shape(actual[name])}, not {_shape(expected[name])})" for name in shapes
         ],
     }
-    words = [f"{len(found)} {one if len(found) == 1 else many}: {_listed(found)}" for (one, many), found in told.items() if found]
+    words = [f"{len(some)} {one if len(some) == 1 else many}: {_listed(some)}" for (one, many), some in problems.items() if some]
     if words:
         raise InputError(
             f"{where}: expected the {len(expected)} tensors of the model in {huggingface.CONFIG}, found that {'; '.join(words)}; "
@@ -88,7 +89,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _name(name: str) -> str:
-    """Of a tensor, as a stranger calls it."""
+    """Return the name of a tensor for a message; the folder may be a stranger's."""
     return name if len(name) <= _LONGEST else short(name)
 
 
@@ -97,16 +98,16 @@ def _shape(shape: Iterable[int]) -> str:
 
 
 def _dtype(dtypes: list[str]) -> str:
-    """Of a parameter that is made of tensors of these: one that is no float, if there is any."""
+    """Return the dtype of a parameter made of tensors of these dtypes: one that is not a float, if there is any."""
     return next((dtype for dtype in dtypes if dtype not in FLOATS.values()), dtypes[0])
 
 
-def _is_there(folder: Folder, known: dict[str, str], row: Row) -> bool:
+def _has_tensors(folder: Folder, known: dict[str, str], row: Row) -> bool:
     return all(name in known and folder.tensors[known[name]][1].shape == shape for name, shape in zip(row.theirs, row.shapes, strict=True))
 
 
 def _array(folder: Folder, names: Layout, known: dict[str, str], row: Row) -> np.ndarray:
-    """One parameter, after its copies, if there are any, are found to be the same."""
+    """Read one parameter and check that its copies in the folder, if any, are equal."""
     inside = [known[name] for name in row.theirs]
     tensors = folder.read(inside)
     for copy, original in names.copies.items():
@@ -121,6 +122,7 @@ def _array(folder: Folder, names: Layout, known: dict[str, str], row: Row) -> np
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether they are the same, bit for bit."""
-    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return alike and np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
+    """Return whether two arrays are equal, bit for bit."""
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and np.array_equal(
+        one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
+    )

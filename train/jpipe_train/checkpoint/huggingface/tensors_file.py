@@ -1,4 +1,4 @@
-"""Tensors written into safetensors files one after the other, so that never all of them are in memory."""
+"""Writing of safetensors files one tensor at a time, so that never all of them are in memory."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,19 +15,19 @@ _ALIGNED = 8
 
 
 def write_tensors(folder: Path, specs: Mapping[str, Spec], arrays: Iterator[tuple[str, np.ndarray]], limit: int) -> int:
-    """Write tensors into one file, or where that would be larger than a limit into several with an index.
+    """Write tensors into one file, or into several with an index if one would be larger than a limit.
 
     Args:
-        folder: where to.
-        specs: of the tensors, by name.
-        arrays: the tensors in that order.
-        limit: bytes of the tensors of a file; one that is larger gets a file of its own.
+        folder: of the files.
+        specs: shapes and dtypes of the tensors, by name.
+        arrays: names and tensors, in the same order.
+        limit: bytes of the tensors of a file; a larger tensor gets its own file.
 
     Returns:
         The bytes of all tensors.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: the disk is full, for example.
     """
     sizes = {name: np.dtype(_numpy(spec)).itemsize * int(np.prod(spec.shape, dtype=np.int64)) for name, spec in specs.items()}
     parts = _parts(sizes, limit)
@@ -35,14 +35,14 @@ def write_tensors(folder: Path, specs: Mapping[str, Spec], arrays: Iterator[tupl
     for file, names in zip(files, parts, strict=True):
         _write(folder / file, {name: specs[name] for name in names}, sizes, arrays)
     if len(parts) > 1:
-        places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        weight_map = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return sum(sizes.values())
 
 
 def _parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """The names of the tensors of each file."""
+    """Return the names of the tensors of each file."""
     parts: list[list[str]] = [[]]
     room = limit
     for name, size in sizes.items():
@@ -55,8 +55,8 @@ def _parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def _write(path: Path, specs: Mapping[str, Spec], sizes: Mapping[str, int], arrays: Iterator[tuple[str, np.ndarray]]) -> None:
-    """One file: the length of the header, the header, and the tensors without gaps."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses it
+    """Write one file: the length of the header, the header, and the tensors without gaps."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for name, spec in specs.items():
         header[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + sizes[name]]}

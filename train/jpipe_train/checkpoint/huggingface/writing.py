@@ -1,4 +1,4 @@
-"""`jpipe export --layout huggingface`: the weights of a run as a folder that transformers loads."""
+"""`jpipe export --layout huggingface`: writing of the weights of a run as a folder that transformers loads."""
 
 import contextlib
 import json
@@ -29,15 +29,15 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class _Model(NamedTuple):
-    """What is written.
+    """A model to write.
 
     Attributes:
         config: of the run.
-        described: the content of `config.json`, but for what depends on the weights.
+        described: the content of `config.json`, except what depends on the weights.
         names: of the tensors.
-        specs: of the parameters, by jpipe's names.
-        read: gives the parameters of a layer by their names.
-        words: where they are from, for the last line.
+        specs: shapes and dtypes of the parameters, by jpipe's names.
+        read: returns the parameters of a layer by name.
+        origin: a description of where the parameters come from.
     """
 
     config: Config
@@ -45,7 +45,7 @@ class _Model(NamedTuple):
     names: Layout
     specs: Mapping[str, Spec]
     read: Callable[[str], Mapping[str, Any]]
-    words: str
+    origin: str
 
 
 def main(
@@ -60,59 +60,59 @@ def main(
     """Write the parameters of a checkpoint as a folder in Hugging Face's layout, which appears whole or not at all.
 
     Args:
-        source: the folder of the run; or a config, for the parameters that its run would begin with.
+        source: the folder of the run, or a config whose run would begin with the parameters.
         out: the folder, a new one.
         step: of the checkpoint; None: the newest that is whole.
-        report: gets a line for what was written, and for each newer checkpoint that is damaged.
+        report: gets a line for what was written, and one for each newer checkpoint that is damaged.
         weights: the newest parameters, or their moving average.
-        overrides: of keys of the config.
-        limit: bytes of the tensors of a file, more are written into several; None: `LIMIT`.
+        overrides: replacements of keys of the config.
+        limit: bytes of the tensors of a file; None: `LIMIT`.
 
     Raises:
-        InputError: no such run or checkpoint, a damaged one, one without an average; a model that has no such layout; or a folder that
-            cannot be written.
+        InputError: no such run or checkpoint, a damaged one, one without an average, a model without such a layout, or the folder cannot
+            be written.
     """
-    place = unused(out, "--out")
+    path = unused(out, "--out")
     jax.config.update("jax_platforms", "cpu")  # Orbax starts JAX's devices; a GPU may be another program's, and none is needed
     if expanded(source, "export").is_file():
         if step is not None or weights != "newest":
             raise InputError(f"export: expected the folder of a run for --step and --weights, found the file '{source}'; leave them out")
-        found = _of_config(source, overrides)
+        model = _of_config(source, overrides)
     else:
-        found = _of_run(source, step, report, weights)
-    specs = _specs(found)
-    described = found.described | _special(found.config, found.described["vocab_size"]) | _dtypes(specs)
-    with new_folder(place, "--out") as unfinished:
+        model = _of_run(source, step, report, weights)
+    specs = _specs(model)
+    described = model.described | _special(model.config, model.described["vocab_size"]) | _dtypes(specs)
+    with new_folder(path, "--out") as unfinished:
         _write_json(unfinished / huggingface.CONFIG, described)
-        size = write_tensors(unfinished, specs, _tensors(found), LIMIT if limit is None else limit)
-        copied = _copy_tokenizer(found.config, unfinished, lambda line: report(f"{out}: {line}"))
-    report(f"{out}: {count(len(specs), 'tensor')}, {size:,} bytes{copied}, {found.words}")
+        size = write_tensors(unfinished, specs, _tensors(model), LIMIT if limit is None else limit)
+        copied = _copy_tokenizer(model.config, unfinished, lambda line: report(f"{out}: {line}"))
+    report(f"{out}: {count(len(specs), 'tensor')}, {size:,} bytes{copied}, {model.origin}")
 
 
 def _of_run(run: str, step: int | None, report: Callable[[str], None], weights: Weights) -> _Model:
-    """The parameters of a checkpoint."""
+    """Open the parameters of a checkpoint."""
     folder = resolved(run, "export")
     chosen = step_of(folder, step, "export", report)
     config = config_file.load_resolved(folder / "config.yaml")
-    described = huggingface.written(config.model)
-    if step is not None:  # or else it is verified already
+    described = huggingface.to_json_keys(config.model)
+    if step is not None:  # the newest is verified already
         checkpoint_files.verify(folder, chosen)
-    there = checkpoint_files.layer_specs(folder, chosen)
-    firsts = {name: place[0] for name in there if (place := jpipe.runtime.shared_place(name, there))}
+    entries = checkpoint_files.layer_specs(folder, chosen)
+    firsts = {name: place[0] for name in entries if (place := jpipe.runtime.shared_place(name, entries))}
 
     def read(layer_id: str) -> Mapping[str, Any]:
-        entries = [layer_id, *(name for name, first in firsts.items() if first == layer_id)]
-        layers = checkpoint_files.read_layers(folder, chosen, entries, verified=True)
+        names = [layer_id, *(name for name, first in firsts.items() if first == layer_id)]
+        layers = checkpoint_files.read_layers(folder, chosen, names, verified=True)
         return by_name(layers if weights == "newest" else with_ema(layers, chosen))
 
-    specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(there).items()}
-    return _Model(config, described, layout(huggingface.described(described)), specs, read, f"step {chosen} of {run}")
+    specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(entries).items()}
+    return _Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
 
 
 def _of_config(file: str, overrides: Sequence[str]) -> _Model:
-    """The parameters that the run of a config would begin with."""
+    """Open the parameters that the run of a config would begin with."""
     config = config_file.load(file, overrides)
-    described = huggingface.written(config.model)
+    described = huggingface.to_json_keys(config.model)
     if config.warm_start.file is not None:
         raise InputError(
             f"export: expected a config whose run begins with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
@@ -122,34 +122,34 @@ def _of_config(file: str, overrides: Sequence[str]) -> _Model:
     key = jax.random.key(config.seed)
 
     def read(layer_id: str) -> Mapping[str, Any]:
-        made = jax.jit(lambda key, x: stack.init_layer(layer_id, key, x)[0])
-        return named(made(key, jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), inputs[layer_id].x)), layer_id)
+        init = jax.jit(lambda key, x: stack.init_layer(layer_id, key, x)[0])
+        return named(init(key, jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), inputs[layer_id].x)), layer_id)
 
     def named(tree: Any, layer_id: str) -> dict[str, Any]:
         return {f"{layer_id}/{path}": leaf for path, leaf in by_path(tree).items()}
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for i, layer in inputs.items() for name, leaf in named(layer.params, i).items()}
-    return _Model(config, described, layout(huggingface.described(described)), specs, read, f"fresh weights of {file}")
+    return _Model(config, described, layout(huggingface.parse(described)), specs, read, f"fresh weights of {file}")
 
 
-def _specs(found: _Model) -> dict[str, Spec]:
-    """Of the tensors, by their names and in their order."""
-    there = found.specs
-    for row in found.names:
-        if row.ours not in there or there[row.ours].shape != row.shape:
-            instead = f"found it of shape {list(there[row.ours].shape)}" if row.ours in there else "found no such name"
+def _specs(model: _Model) -> dict[str, Spec]:
+    """Return shapes and dtypes of the tensors by name, in their order."""
+    specs = model.specs
+    for row in model.names:
+        if row.ours not in specs or specs[row.ours].shape != row.shape:
+            instead = f"found it of shape {list(specs[row.ours].shape)}" if row.ours in specs else "found no such name"
             raise InputError(
-                f"export: expected '{row.ours}' of shape {list(row.shape)} in {found.words}, as in its config.yaml, {instead}; "
+                f"export: expected '{row.ours}' of shape {list(row.shape)} in {model.origin}, as in its config.yaml, {instead}; "
                 "the checkpoint is of another model"
             )
-    rows = [(row, name, shape) for row in found.names for name, shape in zip(row.theirs, row.shapes, strict=True)]
-    return {name: Spec(shape, there[row.ours].dtype) for row, name, shape in rows}
+    rows = [(row, name, shape) for row in model.names for name, shape in zip(row.theirs, row.shapes, strict=True)]
+    return {name: Spec(shape, specs[row.ours].dtype) for row, name, shape in rows}
 
 
-def _tensors(found: _Model) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors with their names; one layer is in memory at a time."""
-    for layer_id, rows in found.names.rows.items():
-        arrays = found.read(layer_id)
+def _tensors(model: _Model) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors with their names; one layer is in memory at a time."""
+    for layer_id, rows in model.names.rows.items():
+        arrays = model.read(layer_id)
         for row in rows:
             yield from zip(row.theirs, row.split(np.asarray(arrays[row.ours])), strict=True)
 
@@ -160,23 +160,23 @@ def _dtypes(specs: Mapping[str, Spec]) -> dict[str, str]:
 
 
 def _special(config: Config, vocab_size: int) -> dict[str, Any]:
-    """The numbers of special tokens, null where they are not known, for transformers' own may not fit.
+    """Return the ids of special tokens, null if they are not known, because the defaults of transformers may be wrong.
 
-    They are from the folder that the run began with if it is there still; the one that ends a text may be from the run's data.
+    They come from the folder that the run began with, if it still exists; the one that ends a text may come from the run's data.
     """
-    said: dict[str, Any] = {}
+    original: dict[str, Any] = {}
     if config.warm_start.file is not None and huggingface.is_folder(config.warm_start.file):
         with contextlib.suppress(InputError):
             path = resolved(config.warm_start.file, "warm_start.file") / huggingface.CONFIG
-            said = huggingface.load_json(path, huggingface.MOST_BYTES)
-    found = {key: said[key] if _is_token(said.get(key), vocab_size) else None for key in _SPECIAL}
-    if found["eos_token_id"] is None and config.model.kind == "decoder" and _is_token(end := _end_of_text(config), vocab_size):
-        found["eos_token_id"] = end
-    return found
+            original = huggingface.load_json(path, huggingface.MOST_BYTES)
+    tokens = {key: original[key] if _is_token(original.get(key), vocab_size) else None for key in _SPECIAL}
+    if tokens["eos_token_id"] is None and config.model.kind == "decoder" and _is_token(end := _end_of_text(config), vocab_size):
+        tokens["eos_token_id"] = end
+    return tokens
 
 
 def _end_of_text(config: Config) -> int | None:
-    """The token that ends a text of the run's data, if that can be found out."""
+    """Return the token that ends a text in the run's data, if it is known."""
     data = config.data
     with contextlib.suppress(InputError):
         if data.target is None and data.format == "tokens":
@@ -187,13 +187,13 @@ def _end_of_text(config: Config) -> int | None:
     return None
 
 
-def _is_token(found: Any, vocab_size: int) -> bool:
-    numbers = found if isinstance(found, list) and 0 < len(found) < 100 else [found]
+def _is_token(value: Any, vocab_size: int) -> bool:
+    numbers = value if isinstance(value, list) and 0 < len(value) < 100 else [value]
     return all(type(number) is int and 0 <= number < vocab_size for number in numbers)
 
 
 def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str:
-    """Copy the tokenizer of the run; what is said of it in the last line."""
+    """Copy the tokenizer of the run and return words about it for the last line."""
     path = tokenizer.file_of(config)
     if path is None:
         return ""
@@ -203,7 +203,7 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
         say(f"without the tokenizer of the run, '{shown(path)}', which cannot be read: {error.strerror}")
         return ""
     write_atomically(to / tokenizer.FILE, content)
-    # Without this transformers builds the tokenizer that is usual for the architecture.
+    # Otherwise transformers builds the default tokenizer of the architecture.
     _write_json(to / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return " and the tokenizer"
 

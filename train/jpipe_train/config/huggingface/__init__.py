@@ -1,7 +1,18 @@
-"""The `config.json` of a folder in Hugging Face's layout, read as and written from the section `model`: data only, no JAX."""
+"""Read and write the `config.json` of a folder in Hugging Face's layout as keys of the section `model`, without JAX."""
 
-from jpipe_train.config.huggingface.reading import CONFIG, MOST_BYTES, Found, described, filled, is_folder, load_json, read
+from jpipe_train.config.huggingface.reading import CONFIG, MOST_BYTES, Description, fill_section, is_folder, load_json, parse, read
 from jpipe_train.config.huggingface.schemas import ARCHITECTURES
-from jpipe_train.config.huggingface.writing import written
+from jpipe_train.config.huggingface.writing import to_json_keys
 
-__all__ = ["ARCHITECTURES", "CONFIG", "MOST_BYTES", "Found", "described", "filled", "is_folder", "load_json", "read", "written"]
+__all__ = [
+    "ARCHITECTURES",
+    "CONFIG",
+    "MOST_BYTES",
+    "Description",
+    "fill_section",
+    "is_folder",
+    "load_json",
+    "parse",
+    "read",
+    "to_json_keys",
+]

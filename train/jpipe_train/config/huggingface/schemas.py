@@ -9,12 +9,12 @@ HINT = "jpipe's models have nothing else; take another model"
 Size = Annotated[int, Field(ge=1, le=10**9)]
 Number = Annotated[float, Field(gt=0)]
 
-# Theirs by ours, the name that is written first. The tanh of all of these is that of `gelu_new`.
+# Hugging Face's names by jpipe's; the first is written. The tanh of all of these is that of `gelu_new`.
 ACTIVATIONS = {"gelu": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_exact": ("gelu", "gelu_python"), "silu": ("silu", "swish")}
 Activation = Literal["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu", "gelu_python", "silu", "swish"]
 
 
-# Theirs by ours of Llama 3's scaling.
+# Hugging Face's names by jpipe's for Llama 3's scaling.
 SCALING = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
@@ -24,7 +24,7 @@ SCALING = {
 
 
 class _Json(BaseModel):
-    """What matters of `config.json`. Keys that change nothing here, dropout among them, are left aside; others have one legal value."""
+    """The keys of `config.json` that matter. Keys without effect here, such as dropout, are ignored; others have one legal value."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -71,15 +71,15 @@ class Gpt2(_Json):
 
 
 class _Rope(BaseModel):
-    """The rotation of positions: `rope_parameters` of newer configs, `rope_scaling` of older ones.
+    """The rotary positions: `rope_parameters` of newer configs, `rope_scaling` of older ones.
 
-    Without a type transformers stops, or leaves the scaling out, depending on its version: such a rotation is refused.
+    A rotation without a type is an error: depending on its version, transformers stops or ignores the scaling.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
     rope_type: Literal["default", "llama3"] | None = None
-    type: Literal["default", "llama3"] | None = None  # what `rope_type` was called first
+    type: Literal["default", "llama3"] | None = None  # the older name of `rope_type`
     rope_theta: Number | None = None
     partial_rotary_factor: Literal[1] | None = None
     factor: Number | None = None
@@ -89,8 +89,8 @@ class _Rope(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_type(self) -> "_Rope":
-        given = [name for name, value in (dict(self) | (self.model_extra or {})).items() if value is not None]
-        unread = [name for name in given if name not in ("rope_theta", "partial_rotary_factor")]
+        present = [name for name, value in (dict(self) | (self.model_extra or {})).items() if value is not None]
+        unread = [name for name in present if name not in ("rope_theta", "partial_rotary_factor")]
         if unread and self.kind is None:
             raise ValueError(f"expected rope_type beside {unread[0]}, found none; add llama3, or default where nothing is scaled")
         return self
@@ -130,7 +130,7 @@ class Llama(_Json):
     tie_word_embeddings: bool = False
 
     @model_validator(mode="after")
-    def _is_one(self) -> "Llama":
+    def _check_consistency(self) -> "Llama":
         if self.attention_bias != self.mlp_bias:
             raise ValueError(
                 f"expected attention_bias and mlp_bias to be the same, found {self.attention_bias} and {self.mlp_bias}; {HINT}"
@@ -147,8 +147,8 @@ class Llama(_Json):
         return [rope.scaling(self.max_position_embeddings) for rope in (self.rope_parameters, self.rope_scaling) if rope]
 
     def _thetas(self) -> list[float]:
-        said = (rope.rope_theta for rope in (self.rope_parameters, self.rope_scaling) if rope)
-        return [theta for theta in (*said, self.rope_theta) if theta is not None]
+        thetas = (rope.rope_theta for rope in (self.rope_parameters, self.rope_scaling) if rope)
+        return [theta for theta in (*thetas, self.rope_theta) if theta is not None]
 
     def keys(self) -> dict[str, Any]:
         heads, width = self.num_attention_heads, self.hidden_size
@@ -205,7 +205,7 @@ class Bert(_Json):
 
 
 class Architectures(BaseModel):
-    """What says which of the classes above the rest is."""
+    """The key that selects one of the schemas above."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -216,7 +216,7 @@ ARCHITECTURES: dict[str, type[Gpt2 | Llama | Bert]] = {
     "GPT2LMHeadModel": Gpt2,
     "LlamaForCausalLM": Llama,
     "BertForPreTraining": Bert,
-    "BertForMaskedLM": Bert,  # which often has the next-sentence head all the same
+    "BertForMaskedLM": Bert,  # often has the next-sentence head, too
 }
 _SIZES = {
     "depth": "num_hidden_layers",
@@ -227,7 +227,7 @@ _SIZES = {
     "mlp_width": "intermediate_size",
     "max_positions": "max_position_embeddings",
 }
-THEIRS: dict[type[Gpt2 | Llama | Bert], dict[str, str]] = {  # by jpipe's key the one that decides it
+THEIRS: dict[type[Gpt2 | Llama | Bert], dict[str, str]] = {  # Hugging Face's key by jpipe's
     Gpt2: {
         **{"depth": "n_layer", "width": "n_embd", "heads": "n_head", "mlp_width": "n_inner", "max_positions": "n_positions"},
         "norm_epsilon": "layer_norm_epsilon",

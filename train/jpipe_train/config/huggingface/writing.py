@@ -8,14 +8,14 @@ from jpipe import InputError
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.config.huggingface.schemas import ACTIVATIONS, SCALING
 
-_MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "BertForPreTraining": "bert"}  # of those that are written
+_MODEL_TYPES = {"GPT2LMHeadModel": "gpt2", "LlamaForCausalLM": "llama", "BertForPreTraining": "bert"}  # the architectures that are written
 
 
-def written(model: ModelConfig) -> dict[str, Any]:
-    """The content of `config.json` for a model of jpipe's, but for the dtype.
+def to_json_keys(model: ModelConfig) -> dict[str, Any]:
+    """Return the content of `config.json` for a model of jpipe's, without the dtype.
 
     Raises:
-        InputError: no architecture is that model; says which keys differ.
+        InputError: no architecture can express the model; the message names the keys that differ.
     """
     if model.target is not None:
         raise InputError(f"--layout huggingface: expected a built-in model, found one of '{model.target}'; leave out --layout")
@@ -23,14 +23,14 @@ def written(model: ModelConfig) -> dict[str, Any]:
     differences = {name: _differences(keys, needed(keys)) for name, needed in _NEEDED.items()}
     chosen = next((name for name, different in differences.items() if not different), None)
     if chosen is None:
-        nearest = sorted(differences.items(), key=lambda found: len(found[1]))
+        nearest = sorted(differences.items(), key=lambda item: len(item[1]))
         words = "; ".join(f"{name} has {', '.join(different)}" for name, different in nearest)
         raise InputError(f"--layout huggingface: no architecture is this model: {words}; leave out --layout")
     return {"architectures": [chosen], "model_type": _MODEL_TYPES[chosen], **_WRITERS[chosen](keys)}
 
 
 def _keys_of(model: ModelConfig) -> dict[str, Any]:
-    """The keys of `model`, each with the value that it comes to."""
+    """Return the keys of `model` with derived defaults filled in."""
     keys = model.model_dump()
     derived = {
         "kv_heads": model.heads,
@@ -42,10 +42,10 @@ def _keys_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _differences(keys: Mapping[str, Any], needed: Mapping[str, Any]) -> list[str]:
-    found = [f"model.{key} {json.dumps(value)}, not {json.dumps(keys[key])}" for key, value in needed.items() if keys[key] != value]
-    if keys["width"] % keys["heads"]:  # although Llama's config has the size of a head
-        found.append(f"model.heads that divide model.width {keys['width']}, not {keys['heads']}")
-    return found
+    differences = [f"model.{key} {json.dumps(value)}, not {json.dumps(keys[key])}" for key, value in needed.items() if keys[key] != value]
+    if keys["width"] % keys["heads"]:  # even for Llama, whose config has the head size
+        differences.append(f"model.heads that divide model.width {keys['width']}, not {keys['heads']}")
+    return differences
 
 
 def _needed_gpt2(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _llama_json(keys: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": keys["kv_heads"],
         "head_dim": keys["head_size"],
         "rms_norm_eps": keys["norm_epsilon"],
-        "rope_theta": keys["rope_base"],  # this and the next for transformers before 5, the third for later ones
+        "rope_theta": keys["rope_base"],  # this and rope_scaling for transformers before 5, rope_parameters for later ones
         "rope_scaling": rope,
         "rope_parameters": {"rope_type": "default", **(rope or {}), "rope_theta": keys["rope_base"]},
         "attention_bias": keys["bias"],
@@ -97,7 +97,7 @@ def _bert_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _transformer_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """What Llama's and BERT's have in common."""
+    """Return the keys that Llama and BERT share."""
     return {
         "vocab_size": keys["vocab_size"],
         "num_hidden_layers": keys["depth"],

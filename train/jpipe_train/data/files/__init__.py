@@ -1,1 +1,1 @@
-"""The content of data files: what kind it is, and arrays that are read from it in parts."""
+"""The content of data files: its kind, and arrays that are read in parts."""

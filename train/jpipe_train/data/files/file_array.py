@@ -1,4 +1,4 @@
-"""An array of numbers that stays in its file: a part is read when it is sliced.
+"""Provide an array of numbers that stays in its file: slicing reads a part.
 
 Files are not mapped into memory, because a process that reads a map of a file that another one cuts off is killed by a signal.
 """
@@ -15,7 +15,7 @@ from jpipe.files import open_to_read
 
 
 class FileArray:
-    """A one-dimensional array in a file, or in a part of one. It may be read by several threads at once.
+    """A one-dimensional array in a file, or in a part of one; several threads may read it at once.
 
     Args:
         path: the file.
@@ -46,9 +46,9 @@ class FileArray:
         """
         first, last, step = part.indices(self.size)
         assert step == 1, "only consecutive numbers are read"
-        found = np.empty(max(last - first, 0), self.dtype)
-        self._read_into(found.view(np.uint8).data, self._start + first * self.dtype.itemsize)
-        return found
+        array = np.empty(max(last - first, 0), self.dtype)
+        self._read_into(array.view(np.uint8).data, self._start + first * self.dtype.itemsize)
+        return array
 
     def _read_into(self, content: memoryview, at: int) -> None:
         end = at + len(content)

@@ -1,4 +1,4 @@
-"""What kind of data a file holds, by its content: what is not text is not to be learned byte by byte unless somebody asks for that."""
+"""Recognize the kind of data in a file by its content, so that only text is trained on byte by byte unless the config says otherwise."""
 
 import codecs
 import csv
@@ -14,8 +14,8 @@ from jpipe.files import open_to_read
 JSON_LINES = "JSON lines"
 _HEAD = 2**16  # bytes at the beginning of a file that are looked at
 _ROWS = 50  # lines of them that are looked at
-_FEW_ROWS = 3  # a table has at least so many lines, the header included
-_MORE_ROWS = 5  # and a table without a header so many
+_FEW_ROWS = 3  # the least number of lines of a table, its header included
+_MORE_ROWS = 5  # the same of a table without a header
 
 _LINES = "convert it to JSON lines, such as with pandas"
 _THEN = (
@@ -24,7 +24,7 @@ _THEN = (
 )
 _OWN = "read it in a function of your own (data.target: module:function)"
 _PICKLE = "write text, JSON lines or token files"
-_IMAGE = "data.target: images learns from folders of images"
+_IMAGE = "data.target: examples.papers.data.images:load learns from folders of images"
 _MEDIA = "write text about it, or read it in a function of your own (data.target: module:function)"
 
 
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(path: Path) -> Kind | None:
-    """Return what a file holds if that is known not to be text to learn from; None: it may be text.
+    """Return the kind of data in a file if it is known not to be plain text, otherwise None.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
@@ -86,17 +86,17 @@ def _is_bmp(head: bytes, size: int, _: BinaryIO) -> bool:
 
 
 def _is_tfrecord(head: bytes, size: int, _: BinaryIO) -> bool:
-    """Whether the length at the beginning is followed by its checksum, which TensorFlow masks."""
+    """Return whether the length at the beginning is followed by its checksum, masked as TensorFlow does."""
     length = int.from_bytes(head[:8], "little")
     if not 0 < length <= size - 16:
         return False
-    found = 0xFFFFFFFF
+    crc = 0xFFFFFFFF
     for byte in head[:8]:
-        found ^= byte
+        crc ^= byte
         for _bit in range(8):
-            found = found >> 1 ^ (0x82F63B78 if found & 1 else 0)
-    found ^= 0xFFFFFFFF
-    masked = ((found >> 15 | found << 17) + 0xA282EAD8) & 0xFFFFFFFF
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
     return int.from_bytes(head[8:12], "little") == masked
 
 
@@ -162,7 +162,7 @@ _LIST = re.compile(rf"\s*\[{_OBJECT.pattern}")
 
 
 def _json(lines: Sequence[str], text: str, *, is_whole: bool) -> Kind | None:
-    """JSON lines: each line is an object, and there are two, or one that is longer than what is looked at; or a list of objects."""
+    """Recognize JSON lines, each an object and at least two or one longer than the sample, or a list of objects."""
     if _LIST.match(text):
         return Kind("a list of JSON", f"write a line for each object, such as with jq -c '.[]'{_THEN}")
     if not lines and not is_whole and _OBJECT.match(text):
@@ -174,10 +174,10 @@ def _json(lines: Sequence[str], text: str, *, is_whole: bool) -> Kind | None:
         if not _OBJECT.match(line):  # cheaper than to parse, and few texts pass it
             return None
         try:
-            found = json.loads(line)
+            value = json.loads(line)
         except (ValueError, RecursionError):
             return None
-        keys |= dict.fromkeys(found)
+        keys |= dict.fromkeys(value)
     return Kind(JSON_LINES, _THEN.removeprefix(", of which "), tuple(keys))
 
 
@@ -188,7 +188,7 @@ _TO_LINES = f"{_LINES} (read_csv and to_json(orient='records', lines=True)){_THE
 
 
 def _table(lines: Sequence[str]) -> Kind | None:
-    """A table as text: all its rows have as many columns as its header, whose names look like names, or all its cells are numbers.
+    """Recognize a table as text: every row has as many columns as the header, whose names look like names, or all cells are numbers.
 
     Prose with commas is none: it has spaces behind them, and not as many in each line.
     """
@@ -208,7 +208,7 @@ def _table(lines: Sequence[str]) -> Kind | None:
 
 
 def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
-    """The cells of each row; the last row is left out if it may go on behind these lines."""
+    """Split rows into cells, without the last row if it may continue behind the sample."""
     try:
         rows = list(csv.reader([f"{line}\n" for line in lines], delimiter=delimiter, strict=True))
     except csv.Error:  # a quoted cell goes on in the next line, or these are no quotes of a table
@@ -220,7 +220,10 @@ def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
 
 
 def _is_header(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Whether these cells are the names of columns. A year may be one, and so may nothing, where pandas writes the numbers of rows."""
+    """Return whether these cells are names of columns.
+
+    A year may be one, and so may an empty cell, which pandas writes above row numbers.
+    """
     names = [cell.strip() for cell in header]
     usual = [bool(_NAME.fullmatch(name)) and not name.endswith(_ENDS_OF_SENTENCES) and len(name.split()) <= 5 for name in names]
     others = [name for name, is_usual in zip(names, usual, strict=True) if not is_usual]

@@ -1,4 +1,4 @@
-"""Folders of tokens, as `jpipe data prepare` writes them: tokens.json says what they hold, shards are read where they are needed.
+"""Folders of tokens as `jpipe data prepare` writes them: tokens.json describes the shards, which are read when needed.
 
 A shard `train-00000` is `train-00000.bin`, its tokens as little-endian uint16 or uint32; `train-00000.ends`, for each document the position
 behind its last token as uint64; and `train-00000.answers` for prompts, the position of the first token of each answer as uint64.
@@ -45,8 +45,10 @@ class _Part(pydantic.BaseModel):
 
 
 class ShardFacts(_Part):
-    """One shard: `name` of its files without their endings, its `tokens` and its `documents` (null: nobody knows where they end), and the
-    sha256 of its tokens."""
+    """A shard: the `name` of its files without endings, its number of `tokens` and `documents`, and the hashes of its files.
+
+    `documents` is null if their ends are not known.
+    """
 
     name: Annotated[str, pydantic.AfterValidator(_is_name)]
     tokens: Annotated[int, Field(ge=1, le=2**62)]
@@ -55,7 +57,7 @@ class ShardFacts(_Part):
 
 
 class Index(_Part):
-    """The whole of tokens.json: what the tokens are, and the shards for training and for validation.
+    """The content of tokens.json: what the tokens are, and the shards for training and for validation.
 
     `end_of_text` is the token that ends each document, `tokenizer_sha256` that of the tokenizer.json beside it, `text_bytes` the size of
     the text that it was made from.
@@ -75,12 +77,12 @@ class Index(_Part):
     @property
     def parts(self) -> tuple[tuple[str, np.dtype[Any]], ...]:
         """The ending and the dtype of each file of a shard."""
-        found: list[tuple[str, np.dtype[Any]]] = [(".bin", DTYPES[self.dtype]), (".ends", POSITIONS), (".answers", POSITIONS)]
-        return tuple(found[: 3 if self.kind == "prompts" else 2])
+        kinds: list[tuple[str, np.dtype[Any]]] = [(".bin", DTYPES[self.dtype]), (".ends", POSITIONS), (".answers", POSITIONS)]
+        return tuple(kinds[: 3 if self.kind == "prompts" else 2])
 
 
 def read_index(path: str, where: str) -> tuple[Path, Index]:
-    """The folder at `path` and its index; every shard is there and has its size.
+    """Read the index of the folder at `path`, and check that every shard exists and has its size.
 
     Raises:
         InputError: it is no such folder, a file is missing or of another size, or the tokenizer is not that of the tokens.
@@ -110,7 +112,7 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
 
 
 def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Documents:
-    """The documents in these shards, read where they are needed."""
+    """Return the documents in these shards, read when needed."""
     kept = functools.lru_cache(maxsize=MOST_OPEN)(_opened)
 
     def opened(shard: ShardFacts, part: int) -> Callable[[], Numbers] | None:
@@ -129,18 +131,18 @@ def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Docum
 
 
 def digest(folder: Path, index: Index) -> str:
-    """Of the index, with the hashes in it, and of a sample of every file: terabytes are not read, and it does not depend on times.
+    """Hash the index with the hashes in it, and a sample of every file; it does not depend on times.
 
     Raises:
         InputError: a file cannot be read.
     """
-    found = hashlib.sha256(index.model_dump_json().encode())
+    hasher = hashlib.sha256(index.model_dump_json().encode())
     with sources.readable():
         for shard in (*index.train, *index.validation):
             for ending, _ in index.parts[: 1 if shard.documents is None else None]:
                 for block in _sample(folder / f"{shard.name}{ending}"):
-                    found.update(block)
-    return found.hexdigest()
+                    hasher.update(block)
+    return hasher.hexdigest()
 
 
 def _sample(path: Path) -> list[bytes]:
@@ -150,16 +152,16 @@ def _sample(path: Path) -> list[bytes]:
 
 
 def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> FileArray:
-    """Open a file of `count` numbers. If they are the ends of documents of `size` tokens in all, check some of them.
+    """Open a file of `count` numbers; if they are ends of documents of `size` tokens in all, check some of them.
 
     Raises:
         InputError: they do not rise, or do not end with the tokens; the file was cut off.
         OSError: it cannot be opened.
     """
-    found = FileArray(path, dtype, size=count)
+    array = FileArray(path, dtype, size=count)
     if size is None:
-        return found
-    first, last = found[:_SOME], found[-_SOME:]
+        return array
+    first, last = array[:_SOME], array[-_SOME:]
     if last[-1] != size:
         raise InputError(
             f"data: expected the last end in '{path}' to be {size:,}, all its tokens, found {last[-1]:,}; write the folder again"
@@ -167,7 +169,7 @@ def _opened(path: Path, dtype: np.dtype[Any], count: int, size: int | None) -> F
     for some in (first, last):
         if some[0] == 0 or np.any(some[1:] <= some[:-1]):
             raise InputError(f"data: expected rising ends in '{path}', found {some[:5].tolist()}; write the folder again")
-    return found
+    return array
 
 
 def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> None:
@@ -188,14 +190,14 @@ def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> Non
 
 
 def _check_tokenizer(path: Path, index: Index, where: str) -> None:
-    """Refuse another tokenizer beside tokens; it may be left out."""
+    """Check that the tokenizer beside the tokens made them, if there is one."""
     try:
         if index.tokenizer_sha256 is None or not path.exists():
             return
-        found = hashlib.sha256(read_bytes(path, MOST_BYTES)).hexdigest()
+        actual = hashlib.sha256(read_bytes(path, MOST_BYTES)).hexdigest()
     except OSError as error:
         raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give files that can be read") from None
-    if found != index.tokenizer_sha256:
+    if actual != index.tokenizer_sha256:
         raise InputError(
             f"{where}: expected '{path}' to be the tokenizer that made the tokens, as {INDEX} says, found another; copy the folder again, "
             "or prepare it with this tokenizer"

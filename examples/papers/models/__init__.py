@@ -1,0 +1,1 @@
+"""Models of images and of sequences, as layers of a pipeline."""

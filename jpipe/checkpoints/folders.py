@@ -1,0 +1,283 @@
+"""The folders of a run's checkpoints: their names, and how they are kept, renamed and removed.
+
+A checkpoint after 40 batches is the folder `checkpoints/40` of the run, as `ocp.CheckpointManager` names it. Until it is complete its files
+are in `checkpoints/40.orbax-checkpoint-tmp`, which Orbax takes for unfinished, too. Format 1 used `checkpoints/00000040` from the start.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jpipe import InputError
+from jpipe.checkpoints.orbax_item import ITEM
+from jpipe.checkpoints.records import MARKER, read_marker, read_parts, read_rows, verify_files
+from jpipe.files import make_folder, resolved, to_disk
+
+STEP_METADATA = "_CHECKPOINT_METADATA"
+"""A file of a step that tells Orbax what is in it."""
+
+COMPLETE = "complete"
+"""The folder inside an unfinished checkpoint that becomes the complete one by a change of its name."""
+
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+def run_folder(folder: str | Path) -> Path:
+    """Return the folder of a run as an absolute path.
+
+    Raises:
+        InputError: it is no path, or one that no folder can have.
+    """
+    if not isinstance(folder, str | Path):
+        raise InputError(f"folder: expected the path of a run's folder, found {type(folder).__name__}")
+    return resolved(str(folder), "folder")
+
+
+def steps(folder: str | Path) -> list[int]:
+    """Return the steps of the complete checkpoints of a run, ascending; some may be damaged."""
+    return sorted({step for step, path in step_folders(run_folder(folder)) if _is_complete(path)})
+
+
+def step_folders(folder: Path) -> list[tuple[int, Path]]:
+    """Return step and folder of all checkpoints of a run, unfinished ones too, ascending.
+
+    Raises:
+        InputError: the folder of the checkpoints is a file or a link.
+    """
+    parent = folder / "checkpoints"
+    if parent.is_symlink():  # its target may be anybody's, and old checkpoints are removed
+        raise InputError(f"{parent}: expected a folder, found a symbolic link; move the checkpoints here, or choose another run.dir")
+    try:
+        names = os.listdir(parent)
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError:
+        raise InputError(f"{parent}: expected a folder, found a file in its place; choose another run.dir") from None
+    numbers = {name: name.removesuffix(_UNFINISHED) for name in names}
+    return sorted(
+        (int(number), parent / name)
+        for name, number in numbers.items()
+        if number.isdecimal() and number in (str(int(number)), _old_name(int(number)))
+    )
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return the folder of a step: of a complete checkpoint in any format, if there is one."""
+    paths = [folder / "checkpoints" / name for name in (str(step), _old_name(step))]
+    return next((path for path in paths if _is_complete(path)), next((path for path in paths if os.path.lexists(path)), paths[0]))
+
+
+def unfinished_folder(folder: Path, step: int) -> Path:
+    """Return the folder in which the checkpoint of a step is written."""
+    return folder / "checkpoints" / f"{step}{_UNFINISHED}"
+
+
+def publish(folder: Path, step: int) -> None:
+    """Give the finished checkpoint of a step its name, in place of an earlier one of that step.
+
+    Raises:
+        OSError: an earlier one is in the way and cannot be removed, or the system fails.
+    """
+    unfinished, path = unfinished_folder(folder, step), folder / "checkpoints" / str(step)
+    if os.path.lexists(path):
+        remove(path)
+    os.rename(unfinished / COMPLETE, path)
+    to_disk(path.parent)
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def begin(folder: Path, step: int | None) -> list[str]:
+    """Make room for the checkpoints that a run will write after `step`; process 0 calls this before any process writes.
+
+    Otherwise a part of an earlier attempt could be taken for a part of the next one. An unfinished checkpoint is removed. A later one that
+    was complete is kept under another name, such as `40.old`: it is damaged, or the user went back.
+
+    Args:
+        folder: the run's.
+        step: the checkpoint that the run resumes from; None: it starts from nothing, and there must not be a complete one.
+
+    Returns:
+        The new names of later checkpoints that were complete.
+
+    Raises:
+        InputError: the folder cannot be written, or holds what a run from nothing would remove.
+    """
+    parent = folder / "checkpoints"
+    try:
+        make_folder(parent)
+    except OSError as error:
+        raise InputError(f"{parent}: checkpoints cannot be written there: {error.strerror}; choose another run.dir") from None
+    if step is None and (complete := steps(folder)):
+        raise InputError(
+            f"{parent}: expected no checkpoint where a run begins, found that of step {complete[-1]}; resume, or choose another run.dir"
+        )
+    kept = []
+    for path in [path for number, path in step_folders(folder) if step is None or number > step]:
+        try:
+            if _is_complete(path) and not path.is_symlink():
+                kept.append(_set_aside(path).name)
+            else:
+                remove(path)
+        except OSError as error:
+            raise InputError(f"{path}: in the way of checkpoints to come, and is not removed: {error.strerror}; move it away") from None
+    return kept
+
+
+def discard(folder: Path, step: int) -> None:
+    """Remove an unfinished checkpoint that no process is writing, if possible."""
+    with contextlib.suppress(OSError):
+        remove(unfinished_folder(folder, step))
+
+
+def check_keep(keep: Any) -> None:
+    """Check that `keep` is a number of checkpoints to keep.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise InputError(f"keep: expected a number of checkpoints, 1 or more, found {keep!r}")
+
+
+def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hours: float | None = None) -> None:
+    """Remove old checkpoints and unfinished ones that will not be finished; process 0 calls this after a save.
+
+    The newest `keep` stay, and of the older ones those that `keep_every` or `keep_hours` asks for. If files of the newest one are missing
+    or cut off (contents are not read), nothing is removed. An older one of that kind is neither removed nor counted.
+
+    Args:
+        folder: the run's.
+        keep: at least 1.
+        keep_every: also keep those whose step is a multiple of this.
+        keep_hours: also keep one for each period of this length, by the time of the marker file.
+
+    Raises:
+        OSError: something cannot be removed.
+        InputError: `folder` is no folder, or `keep` is below 1.
+    """
+    check_keep(keep)
+    folder = run_folder(folder)
+    complete = steps(folder)
+    if not complete or not is_all_there(folder, complete[-1]):
+        return
+    kept = _kept(folder, complete, keep, keep_every, keep_hours)
+    for step, path in step_folders(folder):
+        is_wanted = _is_complete(path) and (step in kept or not is_all_there(folder, step))
+        if step < complete[-1] and not is_wanted and _not_ours(path) is None:
+            remove(path)
+
+
+def is_all_there(folder: Path, step: int) -> bool:
+    """Return whether a checkpoint is complete and its files have their sizes; the contents of large files are not read."""
+    path = step_folder(folder, step)
+    try:
+        marker = read_marker(path, step)
+        verify_files(read_parts(path, marker), contents=False)
+        read_rows(path, marker)
+    except InputError:
+        return False
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove the folder of a checkpoint, complete or not.
+
+    The marker goes first: if the process dies here, the remaining files are unfinished, not damaged.
+
+    Raises:
+        OSError: it cannot be removed, or holds something that jpipe has not written, and so is not removed.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    if problem := _not_ours(path):
+        raise OSError(errno.EPERM, problem, str(path))
+    (path / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def remove_part(path: Path, process: int) -> None:
+    """Remove what a process wrote into an unfinished checkpoint; files that cannot be removed are only in the way of the next attempt."""
+    for part in (path / f"process-{process}", *path.glob(f"process-{process}.*")):
+        if not _OURS.fullmatch(part.name):
+            continue
+        if part.is_symlink() or part.is_file():
+            part.unlink()
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _kept(folder: Path, complete: list[int], keep: int, keep_every: int | None, keep_hours: float | None) -> set[int]:
+    """Return the steps that `prune` keeps, among those that are complete."""
+    kept: set[int] = set()
+    count = 0
+    for step in reversed(complete):
+        if count == keep:
+            break
+        kept.add(step)
+        count += is_all_there(folder, step)
+    if keep_every is not None:
+        kept |= {step for step in complete if step % keep_every == 0}
+    if keep_hours is not None:
+        last = float("-inf")
+        for step in complete:
+            written = (step_folder(folder, step) / MARKER).stat().st_mtime
+            if written - last >= 3600 * keep_hours:
+                kept.add(step)
+                last = written
+    return kept
+
+
+def _is_complete(path: Path) -> bool:
+    return not path.name.endswith(_UNFINISHED) and (path / MARKER).exists()
+
+
+def _old_name(step: int) -> str:
+    return f"{step:08d}"
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a checkpoint a new name that is not that of a checkpoint.
+
+    Raises:
+        OSError: it cannot be renamed, or holds something that jpipe has not written.
+    """
+    if problem := _not_ours(path):
+        raise OSError(errno.EPERM, problem, str(path))
+    for number in itertools.count(1):
+        renamed = path.with_name(f"{path.name}.old" + (f"-{number}" if number > 1 else ""))
+        if not os.path.lexists(renamed):
+            return path.rename(renamed)
+    raise AssertionError("count() does not end")
+
+
+_OURS = re.compile(
+    rf"checkpoint\.json|metrics\.jsonl|({ITEM}|process-\d+)(\.orbax-checkpoint-tmp.*)?|process-\d+\.json|{STEP_METADATA}|{COMPLETE}"
+    r"|\.jpipe-\w+\.tmp|\.(checkpoint\.json|metrics\.jsonl|process-\d+\.json)\.unfinished"
+)
+"""The names in the folder of a checkpoint, unfinished files and those of earlier versions included."""
+
+
+_OURS_INSIDE = re.compile(r"[_.].*|structure\.json|commit_success\.txt|array_metadatas/.*|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/).*")
+"""The names that Orbax and TensorStore write into an item, unfinished files included."""
+
+
+def _not_ours(path: Path) -> str | None:
+    """Return why a folder is not as jpipe writes checkpoints and must not be removed, if so. Only the link itself counts for a link."""
+    if path.is_symlink():
+        return None
+    if not path.is_dir():
+        return os.strerror(errno.ENOTDIR)
+    others = [name for name in sorted(os.listdir(path)) if not _OURS.fullmatch(name)]
+    for inner in (inner for inner in path.iterdir() if inner.is_dir() and not inner.is_symlink()):
+        if inner.name == COMPLETE:
+            if problem := _not_ours(inner):
+                return problem
+            continue
+        names = (file.relative_to(path).as_posix() for file in sorted(inner.rglob("*")) if not file.is_dir() or file.is_symlink())
+        others += [name for name in names if not _OURS_INSIDE.fullmatch(name.partition("/")[2])]
+    return f"it holds '{others[0]}', which jpipe has not written" if others else None

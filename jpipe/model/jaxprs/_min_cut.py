@@ -1,0 +1,42 @@
+"""The cheapest set of nodes that separates the sources of an acyclic graph from its sinks."""
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
+
+import numpy as np
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+Node = TypeVar("Node", bound=Hashable)
+
+_MOST = 2**28  # the sum of all costs in the flow; SciPy's flows are integers of 32 bits
+_ENDLESS = 2**30
+
+
+def cheapest_cut(costs: Mapping[Node, int], inputs: Mapping[Node, Iterable[Node]], wanted: Iterable[Node]) -> list[Node]:
+    """Return the nodes of least total cost from which all sinks can be computed.
+
+    A node that has inputs can be computed from them at no cost; one without is given, and has to be chosen if it is needed. Of cuts that
+    cost the same, one of few nodes.
+
+    Args:
+        costs: of each node.
+        inputs: of the nodes that can be computed; each of them is a node.
+        wanted: nodes; they may be chosen themselves.
+    """
+    nodes = list(costs)
+    number = {node: i for i, node in enumerate(nodes)}
+    unit = max(sum(costs.values()) // _MOST, 1)
+    source, sink = 2 * len(nodes), 2 * len(nodes) + 1
+    # Each node is an edge from 2 i to 2 i + 1 that carries its cost.
+    edges = [(2 * i, 2 * i + 1, costs[node] // unit + 1) for node, i in number.items()]
+    edges += [(source, 2 * i, _ENDLESS) for node, i in number.items() if node not in inputs]
+    edges += [(2 * number[before] + 1, 2 * number[node], _ENDLESS) for node, own in inputs.items() for before in set(own)]
+    edges += [(2 * number[node] + 1, sink, _ENDLESS) for node in set(wanted)]
+    rows, columns, capacities = (np.array(column, np.int32) for column in zip(*edges, strict=True))
+    graph = coo_matrix((capacities, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()
+    left = graph - maximum_flow(graph, source, sink).flow
+    left.data = np.maximum(left.data, 0)
+    left.eliminate_zeros()
+    reached = set(breadth_first_order(left, source, return_predecessors=False).tolist())
+    return [node for node, i in number.items() if 2 * i in reached and 2 * i + 1 not in reached]

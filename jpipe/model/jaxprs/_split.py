@@ -1,0 +1,256 @@
+"""Cut a backward in two halves: the gradients of the inputs, which the previous stage needs, and those of the weights.
+
+The backward is traced, and its calls and recomputations are written out in one list of equations. What the gradients of the inputs need is
+the first half; the rest is the second half. A scan that both need becomes two scans. Between the halves some arrays must be kept: arguments
+of the backward (residuals, the output gradient) and results of the first half, the *stash*. Of all choices that is the cheapest in bytes, a
+minimum cut of the graph of the equations. The second half may repeat cheap elementwise operations for that, but no product, convolution or
+loop: both halves together compute what the whole backward does. Gradients of weights that the first half comes across anyway (those of a
+bias, say) go into the stash.
+
+Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, scan_parts
+from jpipe.model.jaxprs._min_cut import cheapest_cut
+from jpipe.model.jaxprs._wanted import UNKNOWN, bind, needed, scan_like, scan_needs
+
+_CHEAP = {
+    *("abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "cbrt", "ceil", "clamp", "concatenate", "convert_element_type", "copy"),
+    *("cos", "cosh", "div", "dynamic_slice", "eq", "erf", "exp", "exp2", "expand_dims", "expm1", "floor", "full_like", "ge", "gt"),
+    *("imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or"),
+    *("pad", "pow", "real", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_sum", "rem", "reshape"),
+    *("rev", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan"),
+    *("tanh", "transpose", "xor", "erf_inv", "random_wrap", "random_unwrap"),
+}
+"""Primitives that the second half may repeat: elementwise operations, layouts and reductions."""
+
+
+class NotSplittable(ValueError):
+    """The backward has side effects, which must happen once and in order."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The two halves of a backward, as functions of flat lists of arrays.
+
+    Attributes:
+        first: all arguments of the backward -> (outputs of the first half, stash).
+        second: (the arguments that it reads, stash) -> outputs of the second half.
+        arguments: the positions of the arguments that the second half reads.
+        stash: shapes and dtypes of the stash.
+    """
+
+    first: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
+    second: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    arguments: tuple[int, ...]
+    stash: tuple[jax.ShapeDtypeStruct, ...]
+
+
+def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first: Sequence[bool], free: Sequence[bool]) -> Halves:
+    """Cut a backward in two.
+
+    Args:
+        backward: a pure function of flat arguments that returns flat outputs.
+        specs: shapes and dtypes of the arguments.
+        in_first: for each output whether the first half makes it.
+        free: for each argument whether it is there anyway, as the weights are, so that keeping it costs nothing.
+
+    Raises:
+        NotSplittable: the backward has side effects.
+    """
+    traced = jax.make_jaxpr(backward)(*specs)
+    if traced.effects:
+        raise NotSplittable(f"it has side effects: {', '.join(sorted(map(str, traced.effects)))}")
+    written_out = jax.make_jaxpr(lambda *arguments: _evaluate(traced.jaxpr, traced.consts, arguments, {}))(*specs)
+    return _halves(_with_scans_cut(written_out, in_first, free), in_first, free)
+
+
+def undivided(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first: Sequence[bool]) -> Halves:
+    """Return the whole backward as the first half, where it cannot be cut; its other outputs are the stash for the second half."""
+    outputs = jax.eval_shape(backward, *specs)
+
+    def first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        results = backward(*arguments)
+        parts = ([result for result, own in zip(results, in_first, strict=True) if own == half] for half in (True, False))
+        return next(parts), next(parts)
+
+    stash = tuple(spec for spec, own in zip(outputs, in_first, strict=True) if not own)
+    return Halves(first, lambda arguments, stashed: list(stashed), (), stash)
+
+
+# Evaluation ------------------------------------------------------------------------------------------------------------
+
+_Replaced = Mapping[int, Callable[[list[Any]], list[Any]]]
+"""By number of an equation, what to evaluate in its place."""
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], replaced: _Replaced) -> list[Any]:
+    """Evaluate a jaxpr with all calls inlined, also inside scans."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+
+    def read(var: Any) -> Any:
+        return var.val if is_literal(var) else values[var]
+
+    for number, equation in enumerate(jaxpr.eqns):
+        inputs = list(map(read, equation.invars))
+        results = replaced[number](inputs) if number in replaced else _apply(equation, inputs)
+        values.update(zip(equation.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
+    body, consts = body_of(equation)
+    if is_call(equation):
+        return _evaluate(body, consts, inputs, {})
+    if equation.primitive.name == "scan":
+        count, carried = scan_parts(equation, body)
+
+        def step(carry: tuple[Any, ...], x: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            results = _evaluate(body, consts, [*inputs[:count], *carry, *x], {})
+            return tuple(results[:carried]), tuple(results[carried:])
+
+        carry, stacked = scan_like(equation, step, inputs[count : count + carried], tuple(inputs[count + carried :]))
+        return [*carry, *stacked]
+    return bind(equation, inputs)
+
+
+# Scans -----------------------------------------------------------------------------------------------------------------
+
+
+def _with_scans_cut(closed: Any, in_first: Sequence[bool], free: Sequence[bool]) -> Any:
+    """Return the jaxpr with two scans in place of each scan that both halves need."""
+    jaxpr, replaced = closed.jaxpr, {}
+    first, second = (
+        needed(jaxpr, [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half], inside=True)[0]
+        for half in (True, False)
+    )
+    for number, equation in enumerate(jaxpr.eqns):
+        if equation.primitive.name == "scan":
+            for_first, for_second = ([var in half for var in equation.outvars] for half in (first, second))
+            results, _ = scan_needs(equation, for_first)
+            if any(for_first) and any(wanted and not own for wanted, own in zip(for_second, results, strict=True)):
+                replaced[number] = _two_scans(equation, results)
+    if not replaced:
+        return closed
+    specs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]
+    return jax.make_jaxpr(lambda *arguments: _evaluate(jaxpr, closed.consts, arguments, replaced))(*specs)
+
+
+def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]], list[Any]]:
+    """Return two scans in place of one: the first computes these results and stacks what the second needs for the remaining ones."""
+    body, consts = body_of(equation)
+    count, carried = scan_parts(equation, body)
+    free = [i < count for i in range(len(body.invars))]
+    closed = _with_scans_cut(jex.ClosedJaxpr(body, consts), in_first, free)
+    carry_of_first = [i for i in range(carried) if in_first[i]]
+    carry_of_second = [i for i in range(carried) if not in_first[i]]
+    halves = _halves(closed, in_first, free, {count + i for i in carry_of_second})
+    stacked = [i for i in halves.arguments if i - count in carry_of_first]  # what the first carries and the second reads
+
+    def both(inputs: list[Any]) -> list[Any]:
+        start, xs = inputs[count : count + carried], inputs[count + carried :]
+
+        def first(carry: tuple[Any, ...], x: tuple[Any, ...]) -> Any:
+            arguments = [*inputs[:count], *[None] * carried, *x]
+            for i, value in zip(carry_of_first, carry, strict=True):
+                arguments[count + i] = value
+            results, stash = halves.first(arguments)
+            split_at = len(carry_of_first)
+            return tuple(results[:split_at]), (results[split_at:], stash, [arguments[i] for i in stacked])
+
+        carry, (ys, stash, kept) = scan_like(equation, first, [start[i] for i in carry_of_first], tuple(xs))
+
+        def second(carry: tuple[Any, ...], x: Any) -> Any:
+            x, stash, kept = x
+            arguments = dict(enumerate(inputs[:count])) | dict(zip(stacked, kept, strict=True)) | x
+            arguments |= {count + i: value for i, value in zip(carry_of_second, carry, strict=True)}
+            results = halves.second([arguments[i] for i in halves.arguments], stash)
+            return tuple(results[: len(carry)]), results[len(carry) :]
+
+        scanned = {i: xs[i - count - carried] for i in halves.arguments if i >= count + carried}
+        carry_2, ys_2 = scan_like(equation, second, [start[i] for i in carry_of_second], (scanned, stash, kept))
+        outputs = {True: iter([*carry, *ys]), False: iter([*carry_2, *ys_2])}
+        return [next(outputs[own]) for own in in_first]
+
+    return both
+
+
+# The cut ---------------------------------------------------------------------------------------------------------------
+
+
+def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent: Collection[int] = ()) -> Halves:
+    """Cut a jaxpr without scans that both halves need; the first half does not have the arguments `absent`."""
+    jaxpr = closed.jaxpr
+    wanted = {half: [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half] for half in (True, False)}
+    position = {var: i for i, var in enumerate(jaxpr.invars)}
+    free_vars = {*jaxpr.constvars, *(var for var, is_free in zip(jaxpr.invars, free, strict=True) if is_free)}
+    kept, made_before = _kept_between(jaxpr, wanted, free_vars, {jaxpr.invars[i] for i in absent})
+    stash = [var for var in [*kept, *made_before] if var not in position]
+    needs, of_second = needed(jaxpr, wanted[False], {*kept, *made_before})
+    read = [var for var in jaxpr.invars if var in needs]
+    _, of_first = needed(jaxpr, [*wanted[True], *stash])
+    present = [var for i, var in enumerate(jaxpr.invars) if i not in absent]
+    first = _function(closed, present, [*wanted[True], *stash], of_first)
+    second = _function(closed, [*read, *stash], wanted[False], of_second)
+    places, count = [position[var] for var in present], len(wanted[True])
+
+    def first_half(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        results = first(*(arguments[i] for i in places))
+        return results[:count], results[count:]
+
+    specs = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in stash)
+    return Halves(first_half, lambda own, stashed: second(*own, *stashed), tuple(position[var] for var in read), specs)
+
+
+def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the inputs of the second half, and its results that the first half computes, as variables in order."""
+    of_first, of_second = (set(needed(jaxpr, wanted[half])[1]) for half in (True, False))
+    there = {*jaxpr.constvars, *jaxpr.invars} - absent  # what the first half has, or could compute cheaply
+    from_free = set(free)
+    if of_first:
+        for number, equation in enumerate(jaxpr.eqns):
+            inputs = [var for var in equation.invars if not is_literal(var)]
+            is_cheap = equation.primitive.name in _CHEAP
+            if all(var in from_free for var in inputs) and (is_cheap or number not in of_first):
+                from_free.update(equation.outvars)
+            if number in of_first or (is_cheap and all(var in there for var in inputs)):
+                there.update(equation.outvars)
+    made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    made_before = [v for v in dict.fromkeys(wanted[False]) if not is_literal(v) and v in there and v in made_by and v not in from_free]
+    sinks = {v for v in wanted[False] if not is_literal(v) and v in there and v not in made_by}
+    for number in of_second:
+        if not all(var in there or isinstance(var, jex.DropVar) for var in jaxpr.eqns[number].outvars):
+            sinks.update(var for var in jaxpr.eqns[number].invars if not is_literal(var) and var in there)
+    costs, inputs_of, to_do = dict[Any, int](), dict[Any, list[Any]](), [var for var in sinks if var not in from_free]
+    while to_do:
+        var = to_do.pop()
+        if var in costs:
+            continue
+        costs[var] = _nbytes(var)
+        if var in made_by and made_by[var].primitive.name in _CHEAP:
+            inputs_of[var] = [v for v in made_by[var].invars if not is_literal(v) and v not in from_free]
+            to_do += inputs_of[var]
+    order = {var: i for i, var in enumerate([*jaxpr.invars, *(var for equation in jaxpr.eqns for var in equation.outvars)])}
+    chosen = cheapest_cut(costs, inputs_of, [var for var in sinks if var not in from_free]) if costs else []
+    return sorted(chosen, key=order.__getitem__), [var for var in made_before if var not in chosen]
+
+
+def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], numbers: Sequence[int]) -> Callable[..., list[Any]]:
+    """Return the function from some variables of a jaxpr to others, by some of its equations."""
+    jaxpr = closed.jaxpr
+    equations = [jaxpr.eqns[number] for number in numbers]
+    part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), equations, jaxpr.effects, UNKNOWN)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(part, closed.consts))
+
+
+def _nbytes(var: Any) -> int:
+    """Return the bytes of a variable; a random key counts as 8."""
+    return int(np.prod(var.aval.shape, dtype=np.int64)) * getattr(var.aval.dtype, "itemsize", 8)

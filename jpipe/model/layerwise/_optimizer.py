@@ -1,0 +1,139 @@
+"""An optax optimizer applied to each layer separately."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jpipe.model._precision import wider
+from jpipe.model._subset import EVERYTHING, Subset
+from jpipe.model._ties import Ties
+
+Tree = Any
+
+
+class Averaged(NamedTuple):
+    """The optimizer state of one layer with the average of its weights.
+
+    Attributes:
+        optimizer: what the transformation keeps.
+        weights_ema: the average of the weights, in float32 for weights of lower precision.
+    """
+
+    optimizer: Tree
+    weights_ema: Tree
+
+
+class WithMasters(NamedTuple):
+    """The optimizer state of a layer with parameters of lower precision: its parameters in float32, and their state."""
+
+    masters: Tree
+    state: Tree
+
+
+def masters_of(params: Tree) -> Tree:
+    """Cast parameters to float32, or keep a wider dtype."""
+    return jax.tree.map(lambda p: p.astype(wider(p.dtype, jnp.float32)), params)
+
+
+@dataclass(frozen=True)
+class LayerwiseOptimizer:
+    """An optax transformation applied to one layer at a time, as `{layer id: params}`, without its frozen parameters.
+
+    Attributes:
+        transformation: any optax transformation; `find_layerwise` says whether it may be used like this.
+        blank: empty; or all layers by layer id, with `optax.MaskedNode()` in place of every leaf, which holds no arrays and which optax
+            itself uses for what a transformation is not to see. Then the layer stands in the structure of the whole model, which
+            masks and labels that were given as trees need.
+        has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
+        ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
+        trained: the parameters that updates change, by entry (see `Ties`). Of the others, which are frozen, there are no gradients and
+            no optimizer state. A layer of which all are frozen has none of either.
+        structured: for shared parameters, and for layers with shared or frozen ones, (layer id, tree of that layer) from their arrays.
+    """
+
+    transformation: optax.GradientTransformation
+    blank: Mapping[str, Tree]
+    has_masters: bool = False
+    ema_decay: float | None = None
+    trained: Subset = EVERYTHING
+    structured: Mapping[str, Callable[[Tree], tuple[str, Tree]]] = field(default_factory=dict)
+
+    def init(self, layer_id: str, params: Tree) -> Tree:
+        """Return the optimizer state of one layer, from its trained parameters."""
+        if self.has_masters:
+            masters = masters_of(params)
+            return WithMasters(masters, self._without_masters.init(layer_id, masters))
+        with optax_promotion():
+            state = () if self.trained.excludes(layer_id) else self.transformation.init(self._placed(layer_id, params)[1])
+            return state if self.ema_decay is None else Averaged(state, jax.tree.map(_precise_copy, params))
+
+    def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
+        """Update the trained parameters of one layer, with the updates multiplied by `scale`; return them and the new optimizer state."""
+        if self.trained.excludes(layer_id):
+            return params, state
+        if self.has_masters:
+            masters, inner = self._without_masters.update(layer_id, gradient, state.state, state.masters, scale)
+            return jax.tree.map(lambda p, master: master.astype(p.dtype), params, masters), WithMasters(masters, inner)
+        gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
+        state, average = (state, None) if self.ema_decay is None else state
+        with optax_promotion():
+            place, placed = self._placed(layer_id, params)
+            updates, state = self.transformation.update(self._placed(layer_id, gradient)[1], state, placed)
+            own = updates[place] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[place])
+            params = with_structure(params, optax.apply_updates(placed[place], own))
+        return params, state if average is None else Averaged(state, self._moved(average, params))
+
+    def average(self, state: Tree) -> Tree:
+        """Return the average of the weights in the state of a layer; needs `ema_decay`."""
+        return (state.state if self.has_masters else state).weights_ema
+
+    def _placed(self, entry: str, tree: Tree) -> tuple[str, dict[str, Tree]]:
+        """Return the layer id of an entry, and its tree as the transformation sees it."""
+        layer_id, own = self.structured[entry](tree) if entry in self.structured else (entry, tree)
+        return layer_id, {**self.blank, layer_id: own}
+
+    @property
+    def _without_masters(self) -> "LayerwiseOptimizer":
+        return replace(self, has_masters=False)
+
+    def _moved(self, average: Tree, params: Tree) -> Tree:
+        """Return the average after an update to `params`."""
+        decay = self.ema_decay
+        assert decay is not None
+        return jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf.astype(mean.dtype), average, params)
+
+
+def with_structure(like: Tree, tree: Tree) -> Tree:
+    """Return the leaves of a tree in the structure of another one."""
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
+
+
+def _precise_copy(leaf: jax.Array) -> jax.Array:
+    """Copy an array, at least in float32: weights and their average are donated separately."""
+    return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
+
+
+@contextmanager
+def optax_promotion() -> Iterator[None]:
+    """Relax promotion for optax, whose own adam mixes dtypes: strict promotion is for the user's code."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def entries_of(ties: Ties, params: Mapping[str, Tree], trained: Subset) -> dict[str, dict[str, Tree]]:
+    """Return `Ties.parts` with masked nodes in place of frozen parameters, too."""
+    parts = ties.parts(params)
+    if trained.is_all:
+        return parts
+    of_entry = {entry: jax.tree.leaves(part) for entry, part in parts.items()}
+    return {entry: _without(part, trained.chosen.get(entry, (True,) * len(of_entry[entry]))) for entry, part in parts.items()}
+
+
+def _without(tree: Tree, trained: tuple[bool, ...]) -> Tree:
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, [leaf if own else optax.MaskedNode() for leaf, own in zip(leaves, trained, strict=True)])

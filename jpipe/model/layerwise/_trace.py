@@ -1,0 +1,95 @@
+"""Which layers and parameters the updates of an optimizer depend on, traced for a whole model."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jpipe.model.jaxprs._dependence import always_zero, passed_on, reached
+from jpipe.model.layerwise._optimizer import optax_promotion
+
+Tree = Any
+
+
+class TracedOptimizer(NamedTuple):
+    """The functions of an optimizer as jaxprs, for the whole model.
+
+    Attributes:
+        init: parameters -> state.
+        update: gradients, state, parameters -> updates, state.
+        of_parameter: for each leaf of the state whether it belongs to a parameter, as its path says.
+    """
+
+    init: Any
+    update: Any
+    of_parameter: list[bool]
+
+
+def trace_optimizer(transformation: optax.GradientTransformation, specs: Mapping[str, Tree]) -> TracedOptimizer:
+    with optax_promotion():
+        init, state = jax.make_jaxpr(transformation.init, return_shape=True)(dict(specs))
+        update, (_, after) = jax.make_jaxpr(transformation.update, return_shape=True)(dict(specs), state, dict(specs))
+    _check_constant(state, after)
+    names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(dict(specs))[0]}
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    return TracedOptimizer(init, update, [any(jax.tree_util.keystr(path[i:]) in names for i in range(len(path))) for path in paths])
+
+
+def _reached(traced: TracedOptimizer, marks: list[int]) -> list[int]:
+    """Return for each leaf of the updates the marks of all gradients and parameters that it depends on, at any step."""
+    of_state = reached(traced.init.jaxpr, marks)
+    while True:
+        results = reached(traced.update.jaxpr, [*marks, *of_state, *marks])
+        of_updates, of_next = results[: len(marks)], results[len(marks) :]
+        grown = [old | new for old, new in zip(of_state, of_next, strict=True)]
+        if grown == of_state:
+            return of_updates
+        of_state = grown
+
+
+def coupled_layers(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> tuple[str, str] | None:
+    """Return a layer whose update depends on another layer, at any step, and that other layer; or None."""
+    ids = sorted(specs)  # as the leaves of a dict come
+    marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
+    for own, mark in zip(marks, _reached(traced, marks), strict=True):
+        if others := mark & ~own:
+            return ids[own.bit_length() - 1], ids[others.bit_length() - 1]
+    return None
+
+
+def frozen_leaves(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> list[bool]:
+    """Return for each parameter whether its update is zero at every step, by the jaxpr alone, whatever a learning-rate schedule says.
+
+    What the state holds for a parameter may be zero at every step, too, as the momentum of gradients that are set to zero. A number
+    that an update takes over from the state before, such as a learning rate there, may be set to another one.
+    """
+    count, update = len(jax.tree.leaves(dict(specs))), traced.update
+    zeros = always_zero(traced.init.jaxpr, traced.init.consts, [False] * count)
+    is_kept = [source == count + i for i, source in enumerate(passed_on(update.jaxpr)[count:])]
+    state = [zero and own and not kept for zero, own, kept in zip(zeros, traced.of_parameter, is_kept, strict=True)]
+    while True:
+        results = always_zero(update.jaxpr, update.consts, [False] * count + state + [False] * count)
+        still = [before and after for before, after in zip(state, results[count:], strict=True)]
+        if still == state:
+            return results[:count]
+        state = still
+
+
+def used_while_frozen(traced: TracedOptimizer, frozen: Sequence[bool]) -> list[bool]:
+    """Return for each parameter whether it is frozen and the update of a trained one depends on it."""
+    if not any(frozen):
+        return list(frozen)
+    marks = [1 << bit if own else 0 for bit, own in enumerate(frozen)]
+    used = 0
+    for own, mark in zip(frozen, _reached(traced, marks), strict=True):
+        used |= 0 if own else mark
+    return [bool(mark & used) for mark in marks]
+
+
+def _check_constant(before: Tree, after: Tree) -> None:
+    """Check that the state keeps its structure, shapes and dtypes: an update is compiled once."""
+    shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)] for state in (before, after)]
+    structures: list[Any] = [jax.tree.structure(state) for state in (before, after)]
+    if structures[0] != structures[1] or shapes[0] != shapes[1]:
+        raise TypeError("its update returns a state of another structure than its init, or of other shapes or dtypes")

@@ -1,0 +1,101 @@
+"""The functions and masks inside an optax transformation, for error messages.
+
+Transformations are closures, so their parts are read from the closed-over variables. Values elsewhere are not found.
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+Tree = Any
+
+_RATE = "adamw with a learning-rate schedule, or optax.contrib.schedule_free_adamw, which needs none"
+_INSTEAD = (
+    ({"clip_by_global_norm", "skip_large_updates"}, "clip_global_norm of the pipeline clips by the norm over all stages"),
+    ({"apply_if_finite", "skip_not_finite"}, "skip_nonfinite of the pipeline skips a batch in all stages"),
+    ({"normalize", "normalize_by_update_norm"}, "clip_global_norm of the pipeline, or lamb or lars, whose norms are of single parameters"),
+    ({"prodigy", "dadapt_adamw", "mechanize", "scale_by_dog", "scale_by_dowg", "scale_by_distance_over_gradients"}, _RATE),
+    ({"add_noise"}, "optax.partition with an add_noise for each layer, each with a key of its own"),
+    ({"flatten"}, "leave out optax.flatten: inside it all parameters are one array"),
+    ({"scale_by_zoom_linesearch", "scale_by_backtracking_linesearch", "scale_by_polyak", "momo", "momo_adam", "reduce_on_plateau"}, _RATE),
+    ({"scale_by_sophia", "sophia", "hutchinson_estimator_diag_hessian"}, _RATE),
+    ({"differentially_private_aggregate"}, "a pipeline has no gradients of single examples; leave it out"),
+    ({"lookahead"}, "ema_decay of the pipeline keeps an average of the weights"),
+    ({"monitor"}, "leave out optax.monitor; with clip_global_norm of the pipeline a step returns the norm of the gradient"),
+)
+
+
+def instead_of(transformation: Any) -> str:
+    """Name replacements for functions of optax that a pipeline cannot use, or return an empty string."""
+    made_by = {function.__qualname__.partition(".")[0] for function in _functions(transformation)}
+    return "; ".join(dict.fromkeys(words for names, words in _INSTEAD if names & made_by))
+
+
+def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
+    """Say how a mask or labels given as dicts differ from the structure of the model, or return an empty string.
+
+    Args:
+        transformation: where masks are looked for.
+        specs: shapes of all parameters by layer id.
+    """
+    named = [pair for function in _functions(transformation) for pair in _variables(function)]
+    # of optax.inject_hyperparams
+    named += [(str(name), value) for _, values in named if isinstance(values, Mapping) for name, value in values.items()]
+    masks = [value for name, value in named if isinstance(value, Mapping) and ("mask" in name or "label" in name)]
+    return next((words for mask in masks if (words := _mismatch(mask, specs, (), specs))), "")
+
+
+def _mismatch(mask: Any, tree: Any, path: tuple[str, ...], specs: Mapping[str, Tree]) -> str:
+    if not isinstance(mask, Mapping):
+        return ""  # one word for all below
+    if not isinstance(tree, Mapping):
+        return f"'{'/'.join(path)}' is one array in the model; give one value for it"
+    for key in mask:
+        if key not in tree:
+            name, leaves = "/".join((*path, str(key))), jax.tree_util.tree_leaves_with_path(specs)
+            known = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves} if path else specs
+            return f"the model has no '{name}'; the nearest is '{difflib.get_close_matches(name, known, n=1, cutoff=0)[0]}'"
+    for key, inner in tree.items():
+        if key not in mask:
+            return f"it lacks '{'/'.join((*path, str(key)))}'; name all layers and parameters, or give a function"
+        if words := _mismatch(mask[key], inner, (*path, str(key)), specs):
+            return words
+    return ""
+
+
+def _functions(transformation: Any) -> Iterator[Any]:
+    """Yield the functions that a transformation consists of, each once."""
+    seen: dict[int, Any] = {}
+    waiting = [transformation]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value  # kept alive, so that no other value gets its id
+        if isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, tuple | list):
+            waiting += value
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif hasattr(value, "__qualname__"):
+            waiting += [value for _, value in _variables(value)]
+            yield value
+
+
+def _variables(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the closed-over variables of a function by name; of a method those of its object."""
+    cells = getattr(function, "__closure__", None) or ()
+    for name, cell in zip(getattr(getattr(function, "__code__", None), "co_freevars", ()), cells, strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    if inspect.ismethod(function):
+        yield from getattr(function.__self__, "__dict__", {}).items()
+    if hasattr(function, "__wrapped__"):
+        yield "", function.__wrapped__

@@ -1,0 +1,132 @@
+"""An optimizer run on tiny arrays, whole and layer by layer, to compare updates and states."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import jaxpr_as_fun
+
+from jpipe.errors import cause
+from jpipe.model._ties import Ties
+from jpipe.model.jaxprs._wanted import without_effects
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of
+
+Tree = Any
+
+_UPDATES = 8  # that change something; an optimizer that accumulates over several steps makes few
+_STEPS = 100  # at most
+_NAN_STEP = 6
+_LAYERS = 12  # that are tried, at most
+_EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
+
+
+def sample_layers(ids: list[str]) -> list[str]:
+    """Return all of a few layers; of many the first, the last, and some between them."""
+    if len(ids) <= _LAYERS:
+        return ids
+    return [ids[i * (len(ids) - 1) // (_LAYERS - 1)] for i in range(_LAYERS)]
+
+
+def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params: Mapping[str, Tree], ties: Ties) -> str:
+    """Describe how the layers updated one by one differ from the layers updated together, or return an empty string.
+
+    Args:
+        layerwise: one by one.
+        blank: the structure of the whole model, in which they are together.
+        params: the layers.
+        ties: shared parameters, which are apart when layers are one by one.
+    """
+    whole, trained = _Run(layerwise.transformation, {**blank, **params}), layerwise.trained
+    try:
+        parts = {i: part for i, part in entries_of(ties, params, trained).items() if not trained.excludes(i)}
+        split = {i: _Run(layerwise.transformation, {**layerwise.blank, **part}) for i, part in parts.items()}
+    except Exception as error:
+        return f"on one layer alone it fails: {cause(error)}"
+    updates = step = 0
+    while updates < _UPDATES and step < _STEPS:
+        gradients = _gradients(params, step)
+        expected = whole.step({**blank, **gradients})
+        parts, others = entries_of(ties, gradients, trained), {path for path in expected if path[0].idx == 0}
+        for layer_id, run in split.items():
+            actual = run.step({**layerwise.blank, **parts[layer_id]})
+            if not all(path in expected and _close(expected[path], leaf) for path, leaf in actual.items()):
+                return f"after step {step + 1} layer '{layer_id}' is not what it is without the others"
+            others -= actual.keys()
+        if step < _NAN_STEP and any(np.any(expected[path]) for path in others):
+            return f"after step {step + 1} a parameter is changed whose update is always zero"
+        updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)
+        step += 1
+    return ""
+
+
+class _Run:
+    """A run of one optimizer on one tree."""
+
+    def __init__(self, transformation: optax.GradientTransformation, params: Tree) -> None:
+        def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tree]:
+            updates, state = transformation.update(gradients, state, params)
+            return updates, state, optax.apply_updates(params, updates)
+
+        self._params, self._state = params, _prepared(transformation.init, params)(params)
+        self._update = _prepared(update, params, self._state, params)
+
+    def step(self, gradients: Tree) -> dict[Any, np.ndarray]:
+        """Return the arrays of the updates and of the new state, by path."""
+        updates, self._state, self._params = self._update(gradients, self._state, self._params)
+        return {path: _to_numpy(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((updates, self._state))[0]}
+
+
+def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., Tree]:
+    """Trace a function once, to run it operation by operation: far quicker than compiling for a few tiny steps, unless it loops.
+
+    Host callbacks are left out: the steps' values are made up.
+    """
+    closed, output = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    if closed.effects:
+        closed = jax.make_jaxpr(without_effects(function))(*arguments)
+    run = jaxpr_as_fun(closed)
+    if re.search(r"\b(while|scan|cond)\[", str(closed)):
+        run = jax.jit(run)
+    treedef = jax.tree.structure(output)
+    return lambda *arguments: jax.tree.unflatten(treedef, run(*jax.tree.leaves(arguments)))
+
+
+def tiny_array(spec: Any) -> jax.Array:
+    """Return an array of the dtype and rank of `spec`, with at most two entries in each dim, so small that tiny updates show."""
+    shape = tuple(min(size, 2) for size in spec.shape)
+    return jnp.asarray(np.linspace(1e-3, 2e-3, int(np.prod(shape))).reshape(shape), spec.dtype)
+
+
+def _gradients(params: Mapping[str, Tree], step: int) -> dict[str, Tree]:
+    generator = np.random.default_rng(step)
+    gradients = {}
+    for number, (layer_id, tree) in enumerate(params.items()):
+        size = 10.0 ** _EXPONENTS[(number + step) % len(_EXPONENTS)]
+        if step == _NAN_STEP and number == step % len(params):
+            size = np.nan
+        gradients[layer_id] = jax.tree.map(lambda leaf, size=size: _noise(generator, leaf, size), tree)
+    return gradients
+
+
+def _noise(generator: np.random.Generator, leaf: jax.Array, size: float) -> jax.Array:
+    largest = float(jnp.finfo(leaf.dtype).max) / 8
+    return jnp.asarray(np.clip(size * generator.normal(size=leaf.shape), -largest, largest), leaf.dtype)
+
+
+def _to_numpy(leaf: Any) -> np.ndarray:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return bool(np.all(a == b))
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    finite = np.abs(a[np.isfinite(a)])
+    return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * finite.max(initial=0.0), equal_nan=True))

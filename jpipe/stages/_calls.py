@@ -1,0 +1,159 @@
+"""The programs of a stage before they are compiled: what each computes, takes, donates and returns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.meshes._place import Place
+from jpipe.model.jaxprs._wanted import without_effects
+from jpipe.ops import OPS, Leaves, Op
+from jpipe.stages._arrays import Arrays, Share, shardings_of
+from jpipe.stages.functions._accumulators import mean_loss
+from jpipe.stages.functions._evaluation import evaluate, predict
+from jpipe.stages.functions._loss import loss_dtype
+from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._sums import add, add_shared, finish, mean_state, shared_gradients, shared_with, take_shared, unshared
+from jpipe.stages.functions._update import next_scale, norm_of, squares_spec, sum_squares, update, update_shared
+
+Tree = Any
+UpdateKind = Literal["in_place", "into_retired", "into_new"]
+
+_DONE = jax.ShapeDtypeStruct((), jnp.bool_)
+
+
+def ops_by_call() -> dict[str, Op]:
+    """Return the ops of training by the name of their call: `forward`, `backward`, …"""
+    return {op.function: op for op in OPS.values() if op.trains}
+
+
+class Call(NamedTuple):
+    """A program of a stage before it is traced.
+
+    Attributes:
+        function: what it computes.
+        donated: the positions of its donated arguments.
+        inputs: the specs of its arguments, with shardings.
+        outputs: the specs of its results, with shardings; None in place of what XLA is to shard as it likes.
+    """
+
+    function: Callable[..., Any]
+    donated: tuple[int, ...]
+    inputs: tuple[Any, ...]
+    outputs: Any
+
+
+def trace_call(
+    functions: StageFunctions,
+    place: Place,
+    name: str,
+    counts: Sequence[int] = (),
+    chosen: Mapping[str, Sequence[Any]] | None = None,
+    share: Share | None = None,
+    *,
+    with_effects: bool = True,
+) -> jax.stages.Traced:
+    """Trace one of the calls of a `CompiledStage`, by name, for a place.
+
+    Args:
+        functions: of the stage.
+        place: where it runs.
+        name: of the call.
+        counts: the number of entries that each stage counts in the norm.
+        chosen, share: as in `Arrays`.
+        with_effects: whether to keep side effects, such as host callbacks, that no result needs.
+    """
+    call = _call(Arrays(functions, place, {} if chosen is None else chosen, share), name, counts)
+    function, outputs = call.function, call.outputs
+    if name in (*ops_by_call(), *get_args(UpdateKind)):
+        function, outputs = _with_done(function), (outputs, place.specs(_DONE))
+    options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
+    if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # without arguments that are used JAX would take the first device
+        options["out_shardings"] = shardings_of(outputs)
+    traced = jax.jit(function, **options).trace(*call.inputs)
+    if with_effects or not traced.jaxpr.effects:
+        return traced
+    return jax.jit(without_effects(function), **options).trace(*call.inputs)
+
+
+def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
+    """Return a call by name."""
+    f = a.functions
+    if name in (ops := ops_by_call()):
+        return _call_of_op(a, ops[name])
+    params, optimizer, gradients = (unshared(f, tree) for tree in (a.updated(a.trained), a.optimizer, a.accumulators["gradients"]))
+    updated = params, optimizer, {**a.accumulators, "gradients": gradients}
+    number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
+    loss = (number, number) if f.last else None
+    calls: dict[str, Callable[[], Call]] = {
+        "in_place": lambda: Call(partial(update, f), (0, 1, 2), (*updated, a.norm), (*updated, loss)),
+        "into_new": lambda: Call(partial(update, f), (1, 2), (*updated, a.norm), (*updated, loss)),
+        "into_retired": lambda: Call(_into(partial(update, f)), (0, 2, 3), (params, *updated, a.norm), (*updated, loss)),
+        "sum_squares": lambda: Call(partial(sum_squares, f), (), (a.accumulators,), a.whole(squares_spec([len(f.counted)])[0])),
+        "next_scale": lambda: Call(partial(next_scale, f), (), (a.scale, a.norm), a.scale),
+        "norm": lambda: Call(norm_of, (), (a.whole(squares_spec(counts)),), a.norm),
+        "take_shared": lambda: Call(partial(take_shared, f), (), (a.accumulators,), shared_gradients(f, a.accumulators)),
+        "mean_loss": lambda: Call(mean_loss, (), (a.accumulators,), (number, number)),
+        "init_optimizer": lambda: Call(f.init_optimizer, (), (a.updated(a.fresh),), a.optimizer),
+        "first_version": lambda: Call(f.first_version, (), (a.fresh,), a.params),
+        "zero_accumulators": lambda: Call(f.zero_accumulators, (), (a.params,), a.accumulators),
+        "add_state": lambda: Call(add, (), (a.averaged, a.averaged), a.averaged),
+        "mean_state": lambda: Call(partial(mean_state, f), (), (a.averaged,), a.averaged),
+        "add": lambda: Call(add, (), (a.reduced, a.reduced), a.reduced),
+        "finish": lambda: Call(partial(finish, f), (0,), (a.reduced,), (*a.reduced, loss)),
+        "evaluate": lambda: Call(partial(evaluate, f), (), (a.params, *a.arguments, a.evaluation_rng), number if f.last else a.outputs),
+        "predict": lambda: Call(partial(predict, f), (), (a.params, a.state, a.x, None, a.evaluation_rng), None),
+    }
+    shared = _calls_for_shared(a)
+    return shared[name] if name in shared else calls[name]()
+
+
+def _call_of_op(a: Arrays, op: Op) -> Call:
+    """Return the call of an op, with the arguments and results that its row of the table says."""
+    scale = None if a.scale is None else a.scale.value
+    reads = {"inputs": lambda: a.arguments, "residuals": lambda: a.between, "stash": lambda: a.stash}[op.reads]()
+    results = tuple(_result_of_op(a, op, kind) for kind in op.leaves)
+    sums, donated = ((a.accumulators,), (1 + len(reads),)) if op.finishes else ((), ())
+    inputs = a.params, *reads, *sums, a.rng, *(() if op.parts == "F" else (scale,))
+    return Call(getattr(a.functions, op.function), donated, inputs, results if len(results) > 1 else results[0])
+
+
+def _result_of_op(a: Arrays, op: Op, kind: Leaves) -> Any:
+    """Return the specs of one kind of result of an op; None for what XLA is to shard as it likes."""
+    if kind == "residuals":
+        return a.saved if "saved" in a.chosen else None
+    if kind == "stash":
+        stash = a.stash[1] if "stash" in a.chosen else None
+        if not op.begins:
+            return stash
+        is_chosen = "saved" in a.chosen and stash is not None
+        return a.outputs, *(([a.saved[i] for i in a.functions.halves.late_saved], stash) if is_chosen else (None, None))
+    results = {"output": a.outputs, "state": a.changed, "gradient": a.gradient, "accumulators": a.accumulators}
+    return results[kind]
+
+
+def _calls_for_shared(a: Arrays) -> dict[str, Call]:
+    """Return the calls for each group of parameters that other stages hold, too."""
+    calls: dict[str, Call] = {}
+    f, gradients, weight = a.functions, a.accumulators["gradients"], a.accumulators["weight"]
+    for group, names in f.sharing.groups_of(f.number).items():
+        received = {s: shared_with(f, s, gradients) for s in f.sharing.groups[group][0] if s != f.number}
+        updated = params, *_ = tuple({name: tree[name] for name in names} for tree in (a.trained, a.optimizer, gradients))
+        arguments, step = (*updated, weight, a.norm), partial(update_shared, f)
+        calls[f"add_shared {group}"] = Call(partial(add_shared, f, group), (0,), (a.accumulators, received), a.accumulators)
+        calls[f"in_place shared {group}"] = Call(step, (0, 1, 2), arguments, updated)
+        calls[f"into_new shared {group}"] = Call(step, (1, 2), arguments, updated)
+        calls[f"into_retired shared {group}"] = Call(_into(step), (0, 2, 3), (params, *arguments), updated)
+    return calls
+
+
+def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with a second result of one byte, which is ready when the computation is finished."""
+    return lambda *arguments: (function(*arguments), jnp.zeros((), jnp.bool_))
+
+
+def _into(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the update with the retired version, into whose memory it writes, as first argument."""
+    return lambda retired, *arguments: update(*arguments)

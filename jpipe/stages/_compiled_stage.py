@@ -1,0 +1,115 @@
+"""The compiled programs of a stage, as the runtime calls them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jpipe.meshes._place import Place
+from jpipe.ops import Op
+from jpipe.programs._instructions import Update
+from jpipe.stages._arrays import Share
+from jpipe.stages._calls import UpdateKind, ops_by_call
+from jpipe.stages.functions._stage import StageFunctions
+from jpipe.stages.functions._sums import unshared
+
+Tree = Any
+
+
+def sharded_by_xla() -> dict[str, Op]:
+    """Return the ops, by call, that leave arrays for a later op, which XLA shards as it likes, in the order of their choices."""
+    return {name: op for name, op in ops_by_call().items() if {"residuals", "stash"} & {*op.leaves}}
+
+
+def update_kind(update: Update) -> UpdateKind:
+    """Return where an update writes the new version: over the version it reads, over another that it retires, or into new memory."""
+    if update.retires is None:
+        return "into_new"
+    return "in_place" if update.retires == update.batch else "into_retired"
+
+
+@dataclass(frozen=True)
+class CompiledStage:
+    """The compiled calls of a stage, by name: the functions of `jpipe.ops.OPS` and an update of each kind, those that are used.
+
+    Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
+    With the global norm there is also `sum_squares`, and at the first stage `norm`; with a dynamic loss scale `next_scale`; if gradients
+    are set aside, `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add` and `finish`; if they average their
+    layer state when it is read, `add_state` and `mean_state`. With a `share`, updates are of this part of the weights.
+    """
+
+    functions: StageFunctions
+    place: Place
+    calls: dict[str, Any]  # of `jax.stages.Compiled`, or of what stands for them
+    share: Share | None = None
+
+    @property
+    def chosen(self) -> dict[str, Sequence[Any]]:
+        """The shardings that XLA chose for arrays between two programs, as in `Arrays`; empty on one device."""
+        chosen: dict[str, Sequence[Any]] = {}
+        for name in sharded_by_xla() if self.place.mesh else ():
+            if name in self.calls:
+                chosen = {**choices(self.functions, name, self.calls[name]), **chosen}
+        return chosen
+
+    def update(
+        self, kind: UpdateKind, retired: Sequence[Tree], params: Tree, optimizer: Tree, accumulators: Tree, norm: Any
+    ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
+        """Call an update.
+
+        Args:
+            kind: of the update.
+            retired: the version into whose memory it writes, if it does.
+            params, optimizer, accumulators, norm: as of the stage function `update`.
+
+        Returns:
+            The results of the stage function `update`, and `done`. With a share the new params are those of the share alone. Frozen
+            parameters are the arrays of `params`; no program reads them.
+        """
+        trained = self.functions.trained
+        if self.share is not None:
+            *retired, params = (self.share.part(tree) for tree in (*retired, params))
+        frozen = trained.others(params)
+        *retired, params = (trained.part(tree) for tree in (*retired, params))
+        (new, *others), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm)
+        return (trained.joined(new, frozen), *others), done
+
+    def _update_trained(
+        self, kind: UpdateKind, retired: Sequence[Tree], params: Tree, optimizer: Tree, accumulators: Tree, norm: Any
+    ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
+        """Call an update with the parameters that the updates of this replica change."""
+        groups = self.functions.sharing.groups_of(self.functions.number)
+        if not groups:
+            results, done = self.calls[kind](*retired, params, optimizer, accumulators, norm)
+            return results, done
+        gradients, parts = accumulators["gradients"], []
+        for group, names in groups.items():
+            arguments = ({name: tree[name] for name in names} for tree in (*retired, params, optimizer, gradients))
+            parts.append(self.calls[f"{kind} shared {group}"](*arguments, accumulators["weight"], norm))
+        *local, gradients = (unshared(self.functions, tree) for tree in (*retired, params, optimizer, gradients))
+        (*updated, zeros, loss), done = self.calls[kind](*local, {**accumulators, "gradients": gradients}, norm)
+        parts.append((*updated, zeros["gradients"]))
+        versions, states, blank = ({entry: tree for part in parts for entry, tree in part[i].items()} for i in range(3))
+        return (versions, states, {**zeros, "gradients": blank}, loss), done
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The largest scratch memory of any of the programs; 0 where the backend does not report it."""
+        analyses = [call.memory_analysis() for call in self.calls.values()]
+        return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
+
+
+def choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str, Sequence[Any]]:
+    """Return how one of the calls in `sharded_by_xla` shards its results for later calls, as `Arrays.chosen`."""
+    result, _ = call.output_shardings
+    op = ops_by_call()[name]
+    left = result[op.leaves.index("residuals" if "residuals" in op.leaves else "stash")]
+    if "residuals" in op.leaves:
+        return {"saved": left}
+    if not op.begins:
+        return {"stash": left}
+    _, late_saved, stash = left
+    # The halves do not read the remaining saved arrays: any sharding will do for them.
+    read = dict(zip(f.halves.late_saved, late_saved, strict=True))
+    return {"saved": [read.get(i) for i in range(f.residuals.count)], "stash": stash}

@@ -1,0 +1,1 @@
+"""The computations of one stage as pure functions: forward, backward, split backward, update and evaluation."""

@@ -1,0 +1,126 @@
+"""The residuals that a backward needs from its forward: no weights, nothing computed from weights alone, no array twice."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from jpipe.model.jaxprs._dependence import calls_host, is_literal, reached
+from jpipe.model.jaxprs._wanted import evaluate_wanted
+
+Tree = Any
+
+_WEIGHTS, _ARGUMENTS, _RNG, _HOST = (1 << bit for bit in range(4))  # what a leaf depends on
+
+
+class Source(NamedTuple):
+    """The source of one leaf of the VJP for the backward.
+
+    `saved`: position among the arrays that the forward returns for this. `argument`: the leaf is an argument of the forward, at this
+    position in its flattened (state, x, labels). `output`: likewise in its flattened (y, new state). `weights`: computed from weights,
+    constants and random numbers alone; the backward computes it again.
+    """
+
+    kind: Literal["saved", "argument", "output", "weights"]
+    position: int = 0
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """The sources of the VJP of a stage's forward.
+
+    Attributes:
+        sources: of each leaf of the VJP.
+        arguments, outputs: which of the forward are kept until the backward.
+        forward: the traced forward, of (weights, arguments, rng), whose last results are the leaves of the VJP.
+        treedef: the structure of the VJP.
+    """
+
+    sources: tuple[Source, ...]
+    arguments: tuple[int, ...]
+    outputs: tuple[int, ...]
+    forward: Any
+    treedef: Any
+
+    @property
+    def count(self) -> int:
+        """The number of arrays that the forward returns for the backward."""
+        return len({source.position for source in self.sources if source.kind == "saved"})
+
+    def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the leaves of the VJP that the forward must return: each array once, in order of first use."""
+        kept: dict[int, Any] = {}
+        for source, leaf in zip(self.sources, leaves, strict=True):
+            if source.kind == "saved":
+                kept.setdefault(source.position, leaf)
+        return tuple(kept.values())
+
+    def keep(self, arguments: Tree, outputs: Tree) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Select the arrays (or specs) of (state, x, labels) and of (y, new state) that are kept until the backward."""
+        kept_arguments: tuple[Any, ...] = ()
+        kept_outputs: tuple[Any, ...] = ()
+        if self.arguments:
+            leaves = jax.tree.leaves(arguments)
+            kept_arguments = tuple(leaves[i] for i in self.arguments)
+        if self.outputs:
+            leaves = jax.tree.leaves(outputs)
+            kept_outputs = tuple(leaves[i] for i in self.outputs)
+        return kept_arguments, kept_outputs
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether the forward has side effects or calls back to the host."""
+        return calls_host(self.forward.jaxpr)
+
+    def vjp(self, params: Tree, rng: Tree, kept: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]) -> Any:
+        """Return the VJP of a forward. Only what depends on weights alone is computed again, without side effects."""
+        jaxpr = self.forward.jaxpr
+        weights, drawn = jax.tree.leaves(params), jax.tree.leaves(rng)
+        arguments = [*weights, *[None] * (len(jaxpr.invars) - len(weights) - len(drawn)), *drawn]
+        others = len(jaxpr.outvars) - len(self.sources)
+        wanted = [*[False] * others, *(source.kind == "weights" for source in self.sources)]
+        again = evaluate_wanted(jaxpr, self.forward.consts, arguments, wanted)[others:]
+        leaves_of_kind: dict[str, Any] = {
+            "argument": dict(zip(self.arguments, kept[0], strict=True)),
+            "output": dict(zip(self.outputs, kept[1], strict=True)),
+            "saved": saved,
+        }
+        leaves = [
+            leaf if source.kind == "weights" else leaves_of_kind[source.kind][source.position]
+            for leaf, source in zip(again, self.sources, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def find_residuals(forward: Callable[..., tuple[Tree, Any]], params: Tree, arguments: Tree, rng: Tree) -> Residuals:
+    """Trace `forward(params, arguments, rng) -> (outputs, vjp)` on specs and decide the source of every leaf of the VJP.
+
+    `jax.vjp` alone would keep the weights, and cast or masked copies of them, once per microbatch. So a leaf that depends on weights but
+    on no argument is not saved. A leaf that depends only on `rng` (a dropout mask) is saved, because drawing it again costs more, and one
+    that a host callback had a part in is saved, because the callback is called once. `rng` is (microbatch, key) or Nones; the backward
+    gets it, too.
+    """
+    closed, (outputs, vjp) = jax.make_jaxpr(forward, return_shape=True)(params, arguments, rng)
+    jaxpr = closed.jaxpr
+    count = [len(jax.tree.leaves(part)) for part in (params, arguments, rng)]
+    marks = reached(jaxpr, [_WEIGHTS] * count[0] + [_ARGUMENTS] * count[1] + [_RNG] * count[2], _HOST)
+    argument_of = {var: i for i, var in enumerate(jaxpr.invars[count[0] : count[0] + count[1]])}
+    draws = set(jaxpr.invars[count[0] + count[1] :])
+    leaves_from = len(jax.tree.leaves(outputs))
+    output_of = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars[:leaves_from]))) if not is_literal(var)}
+    saved: dict[Any, int] = {}
+    sources = []
+    for var, mark in zip(jaxpr.outvars[leaves_from:], marks[leaves_from:], strict=True):
+        only_drawn = mark & (_WEIGHTS | _RNG) == _RNG
+        if is_literal(var) or var in draws or not (mark & (_ARGUMENTS | _HOST) or only_drawn):
+            sources.append(Source("weights"))
+        elif var in argument_of:
+            sources.append(Source("argument", argument_of[var]))
+        elif var in output_of:
+            sources.append(Source("output", output_of[var]))
+        else:
+            sources.append(Source("saved", saved.setdefault(var, len(saved))))
+    arguments_kept = tuple(sorted({s.position for s in sources if s.kind == "argument"}))
+    outputs_kept = tuple(sorted({s.position for s in sources if s.kind == "output"}))
+    return Residuals(tuple(sources), arguments_kept, outputs_kept, closed, jax.tree.structure(vjp))

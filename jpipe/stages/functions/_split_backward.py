@@ -1,0 +1,137 @@
+"""The backward of a stage in two halves: the gradients of its inputs, which the previous stage needs, and those of its weights."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jpipe.model.jaxprs._split import Halves, NotSplittable, split, undivided
+from jpipe.stages.functions._residuals import Residuals
+
+Tree = Any
+LateInputs = tuple[list[Any], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """The two halves of a backward, `gradients_of_input` and `gradients_of_weights`.
+
+    The second half reads the *stash*, results of the first half, and its *late inputs*: those of the residuals and of the gradient
+    message that it needs itself. All other arrays can be freed after the first half.
+
+    Attributes:
+        backward: `(params, kept, saved, message, rng, scale) -> (gradients of inputs, gradients of weights)`.
+        params: specs of the parameters.
+        between: specs of (kept, saved, message).
+        rng, scale: specs of (microbatch, key) and of the dynamic loss scale, or Nones.
+        input_count: the number of gradients of inputs.
+        gradients: specs of the gradients of the weights.
+        residuals: of the stage.
+        last: whether the stage is the last one, whose messages are (loss, weight).
+        describe: returns what a warning calls the stage.
+    """
+
+    backward: Callable[..., tuple[list[Any], Tree]]
+    params: Tree
+    between: tuple[Any, Any, Any]
+    rng: Tree
+    scale: Any
+    input_count: int
+    gradients: Tree
+    residuals: Residuals
+    last: bool
+    describe: Callable[[], str]
+
+    def gradients_of_input(
+        self, params: Tree, kept: Any, saved: Tree, message: Tree, rng: Tree, scale: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Run the first half.
+
+        Returns:
+            The gradients of the floating-point leaves of the stage input; the stash.
+        """
+        return self._halves.first(jax.tree.leaves((params, kept, saved, message, rng, scale)))
+
+    def gradients_of_weights(self, params: Tree, late: Sequence[Any], stash: Sequence[Any], rng: Tree, scale: Any) -> Tree:
+        """Run the second half: return the gradients of the trained parameters, keyed by layer id."""
+        leaves = jax.tree.leaves((params, self.between, rng, scale))
+        for position, leaf in zip(self._late_positions, late, strict=True):
+            leaves[position] = leaf
+        gradients = self._halves.second([leaves[i] for i in self._halves.arguments], stash)
+        return jax.tree.unflatten(jax.tree.structure(self.gradients), gradients)
+
+    def late_inputs(self, kept: Any, saved: Tree, message: Tree) -> LateInputs:
+        """Select what the second half reads in addition to the stash. Nothing is computed.
+
+        Returns:
+            The arrays; the numbers of the message, (weight,) or at the last stage (loss, weight).
+        """
+        leaves = dict(enumerate(jax.tree.leaves((self.params, kept, saved, message))))
+        return [leaves[i] for i in self._late_positions], tuple(message) if self.last else (message[1],)
+
+    def stash_of(self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, results: Any) -> tuple[LateInputs, list[Any]]:
+        """Return the late inputs and the stash after a fused forward and first half. Nothing is computed.
+
+        Args:
+            arguments: the (state, x, labels) of the forward.
+            new_state: the layer state after it.
+            results: the last result of `StageFunctions.forward_backward_input`.
+        """
+        y, late_saved, stash = results
+        saved = dict(zip(self.late_saved, late_saved, strict=True))
+        kept = self.residuals.keep(arguments, (y, new_state))
+        unread = 0  # a None would not be a leaf
+        return self.late_inputs(kept, tuple(saved.get(i, unread) for i in range(self.residuals.count)), y), stash
+
+    @cached_property
+    def late_saved(self) -> tuple[int, ...]:
+        """Which of the saved arrays of a forward the second half reads."""
+        kept, saved, _ = self.between
+        begin = len(jax.tree.leaves((self.params, kept)))
+        return tuple(i - begin for i in self._late_positions if begin <= i < begin + len(saved))
+
+    def reads_argument_late(self, position: int) -> bool:
+        """Return whether the second half reads this residual, an argument by its position among the leaves of (state, x, labels)."""
+        index = self.residuals.arguments.index(position)
+        return len(jax.tree.leaves(self.params)) + index in self._late_positions
+
+    def reads_output_late(self, position: int) -> bool:
+        """Return whether the second half reads this residual, an output by its position among the leaves of (y, new state)."""
+        index = len(self.residuals.arguments) + self.residuals.outputs.index(position)
+        return len(jax.tree.leaves(self.params)) + index in self._late_positions
+
+    @property
+    def stash_spec(self) -> tuple[LateInputs, list[Any]]:
+        """Shapes and dtypes of the late inputs and the stash, which are held from the first half to the second."""
+        return self.late_inputs(*self.between), list(self._halves.stash)
+
+    @cached_property
+    def _halves(self) -> Halves:
+        arguments = self.params, *self.between, self.rng, self.scale
+        specs, treedef = jax.tree.flatten(arguments)
+
+        def backward(*leaves: Any) -> list[Any]:
+            x_gradient, gradients = self.backward(*jax.tree.unflatten(treedef, leaves))
+            return [*x_gradient, *jax.tree.leaves(gradients)]
+
+        outputs = self.input_count + len(jax.tree.leaves(self.gradients))
+        counts = [len(jax.tree.leaves(part)) for part in (self.params, self.between, (self.rng, self.scale))]
+        free = [True] * counts[0] + [False] * counts[1] + [True] * counts[2]
+        in_first = [i < self.input_count for i in range(outputs)]
+        try:
+            return split(backward, specs, in_first, free)
+        except NotSplittable as error:
+            warnings.warn(
+                f"{self.describe()}: its backward cannot be split: {error}; the whole backward runs in place of the backward for inputs",
+                stacklevel=2,
+            )
+            return undivided(backward, specs, in_first)
+
+    @cached_property
+    def _late_positions(self) -> tuple[int, ...]:
+        """What the second half reads of kept, saved and message, as positions among the leaves of (params, kept, saved, message)."""
+        params, between = len(jax.tree.leaves(self.params)), len(jax.tree.leaves(self.between))
+        return tuple(i for i in self._halves.arguments if params <= i < params + between)

@@ -1,0 +1,371 @@
+"""One stage of a model: its forward and backward as pure functions, and the shapes of what they take and return."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.errors import callers_code, cause
+from jpipe.meshes._partition import ONE_DEVICE, Partition
+from jpipe.model._losses import Loss, random_parameter
+from jpipe.model._precision import PLAIN, LossScale, Precision
+from jpipe.model._stack import LayerStack
+from jpipe.model._subset import EVERYTHING, Subset
+from jpipe.model._ties import NOTHING_SHARED, Sharing
+from jpipe.model.jaxprs._dependence import passed_on
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
+from jpipe.plan import Stage
+from jpipe.stages.functions._accumulators import accumulate, zero_accumulators
+from jpipe.stages.functions._effects import describe_effects
+from jpipe.stages.functions._floats import floats_of, is_float, with_floats
+from jpipe.stages.functions._loss import call_loss, loss_dtype
+from jpipe.stages.functions._residuals import Residuals, find_residuals
+from jpipe.stages.functions._specs import Specs, rng_spec
+from jpipe.stages.functions._split_backward import LateInputs, SplitBackward
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class StageFunctions:
+    """The computations of one stage, as pure functions of pytrees. They do not depend on the schedule.
+
+    `params` and `state` are keyed by layer id. `x` is the stage input, `y` its output; at the last stage y is (sum of the losses,
+    weight). `rng` is (microbatch, key), or (None, None) without randomness. A gradient message is (gradient of the floating-point
+    leaves of y, weight of the microbatch); at the last stage it is y. `accumulators` sum over a batch: gradients, weight and, at the
+    last stage, loss. `scale` is the loss scale of a microbatch if it is dynamic, else None.
+
+    Gradients, accumulators and the arguments and results of an update have the trained parameters only (`optimizer.trained`), with None
+    in place of the frozen ones; forwards and backwards read whole `params`. Likewise they return the part of the layer state that a
+    microbatch changes (`changed`).
+
+    Attributes:
+        stack: the model.
+        stage: its layers, and how they are recomputed.
+        first: whether it is the first stage.
+        last: whether it is the last stage.
+        loss: `(outputs, labels) -> (sum, weight)`, called at the last stage.
+        optimizer: applied to each layer separately; its state is keyed by layer id.
+        specs: shapes and dtypes for one microbatch.
+        clip_global_norm: the norm to which the gradients of all stages are clipped, if any.
+        skip_nonfinite: whether an update changes nothing if any gradient of any stage is NaN or infinite.
+        update_scale: a factor for the optimizer's updates.
+        average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
+        metrics: functions like the loss, by name, which an evaluation also computes.
+        number: of the stage in its plan.
+        sharing: which shared parameters the stages of the plan hold.
+        precision: the dtypes of weight versions and accumulators, and the loss scale; the layers of `stack` compute in it already.
+        partition: how its arrays are sharded over the mesh of each of its workers.
+        input_gradient: whether the gradient of x is computed: not at the first stage, and not where all parameters before are frozen.
+        output_gradient: whether that of y is: not if all parameters up to here are frozen. Messages without a gradient have an empty
+            list in its place.
+    """
+
+    stack: LayerStack
+    stage: Stage
+    first: bool
+    last: bool
+    loss: Loss
+    optimizer: LayerwiseOptimizer
+    specs: Specs
+    clip_global_norm: float | None = None
+    skip_nonfinite: bool = False
+    update_scale: float = 1.0
+    average_state: Literal["update", "read"] | None = None
+    metrics: Mapping[str, Loss] = field(default_factory=dict)
+    precision: Precision = PLAIN
+    number: int = 0
+    sharing: Sharing = NOTHING_SHARED
+    partition: Partition = ONE_DEVICE
+    input_gradient: bool = True
+    output_gradient: bool = True
+
+    # Computations ------------------------------------------------------------------------------------------------------
+
+    def forward(self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any]) -> tuple[Tree, Tree, tuple[jax.Array, ...]]:
+        """Return y, the changed part of the state, and the arrays saved for the backward."""
+        (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
+        return y, self.changed.part(new_state), self.residuals.saved(jax.tree.leaves(vjp))
+
+    def backward(
+        self, params: Tree, kept: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
+    ) -> tuple[Tree, Tree]:
+        """Return the gradient message for the previous stage, and the accumulators with this microbatch added."""
+        return self._pull_back(self._restored_vjp(params, kept, saved, rng), message, accumulators, scale)
+
+    def forward_backward(
+        self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
+    ) -> tuple[Any, Tree, Tree]:
+        """Run the last stage's forward and backward in one.
+
+        Returns:
+            The gradient message for the previous stage; the accumulators with this microbatch added; the changed part of the state.
+        """
+        (y, new_state), vjp = self._linearize(params, (state, x, labels), rng)
+        message, accumulators = self._pull_back(vjp, y, accumulators, scale)
+        return message, accumulators, self.changed.part(new_state)
+
+    def backward_input(
+        self, params: Tree, kept: Any, saved: Tree, message: Tree, rng: tuple[Any, Any], scale: Any = None
+    ) -> tuple[Tree, list[jax.Array]]:
+        """Run the first half of a backward: return the gradient message for the previous stage, and the stash."""
+        x_gradient, stash = self.halves.gradients_of_input(params, kept, saved, message, rng, scale)
+        return (x_gradient, message[1]), stash
+
+    def backward_weight(
+        self, params: Tree, late: LateInputs, stash: Sequence[Any], accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
+    ) -> Tree:
+        """Run the second half of a backward: return the accumulators with this microbatch added."""
+        arrays, numbers = late
+        return self._accumulated(self.halves.gradients_of_weights(params, arrays, stash, rng, scale), numbers, accumulators, scale)
+
+    def forward_backward_input(
+        self, params: Tree, state: Tree, x: Tree, labels: Tree, rng: tuple[Any, Any], scale: Any = None
+    ) -> tuple[Tree, Tree, Any]:
+        """Run the last stage's forward and the first half of its backward in one.
+
+        Returns:
+            The gradient message for the previous stage; the changed part of the state; the results that `halves.stash_of` takes.
+        """
+        y, changed, saved = self.forward(params, state, x, labels, rng)
+        kept = self.residuals.keep((state, x, labels), (y, self.changed.joined(changed, state)))
+        gradient, stash = self.backward_input(params, kept, saved, y, rng, scale)
+        return gradient, changed, (y, [saved[i] for i in self.halves.late_saved], stash)
+
+    def init_optimizer(self, params: Tree) -> Tree:
+        """Return the optimizer state of new parameters, keyed by layer id."""
+        return {layer_id: self.optimizer.init(layer_id, p) for layer_id, p in self.trained.part(params).items()}
+
+    def zero_accumulators(self, params: Tree) -> Tree:
+        """Return the accumulators at the start of a batch."""
+        return zero_accumulators(self.trained.part(params), self.precision, last=self.last)
+
+    def first_version(self, fresh: Tree) -> Tree:
+        """Return the weight version of parameters as the layers initialize them; it shares no array with them."""
+        return jax.tree.map(lambda p, spec: p.astype(spec.dtype) if p.dtype != spec.dtype else jnp.copy(p), fresh, self.specs.params)
+
+    # Parts of the parameters and the state -------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> Subset:
+        """The parameters that updates change, by entry."""
+        return self.optimizer.trained
+
+    @cached_property
+    def changed(self) -> Subset:
+        """The layer state that a microbatch changes: all but the arrays that the layers return unchanged."""
+        if not jax.tree.leaves(self.specs.state):
+            return EVERYTHING
+
+        def new_state(state: Tree, params: Tree, x: Tree, microbatch: Any, key: Any) -> Tree:
+            return self.stack.apply(self.stage.layers, self.whole(params), state, x, key=key, microbatch=microbatch, train=True)[1]
+
+        traced = jax.make_jaxpr(new_state)(self.specs.state, self.specs.params, self.specs.x, *self.specs.rng)
+        flags = [source != i for i, source in enumerate(passed_on(traced.jaxpr))]
+        by_layer = jax.tree.unflatten(jax.tree.structure(self.specs.state), flags)
+        return Subset({layer_id: tuple(leaves) for layer_id, tree in by_layer.items() if not all(leaves := jax.tree.leaves(tree))})
+
+    def averaged_state(self, state: Tree) -> list[Any]:
+        """Select what replicas average of the layer state (or its specs): the floating-point leaves that a microbatch changes."""
+        return floats_of(self.changed.part(state))
+
+    def with_averages(self, state: Tree, means: Iterable[Any]) -> Tree:
+        """Return the layer state with these means in place of `averaged_state`."""
+        return self.changed.joined(with_floats(self.changed.part(state), means), state)
+
+    @property
+    def averages_when_read(self) -> bool:
+        """Whether there is layer state that replicas average when it is read from the run."""
+        return self.average_state == "read" and self.stage.replicas > 1 and bool(self.averaged_state(self.specs.state))
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The entries that this stage counts in the global norm."""
+        return self.sharing.counted[self.number] if self.sharing.counted else self.stage.layers
+
+    @property
+    def global_norm(self) -> bool:
+        """Whether updates use the norm of the gradients of all stages."""
+        return self.clip_global_norm is not None or self.skip_nonfinite
+
+    def whole(self, params: Tree) -> Tree:
+        """Return the parameters of whole layers, by layer id, as they are used."""
+        params = self.partition.gather(params)
+        return {layer_id: self.stack.ties.whole(layer_id, params) for layer_id in self.stage.layers}
+
+    # Residuals and halves ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def residuals(self) -> Residuals:
+        """What the backward gets from the forward."""
+
+        def message(error: BaseException) -> str:
+            name = self.description
+            return f"{name}: it cannot be recomputed: {cause(error)}; set recompute to 'none' for the stage, or leave out what is named"
+
+        with callers_code(message) if self.stage.recompute != "none" else nullcontext():
+            return find_residuals(self._linearize, self.specs.params, self.specs.arguments, self.specs.rng)
+
+    @cached_property
+    def halves(self) -> SplitBackward:
+        """The backward cut in two."""
+
+        def backward(params: Tree, kept: Any, saved: Tree, message: Tree, rng: Tree, scale: Any) -> tuple[list[jax.Array], Tree]:
+            gradients, x_gradient = self._cotangents(self._restored_vjp(params, kept, saved, rng), message, scale)
+            return x_gradient, gradients
+
+        return SplitBackward(
+            backward=backward,
+            params=self.specs.params,
+            between=self.between_specs,
+            rng=self.specs.rng,
+            scale=None if self.scale_spec is None else self.scale_spec.value,
+            input_count=len(floats_of(self.specs.x)) if self.input_gradient else 0,
+            gradients=self._gradients_spec,
+            residuals=self.residuals,
+            last=self.last,
+            describe=lambda: self.description,
+        )
+
+    @property
+    def description(self) -> str:
+        """The layers with side effects, or else the stage, in the words of a message."""
+        return describe_effects(self.stack, self.stage.layers, self.specs.x)
+
+    @property
+    def repeated_effects(self) -> str:
+        """The layers whose side effects the backward repeats, in the words of a message, or an empty string."""
+        return self.description if self.stage.recompute != "none" and self.residuals.has_effects else ""
+
+    # Shapes and dtypes -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def optimizer_spec(self) -> Tree:
+        """Shapes and dtypes of the optimizer state."""
+        return jax.eval_shape(self.init_optimizer, self.specs.params)
+
+    @cached_property
+    def accumulators_spec(self) -> Tree:
+        """Shapes and dtypes of the accumulators."""
+        return jax.eval_shape(self.zero_accumulators, self.specs.params)
+
+    @property
+    def scale_spec(self) -> LossScale | None:
+        """Shapes and dtypes of the loss scale, if it is dynamic."""
+        dynamic = self.precision.dynamic_scale
+        return None if dynamic is None else jax.eval_shape(dynamic.first)
+
+    @cached_property
+    def outputs_spec(self) -> Tree:
+        """Shapes and dtypes of y."""
+        return self._forward_spec[0]
+
+    @cached_property
+    def between_specs(self) -> tuple[Any, Any, Any]:
+        """Shapes and dtypes of what a backward gets from the forward, and of its gradient message: (kept, saved, message)."""
+        y, changed, saved = self._forward_spec
+        kept = self.residuals.keep(self.specs.arguments, (y, self.changed.joined(changed, self.specs.state)))
+        if self.last:
+            return kept, saved, y
+        return kept, saved, (floats_of(y) if self.output_gradient else [], jax.ShapeDtypeStruct((), loss_dtype()))
+
+    @cached_property
+    def evaluation_rng(self) -> tuple[Any, Any]:
+        """Specs of (microbatch, key) of an evaluation, or Nones if it draws no random numbers."""
+        asks = self.last and any(map(random_parameter, (self.loss, *self.metrics.values())))
+        return rng_spec() if asks or self.stack.is_stochastic(self.stage.layers, train=False) else (None, None)
+
+    @cached_property
+    def _forward_spec(self) -> Any:
+        return jax.eval_shape(self.forward, self.specs.params, *self.specs.arguments, self.specs.rng)
+
+    @cached_property
+    def _gradients_spec(self) -> Tree:
+        """Shapes and dtypes of the gradients of the trained parameters of whole layers, before they are accumulated."""
+        return self._trained_in_layers.part(jax.eval_shape(self.whole, self.specs.params))
+
+    # Inside ------------------------------------------------------------------------------------------------------------
+
+    def _linearize(self, params: Tree, arguments: tuple[Tree, Tree, Tree], rng: tuple[Any, Any]) -> tuple[tuple[Tree, Tree], Any]:
+        """Run the forward in training mode and return its outputs with their VJP.
+
+        A parameter that two layers share is in both: its gradients in the two places are summed in the accumulators, and not before, in
+        the dtype of the parameter.
+
+        Returns:
+            (y, new state); the VJP of y's floating-point leaves with respect to the trained parameters of whole layers and those of x,
+            or None where no gradient is computed.
+        """
+        state, x, labels = arguments
+        microbatch, key = rng
+        leaves, treedef = jax.tree.flatten(x)
+        moving = [i for i, leaf in enumerate(leaves) if is_float(leaf)] if self.input_gradient else []
+        whole = self.whole(params)
+
+        def stage(trained: Tree, floats: list[jax.Array]) -> tuple[Any, Any]:
+            params = self._trained_in_layers.joined(trained, whole)
+            filled = list(leaves)
+            for i, leaf in zip(moving, floats, strict=True):
+                filled[i] = leaf
+            x = jax.tree.unflatten(treedef, filled)
+            y, new_state = self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=True)
+            if self.last:
+                total, weight = self.loss_of(y, labels, self.draw_key(self.loss, "", rng, train=True))
+                return [total], ((total, weight), new_state)
+            return floats_of(y), (y, new_state)
+
+        trained, floats = self._trained_in_layers.part(whole), [leaves[i] for i in moving]
+        if not self.output_gradient:
+            return stage(trained, floats)[1], None
+        if self.stage.recompute == "full":
+            stage = jax.checkpoint(stage)
+        elif self.stage.recompute != "none":
+            stage = jax.checkpoint(stage, policy=getattr(jax.checkpoint_policies, self.stage.recompute))
+        _, vjp, outputs = jax.vjp(stage, trained, floats, has_aux=True)
+        return outputs, vjp
+
+    @cached_property
+    def _trained_in_layers(self) -> Subset:
+        """The parameters that updates change, by layer id."""
+        return self.stack.ties.in_layers(self.trained, self.specs.params, self.stage.layers)
+
+    def _restored_vjp(self, params: Tree, kept: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
+        """Return the VJP of a forward from its residuals, or None where no gradient is computed."""
+        return self.residuals.vjp(params, rng, kept, saved) if self.output_gradient else None
+
+    def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree, scale: Any) -> tuple[Tree, Tree]:
+        """Apply the VJP to a gradient message: return the message for the previous stage, and the new accumulators."""
+        gradients, x_gradient = self._cotangents(vjp, message, scale)
+        added = self._accumulated(gradients, tuple(message) if self.last else (message[1],), accumulators, scale)
+        return (x_gradient, message[1]), added
+
+    def _cotangents(self, vjp: Any, message: Tree, scale: Any) -> tuple[Tree, list[jax.Array]]:
+        """Return the gradients of the trained parameters and of the floating-point leaves of x, times the loss scale."""
+        if not self.output_gradient:
+            return self._gradients_spec, []  # without leaves
+        gradient, _ = message
+        scale = self._scale(scale)
+        gradients, x_gradient = vjp([jnp.full_like(gradient, 1.0 if scale is None else scale)] if self.last else gradient)
+        return gradients, x_gradient
+
+    def _accumulated(self, gradients: Tree, numbers: tuple[Any, ...], accumulators: Tree, scale: Any) -> Tree:
+        """Add the gradients of one microbatch and its numbers, (weight,) or at the last stage (loss, weight), to the accumulators."""
+        return accumulate(accumulators, self.stack.ties.by_place(gradients), numbers, self._scale(scale))
+
+    def _scale(self, scale: Any) -> Any:
+        """Return the loss scale of a microbatch, the same in all stages; None if there is none."""
+        return self.precision.fixed_scale if scale is None else scale
+
+    def loss_of(self, outputs: Tree, labels: Tree, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Return the loss and the weight of a microbatch; the weight has no gradient."""
+        total, weight = call_loss(self.loss, "loss", outputs, labels, key)
+        return total, jax.lax.stop_gradient(weight)
+
+    def draw_key(self, function: Loss, name: str, rng: tuple[Any, Any], *, train: bool, of_metric: bool = False) -> jax.Array | None:
+        """Return the key of the loss or a metric for a microbatch, if it asks for one."""
+        microbatch, key = rng
+        return self.stack.draw_key(key, name, microbatch, train, of_metric=of_metric) if random_parameter(function) else None

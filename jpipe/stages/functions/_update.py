@@ -1,0 +1,150 @@
+"""The optimizer step of a stage, with the norm of all gradients, clipping and skipped batches."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.model._precision import LossScale
+from jpipe.model.layerwise._optimizer import masters_of
+from jpipe.stages.functions._accumulators import divisor, mean, mean_loss
+from jpipe.stages.functions._loss import loss_dtype
+from jpipe.stages.functions._stage import StageFunctions
+
+Tree = Any
+
+
+class GlobalNorm(NamedTuple):
+    """What an update has to know of the gradients of all stages, as scalars.
+
+    Attributes:
+        norm: the square root of the sum of the squares of the mean gradients.
+        nonfinite: the number of their entries that are NaN or infinite.
+    """
+
+    norm: Any
+    nonfinite: Any
+
+
+def norm_spec() -> GlobalNorm:
+    """Return the shapes and dtypes of the norm."""
+    number = jax.ShapeDtypeStruct((), loss_dtype())
+    return GlobalNorm(number, number)
+
+
+def squares_spec(counts: Sequence[int]) -> tuple[GlobalNorm, ...]:
+    """Return the shapes and dtypes of the sums of squares of stages that count these numbers of entries."""
+    numbers = (jax.ShapeDtypeStruct((count,), loss_dtype()) for count in counts)
+    return tuple(GlobalNorm(number, number) for number in numbers)
+
+
+def sum_squares(f: StageFunctions, accumulators: Tree) -> GlobalNorm:
+    """Sum the squares of each layer's mean gradient, as `norm`, and count its entries that are not finite."""
+    weight = divisor(accumulators["weight"])
+    means = {layer_id: mean(gradient, weight) for layer_id, gradient in accumulators["gradients"].items()}
+    leaves = [[leaf.astype(loss_dtype()) for leaf in jax.tree.leaves(means[entry])] for entry in f.counted]
+    zero = jnp.zeros((), loss_dtype())
+    squares = [sum((jnp.square(leaf).sum() for leaf in layer), zero) for layer in leaves]
+    nonfinite = [sum(((~jnp.isfinite(leaf)).sum(dtype=loss_dtype()) for leaf in layer), zero) for layer in leaves]
+    return GlobalNorm(jnp.stack(squares), jnp.stack(nonfinite))
+
+
+def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
+    """Return the norm from `sum_squares` of each stage, added layer by layer, so that it does not depend on the cut."""
+    total = jnp.zeros((), squares[0].norm.dtype)
+    for layer in jnp.concatenate([stage.norm for stage in squares]):
+        total += layer
+    return GlobalNorm(jnp.sqrt(total), jnp.concatenate([stage.nonfinite for stage in squares]).sum())
+
+
+def update(
+    f: StageFunctions, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None = None
+) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
+    """Take one optimizer step with the mean gradient. A batch whose weights are all zero has gradient and loss zero.
+
+    Args:
+        f: of the stage.
+        params: the trained parameters, without those that other stages hold, too (see `update_shared`).
+        optimizer_state: of the entries to update.
+        accumulators: the sums over the batch; they may have more entries.
+        norm: of all stages; needed to clip, and to skip batches whose gradients are not finite.
+
+    Returns:
+        The new parameters; the new optimizer state; zero accumulators; at the last stage the mean loss and the weight of the batch.
+    """
+    new_params, new_state = _step_or_skip(f, params, optimizer_state, accumulators, norm)
+    zeros = jax.tree.map(jnp.zeros_like, accumulators)
+    return new_params, new_state, zeros, mean_loss(accumulators) if f.last else None
+
+
+def update_shared(
+    f: StageFunctions, params: Tree, optimizer_state: Tree, gradients: Tree, weight: jax.Array, norm: GlobalNorm | None
+) -> tuple[Tree, Tree, Tree]:
+    """Take one optimizer step for shared parameters, keyed by name.
+
+    All stages that hold them run this same program. As a part of the update of different stages XLA would round it differently.
+
+    Returns:
+        The new parameters; the new optimizer state; zero gradients.
+    """
+    new_params, new_state = _step_or_skip(f, params, optimizer_state, {"gradients": gradients, "weight": weight}, norm)
+    return new_params, new_state, jax.tree.map(jnp.zeros_like, gradients)
+
+
+def next_scale(f: StageFunctions, scale: LossScale, norm: GlobalNorm) -> LossScale:
+    """Return the dynamic loss scale of the version that an update makes, from that of the version before."""
+    assert f.precision.dynamic_scale is not None
+    return f.precision.dynamic_scale.after(scale, norm.nonfinite == 0)
+
+
+def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree, like: Tree) -> Tree:
+    """Return the moving average of the parameters; needs `optimizer.ema_decay`.
+
+    Args:
+        f: of the stage.
+        optimizer_state: of all its entries.
+        newest: the newest parameters, whose frozen ones are their own average.
+        like: specs with the dtypes of the result.
+    """
+    average = f.trained.joined({i: f.optimizer.average(optimizer_state[i]) for i in f.specs.params}, newest)
+    return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), average, like)
+
+
+def master_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> Tree:
+    """Return the masters in an optimizer state. A frozen parameter has none: it is that of the newest version, as precise."""
+    frozen = masters_of(f.trained.others(newest))
+    return f.trained.joined({entry: state.masters for entry, state in optimizer_state.items()}, frozen)
+
+
+def _step_or_skip(f: StageFunctions, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None) -> tuple[Tree, Tree]:
+    """Return the new parameters and optimizer state, or the old ones if the batch is skipped."""
+    if not f.skip_nonfinite:
+        return _step(f, params, optimizer_state, accumulators, norm)
+    assert norm is not None
+    # With `where` instead, XLA rounds the update in other ways than without `skip_nonfinite`.
+    new_params, new_state = jax.lax.cond(norm.nonfinite == 0, partial(_step, f), _unchanged, params, optimizer_state, accumulators, norm)
+    return new_params, new_state
+
+
+def _step(f: StageFunctions, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None) -> tuple[Tree, Tree]:
+    weight = divisor(accumulators["weight"])
+    new_params, new_state = {}, {}
+    for entry in optimizer_state:
+        gradient = mean(accumulators["gradients"][entry], weight)
+        if f.clip_global_norm is not None:
+            assert norm is not None
+            gradient = jax.tree.map(lambda g: _clip(g, norm.norm, f.clip_global_norm), gradient)
+        new_params[entry], new_state[entry] = f.optimizer.update(entry, gradient, optimizer_state[entry], params[entry], f.update_scale)
+    return new_params, new_state
+
+
+def _unchanged(params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm) -> tuple[Tree, Tree]:
+    return params, optimizer_state
+
+
+def _clip(gradient: jax.Array, norm: jax.Array, largest: float | None) -> jax.Array:
+    """Clip as `optax.clip_by_global_norm`; if the norm is NaN, all gradients become NaN."""
+    assert largest is not None
+    return jnp.where(norm < largest, gradient, gradient / norm.astype(gradient.dtype) * largest)

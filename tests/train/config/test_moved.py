@@ -1,0 +1,16 @@
+"""Targets that were built in are named as the examples that they are now."""
+
+import importlib
+
+import pytest
+from jpipe_train.config.config import Config
+from jpipe_train.config.section import MOVED
+from pydantic import ValidationError
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_each_is_there_under_its_new_name(name):
+    module, _, function = MOVED[name].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    with pytest.raises(ValidationError, match=f"'{name}' is an example now; write {MOVED[name]}, .* add --allow-code"):
+        Config.model_validate({"model": {"target": name}})

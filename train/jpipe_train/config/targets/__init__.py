@@ -1,1 +1,0 @@
-"""The arguments of the built-in targets: models of images and of sequences, and their data."""

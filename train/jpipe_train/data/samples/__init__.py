@@ -1,1 +1,0 @@
-"""Small generated data sets, to try each kind of data offline: `jpipe data make`."""

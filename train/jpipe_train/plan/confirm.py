@@ -1,0 +1,84 @@
+"""Compile the best plans of a search until one fits."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jpipe_planner
+from jpipe_planner import Attempt, Choice, Compiled, Ranked, Topology, compile_stages
+from jpipe_planner.ranking import table
+
+from jpipe import InputError
+from jpipe_train.console.terminal import count
+from jpipe_train.plan.profiling import Parts
+from jpipe_train.plan.search import SearchResult
+
+
+def nothing_fits(choice: Choice) -> InputError:
+    """Return the error if no plan fits."""
+    return InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
+
+
+def confirm(searched: SearchResult, parts: Parts, report: Callable[[Attempt], None]) -> tuple[SearchResult, Compiled]:
+    """Compile the fastest plans until one fits, and those that may be as fast, and put the best first.
+
+    Args:
+        searched: the result of the search, by estimates.
+        parts: the model.
+        report: called with each plan that does not fit.
+
+    Returns:
+        The result with compiled plans first, and the compiled stages of the best one.
+
+    Raises:
+        InputError: no plan fits; the message lists what was tried.
+    """
+    device, programs = jax.devices()[0], dict[Any, Any]()
+
+    def compile(choice: Choice, ranked: Ranked) -> Compiled:
+        pipe = parts.pipeline(choice.plan(ranked))
+        return compile_stages(choice, ranked, pipe, parts.rows(ranked.candidate.batch), device, programs)
+
+    result = jpipe_planner.confirm(searched.choice, searched.candidates, searched.known, compile, report)
+    if not result.attempts and not result.fitting:
+        raise nothing_fits(searched.choice)
+    if not result.fitting:
+        raise _nothing_fitted(result.attempts, scratch_words(parts, searched.choice.topology))
+    ranked = (*(compiled.ranked for compiled in result.fitting), *result.others)
+    kinds = {plan.candidate.kind for plan in ranked}
+    rejected = tuple(candidate for candidate in searched.choice.rejected if candidate.kind not in kinds)
+    considered = searched.choice.considered + len(result.added)
+    choice = dataclasses.replace(searched.choice, ranked=ranked, rejected=rejected, considered=considered)
+    confirmed = dataclasses.replace(
+        searched,
+        choice=choice,
+        candidates=(*searched.candidates, *result.added),
+        known=result.known,
+        compiled=len(result.fitting),
+        attempts=tuple(result.attempts),
+    )
+    return confirmed, result.fitting[0]
+
+
+def _nothing_fitted(attempts: Sequence[Attempt], scratch: str) -> InputError:
+    """Return the error if the compiled stages of no plan fit: what was tried, and what to change."""
+    tried = [f"plan: {table.attempt(one)}" for one in attempts]
+    change = "use more devices, a smaller batch or devices with more memory"
+    return InputError(
+        f"plan: no plan fits: the compiled stages of {count(len(attempts), 'plan')} need too much memory; {change}",
+        *tried,
+        *([f"plan: {scratch}"] if scratch else []),
+    )
+
+
+def scratch_words(parts: Parts, topology: Topology) -> str:
+    """Explain how the scratch memory on other machines differs from that compiled here, or return "" if it does not."""
+    config = parts.config
+    computes = config.precision.computes or config.model.compute_dtype
+    if "16" not in computes or not topology.device.flops or jax.devices()[0].platform != "cpu":
+        return ""
+    return (
+        f"temporaries are those of a CPU, whose compiler asks in {computes} for two to four times the scratch memory of a GPU's: "
+        "on GPUs a plan that lacks less than its temporaries may fit, or need less recomputation"
+    )

@@ -1,0 +1,110 @@
+"""The request that `jpipe plan` answers, and the topology and profile files that it names."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jpipe_planner import Degrees, Profile, Topology, Updates, read_graph_txt, usable_cores
+
+import jpipe
+from jpipe import InputError, files
+from jpipe.files import expanded
+from jpipe_train.assemble.build import force_cpu_devices, start_devices
+
+LOCAL = "local"
+ALL = "all"  # in place of the names of schedules
+_MOST_TOPOLOGY = 2**20  # bytes
+_MOST_PROFILE = 2**25  # bytes: thousands of layers at a dozen sizes
+
+
+@dataclass(frozen=True)
+class Request:
+    """The request for a plan.
+
+    Attributes:
+        topology: a YAML file, or "local": the devices of this machine with their links measured.
+        batch: rows between two updates; None for the config's batch size.
+        up_to: whether plans may have fewer rows than `batch`.
+        schedules: the schedules to try; "all" for all; empty for those that flush, which train as without a pipeline, and pipedream
+            if `pipedream` is given.
+        devices: the number of devices of "local"; None for all, on CPUs as many as there are cores.
+        pipedream: how PipeDream's stages are searched, see `jpipe_planner.find_candidates`; None for "batch".
+        all_devices: whether no device may stay idle, as when each belongs to a process of its own.
+        meshes: the meshes of a stage to try, as `jpipe_planner.Degrees.read` takes them; empty for those inside a server that the
+            profile allows if the topology is a file, and none if it is "local".
+        replicas: whether stages may have replicas; they must not if layers carry state for each row from batch to batch.
+    """
+
+    topology: str = LOCAL
+    batch: int | None = None
+    up_to: bool = False
+    schedules: tuple[str, ...] = ()
+    devices: int | None = None
+    pipedream: Updates | None = None
+    all_devices: bool = False
+    replicas: bool = True
+    meshes: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The names of the schedules to try."""
+        schedules = jpipe.schedules.SCHEDULES
+        if self.schedules:
+            return tuple(schedules) if ALL in self.schedules else self.schedules
+        requested = {"pipedream"} if self.pipedream is not None else set()
+        return tuple(name for name, rules in schedules.items() if rules.flushes or name in requested)
+
+    @property
+    def degrees(self) -> tuple[Degrees, ...] | None:
+        """The requested meshes, or None for those that a topology and a profile allow.
+
+        Raises:
+            InputError: a text names no mesh.
+        """
+        meshes = self.meshes if self.meshes or self.topology != LOCAL else ("none",)
+        return tuple(dict.fromkeys(map(Degrees.read, meshes))) or None
+
+
+def read_topology(file: str) -> Topology:
+    """Read the topology in a YAML file.
+
+    Raises:
+        InputError: it cannot be read, or is no topology.
+    """
+    return Topology.from_yaml(read_text(file, "--topology", _MOST_TOPOLOGY), where=file)
+
+
+def read_profile(file: str, rows: int) -> Profile:
+    """Read a profile of jpipe's as JSON, or PipeDream's `graph.txt` (named *.txt) with microbatches of `rows` rows.
+
+    Raises:
+        InputError: it cannot be read, or is no profile.
+    """
+    text = read_text(file, "--profile", _MOST_PROFILE)
+    return read_graph_txt(text, rows, where=file) if Path(file).suffix == ".txt" else Profile.from_json(text, where=file)
+
+
+def read_text(file: str, option: str, most: int) -> str:
+    """Read a file that an option names, of at most `most` bytes."""
+    other = f"{option}: expected text in UTF-8 in '{file}', found other bytes"
+    return files.read_text(expanded(file, option), most, f"{option}: cannot read '{file}'", "name a file that is there", other)
+
+
+def prepare_devices(request: Request) -> int | None:
+    """Configure the CPU devices that JAX needs for a plan: all devices of this machine, or the largest mesh of another.
+
+    Returns:
+        The number of devices of this machine to use, or None if the topology is a file.
+    """
+    if request.topology != LOCAL:
+        degrees = request.degrees
+        force_cpu_devices(read_topology(request.topology).most_in_mesh if degrees is None else max(mesh.size for mesh in degrees))
+        return None
+    force_cpu_devices(request.devices or usable_cores())
+    start_devices()
+    available = jax.device_count()
+    if request.devices is not None and request.devices > available:
+        raise InputError(
+            f"--devices: expected at most the {available} devices there are, found {request.devices}; name a file as --topology"
+        )
+    return request.devices or available

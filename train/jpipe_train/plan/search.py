@@ -1,0 +1,208 @@
+"""Search for the plans of a request, and rank them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jpipe_planner import (
+    Attempt,
+    Candidate,
+    Choice,
+    Degrees,
+    Meshes,
+    Profile,
+    Ranked,
+    Topology,
+    choose,
+    find_candidates,
+    find_variants,
+    is_planned,
+    mesh_refusal,
+    mesh_seconds,
+    on_meshes,
+    planned_schedules,
+    possible_degrees,
+    search_parallel,
+    sharing_refusal,
+)
+from jpipe_planner.ranking import table
+
+import jpipe
+from jpipe import InputError
+from jpipe_train.config.config import MOST_MICROBATCHES
+from jpipe_train.console.progress import Reporter
+from jpipe_train.console.terminal import count
+from jpipe_train.plan.inputs import Request
+
+MANY_DEVICES = 4096  # from this number on, a search is announced as long
+
+_FASTER = 0.01  # relative gain above which a faster plan with delayed weights is mentioned
+_NEEDS_NORM = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search.
+
+    Attributes:
+        choice: the ranking.
+        candidates: all candidates with their estimates.
+        known: the simulated or compiled results of some candidates.
+        left_out: the number of plans with chunks or split backwards that were not simulated, because all would take too long.
+        delayed: the best estimated plan of the schedules that do not flush, if these were not requested and it is faster.
+        compiled: the number of plans at the top of the ranking whose stages were compiled.
+        attempts: the plans whose compiled stages do not fit.
+    """
+
+    choice: Choice
+    candidates: tuple[Candidate, ...]
+    known: dict[Candidate, Ranked]
+    left_out: int = 0
+    delayed: Candidate | None = None
+    compiled: int = 0
+    attempts: tuple[Attempt, ...] = ()
+
+
+def _usable_schedules(profile: Profile, request: Request, global_norm: bool, reporter: Reporter) -> tuple[tuple[str, ...], str]:
+    """Return the schedules to try, and if each of them requires a single stage, the reason.
+
+    Prints which schedules are left out because of options or shared parameters.
+    """
+    requested = request.allowed
+    needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
+    refusals = {name: why for name in requested if needs and (why := sharing_refusal(name))}
+    schedules = tuple(name for name in requested if name not in refusals)
+    if schedules:
+        for name, why in refusals.items():
+            reporter.say(f"left out, because of {needs}: {name}: {why}")
+        return schedules, ""
+    return requested, "; ".join(f"{name} with more than one stage cannot be used with {needs}: {why}" for name, why in refusals.items())
+
+
+def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> SearchResult:
+    """Find and rank all plans that a request allows.
+
+    Args:
+        profile: the costs of the model's layers.
+        topology: the machines to plan for.
+        batch: rows between two updates.
+        request: further requirements.
+        global_norm: whether updates use the norm of the gradients of all stages, which not all schedules support.
+        reporter: prints what was left out.
+
+    Raises:
+        InputError: no plan has such a batch, or none of the requested schedules supports the norm or shared parameters.
+    """
+    schedules, why_one_stage = _usable_schedules(profile, request, global_norm, reporter)
+    if topology.num_devices >= MANY_DEVICES and "pipedream" in schedules:
+        reporter.say(
+            f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_devices:,} devices; "
+            "--schedules without pipedream leaves that out"
+        )
+    exact = not request.up_to
+    planned, meshes = tuple(filter(is_planned, schedules)), _meshes(profile, topology, request, reporter)
+    updates = request.pipedream or "batch"
+    replicas = request.replicas
+    considered = find_candidates(
+        profile, topology, batch, exact=exact, schedules=planned, pipedream=updates, meshes=meshes, replicas=replicas
+    )
+    best = min(considered, key=lambda candidate: candidate.rank).degrees if considered else meshes[0]
+    options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm, "degrees": best}
+    variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, planned=considered, **options)
+    considered += list(variants.simulated)
+    if not replicas:
+        considered = [candidate for candidate in considered if max(candidate.replicas) == 1]
+        reporter.say("left out: replicas, because layers carry their state from batch to batch")
+    if why_one_stage:
+        considered = [c for c in considered if c.depth == 1 and not (global_norm and _norm_refusal(c.plan(profile.ids)))]
+        if not considered:
+            raise InputError(f"--schedules: {why_one_stage}")
+        reporter.say(f"left out: {why_one_stage}")
+    on_all_devices = [candidate for candidate in considered if candidate.devices == topology.num_devices or not request.all_devices]
+    candidates = [candidate for candidate in on_all_devices if candidate.microbatches <= MOST_MICROBATCHES]
+    if not candidates:
+        raise _none_found(profile, topology, batch, request, considered, on_all_devices)
+    if len(candidates) < len(on_all_devices):
+        number = count(len(on_all_devices) - len(candidates), "candidate")
+        reporter.say(f"{number} left out, with more than {MOST_MICROBATCHES:,} microbatches")
+    known = {candidate: Ranked(candidate, variants.simulated[candidate]) for candidate in candidates if candidate in variants.simulated}
+    choice = choose(profile, topology, candidates, global_norm=global_norm, tried=known)
+    delayed = None
+    if not request.schedules and choice.ranked:
+        delayed = _faster_with_delay(profile, topology, batch, request, global_norm, choice.ranked[0])
+    return SearchResult(choice, tuple(candidates), known, variants.left_out, delayed)
+
+
+def _faster_with_delay(
+    profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, best: Ranked
+) -> Candidate | None:
+    """Return the fastest even pipeline of the schedules that do not flush, by closed form; None if `best` is as fast."""
+    is_restricted, degrees = global_norm or bool(profile.shared), best.candidate.degrees
+    names = [
+        name
+        for name in planned_schedules()
+        if not jpipe.schedules.SCHEDULES[name].flushes and not (is_restricted and sharing_refusal(name))
+    ]
+    considered = search_parallel(
+        *Meshes(profile, topology).of(degrees), batch, exact=not request.up_to, schedules=names, replicas=request.replicas
+    )
+    on_all_devices = [c for c in considered if c.num_ranks * degrees.size == topology.num_devices or not request.all_devices]
+    fitting = [c for c in on_all_devices if c.over is None and c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
+    fastest = max(fitting, key=lambda candidate: candidate.samples_per_second, default=None)
+    if fastest is None or fastest.samples_per_second <= (1 + _FASTER) * best.samples_per_second:
+        return None
+    return on_meshes(fastest, degrees) if degrees.size > 1 else fastest
+
+
+def _none_found(
+    profile: Profile, topology: Topology, batch: int, request: Request, considered: list[Candidate], on_all_devices: list[Candidate]
+) -> InputError:
+    """Return the error if no plan is left of all candidates, or of those that use the required number of devices."""
+    requested = f" with {' or '.join(request.schedules)}" if request.schedules else ""
+    devices, other_options = count(topology.num_devices, "device"), "schedules, " if requested else ""
+    if considered and not on_all_devices:
+        most = max(candidate.devices for candidate in considered)
+        why, change = "", f" devices, or allow other {other_options}batches"
+        if not request.replicas:
+            layers = count(len(profile.layers), "layer")
+            why = f": layers carry their state from batch to batch, so stages have no replicas, and {layers} make at most as many stages"
+            change = " devices, or a model of more layers"
+        return InputError(
+            f"plan: no plan{requested} has a batch of {batch} rows on all of {devices}, only on {most}{why}; use {most}{change}"
+        )
+    limit = f"at most {MOST_MICROBATCHES:,} " if on_all_devices else ""
+    sizes = ", ".join(map(str, profile.sizes))
+    return InputError(
+        f"plan: no plan{requested} has a batch of {batch} rows in {limit}microbatches of {sizes} rows on {devices}; "
+        f"allow other {other_options}batches or numbers of devices"
+    )
+
+
+def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Reporter) -> tuple[Degrees, ...]:
+    """Return the meshes to try, and print the cost of requested ones that are larger than a server.
+
+    Raises:
+        InputError: a requested mesh does not fit the devices or the layers.
+    """
+    if request.degrees is None:
+        return possible_degrees(profile, topology)
+    for degrees in request.degrees:
+        if reason := mesh_refusal(profile, degrees):
+            raise InputError(f"--mesh: {reason}")
+        topology.groups(degrees.size)  # raises InputError unless they fill the machine
+        if degrees.size > topology.most_in_mesh:
+            rows = max(rows for rows in profile.sizes if rows % degrees.data == 0)
+            inside, link = topology.mesh_link(topology.most_in_mesh), topology.mesh_link(degrees.model)
+            seconds, seconds_inside = (
+                mesh_seconds(profile, rows, degrees, links) for links in ((link, topology.mesh_link(degrees.size)), (inside, inside))
+            )
+            slower = f", {seconds / seconds_inside:.1f} times as long as over links like those inside one" if seconds_inside else ""
+            level = f"the {count(topology.most_in_mesh, 'device')} of {topology.levels[0].name or 'the innermost level'}"
+            reporter.say(
+                f"--mesh: a mesh ({degrees}) is larger than {level}: sums and gathers inside it take {1e3 * seconds:,.1f} ms for a "
+                f"microbatch of {table.rows_of(rows)}{slower}"
+            )
+    return request.degrees
+
+
+def _norm_refusal(plan: jpipe.Plan) -> str:
+    return jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan)
