@@ -17,8 +17,8 @@ import numpy as np
 from jpipe.errors import InputError
 from jpipe.runtime._interpreter import Event, Observer
 from jpipe.runtime._metrics import Metrics
-from jpipe.runtime._state import State, is_consumed
 from jpipe.runtime._transport import to_host
+from jpipe.runtime.state import CONSUMED, State, is_consumed
 
 Tree = Any
 
@@ -142,11 +142,11 @@ class Results:
         """Return the result of the call that consumed the state, if its caller has not received it.
 
         Raises:
-            InputError: that call failed, and there is none.
+            InputError: that call failed, and there is none, or its caller has received it.
         """
         kept = self._of(state)
-        if kept is not None and kept.error:
-            raise InputError(kept.error)
+        if kept is not None and kept.result is None:
+            raise InputError(kept.error or CONSUMED)
         return None if kept is None else kept.result
 
     def note_batch(self, state: State, batch: Tree, rows: int) -> None:
