@@ -12,8 +12,8 @@ from .programs._simulate import simulate
 from .programs.lowering import lower
 from .runtime._join import join_processes
 from .runtime._metrics import Evaluation, Mean, Metrics
-from .runtime._state import State
 from .runtime._trace import Tracer
+from .runtime.state import State
 from .viz._draw import draw_memory, draw_timeline
 from .viz._perfetto import to_perfetto
 

@@ -17,8 +17,8 @@ import numpy as np
 from jpipe.errors import InputError
 from jpipe.runtime._interpreter import Event, Observer
 from jpipe.runtime._metrics import Metrics
-from jpipe.runtime._state import State, is_consumed
 from jpipe.runtime._transport import to_host
+from jpipe.runtime.state import CONSUMED, State, is_consumed
 
 Tree = Any
 
@@ -96,7 +96,7 @@ class Kept:
     Attributes:
         result: the next state and the metrics, until the caller has received them.
         error: why there is no next state, or "".
-        batch: the digest of the batch that the call was given, if it is known.
+        batch: the digest of the batch of the call, if it is known.
     """
 
     def __init__(self, result: tuple[State, Metrics] | None, error: str = "") -> None:
@@ -142,11 +142,11 @@ class Results:
         """Return the result of the call that consumed the state, if its caller has not received it.
 
         Raises:
-            InputError: that call failed, and there is none.
+            InputError: that call failed, and there is none, or its caller has received it.
         """
         kept = self._of(state)
-        if kept is not None and kept.error:
-            raise InputError(kept.error)
+        if kept is not None and kept.result is None:
+            raise InputError(kept.error or CONSUMED)
         return None if kept is None else kept.result
 
     def note_batch(self, state: State, batch: Tree, rows: int) -> None:
@@ -163,7 +163,7 @@ class Results:
                 kept.batch = _digest(batch, rows)
 
     def is_of(self, state: State, batch: Tree, rows: int) -> bool:
-        """Return whether the state has an unreceived result of a step that was given this batch."""
+        """Return whether the state has an unreceived result of a step with this batch."""
         kept = self._of(state)
         return kept is not None and kept.result is not None and kept.batch is not None and kept.batch == _digest(batch, rows)
 
@@ -195,7 +195,7 @@ def consume(
         given: the state that the caller holds.
         current: the state to consume: the same, or the one that an earlier call made of it.
         carried: the metrics of that call.
-        call: consumes the state, calls the observer and gives the next state and metrics.
+        call: consumes the state, calls the observer and returns the next state and metrics.
         observe: the caller's observer.
 
     Returns:

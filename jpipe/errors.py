@@ -12,7 +12,7 @@ from typing import Any
 
 import pydantic
 
-__all__ = ["explain", "nearest", "short", "shortened"]  # the others are in jpipe itself
+__all__ = ["explain", "nearest", "short", "shortened"]  # the errors are in jpipe itself
 
 
 class InputError(ValueError):

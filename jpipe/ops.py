@@ -27,7 +27,7 @@ class Op:
             "stash", what the first half of a backward has left for the second.
         leaves: "output", the stage output; "state", the layer state; "residuals" and "stash", to be read by a later op; "gradient", the
             gradient of the stage input; "accumulators", with the microbatch's gradients of the weights.
-        label: what it is, in words.
+        label: its name in reports and pictures.
     """
 
     name: str

@@ -41,7 +41,7 @@ from jpipe.runtime._metrics import Evaluation, Metrics
 from jpipe.runtime._placement import checked_devices, place, place_names, place_on
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
-from jpipe.runtime._state import State, WorkerState, check_state
+from jpipe.runtime.state import State, WorkerState, check_state, weights_of
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import (
@@ -240,7 +240,9 @@ class Pipeline:
         tell_of_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
         places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in _initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)
-        return self._start(executor, [_fresh_worker(stage, initializers, key, given) for stage in executor.stages.values()], 0)
+        return self._start(
+            executor, [_fresh_worker(stage, self._most_versions(stage), initializers, key, given) for stage in executor.stages.values()], 0
+        )
 
     @own_context()
     def restore(
@@ -595,6 +597,10 @@ class Pipeline:
         self._executor = executor
         return executor.state(workers, batch, batch)
 
+    def _most_versions(self, stage: CompiledStage) -> int:
+        """Return how many weight versions a worker of a stage holds at most."""
+        return SCHEDULES[self.plan.schedule].versions_alive(self.plan, stage.functions.number)
+
     def _undivided(self) -> contextlib.AbstractContextManager[None]:
         """In a run of several processes, hold back Ctrl-C in what changes no state, too: other processes wait for all of it."""
         return contextlib.nullcontext() if self.transfers is None else held_signals()
@@ -613,9 +619,9 @@ class Pipeline:
 
 
 def _fresh_worker(
-    stage: CompiledStage, initializers: Mapping[tuple[str, Place], jax.stages.Compiled], key: jax.Array, given: Tree
+    stage: CompiledStage, most: int, initializers: Mapping[tuple[str, Place], jax.stages.Compiled], key: jax.Array, given: Tree
 ) -> WorkerState:
-    """A worker before batch 0, with the parameters that are given and fresh ones for the others."""
+    """Return a worker before batch 0, with the given parameters and fresh ones for the others, which holds at most `most` versions."""
     f, first, a, params, state = stage.functions, stage.place.first, Arrays(stage.functions, stage.place), {}, {}
     for layer_id in _initialized_at(stage):
         fresh, state[layer_id] = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
@@ -627,7 +633,8 @@ def _fresh_worker(
     state = jax.device_put({layer_id: state[layer_id] for layer_id in f.stage.layers}, shardings_of(a.state))
     dynamic = f.precision.dynamic_scale
     scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.place.sharding())
-    return WorkerState({0: version}, optimizer, state, accumulators, {}, jax.device_put(key, stage.place.sharding()), scales)
+    weights = weights_of({0: version}, most)
+    return WorkerState(weights, optimizer, state, accumulators, jax.device_put(key, stage.place.sharding()), loss_scales=scales)
 
 
 def _initialized_at(stage: CompiledStage) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def _newest(state: jpipe.State) -> dict[str, Any]:
     """Return by layer id the leaves of the newest weights and of the optimizer state, checked to be equal in all replicas."""
     first_replicas: dict[str, Any] = {}
     for worker in state.workers:
-        for layer_id, params in worker.versions[worker.latest].items():
+        for layer_id, params in worker.weights.read(worker.weights.newest).items():
             leaves = [np.asarray(leaf) for leaf in jax.tree.leaves((params, worker.optimizer[layer_id]))]
             assert difference(first_replicas.setdefault(layer_id, leaves), leaves) is None, "replicas that differ"
     return first_replicas

@@ -24,7 +24,7 @@ from jpipe.processes._membership import Processes
 from jpipe.runtime._join import join_processes
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import CopiesDiffer, SharedCopy, Snapshot, layer_of
-from jpipe.runtime._state import State
+from jpipe.runtime.state import State
 from jpipe.stages._batch import Batch
 
 __all__ = ["load", "own_layers", "prune", "read", "save", "stand_ins", "steps"]

@@ -19,6 +19,8 @@ import tensorstore as ts
 
 from jpipe import files
 
+__all__ = ["read_tree", "tree_specs", "write_tree"]
+
 Tree = dict[str, Any]
 """Nested dicts with string keys and arrays as leaves."""
 

@@ -29,7 +29,7 @@ class Partition:
         rows: of a microbatch.
         batch: the axis over which the rows are sharded, if any.
         params: by entry the `PartitionSpec` of each parameter, by path; those that are whole on each device are left out.
-        gathered: what of `params` is left where the parameters are used: the same, without the axis of the rows (`fsdp`).
+        gathered: as `params`, but where the parameters are used: without the axis of the rows (`fsdp`).
     """
 
     mesh: FrozenMapping[int] = NOTHING
@@ -90,7 +90,7 @@ ONE_DEVICE = Partition()
 
 
 class _Parameter(NamedTuple):
-    """The layer, path, shape and dtype of a parameter."""
+    """A parameter of the model, by its layer and path."""
 
     layer_id: str
     path: str
@@ -144,9 +144,9 @@ def _partition(
         )
     params: dict[str, dict[str, PartitionSpec]] = {}
     gathered: dict[str, dict[str, PartitionSpec]] = {}
-    for entry, places in _entries(stack, stage.layers, layers).items():
-        for path, (place, spec) in places.items():
-            in_use = _sharded(place, spec, axes[place.layer_id].get(place.path), rules, mesh)
+    for entry, parameters in _entries(stack, stage.layers, layers).items():
+        for path, (parameter, spec) in parameters.items():
+            in_use = _sharded(parameter, spec, axes[parameter.layer_id].get(parameter.path), rules, mesh)
             at_rest = _over_rows(in_use, spec, mesh, batch) if stage.fsdp and batch is not None else in_use
             if at_rest != WHOLE:
                 params.setdefault(entry, {})[path] = at_rest
@@ -177,39 +177,39 @@ def _axes_of(plan: Plan, layer_id: str, spec: LayerSpec) -> dict[str, tuple[str 
 
 
 def _sharded(
-    place: _Parameter, spec: Any, axes: tuple[str | None, ...] | None, rules: Mapping[str, str | None], mesh: Mapping[str, int]
+    parameter: _Parameter, spec: Any, axes: tuple[str | None, ...] | None, rules: Mapping[str, str | None], mesh: Mapping[str, int]
 ) -> PartitionSpec:
     """Return the `PartitionSpec` of a parameter from its logical axes."""
     if axes is None:
         return WHOLE
     if len(axes) != len(spec.shape):
-        raise InputError(f"{place}: expected a logical axis or None for each of its dims, {list(spec.shape)}, found {list(axes)}")
+        raise InputError(f"{parameter}: expected a logical axis or None for each of its dims, {list(spec.shape)}, found {list(axes)}")
     over: list[str | None] = []
     for dim, name in enumerate(axes):
         if name is not None and name not in rules:
             known, rule = ", ".join(f"'{logical}'" for logical in rules), {name: name if name in mesh else None}
             raise InputError(
-                f"{place}: expected logical axes that the rules name, {known}, found '{name}'; add a rule for it, such as {rule}"
+                f"{parameter}: expected logical axes that the rules name, {known}, found '{name}'; add a rule for it, such as {rule}"
             )
         axis = None if name is None else rules[name]
         axis = axis if axis in mesh else None
         if axis is not None and axis in over:
             raise InputError(
-                f"{place}: dims {over.index(axis)} and {dim} would both be sharded over '{axis}', found logical axes {list(axes)}; "
+                f"{parameter}: dims {over.index(axis)} and {dim} would both be sharded over '{axis}', found logical axes {list(axes)}; "
                 f"give one of them the rule None"
             )
         if axis is not None and spec.shape[dim] % mesh[axis]:
             raise InputError(
-                f"{place}: dim {dim}, '{name}', is {spec.shape[dim]}, which the size {mesh[axis]} of the axis '{axis}' does not divide; "
-                f"use a mesh of another size, or the rule {{'{name}': None}}"
+                f"{parameter}: dim {dim}, '{name}', is {spec.shape[dim]}, which the size {mesh[axis]} of the axis '{axis}' does not "
+                f"divide; use a mesh of another size, or the rule {{'{name}': None}}"
             )
         over.append(axis)
     return _trimmed(over)
 
 
-def _over_rows(own: PartitionSpec, spec: Any, mesh: Mapping[str, int], batch: str) -> PartitionSpec:
+def _over_rows(in_use: PartitionSpec, spec: Any, mesh: Mapping[str, int], batch: str) -> PartitionSpec:
     """Shard the largest unsharded dim over the axis of the rows, if its size divides any."""
-    over = [*own, *[None] * (len(spec.shape) - len(own))]
+    over = [*in_use, *[None] * (len(spec.shape) - len(in_use))]
     free = [dim for dim, axis in enumerate(over) if axis is None and spec.shape[dim] and spec.shape[dim] % mesh[batch] == 0]
     if batch not in over and free:
         over[max(free, key=lambda dim: spec.shape[dim])] = batch
@@ -228,7 +228,7 @@ def _check_matched(plan: Plan, axes: Mapping[str, Axes], layers: Mapping[str, La
     for pattern in plan.param_axes:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InputError(f"param_axes: '{pattern}' matches no parameter of the model; {nearest(pattern, names)}")
-    logical = {"batch", *(name for own in axes.values() for over in own.values() for name in over if name is not None)}
+    logical = {"batch", *(name for of_layer in axes.values() for over in of_layer.values() for name in over if name is not None)}
     for name in plan.rules:
         if name not in logical:
             raise InputError(f"rules: no parameter of the model has the logical axis '{name}'; {nearest(name, sorted(logical))}")
@@ -248,7 +248,7 @@ def _check_shared(plan: Plan, stack: LayerStack) -> None:
 def _check_used(plan: Plan, of_stages: Sequence[Partition]) -> None:
     """Check that each axis of a mesh shards an array of some stage."""
     for axis in dict.fromkeys(axis for partition in of_stages for axis in partition.mesh):
-        specs = [spec for partition in of_stages for own in partition.params.values() for spec in own.values()]
+        specs = [spec for partition in of_stages for tree in partition.params.values() for spec in tree.values()]
         if not any(axis in spec for spec in specs) and not any(partition.batch == axis for partition in of_stages):
             raise InputError(
                 f"plan: nothing is sharded over the axis '{axis}' of the meshes: no layer names logical axes with a rule for it; name them "

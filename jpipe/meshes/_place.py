@@ -22,7 +22,7 @@ class Place:
     """The devices of a worker, in one process.
 
     Attributes:
-        devices: as many as the mesh has; one without a mesh.
+        devices: those of the mesh; one without a mesh.
         mesh: sizes by axis, those of size 1 left out.
     """
 
@@ -59,9 +59,9 @@ class Place:
 def crowded_meshes(places: Iterable[Place]) -> frozenset[Place]:
     """Return the meshes of CPU devices that more than one of these workers has.
 
-    Collectives of XLA wait there in the threads that compute, of which there are as many as devices or cores. Programs of several workers
-    on the same devices are independent of each other: enough of them that have begun on one device and not on the other leave no thread
-    for what they wait for, and XLA ends the process. So they must run one after the other.
+    Collectives of XLA block the threads that compute there, one per device or core. Programs of several workers on the same devices are
+    independent of each other: if many have begun on one device and not on another, no thread is left for the programs they wait for, and
+    XLA aborts the process. So they must run one after the other.
     """
     count = Counter(place for place in places if place.mesh and place.first.platform == "cpu")
     return frozenset(place for place, workers in count.items() if workers > 1)

@@ -33,15 +33,15 @@ class Piece(NamedTuple):
 class Route:
     """The route of one kind of message to a worker in another process, or with other shards.
 
-    Each distinct shard that the receiver needs comes in as many pieces as there are shards of the sender that it overlaps in its first
-    dim, each over the link of one pair of devices. What several devices of the receiver need comes once and is copied among them.
+    Each distinct shard of the receiver arrives in one piece for each shard of the sender that it overlaps in its first dim, over the link
+    of one pair of devices. A shard that several devices of the receiver need arrives once and is copied among them.
 
     Args:
         sent: the message as specs with the shardings of the sender.
-        arriving: the same with those of the receiver.
+        arriving: the same with the shardings of the receiver.
 
     Attributes:
-        pieces: for each pair of devices (sender, receiver) what goes over its link, in an order that both processes have.
+        pieces: for each pair of devices (sender, receiver) the pieces that it sends, in the same order in both processes.
     """
 
     def __init__(self, sent: Tree, arriving: Tree) -> None:
@@ -51,23 +51,25 @@ class Route:
         for leaf, (before, after) in enumerate(zip(jax.tree.leaves(sent), self._arriving, strict=True)):
             sources = holders(before.sharding, before.shape)
             for number, (box, devices) in enumerate(holders(after.sharding, after.shape).items()):
-                for part, having in sources.items():
+                for part, owners in sources.items():
                     if (piece := _overlap(part, box)) is not None:
-                        pair = having[number % len(having)], devices[0]
+                        pair = owners[number % len(owners)], devices[0]
                         self.pieces.setdefault(pair, []).append(Piece(leaf, _inside(piece, part), piece))
 
     @cached_property
     def specs(self) -> dict[Pair, list[jax.ShapeDtypeStruct]]:
         """The specs of the pieces for each pair of devices."""
         dtypes = [leaf.dtype for leaf in self._arriving]
-        return {pair: [jax.ShapeDtypeStruct(_shape(piece.box), dtypes[piece.leaf]) for piece in own] for pair, own in self.pieces.items()}
+        return {
+            pair: [jax.ShapeDtypeStruct(_shape(piece.box), dtypes[piece.leaf]) for piece in pieces] for pair, pieces in self.pieces.items()
+        }
 
     def cut(self, tree: Tree) -> dict[Pair, list[jax.Array]]:
         """Cut a message into the pieces for each pair of devices."""
         if self._is_whole:
             return {pair: jax.tree.leaves(tree) for pair in self.pieces}
         shards = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(tree)]
-        return {pair: [_cut(shards[piece.leaf][pair[0]], piece.inside) for piece in own] for pair, own in self.pieces.items()}
+        return {pair: [_cut(shards[piece.leaf][pair[0]], piece.inside) for piece in sent] for pair, sent in self.pieces.items()}
 
     def join(self, received: Mapping[Pair, Sequence[jax.Array]]) -> Tree:
         """Join the pieces of each pair of devices into the message."""
@@ -100,15 +102,15 @@ class Shards:
             if len(devices) == 1:
                 self._owned.setdefault(0, []).append((leaf, tuple((0, size) for size in spec.shape)))
                 continue
-            for box, having in holders(spec.sharding, spec.shape).items():  # those that several devices have are dealt to them in turn
-                self._owned.setdefault(number[having[leaf % len(having)]], []).append((leaf, box))
+            for box, owners in holders(spec.sharding, spec.shape).items():  # a shard of several devices belongs to one of them, in turn
+                self._owned.setdefault(number[owners[leaf % len(owners)]], []).append((leaf, box))
 
     @cached_property
     def specs(self) -> dict[int, list[jax.ShapeDtypeStruct]]:
         """The specs of the shards, by number of the device."""
         return {
-            number: [jax.ShapeDtypeStruct(_shape(box), self._leaves[leaf].dtype) for leaf, box in own]
-            for number, own in sorted(self._owned.items())
+            number: [jax.ShapeDtypeStruct(_shape(box), self._leaves[leaf].dtype) for leaf, box in shards]
+            for number, shards in sorted(self._owned.items())
         }
 
     def cut(self, tree: Tree, devices: Sequence[jax.Device]) -> dict[int, list[jax.Array]]:
@@ -154,8 +156,8 @@ def assembled(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Dev
     """Assemble an array from its distinct shards, one on a device that needs it; the remaining devices get copies."""
     shards = []
     for devices in holders(sharding, shape).values():
-        own = next(parts[device] for device in devices if device in parts)
-        shards += [own if own.devices() == {device} else jax.device_put(own, device) for device in devices]
+        shard = next(parts[device] for device in devices if device in parts)
+        shards += [shard if shard.devices() == {device} else jax.device_put(shard, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
@@ -173,7 +175,7 @@ def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree]
                 if len(results) < len(order):
                     return
             result = joins.pop()([results[i] for i in order])
-            results.clear()  # a future keeps this function, and would keep what it moved
+            results.clear()  # a future keeps this function, and would keep the arrays alive
             whole.set_result(result)
         except BaseException as error:
             fail(error)

@@ -16,7 +16,7 @@ from jpipe.model._nnx import nnx_layer
 Tree = Any
 
 _MODES = {"train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False}
-"""By the name of a parameter what it is given in training; in evaluation it gets the opposite."""
+"""The value of each mode parameter in training, by name; in evaluation it is the opposite."""
 
 _LIKE_MODES = ("train", "determin", "running_av", "eval", "infer", "dropout")  # in the name of a flag that may say whether to train
 
@@ -25,7 +25,7 @@ def adapt(layer_id: str, layer: Any) -> Layer:
     """Return the layer for a function, a Linen module or an NNX constructor; a `Layer` as it is.
 
     Raises:
-        InputError: nothing that can be a layer.
+        InputError: it cannot be a layer.
     """
     if isinstance(layer, Layer):
         return layer
@@ -98,11 +98,11 @@ def _modes(layer_id: str, call: Callable[..., Any], is_set: Callable[[inspect.Pa
 
     Args:
         layer_id: of the layer, for messages.
-        call: what is called with the layer's input.
-        is_set: whether a parameter has its value from elsewhere, and is to be left alone.
+        call: takes the layer's input.
+        is_set: whether a parameter already has a value.
 
     Raises:
-        InputError: a parameter that looks like one of these and is none that we know.
+        InputError: a parameter looks like one of these but has an unknown name.
     """
     parameters = list(parameters_of(call).values())
     names = [parameter.name for parameter in parameters if parameter.name in _MODES and not is_set(parameter)]

@@ -17,15 +17,15 @@ class Layer:
     """The smallest unit that is never cut: two pure functions.
 
     Attributes:
-        init: `(key, x) -> (params, state)`; `x` is an example of the input. `params` are trained, `state` is what forwards
-            carry on (batch statistics, say); `{}` where there is none.
+        init: `(key, x) -> (params, state)`; `x` is an example of the input. `params` are trained, `state` is passed from forward
+            to forward (batch statistics, say); either may be `{}`.
         apply: `(params, state, x, key, train) -> (y, state)`; `key` is a random key of this layer and microbatch in training if
             `stochastic`, in evaluation if `draws_in_evaluation`, and else None; `train` is False in evaluation.
         stochastic: whether `apply` draws random numbers in training (dropout).
         draws_in_evaluation: whether it draws some in evaluation, too (sampling from a distribution).
         owner: the object whose reuse in a second layer would mean shared parameters, if any.
-        axes: the logical axis of each dim, or None, of the parameters that have some, by the keys on the way to each, joined by "/"; for
-            stages on meshes. Layers made of Flax modules fill it in while `init` is traced.
+        axes: the logical axis of each dim, or None, of the parameters that have some, by path, with keys joined by "/"; for stages on
+            meshes. Layers made of Flax modules fill it in while `init` is traced.
     """
 
     init: Callable[[jax.Array, Tree], tuple[Tree, Tree]]

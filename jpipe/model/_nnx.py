@@ -31,7 +31,7 @@ def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Mode
         modes: finds the arguments of a call that say whether it trains.
 
     Raises:
-        InputError: the constructor fails or returns something else; when it is traced, a forward that changes what is no array.
+        InputError: the constructor fails or returns something else; in tracing, a forward changes an attribute that is no array.
     """
     graphs: dict[bool, Any] = {}
     classes: list[Any] = []
@@ -60,7 +60,7 @@ class _Functions:
     Attributes:
         layer_id: for messages.
         constructor: takes `rngs`.
-        graphs: what is no array, in training (True) and in evaluation (False).
+        graphs: the static part of the module, in training (True) and in evaluation (False).
         mode: the arguments of a call that say whether it trains.
         params_specs, rng_specs, state_specs: the arrays, as Flax splits them.
     """
@@ -97,7 +97,7 @@ class _Functions:
         return y, module
 
     def _rng_state(self, key: jax.Array | None) -> list[jax.Array]:
-        """Restart every random stream of the module from this microbatch's key, with all counters at 0."""
+        """Return the state of every random stream, restarted from this microbatch's key with all counters at 0."""
         base = jax.random.key(0) if key is None else key  # without a key nothing is to be drawn
         return [
             _keys_like(spec, jax.random.fold_in(base, i))
@@ -121,7 +121,7 @@ def _build(layer_id: str, constructor: Callable[..., Any], key: jax.Array) -> nn
     if not isinstance(module, nnx.Module):
         raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
     _mark_arrays(module)
-    module = nnx.clone(module)  # it may have been there before, and is the caller's
+    module = nnx.clone(module)  # the caller may own it
     _set_to_train(module)
     return module
 
@@ -165,7 +165,7 @@ def _keys_like(spec: Any, key: jax.Array) -> jax.Array:
 
 
 def _static_attributes(module: nnx.Module) -> dict[str, Any]:
-    """Return by path the attributes that are neither variables nor modules (numbers, text, None); of arrays only a mark."""
+    """Return the attributes that are neither variables nor modules (numbers, text, None), by path; of arrays only a mark."""
     attributes: dict[str, Any] = {}
     for path, part in nnx.iter_modules(module):
         for name, value in _attributes(part):

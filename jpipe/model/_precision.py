@@ -150,7 +150,7 @@ class Precision:
 
 _LARGEST_SCALE = 2.0**100
 PLAIN = Precision()  # all dtypes as the layers make them
-_NARROW = tuple(jnp.dtype(name) for name in DTYPES)  # what is cast; float64 is left alone: who has it wants it
+_NARROW = tuple(jnp.dtype(name) for name in DTYPES)  # float64 is not cast: who uses it wants it
 
 
 def _checked_scale(scale: Any) -> float | DynamicLossScale:

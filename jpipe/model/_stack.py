@@ -33,9 +33,9 @@ class LayerStack:
     - a `Layer`, for everything else.
 
     Whether it trains is passed to parameters named `train`, `training` or `is_training` (True in training), `deterministic` or
-    `use_running_average` (False in training), where the call has them. docs/concepts.md says what a layer can be in detail.
+    `use_running_average` (False in training), where the call has them. docs/concepts.md describes layers in detail.
 
-    What is drawn, in initialization, training and evaluation, depends on (key, layer id, microbatch) only, never on where the stack is cut.
+    Random numbers, in initialization, training and evaluation, depend on (key, layer id, microbatch) only, never on where the stack is cut.
 
     Args:
         layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it.
@@ -66,7 +66,7 @@ class LayerStack:
             if id(layer) not in same:
                 same[id(layer)] = adapt(layer_id, layer)
         self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, same[id(layer)]) for layer_id, layer in layers.items()}
-        self._given = {layer_id: id(layer) for layer_id, layer in layers.items()}
+        self._object_ids = {layer_id: id(layer) for layer_id, layer in layers.items()}
         self._alive = list(layers.values())  # so that no id() is used twice
         self._known: dict[Any, LayerSpec] = {}
         _refuse_shared_owners(self.layers)
@@ -82,10 +82,10 @@ class LayerStack:
         return f"LayerStack({shortened(self.ids)})"
 
     def with_layers(self, layers: Mapping[str, Layer]) -> "LayerStack":
-        """Return the model with its layers mapped by a function, once for layers given as one object.
+        """Return the model with these layers; layers given as one object must be changed in the same way.
 
         Args:
-            layers: as in the attribute of that name.
+            layers: as the attribute of that name.
         """
         changed = copy.copy(self)
         changed.layers, changed._known = dict(layers), {}
@@ -121,7 +121,7 @@ class LayerStack:
             state: layer state by layer id.
             x: the input of the first of them, for one microbatch.
             key: the random key of the run; needed in training if a layer draws random numbers, and in evaluation if it does so there.
-            microbatch: counted from the beginning of the run, in evaluation from that of the batch; what is drawn depends on it.
+            microbatch: its number in the run, in evaluation in the batch; random numbers depend on it.
             train: False in evaluation: dropout is off, batch statistics are used as they are.
 
         Returns:
@@ -186,7 +186,7 @@ class LayerStack:
         """Return what a layer's spec depends on: layers given as one object, such as one constructor, are traced once for each input."""
         leaves, treedef = jax.tree.flatten(x)
         settings = tuple(jax.config.values[name] for name in _SETTINGS)
-        return self._given[layer_id], layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
+        return self._object_ids[layer_id], layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
         """Return the specs around one layer, whose input `x` comes from `before`."""
@@ -257,7 +257,7 @@ def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
         for layer_id, layer in constructors.items():
             calls[id(layer)] += 1
             if calls[id(layer)] > 2:
-                continue  # what one constructor hands out twice shows in two calls
+                continue  # one constructor that returns a module twice is detected by two calls
             try:
                 with nnx.use_eager_sharding(False):
                     module = layer(rngs=nnx.Rngs(key))

@@ -29,7 +29,7 @@ class Subset:
         if name not in self.chosen:
             return tree
         leaves, treedef = jax.tree.flatten(tree)
-        return jax.tree.unflatten(treedef, [leaf if own else None for leaf, own in zip(leaves, self.chosen[name], strict=True)])
+        return jax.tree.unflatten(treedef, [leaf if is_chosen else None for leaf, is_chosen in zip(leaves, self.chosen[name], strict=True)])
 
     def part(self, trees: Mapping[str, Tree]) -> Mapping[str, Tree]:
         """Return the chosen leaves."""
@@ -37,7 +37,7 @@ class Subset:
 
     def others(self, trees: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the unchosen leaves of the trees that have any; no other array is kept alive."""
-        opposite = Subset({name: tuple(not own for own in leaves) for name, leaves in self.chosen.items()})
+        opposite = Subset({name: tuple(not is_chosen for is_chosen in leaves) for name, leaves in self.chosen.items()})
         return {name: opposite.of(name, tree) for name, tree in trees.items() if name in self.chosen}
 
     def joined(self, part: Mapping[str, Tree], others: Mapping[str, Tree]) -> dict[str, Tree]:
@@ -45,7 +45,7 @@ class Subset:
 
         Args:
             part: the chosen leaves of some trees.
-            others: at least the other leaves of these trees; of whole trees, what is chosen is ignored.
+            others: at least the other leaves of these trees; the chosen leaves of whole trees are ignored.
         """
         return {name: self.filled(name, tree, others.get(name)) for name, tree in part.items()}
 

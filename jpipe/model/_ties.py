@@ -39,8 +39,8 @@ class Sharing:
 
     def without(self, names: Iterable[str]) -> "Sharing":
         """Return the sharing without these parameters, whose gradients are not computed."""
-        own = ((stages, tuple(name for name in group if name not in names)) for stages, group in self.groups)
-        return Sharing(tuple((stages, group) for stages, group in own if group), self.counted)
+        remaining = ((stages, tuple(name for name in group if name not in names)) for stages, group in self.groups)
+        return Sharing(tuple((stages, group) for stages, group in remaining if group), self.counted)
 
 
 NOTHING_SHARED = Sharing((), ())
@@ -55,7 +55,7 @@ class Tie:
 
     Attributes:
         first: the place where the parameter is initialized, trained, saved and exported.
-        second: the place that uses it, too; what its layer makes there is dropped.
+        second: the place that uses it, too; the parameter that its layer initializes there is dropped.
     """
 
     first: tuple[str, str]
@@ -68,7 +68,7 @@ class Ties:
     Entries are the layers, without the shared parameters (None in their places), and the shared parameters, by name.
 
     Args:
-        ties: as the user gave them, an iterable of `Tie`.
+        ties: of the user, an iterable of `Tie`.
         ids: of all layers, in order.
 
     Raises:
@@ -159,8 +159,8 @@ class Ties:
             return subset
         by_layer, part = {}, subset.part(entries)
         for layer_id in ids:
-            own = {path for path, leaf in _paths(self.whole(layer_id, part)) if leaf is not None}
-            by_layer[layer_id] = tuple(path in own for path, leaf in _paths(self.whole(layer_id, entries)) if leaf is not None)
+            chosen = {path for path, leaf in _paths(self.whole(layer_id, part)) if leaf is not None}
+            by_layer[layer_id] = tuple(path in chosen for path, leaf in _paths(self.whole(layer_id, entries)) if leaf is not None)
         return Subset({layer_id: leaves for layer_id, leaves in by_layer.items() if not all(leaves)})
 
     def by_place(self, params: Mapping[str, Tree]) -> Iterator[tuple[str, Tree]]:
@@ -175,7 +175,7 @@ class Ties:
         """Return each entry as an optimizer sees it: its arrays in the structure of its layer, masked nodes elsewhere.
 
         Args:
-            params: parameters by layer id; what stands in second places is dropped.
+            params: parameters by layer id; those in second places are dropped.
         """
         firsts = {place: name for name, place in self.first.items()}
         parts: dict[str, dict[str, Tree]] = {}
@@ -201,7 +201,7 @@ class Ties:
             params: specs of all parameters, by layer id.
 
         Raises:
-            InputError: a path that is not there, or two places of different shapes or dtypes.
+            InputError: a path that does not exist, or two places of different shapes or dtypes.
         """
         leaves = {layer_id: dict(_paths(params[layer_id])) for layer_id in self.places}
         for layer_id, places in self.places.items():

@@ -7,4 +7,4 @@ from jpipe.plan._stage import Stage as Stage
 from jpipe.plan._text import html_of_plan as html_of_plan
 from jpipe.plan._text import read_json
 
-__all__ = ["RECOMPUTE", "RULES", "Predicted", "mesh_rules", "read_json"]  # the others are in jpipe itself
+__all__ = ["RECOMPUTE", "RULES", "Predicted", "mesh_rules", "read_json"]  # Plan and Stage are in jpipe itself

@@ -49,7 +49,7 @@ class Plan(pydantic.BaseModel):
             that belongs to rows, such as a carried recurrent state.
         keep_together: what gets neighbouring devices, so that it stays inside a host: "replicas", the default, those of a stage (the
             sums of gradients, 2BW section 3.3); "stages", those of a pipeline (the activations).
-        ranks: for each pipeline rank the stages that it runs by turns, in order; None: one stage for each rank, or what the schedule
+        ranks: for each pipeline rank the stages that it runs in turn, in order; None: one stage for each rank, or what the schedule
             needs. With replicas, each replica of these stages is on a device of its own. `even` fills it from `chunks_per_rank`.
         order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
             microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
@@ -61,7 +61,7 @@ class Plan(pydantic.BaseModel):
         shard_optimizer: replicas of a stage share its optimizer state (ZeRO stage 1): each updates some of the layers, and they send each
             other what they have updated. The numbers are the same. For schedules that flush. False by default.
         placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
-            process; with a mesh the first device of each, the others follow it. None: in order, as `keep_together` says.
+            process; with a mesh the first device of each, followed by its other devices. None: in order, as `keep_together` says.
         predicted: the prediction of a planner; None: there is none.
 
     Raises:

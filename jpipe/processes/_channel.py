@@ -28,12 +28,12 @@ _LINE = 2**24  # bytes of the longest line; configs and plans travel in one
 class Limits:
     """The time limits of a run before a silent or awaited process counts as lost; in all less than a minute.
 
-    Where all processes meet (`agree`, `barrier`, `close`) the others wait ten minutes, for one may compile that long; who dies is
+    Where all processes meet (`agree`, `barrier`, `close`) they wait ten minutes, because one may compile that long; a death is
     noticed at once there, too.
 
     Attributes:
-        silence: seconds without a sign of life of a process; a main thread may hold Python's lock that long.
-        wait: seconds that one wait inside of `Processes.waiting` may last while nothing moves in any process.
+        silence: seconds without a heartbeat of a process; a main thread may hold Python's lock that long.
+        wait: seconds that one wait inside `Processes.waiting` may last while no process progresses.
         grace: seconds from the loss of the run until a process that has not ended by itself is ended.
     """
 
@@ -51,12 +51,12 @@ class Channel:
     """One process's end of the channel. A run of one process has no thread and no connection: the coordinator answers at once.
 
     Args:
-        index: which process this is.
-        count: how many there are.
+        index: of this process.
+        count: the number of processes.
         limits: how long a process may be silent.
-        take: is given what process 0 sends to all, and `{"lost": how, "at once": …}` for a process whose connection is lost, at once
+        take: handles the messages of process 0 to all, and `{"lost": how, "at once": …}` for a process whose connection is lost, at once
             if it is process 0; called by the channel's thread.
-        beat: what this process says of itself; called once per beat by the channel's thread.
+        beat: returns the heartbeat of this process; called once per beat by the channel's thread.
     """
 
     def __init__(self, index: int, count: int, limits: Limits, take: Callable[[Message], None], beat: Callable[[], Beat]) -> None:
@@ -65,7 +65,7 @@ class Channel:
         self._peers: dict[int, asyncio.StreamWriter] = {}  # process 0: all the others; any other: process 0
         self._talks: set[asyncio.Task[None]] = set()  # of process 0, one with each of the others
         self._silent: dict[int, int] = {}  # beats since the last message of each of them
-        self._ready: Future[None] = Future()  # what is posted earlier would be lost
+        self._ready: Future[None] = Future()  # messages posted earlier would be lost
         self._closing = asyncio.Event()
         self._thread: threading.Thread | None = None
 
@@ -75,7 +75,7 @@ class Channel:
         Args:
             store: where process 0 leaves its address, and a token of this channel.
             limit: seconds to wait for that.
-            secret: that all processes share. Without one whoever can read the store can join.
+            secret: that all processes share. Without one, anybody who can read the store can join.
 
         Raises:
             InputError: process 0 cannot be reached, or has another secret.
@@ -137,7 +137,7 @@ class Channel:
             time.sleep(0.01)
 
     async def _serve(self, door: Door) -> None:
-        """Process 0: let the others in, until all are here, and beat."""
+        """Admit the other processes in process 0 until all have joined, and send heartbeats."""
         admitting = asyncio.create_task(self._admit(door))
         self._ready.set_result(None)
         try:
@@ -150,7 +150,7 @@ class Channel:
                     await asyncio.sleep(0.005)
 
     async def _admit(self, door: Door) -> None:
-        """Let each of the others in once; strangers are dropped, and counted."""
+        """Admit each other process once; drop and count strangers."""
         absent = set(range(1, self._count))
         try:
             with door:
@@ -178,7 +178,7 @@ class Channel:
             writer.close()
 
     async def _join(self, connection: socket.socket) -> None:
-        """Any other process: listen and beat."""
+        """Listen and send heartbeats, in any process but process 0."""
         reader, writer = await asyncio.open_connection(sock=connection, limit=_LINE)
         self._peers[0] = writer
         self._ready.set_result(None)
@@ -188,7 +188,7 @@ class Channel:
         await listening
 
     async def _keep_beating(self) -> None:
-        """Send what this process does, and count the beats since the others did: time during which this one is stopped does not count."""
+        """Send heartbeats, and count the beats since those of the others: time during which this process is stopped does not count."""
         while not self._closing.is_set():
             self._send({"beat": asdict(self._beat())})
             if self._index == 0:

@@ -1,12 +1,12 @@
 """Collectives over one device each of several processes, and the packing of trees for them.
 
-JAX sees each array as one replicated over the devices, whose copies happen to differ: that takes any rank, and each process gives and
-gets its own copy as it is.
+JAX sees each array as one replicated over the devices, whose copies happen to differ: this works for any rank, and each process passes
+and receives its own copy as it is.
 
-On CPUs a collective blocks a thread until all peers are there. It must be the thread that calls: if it were one of those that all
-computations share, of which a process with one core has one, two processes could wait for each other for ever. XLA runs a program in the
-calling thread if its input is there, it has next to no arithmetic and few steps: hence every input is waited for, and a program is one
-collective and nothing else. What is packed for it and unpacked after it is a computation like others.
+On CPUs a collective blocks a thread until all peers have called it. It must be the calling thread: in a thread of the pool that all
+computations share, which on one core has a single thread, two processes could wait for each other forever. XLA runs a program in the
+calling thread if its inputs are ready and it has few steps and little arithmetic: hence every input is waited for, and a program is a
+single collective. Packing before it and unpacking after it are computations of their own.
 """
 
 import re
@@ -30,11 +30,11 @@ class Group:
     """One device in each of several processes, including this one."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
-        own = [device for device in devices if device.process_index == jax.process_index()]
+        local = [device for device in devices if device.process_index == jax.process_index()]
         self.size = len({device.process_index for device in devices})
         assert self.size == len(devices) > 1, f"not one device in each of several processes: {devices}"
-        assert own, f"none of the devices is in this process: {devices}"
-        self.device = own[0]
+        assert local, f"none of the devices is in this process: {devices}"
+        self.device = local[0]
         self.devices = tuple(devices)
         self._mesh = Mesh(np.array(devices), (AXIS,))
         self._sharding = NamedSharding(self._mesh, PartitionSpec())
@@ -44,7 +44,7 @@ class Group:
         """Compile one collective over the axis `AXIS` of the arrays of all devices.
 
         Args:
-            function: arrays -> what the collective gives.
+            function: `arrays -> results`.
             spec: of each of the arrays.
         """
         mapped = jax.shard_map(function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
@@ -57,11 +57,11 @@ class Group:
         return np.dtype(f"uint{8 * dtype.itemsize}") if self.blocks and dtype.kind == "V" else dtype
 
     def here(self, shape: tuple[int, ...], dtype: Any) -> Spec:
-        """Put an array on this process's device, in the dtype in which it is sent."""
+        """Return the spec of an array on this process's device, in the dtype in which it is sent."""
         return Spec(shape, self.plain(dtype), sharding=SingleDeviceSharding(self.device))
 
     def zeros(self, spec: Spec) -> jax.Array:
-        """Return an empty array on this process's device."""
+        """Return an array of zeros on this process's device."""
         return jnp.zeros(spec.shape, spec.dtype, device=self.device)
 
     def shared(self, array: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ class Collective:
     """A compiled program that all devices of a group run together.
 
     Attributes:
-        done: how many have run in this process, whichever: a long wait is no hang as long as it grows.
+        done: the number of collectives that have run in this process: a long wait is no hang while it grows.
     """
 
     done = 0
@@ -111,11 +111,11 @@ def kind_of(tree: Tree) -> Kind:
 def known(tree: Tree, programs: Mapping[Kind, Any]) -> Kind:
     """Return the kind of a tree, which must have been compiled."""
     kind = kind_of(tree)
-    assert kind in programs, f"not compiled for {_told(kind)}, but for {'; '.join(map(_told, programs)) or 'nothing'}"
+    assert kind in programs, f"not compiled for {_described(kind)}, but for {'; '.join(map(_described, programs)) or 'nothing'}"
     return kind
 
 
-def _told(kind: Kind) -> str:
+def _described(kind: Kind) -> str:
     leaves = [f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in kind[1]]
     return str(jax.tree.unflatten(kind[0], leaves))
 
@@ -124,12 +124,12 @@ class Packing:
     """The packing of a tree for sending: large leaves as they are, small leaves of a dtype concatenated, empty leaves left out.
 
     Args:
-        group: who moves them.
+        group: the devices between which it is sent.
         leaves: of the tree.
 
     Attributes:
         leaves: of the tree, on the device of this process.
-        arrays: that travel.
+        arrays: that are sent.
         dtypes: of the numbers in each of them.
     """
 
@@ -161,7 +161,7 @@ class Packing:
         return [leaves[i] for i in range(len(self.leaves))]
 
     def _joined(self, groups: list[list[jax.Array]]) -> list[jax.Array]:
-        # Seen as what they travel as before they are joined: XLA would widen and narrow bfloat16, which changes the bits of NaN.
+        # Viewed as the sent dtype before they are joined: XLA would widen and narrow bfloat16, which changes the bits of NaN.
         return [jnp.concatenate([leaf.view(plain).ravel() for leaf in group]) for group, plain in zip(groups, self._plain, strict=True)]
 
     def _pieces(self, arrays: Sequence[jax.Array]) -> list[list[jax.Array]]:

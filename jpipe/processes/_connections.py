@@ -20,15 +20,15 @@ Rows = list[jax.Array]  # one for each device or from each
 _Step = Callable[[Tree], Tree]  # of a sum
 
 _BYTE = Spec((), jnp.uint8)
-_BUFFERED = 1 << 17  # bytes; a message so small is gone into the buffers of the network before the answer to it comes
+_BUFFERED = 1 << 17  # bytes; smaller messages fit into the buffers of the network
 
 
 class Connection:
     """A one-way connection between two devices of different processes.
 
-    Both processes make the link and compile the same specs before anything moves; then the receiver takes the messages in the order in
-    which they are sent. Different links work from different threads at once: one that is blocked delays no other, and no computation.
-    A link is for one thread at a time, and two devices have one link a direction: gloo would mix what two of them carry.
+    Both processes create the connection and compile the same specs before any message; then the receiver takes the messages in the
+    order in which they are sent. Different connections work from different threads at once: a blocked one delays no other, and no
+    computation. A connection is for one thread at a time, and two devices have one per direction: gloo would mix the messages of two.
 
     Args:
         source: the device that sends.
@@ -58,7 +58,7 @@ class Connection:
     def connect(self) -> None:
         """Open the connection. Both processes call it, within 30 s of each other, and all processes connect in one order.
 
-        Without it the first message does so, and gloo gives up if the peer is not there for that message within 30 s.
+        Without it the first message does so, and gloo fails if the peer does not call for that message within 30 s.
         """
         self._byte(self._group.zeros(_BYTE))
 
@@ -92,7 +92,7 @@ class Connection:
 class Handover:
     """A one-way connection by JAX's own `device_put`, where the backend supports it across processes (not CPUs).
 
-    Both processes call it for each message, in one order. Nothing is packed or compiled. As `Connection` otherwise.
+    Both processes call it for each message, in one order. Nothing is packed or compiled. Otherwise it is used as `Connection`.
 
     Args:
         source: the device that sends.
@@ -111,7 +111,7 @@ class Handover:
                 self.send(jax.device_put(number, self._source))
                 return True
             return float(self.receive(Spec((), jnp.float32))) == float(number)
-        except (RuntimeError, ValueError, NotImplementedError):  # what backends raise that cannot
+        except (RuntimeError, ValueError, NotImplementedError):  # of backends without support
             return False
 
     def send(self, tree: Tree) -> None:
@@ -132,8 +132,8 @@ class _Moves(NamedTuple):
 
     Attributes:
         packing: of its leaves.
-        programs: one for each array that travels.
-        placeholders: what the receiver puts in to get those out; making them would cost as much memory traffic as the message.
+        programs: one for each array that is sent.
+        placeholders: the receiver's inputs; creating them for each message would cost as much memory traffic as the message.
     """
 
     packing: Packing
@@ -146,8 +146,8 @@ class Reduction:
 
     The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the same bits, those of one process that
     adds in this order. Each process sends 2 (n - 1) / n of the tree, as in a ring: two processes their whole trees, of which each adds
-    up all; more of them a share of the tree to each, and then the sum of the own share to all. Not `psum`: gloo adds in an order of its
-    own, XLA has another thread do it, and a kilobyte takes 4 ms where a process has one core.
+    up all; more processes a share of the tree to each, and then the sum of one share to all. It is not `psum`: gloo adds in another
+    order, XLA uses another thread, and a kilobyte takes 4 ms where a process has one core.
 
     Links may be busy at the same time, in other threads; of two reductions over the same devices, in whatever order, one is over
     before the other starts.
@@ -194,43 +194,43 @@ class Reduction:
 
     @cached_property
     def _reversed(self) -> Group:
-        """The reduction with the devices reversed; its connections are opened only where they are used."""
+        """The group with the devices reversed; its connections are opened only where they are used."""
         group = Group(self._group.devices[::-1])
         self._bytes[group] = group.compile(_gathered, _BYTE)
         return group
 
     def _of_two(self, packing: Packing) -> list[_Step]:
-        """Send everything to the other process and add it up."""
+        """Return the steps of a sum of two processes: each sends everything and adds it up."""
         large = self._group.blocks and max((a.size * a.dtype.itemsize for a in packing.arrays), default=0) > _BUFFERED
         parts: list[Any] = [[array] * 2 if large else self._group.here((2, *array.shape), array.dtype) for array in packing.arrays]
         add = jax.jit(lambda parts: packing.unpack(_sums(packing, parts))).lower(parts).compile()
         return [packing.pack, self._swapped(packing.arrays) if large else self._both(packing.arrays), add]
 
     def _both(self, arrays: list[Spec]) -> _Step:
-        """Return the arrays of both processes, in the order of the devices, from those of this one."""
+        """Return a step that gathers the arrays of both processes, in the order of the devices."""
         programs = [self._group.compile(_gathered, array) for array in arrays]
-        return lambda own: [program(array) for program, array in zip(programs, own, strict=True)]
+        return lambda local: [program(array) for program, array in zip(programs, local, strict=True)]
 
     def _swapped(self, arrays: list[Spec]) -> _Step:
-        """Exchange arrays by two collectives at once, each of which sends one way.
+        """Return a step that exchanges arrays by two collectives at once, each of which sends one way.
 
-        In one collective they would go one after the other: with gloo a process says that it is ready to receive only after what it
-        sends itself. The two take connections of their own, on which a link of the two devices moves the other way.
+        In one collective they would be sent one after the other: with gloo a process is ready to receive only after it has sent. The two
+        have connections of their own, apart from those of a `Connection` between the devices.
         """
         first = self._group.devices[0] == self._group.device
         groups = (self._reversed, self._group) if first else (self._group, self._reversed)
         ways = [[group.compile(lambda x: jax.lax.ppermute(x, AXIS, [(1, 0)]), array) for array in arrays] for group in groups]
 
-        def swap(own: Rows) -> list[Rows]:
-            sending = _in_a_thread(lambda: [program(array) for program, array in zip(ways[0], own, strict=True)])
-            other = [program(array) for program, array in zip(ways[1], own, strict=True)]
+        def swap(local: Rows) -> list[Rows]:
+            sending = _in_a_thread(lambda: [program(array) for program, array in zip(ways[0], local, strict=True)])
+            other = [program(array) for program, array in zip(ways[1], local, strict=True)]
             sending.result()
-            return [list(pair) for pair in (zip(own, other, strict=True) if first else zip(other, own, strict=True))]
+            return [list(pair) for pair in (zip(local, other, strict=True) if first else zip(other, local, strict=True))]
 
         return swap
 
     def _of_shares(self, packing: Packing) -> list[_Step]:
-        """Let each process add up a share, and then send all shares to all processes."""
+        """Return the steps of a sum by shares: each process adds up one share, and then sends it to all."""
         n = self._group.size
         shares = [self._group.here((-(-array.size // n),), array.dtype) for array in packing.arrays]
 

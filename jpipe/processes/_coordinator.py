@@ -26,11 +26,11 @@ class Beat:
 
     Attributes:
         at: where its main thread is.
-        what: its longest wait is for, in words.
+        what: the description of its longest wait.
         on: the processes waited for, where they are known.
-        seconds: that it has lasted.
-        limit: that it may last.
-        still: seconds since this process has last moved an array to or from another, begun an instruction or come out of a wait.
+        seconds: the duration of that wait.
+        limit: the seconds that it may last.
+        still: seconds since this process last exchanged an array, began an instruction or ended a wait.
     """
 
     at: str
@@ -45,13 +45,13 @@ class Coordinator:
     """The state of process 0's decisions: it takes messages and returns the answer for all processes.
 
     Args:
-        count: how many processes there are.
+        count: the number of processes.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._meetings: dict[str, dict[int, dict[str, str]]] = {}
-        self._comparisons: dict[str, _Comparison] = {}  # those that some processes have not come to
+        self._comparisons: dict[str, _Comparison] = {}  # those that some processes have not reached
         self._beats: dict[int, Beat] = {}
 
     def answer(self, sender: int, message: Message) -> Message | None:
@@ -84,10 +84,10 @@ class Coordinator:
             case {"stop": reason}:
                 return {"lost": f"process {sender} stopped: {reason}"}
             case {"beat": beat}:
-                own = self._beats[sender] = Beat(**beat | {"on": tuple(beat["on"])})  # JSON has lists only
-                if own.seconds > own.limit and self.still() > own.limit:  # not while large arrays are on their way, over slow links
+                latest = self._beats[sender] = Beat(**beat | {"on": tuple(beat["on"])})  # JSON has lists only
+                if latest.seconds > latest.limit and self.still() > latest.limit:  # not while large arrays are sent over slow links
                     culprit = self._culprit(sender)
-                    if not self._may_wait(culprit, own):
+                    if not self._may_wait(culprit, latest):
                         return {"lost": self._blame(sender, culprit)}
         return None
 

@@ -20,9 +20,9 @@ class Store(Protocol):
     """A store through which the processes find each other."""
 
     index: int
-    """Which process this is."""
+    """The index of this process."""
     count: int
-    """How many there are."""
+    """The number of processes."""
     host: str
     """A name or an address at which the others reach process 0."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jpipe.errors import InputError, PeerLost
 
-_KEPT = 65536  # messages that wait to be read; where nobody reads them the oldest go
+_KEPT = 65536  # unread messages; of more the oldest are dropped
 _BLAME_SECONDS = 20.0  # within which the death of the process that made something fail here is known
 
 
@@ -13,7 +13,7 @@ class Inbox:
     """Messages by name and answers by place. Threads wait for them until the run is lost, or an unawaited thread fails.
 
     Attributes:
-        lost: how the run was lost, in one line; None while it is not.
+        lost: how the run was lost, in one line, or None.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Inbox:
 
         Raises:
             PeerLost: the run is lost.
-            InputError: it is, because what the user passes differs between processes.
+            InputError: the run is lost because the user's arguments differ between processes.
         """
         if (loss := self.loss()) is not None:
             raise loss

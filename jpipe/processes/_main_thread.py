@@ -13,16 +13,15 @@ _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 def main_thread_calls() -> list[str]:
     """Return `file.py:12 (function)` for each call of the main thread, innermost first; empty if unknown, as with more than 100 threads.
 
-    Python prints them while no other thread runs. To ask for them as objects (`sys._current_frames`) is no way to do it every second:
-    the frames of a thread that goes on are freed under the one that walks them. One start of four processes in some hundreds ended so,
-    by SIGSEGV, on Python 3.11.
+    Python prints them while no other thread runs. Reading them as objects (`sys._current_frames`) every second is not safe: a running
+    thread frees the frames that another one walks. One start of four processes in some hundreds ended so, by SIGSEGV, on Python 3.11.
     """
     try:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             lines = file.read().decode(errors="replace").splitlines()
-    except OSError:  # no room for it
+    except OSError:  # no space for the file
         return []
     calls, is_main = [], False
     for line in lines:

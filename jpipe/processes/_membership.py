@@ -25,8 +25,8 @@ class Processes:
     of `PeerLost` on standard error. When process 0 dies this is done at once: JAX aborts the others 50 ms after its coordinator ended.
 
     Attributes:
-        index: which process this is.
-        count: how many there are. With one there is nothing to wait for and nothing is watched.
+        index: of this process.
+        count: the number of processes. A single one waits for nothing and is not watched.
     """
 
     def __init__(self, index: int, count: int, limits: Limits, progress: Callable[[], int] = lambda: 0) -> None:
@@ -50,8 +50,8 @@ class Processes:
         Args:
             limit: seconds to wait for the others.
             limits: how long silence and waits may last; the same in all processes.
-            store: how the processes find each other; by `jax.distributed` where not given.
-            progress: a number that grows as long as this process exchanges anything with others: waits may then last longer.
+            store: how the processes find each other; by default `jax.distributed`.
+            progress: returns a number that grows while this process exchanges data with others: waits may then last longer.
             secret: that all processes share, to recognize each other by.
 
         Raises:
@@ -121,7 +121,7 @@ class Processes:
         Args:
             name: under which they are broadcast.
             on: the process that broadcasts them, where known: to be named if they do not come.
-            what: they are, in words; their name where not given.
+            what: a description of them; by default their name.
 
         Raises:
             PeerLost: the run is lost.
@@ -141,13 +141,13 @@ class Processes:
     def waiting(self, what: object, on: int | Sequence[int] | None = None, limit: float | None = None) -> Iterator[None]:
         """Record that this thread waits, so that a wait without end is detected. Costs about a microsecond, and no message.
 
-        Around something long that this process does alone, such as writing a file, with a `limit` above that of the others: as long as
-        that, they wait for this process.
+        Use it around long work of this process alone, such as writing a file, with a longer `limit`: the other processes wait for it that
+        long.
 
         Args:
-            what: is waited for; its text is taken when it is needed.
+            what: a description of the wait, converted to text when needed.
             on: the process or processes waited for, where they are known.
-            limit: seconds after which the run is lost; `Limits.wait` where not given.
+            limit: seconds after which the run is lost; by default `Limits.wait`.
 
         Raises:
             PeerLost: what was waited for failed because the run is lost: some collectives raise when a process of theirs dies.
@@ -157,7 +157,7 @@ class Processes:
         try:
             yield
             self._waits.moved()
-        except Exception as error:  # of the death behind it the channel hears at about the same time
+        except Exception as error:  # the channel learns of a death behind it at about the same time
             if self.count > 1 and self._inbox.lost_within(1.0) is not None and (loss := self._inbox.loss()) is not None:
                 raise loss from error
             raise
@@ -183,10 +183,10 @@ class Processes:
     def fail(self, error: BaseException) -> None:
         """Report that an unawaited thread of this process failed: the waits of all other threads raise the first such error.
 
-        Returns when they do so, or when the run is lost, for mostly a death is behind it that is known soon.
+        Returns when they do so, or when the run is lost: the cause is mostly a death that is known soon.
 
         Args:
-            error: what it failed by.
+            error: of the thread.
         """
         self._inbox.fail(error)
 
@@ -264,7 +264,7 @@ class Processes:
                 self._lose(self._inbox.lost or self._what_is_lost(how), at_once=message.get("at once", False))
 
     def _lose(self, lost: str, error: type[InputError | PeerLost] = PeerLost, *, at_once: bool = False) -> None:
-        if at_once:  # before a thread of the caller hears of it
+        if at_once:  # before a thread of the caller learns of it
             self._end(lost)
         if self._inbox.lost is None:
             # Process 0 goes last, for JAX aborts the others when its coordinator ends.

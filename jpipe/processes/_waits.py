@@ -25,7 +25,7 @@ class Waits:
 
     Args:
         seconds: between two beats.
-        progress: a number that grows as long as this process exchanges anything with others.
+        progress: returns a number that grows while this process exchanges data with others.
     """
 
     def __init__(self, seconds: float, progress: Callable[[], int]) -> None:

@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
 def own_loopback() -> str:
     """Choose a loopback address for this process alone, where the system has more than one; 127.0.0.1 elsewhere.
 
-    A program that tries the ports of 127.0.0.1, as scanners do, does not find what listens there.
+    A program that tries the ports of 127.0.0.1, as scanners do, does not find the listeners there.
     """
     address = str(ipaddress.IPv4Address("127.0.0.0") + 2 + secrets.randbelow(2**24 - 4))
     try:

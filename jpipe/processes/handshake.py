@@ -7,7 +7,7 @@ The end that connects speaks first, in lines of text:
     caller:    PROOF
     listener:  PROOF ANSWER, or the word `unknown`
 
-A proof is an HMAC over the purpose of the connection, who gives it, INDEX, COUNT, both nonces, and the answer if there is one. So it is
+A proof is an HMAC over the purpose of the connection, its author, INDEX, COUNT, both nonces, and the answer if there is one. So it is
 good for one connection only, and in one direction. What follows on the connection is neither signed nor encrypted.
 
 Nothing here needs JAX.
@@ -41,14 +41,14 @@ __all__ = [
 ]
 
 VARIABLE = "JPIPE_SECRET"
-SHORTEST = 16  # bytes of a secret: a proof that was overheard can be tried against guesses
+SHORTEST = 16  # bytes of a secret: guesses can be tested against an intercepted proof
 
 _LONGEST = 4096  # bytes of a secret, and of an answer
 _HELLO = re.compile(rb"jpipe (\d{1,9}) (\d{1,9}) ([0-9a-f]{32})\n")
 _NONCE = re.compile(rb"[0-9a-f]{32}\n")
-_LONGEST_LINE = 128  # bytes of what a caller says: no line above is longer
-_PATIENCE = 10.0  # seconds in which a caller says all of it
-_MOST = 256  # callers at a time that have not; for one more the one that came first goes
+_LONGEST_LINE = 128  # bytes of a line of a caller: none of the lines above is longer
+_PATIENCE = 10.0  # seconds in which a caller must finish its proof
+_MOST = 256  # unproved callers at a time; for one more the oldest is dropped
 _UNKNOWN = b"unknown\n"
 
 
@@ -85,7 +85,7 @@ def key(secret: bytes | None, token: str = "") -> bytes:
 
     Args:
         secret: of the run.
-        token: of a part of it, so that proofs of one are none in another.
+        token: of a part of it, so that proofs of one part are not valid in another.
     """
     return hmac.digest(secret or b"", f"jpipe {token}".encode(), "sha256")
 
@@ -113,12 +113,12 @@ def call(link: socket.socket, key: bytes, purpose: str, index: int, count: int, 
         link: just connected; nothing that follows the answer is read from it.
         key: as the listener has it.
         purpose: of the connection, one word, as the listener has it.
-        index: which process this is.
-        count: how many there are, as far as it knows.
+        index: of this process.
+        count: the number of processes, as the caller knows it.
         limit: seconds to wait for the answer.
 
     Raises:
-        TimeoutError: there was none so long.
+        TimeoutError: the answer did not come in time.
         UnknownHere: the listener has another secret.
         NotOfThisRun: the listener is another program, or does not prove that it has the secret.
     """
@@ -156,8 +156,8 @@ class Caller:
 
     Attributes:
         link: the connection, which does not block.
-        index: which process it is.
-        count: how many there are, as far as it knows.
+        index: of its process.
+        count: the number of processes, as the caller knows it.
     """
 
     def __init__(self, link: socket.socket, connection: _Connection) -> None:
@@ -193,7 +193,7 @@ class Door:
 
     def __init__(self, listener: socket.socket, key: bytes, purpose: str) -> None:
         self._listener, self._key, self._purpose = listener, key, purpose
-        self._waiting: dict[_Waiting, None] = {}  # who came first is first, and is the first whose time is over
+        self._waiting: dict[_Waiting, None] = {}  # in the order of arrival, and so of their deadlines
         self._selector = selectors.DefaultSelector()
         self.dropped: Counter[str] = Counter()
         listener.setblocking(False)
@@ -211,7 +211,7 @@ class Door:
     def poll(self, seconds: float) -> list[Caller]:
         """Return the callers that have proved to know the secret, waiting up to a time for any event."""
         let_in = []
-        # The listener comes last: for a new caller an old one may have to go, and nobody that is gone is read from.
+        # The listener comes last: a new caller may replace an old one, which must not be read from any more.
         for ready, _ in sorted(self._selector.select(seconds), key=lambda ready: ready[0].data is None):
             if ready.data is None:
                 self._accept()

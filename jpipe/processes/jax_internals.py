@@ -16,7 +16,7 @@ __all__ = [
 def distributed_state() -> Any:
     """Return the state of `jax.distributed`, with `process_id`, `num_processes`, `coordinator_address` and `client`, its key-value store.
 
-    `jax.process_index` and `jax.process_count` give two of them, but start the devices for that, and these wait for all processes.
+    `jax.process_index` and `jax.process_count` return two of them, but start the devices, which wait for all processes.
     """
     from jax._src import distributed
 
@@ -32,8 +32,8 @@ def detect_cluster(
 
     Args:
         coordinator: `host:port` of process 0.
-        num_processes: how many there are.
-        process_id: the number of this one.
+        num_processes: their number.
+        process_id: the number of this process.
         limit: seconds that a cluster's own tools may take.
     """
     from jax._src.clusters import ClusterEnv
@@ -46,7 +46,7 @@ def detect_cluster(
 def keep_gloo_at(host: str) -> None:
     """Make gloo, which carries arrays between CPUs, listen at `host` instead of at the address of this host's own name.
 
-    `jax_cpu_collectives_implementation` chooses gloo, and no setting where it listens. Where a version of JAX has other private names,
+    `jax_cpu_collectives_implementation` selects gloo, but no setting its address. Where a version of JAX has other private names,
     gloo listens as before. Call it before JAX starts a device.
     """
     from jax.extend import backend

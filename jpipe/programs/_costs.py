@@ -52,8 +52,8 @@ class StageCost:
         temporary: the largest scratch memory of a program.
         squares: the sums of squares of its gradients, where updates use the norm of all of them.
         shared: for each group of shared parameters, as in `Program`, the size of its gradients; 0 where the stage holds none.
-        passed: the arrays of the stage input that the stage before keeps, too. If both are on one rank, they are there once.
-        updated: with `Plan.shard_optimizer`, of one version what each replica updates and gives to the others; else nothing.
+        passed: the arrays of the stage input that the previous stage keeps, too. If both are on one rank, they count once.
+        updated: with `Plan.shard_optimizer`, the bytes of one version that each replica updates and sends to the other replicas.
     """
 
     forward: float = 1.0
@@ -254,39 +254,39 @@ def sum_layer_costs(
     _check_layers(plan, layers)
     costs, flows = list[StageCost](), _gradient_flows(plan, layers)
     for s, stage in enumerate(plan.stages):
-        costs_of_stage = [layers[layer_id] for layer_id in stage.layers]
-        last, forward = s == plan.depth - 1, sum(layer.forward for layer in costs_of_stage)
+        layer_costs = [layers[layer_id] for layer_id in stage.layers]
+        last, forward = s == plan.depth - 1, sum(layer.forward for layer in layer_costs)
         before = costs[-1].outputs if costs else inputs
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
-        message = costs_of_stage[-1].outputs if has_backward and not last else 0
+        message = layer_costs[-1].outputs if has_backward and not last else 0
         again = forward if has_backward and stage.recompute != "none" else 0.0
-        _check_policy(stage, costs_of_stage)
-        known = all(stage.recompute in layer.residuals for layer in costs_of_stage)
-        residuals = _residuals(costs_of_stage, stage.recompute) if known else before
+        _check_policy(stage, layer_costs)
+        known = all(stage.recompute in layer.residuals for layer in layer_costs)
+        residuals = _residuals(layer_costs, stage.recompute) if known else before
         fused = SCHEDULES[plan.schedule].begins_fused(plan, s)
-        inside = _residuals(costs_of_stage, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
-        backward = sum(layer.backward for layer in costs_of_stage) + again
-        for_weights = sum(layer.for_weights for layer in costs_of_stage) if of_input else backward  # stage 0 has no input gradient
+        inside = _residuals(layer_costs, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
+        backward = sum(layer.backward for layer in layer_costs) + again
+        for_weights = sum(layer.for_weights for layer in layer_costs) if of_input else backward  # stage 0 has no input gradient
         costs.append(
             StageCost(
                 forward=forward,
                 backward=backward,
                 backward_input=backward - for_weights,
                 backward_weight=for_weights,
-                stash=_stash(costs_of_stage, stage.recompute) if of_input else residuals + message,
-                update=sum(layer.update for layer in costs_of_stage),
+                stash=_stash(layer_costs, stage.recompute) if of_input else residuals + message,
+                update=sum(layer.update for layer in layer_costs),
                 inputs=before,
                 labels=labels if last else 0,
-                outputs=0 if last else costs_of_stage[-1].outputs,
+                outputs=0 if last else layer_costs[-1].outputs,
                 residuals=residuals,
                 message=message,
                 gradient=before if of_input else 0,
-                weights=sum(layer.weights for layer in costs_of_stage),
-                frozen=sum(layer.frozen for layer in costs_of_stage),
-                optimizer=sum(layer.optimizer for layer in costs_of_stage),
-                state=sum(layer.state for layer in costs_of_stage),
-                accumulators=sum(layer.summed for layer in costs_of_stage),
-                temporary=_scratch(costs_of_stage) + max(inside - (0 if fused else residuals), 0),
+                weights=sum(layer.weights for layer in layer_costs),
+                frozen=sum(layer.frozen for layer in layer_costs),
+                optimizer=sum(layer.optimizer for layer in layer_costs),
+                state=sum(layer.state for layer in layer_costs),
+                accumulators=sum(layer.summed for layer in layer_costs),
+                temporary=_scratch(layer_costs) + max(inside - (0 if fused else residuals), 0),
             )
         )
     if plan.shard_optimizer:

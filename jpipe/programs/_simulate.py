@@ -11,7 +11,7 @@ from jpipe.programs._walk import ProgramError, Violation, walk
 
 
 def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: Link | Network | None = None) -> Prediction:
-    """Verify a program of whole batches (from an empty to an empty pipeline) and predict what it will do.
+    """Verify a program of whole batches (from an empty to an empty pipeline) and predict its time, memory and bytes moved.
 
     Each rank runs its own instructions in order. A transfer waits until both ranks have come to it; inside a rank it takes no time. An
     update waits until all replicas have summed their gradients, for which each sends 2 (r - 1) / r of them. Verified, independently of
@@ -27,7 +27,7 @@ def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: L
     Args:
         program: from `lower`, with `drain` and `begin` equal to `start`.
         costs: one for each stage; by default a forward takes 1, a backward 2 (3 where it recomputes) and nothing has a size.
-        link: between any two ranks, or a function of two ranks that gives theirs; by default transfers and sums are free. A sum
+        link: between any two ranks, or a function that returns that of two ranks; by default transfers and sums are free. A sum
             has the speed of the slowest link between neighbouring replicas, and occupies the ports of all of these links.
 
     Returns:

@@ -12,7 +12,7 @@ from jpipe.schedules import SCHEDULES
 class Steps:
     """The programs of single steps: once the pipeline is full, all steps are one program, run some batches later than it was lowered for.
 
-    They are several programs by turns if the order of the schedule takes several batches to repeat.
+    They are several programs in turn if the order of the schedule takes several batches to repeat.
 
     The batches that are flushed first also share one program: that of the first batch of a plan that flushes only this one.
 

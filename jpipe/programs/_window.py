@@ -18,7 +18,7 @@ class Window:
 
     Attributes:
         timeline: the spans of each rank inside, cut off at both ends; in seconds from the beginning of the window.
-        memory: what each rank holds inside, beginning with what it held before.
+        memory: the bytes of each rank inside, beginning with those at its start.
         seconds: length of the window.
         batches: the number of batches that entered the pipeline.
         bubble: share of the ranks' time in which they neither compute nor update.

@@ -20,8 +20,8 @@ from jpipe.runtime._interpreter import Data, Found, Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
-from jpipe.runtime._state import State, WorkerState, fingerprint, model_of
 from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
+from jpipe.runtime.state import Latest, State, WorkerState, fingerprint, model_of
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of
@@ -253,12 +253,12 @@ class Executor:
         program = lower_evaluation(self._plan, len(numbers), version, first=numbers.start, labels="labels" in data)
         held = self._weights(state, version, weights)
         workers = {
-            w: dataclasses.replace(worker, versions=held[w], layer_state=dict(worker.layer_state), buffers={}, loss_scales={})
+            w: dataclasses.replace(worker, weights=held[w], microbatches={}, updates={}, loss_scales={})
             for w, worker in zip(self.stages, state.workers, strict=True)
         }
         loads = read_data(program, workers, data, rows_of(self.specs[0]))
         by_bucket = {w: [*those[:bucket], stages[w], *those[bucket + 1 :]] for w, those in self._by_bucket.items()}
-        _, found = run(program, 0, by_bucket, lambda _: bucket, workers, self._transport, loads)
+        _, found = run(program, 0, by_bucket, lambda _: bucket, workers, self._transport, loads, consume=False)
         return found
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
@@ -270,23 +270,24 @@ class Executor:
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             f, (s, _) = stage.functions, self._plan.workers[w]
             if weights == "ema":
-                entries = average_params(f, worker.optimizer, worker.versions[worker.latest], f.specs.fresh)
+                entries = average_params(f, worker.optimizer, worker.weights.read(worker.weights.newest), f.specs.fresh)
             elif has_masters:
-                entries = master_params(f, worker.optimizer, worker.versions[worker.latest])
+                entries = master_params(f, worker.optimizer, worker.weights.read(worker.weights.newest))
             else:
-                entries = worker.versions[version * self._plan.updates_per_batch(s)]
+                entries = worker.weights.read(version * self._plan.updates_per_batch(s))
             layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in found)  # replicas hold the same
             found |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in layers}
         return copy({layer_id: found[layer_id] for layer_id in self._plan.layers if layer_id in found})
 
-    def _weights(self, state: State, version: int, weights: Weights) -> dict[int, dict[int, Tree]]:
+    def _weights(self, state: State, version: int, weights: Weights) -> dict[int, Latest]:
         """For each worker of this process the weights of one version, in batches, or the average at that version, by its own number."""
         found = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             number, f = version * self._plan.updates_per_batch(self._plan.workers[w][0]), stage.functions
             is_average = weights == "ema"
-            newest = worker.versions[worker.latest]
-            found[w] = {number: average_params(f, worker.optimizer, newest, f.specs.params) if is_average else worker.versions[number]}
+            newest = worker.weights.read(worker.weights.newest)
+            params = average_params(f, worker.optimizer, newest, f.specs.params) if is_average else worker.weights.read(number)
+            found[w] = Latest(params, number)
         return found
 
     def _run(

@@ -25,10 +25,10 @@ from jpipe.programs._instructions import (
     Update,
     shifted,
 )
-from jpipe.runtime._lanes import arrived
+from jpipe.runtime._lanes import PendingTransfer, arrived
 from jpipe.runtime._nan_check import checked, is_on
-from jpipe.runtime._state import WorkerState
 from jpipe.runtime._transport import Transport, rows
+from jpipe.runtime.state import Consumed, Microbatch, PendingUpdate, Weights, WorkerState, change
 from jpipe.stages._compiled_stage import CompiledStage, update_kind
 from jpipe.stages.functions._sums import shared_with
 
@@ -77,6 +77,8 @@ def run(
     transport: Transport,
     data: Data,
     observe: Observer | None = None,
+    *,
+    consume: bool = True,
 ) -> tuple[dict[int, WorkerState], Found]:
     """Dispatch all instructions of `program` that are for workers of this process, `shift` batches later than it was lowered for.
 
@@ -85,33 +87,30 @@ def run(
         shift: batches to add to every batch and version of the program, and m times as many microbatches.
         stages: by worker of this process, for each bucket.
         buckets: gives the bucket of a batch, as counted in the run.
-        states: by worker of this process; consumed.
+        states: by worker of this process.
         transport: between the workers.
         data: from `read_data`; consumed.
         observe: called after each instruction is dispatched.
+        consume: delete the arrays of the states that the new ones do not share. Without it the program must not train.
 
     Returns:
         The new states, and what was found.
     """
-    plan, found = program.plan, Found({}, {}, {})
+    plan, found, consumed = program.plan, Found({}, {}, {}), _ConsumedArrays()
     if is_on():
         stages = checked(plan, stages)
-    workers = {w: _Worker(program, w, shift, stages[w], buckets, state, transport, found) for w, state in states.items()}
+    workers = {w: _Worker(program, w, shift, stages[w], buckets, state, transport, found, consumed) for w, state in states.items()}
     crowded = crowded_meshes(own.compiled.place for own in workers.values())
     for own in workers.values():
         own.takes_turns = own.compiled.place in crowded
+        if consume:
+            own.count_arrays()
     try:
         for instruction in program.instructions:
             worker = workers.get(instruction.worker)
             if worker is None:
                 continue
-            if type(instruction) is Load:
-                worker.load(instruction, data.pop((instruction.data, instruction.microbatch)))
-            elif type(instruction) is AllReduce:
-                for w, total in worker.all_reduce(instruction).items():
-                    workers[w].take_sum(instruction, total)
-            else:
-                _METHODS[type(instruction)](worker, instruction)
+            _dispatch(instruction, workers, data)
             if worker.takes_turns:
                 worker.settle()
             if observe is not None:
@@ -119,8 +118,25 @@ def run(
                 worker.done = None
     except BaseException:
         transport.forget()
+        consumed.delete()
+        for own in workers.values() if consume else ():
+            own.delete_state()
         raise
     return {w: worker.held.state() for w, worker in workers.items()}, found
+
+
+def _dispatch(instruction: Instruction, workers: "Mapping[int, _Worker]", data: Data) -> None:
+    """Dispatch one instruction, and delete the arrays that only it still needed."""
+    worker = workers[instruction.worker]
+    if type(instruction) is Load:
+        worker.load(instruction, data.pop((instruction.data, instruction.microbatch)))
+    elif type(instruction) is AllReduce:
+        for w, total in worker.all_reduce(instruction).items():
+            workers[w].take_sum(instruction, total)
+            workers[w].delete_unused()
+    else:
+        _METHODS[type(instruction)](worker, instruction)
+    worker.delete_unused()
 
 
 def read_data(program: Program, workers: Container[int], batches: Mapping[str, Tree], rows_each: int) -> Data:
@@ -143,42 +159,44 @@ def read_data(program: Program, workers: Container[int], batches: Mapping[str, T
     return found
 
 
+_Part = tuple[int, str, int]  # of the state of a worker: the worker, "weights", "microbatch", "update" or "layer state", and a number
+_ConsumedArrays = Consumed[_Part]
+
+
 @dataclass
 class _Held:
-    """What a worker holds while a program runs: its state, unpacked, and the sums of squares until they are sent.
+    """What a worker holds while a program runs: the fields of its state, which instructions change."""
 
-    Attributes:
-        squares: sums of the squared gradients of this stage and those after it.
-    """
-
-    versions: dict[int, Tree]
+    weights: Weights
     optimizer: Tree
     layer_state: Tree
     accumulators: Tree
-    buffers: dict[tuple[str, int], Tree]
     key: jax.Array
+    microbatches: dict[int, Microbatch]
+    updates: dict[int, PendingUpdate]
     loss_scales: dict[int, LossScale]
-    squares: tuple[Tree, ...] = ()
+
+    @classmethod
+    def of(cls, state: WorkerState) -> "_Held":
+        """Return the fields of a state, its dicts copied."""
+        fields: dict[str, Any] = {name: dict(value) if name in _DICTS else value for name, value in vars(state).items()}
+        return cls(**fields)
 
     def state(self) -> WorkerState:
-        return WorkerState(self.versions, self.optimizer, self.layer_state, self.accumulators, self.buffers, self.key, self.loss_scales)
+        """Return the state that holds these fields, its dicts copied."""
+        fields: dict[str, Any] = {name: dict(value) if name in _DICTS else value for name, value in vars(self).items()}
+        return WorkerState(**fields)
 
     def all_entries(self) -> Tree:
-        """Weights of all entries, whichever version they are of: one may still lack what other replicas update."""
-        return {entry: tree for params in self.versions.values() for entry, tree in params.items()}
-
-    def retire(self, version: int) -> Tree:
-        """The weights of a version, which is no longer kept."""
-        self.loss_scales.pop(version, None)
-        return self.versions.pop(version)
+        """Return the weights of all entries, of any version: one may still lack what other replicas update."""
+        return {entry: tree for version in self.weights.versions for entry, tree in self.weights.read(version).items()}
 
     def scale(self, version: int) -> jax.Array | None:
-        """The loss scale of the microbatches that read a version, if it is dynamic."""
+        """Return the loss scale of the microbatches that read a version, if it is dynamic."""
         return self.loss_scales[version].value if self.loss_scales else None
 
-    def take_inputs(self, k: int) -> tuple[Tree, Tree]:
-        """The stage input, waited for if it comes from another process, and at the last stage the labels."""
-        return arrived(self.buffers.pop(("inputs", k))), self.buffers.pop(("labels", k), None)
+
+_DICTS = ("microbatches", "updates", "loss_scales")
 
 
 class _Worker:
@@ -195,6 +213,8 @@ class _Worker:
         frozen: the frozen parameters, which all versions share.
         held: what instructions change.
         found: what they compute besides; shared by the workers of this process.
+        consumed: counts the arrays of the consumed states; shared by the workers of this process.
+        changed_parts: of the state, by the present instruction.
         done: of the last computation, see `Event`.
         takes_turns: whether each computation has to be over before the next one is dispatched, see `crowded_meshes`.
     """
@@ -209,7 +229,10 @@ class _Worker:
         state: WorkerState,
         transport: Transport,
         found: Found,
+        consumed: _ConsumedArrays,
     ) -> None:
+        self.number, self.consumed = worker, consumed
+        self.changed_parts: list[_Part] = []
         self.plan = plan = program.plan
         self.stage, self.replica = plan.workers[worker]
         self.replicas = plan.replicas[self.stage]
@@ -218,7 +241,7 @@ class _Worker:
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * plan.updates_per_batch(self.stage)
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
-        self.held = _Held(**vars(state.taken()))
+        self.held = _Held.of(state)
         self.frozen = {} if self.functions.trained.is_all else self.functions.trained.others(self.held.all_entries())
         self.found = found
         self.done: jax.Array | None = None
@@ -240,13 +263,57 @@ class _Worker:
         arrays = (leaf for leaf in jax.tree.leaves(vars(self.held)) if isinstance(leaf, jax.Array))
         jax.block_until_ready([leaf for leaf in arrays if not leaf.is_deleted()])
 
+    def count_arrays(self) -> None:
+        """Count the arrays of the state that is consumed. Donation deletes the optimizer state and accumulators."""
+        held = self.held
+        numbers = {"weights": held.weights.versions, "microbatch": held.microbatches, "update": held.updates, "layer state": (0,)}
+        for part in [(self.number, kind, number) for kind, own in numbers.items() for number in own]:
+            self.consumed.add(part, self.read_part(part))
+
+    def read_part(self, part: _Part) -> Tree:
+        """Return a part of the state as it is now, without the arrays that are not deleted: frozen parameters, and numbers for metrics."""
+        held, (_, kind, number) = self.held, part
+        if kind == "weights":
+            return self.functions.trained.part(held.weights.read(number)) if number in held.weights.versions else None
+        if kind == "microbatch":
+            return held.microbatches.get(number)
+        if kind == "update":
+            pending = held.updates.get(number)
+            return None if pending is None else (pending.sums, pending.squares, pending.shared, pending.received)
+        return held.layer_state
+
+    def delete_unused(self) -> None:
+        """Delete the arrays of consumed states that the last instruction was the last to need."""
+        self.consumed.refresh(self.changed_parts, self.read_part)
+        self.changed_parts.clear()
+
+    def delete_state(self) -> None:
+        """Delete the arrays of the state that are not counted, since the run has failed."""
+        for leaf in jax.tree.leaves((self.held.optimizer, self.held.accumulators)):
+            leaf.delete()
+
+    def change_microbatch(self, k: int, **fields: Tree) -> None:
+        """Set fields of a microbatch in flight."""
+        self.changed_parts.append((self.number, "microbatch", k))
+        change(self.held.microbatches, Microbatch, k, **fields)
+
+    def change_update(self, update: int, **fields: Tree) -> None:
+        """Set fields of a pending update."""
+        self.changed_parts.append((self.number, "update", update))
+        change(self.held.updates, PendingUpdate, update, **fields)
+
+    def change_layer_state(self, state: Tree) -> None:
+        """Replace the layer state."""
+        self.changed_parts.append((self.number, "layer state", 0))
+        self.held.layer_state = state
+
     @property
     def averages(self) -> bool:
         """Whether replicas average their layer state with each update."""
         return self.functions.average_state == "update"
 
     def load(self, i: Load, data: Tree) -> None:
-        self.held.buffers[i.data, i.microbatch + self.microbatch_shift] = self.transport.load(i.worker, i.data, data)
+        self.change_microbatch(i.microbatch + self.microbatch_shift, **{i.data: self.transport.load(i.worker, i.data, data)})
 
     def compute(self, i: Compute) -> None:
         """Run an op on what it reads, and keep what it leaves."""
@@ -255,36 +322,38 @@ class _Worker:
             self.evaluate(i)
             return
         k, version = i.microbatch + self.microbatch_shift, i.version + self.version_shift
-        params, before, stage = held.versions[version], held.layer_state, self.of(k)
+        params, before, stage = held.weights.read(version), held.layer_state, self.of(k)
         functions, reads = stage.functions, self.read(op, k)
         sums = (self.taken_accumulators(params),) if op.finishes else ()
         scale = (held.scale(version),) if op.parts != "F" else ()
         results, self.done = stage.calls[op.function](params, *reads, *sums, self.rng(k), *scale)
         left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
+        fields: dict[str, Tree] = dict.fromkeys(_READ_FIELDS[op.reads])
         if "state" in left:
-            held.layer_state = functions.changed.joined(left["state"], before)
+            self.change_layer_state(functions.changed.joined(left["state"], before))
         if "output" in left:
-            held.buffers["message" if self.functions.last else "output", k] = left["output"]
+            fields["message" if self.functions.last else "output"] = left["output"]
         if "residuals" in left:
-            held.buffers["residuals", k] = functions.residuals.keep(reads, (left["output"], held.layer_state)), left["residuals"]
+            fields["residuals"] = functions.residuals.keep(reads, (left["output"], held.layer_state)), left["residuals"]
         if "stash" in left and op.begins:
-            held.buffers["stash", k] = functions.halves.stash_of(reads, held.layer_state, left["stash"])
+            fields["stash"] = functions.halves.stash_of(reads, held.layer_state, left["stash"])
         elif "stash" in left:
-            held.buffers["stash", k] = functions.halves.late_inputs(*reads), left["stash"]
+            fields["stash"] = functions.halves.late_inputs(*reads), left["stash"]
         if op.gives_gradient and not self.functions.first:
-            held.buffers["gradient", k] = left["gradient"]
+            fields["gradient"] = left["gradient"]
+        self.change_microbatch(k, **fields)
         if op.finishes:
             held.accumulators = left["accumulators"]
             self.after_backward(k)
 
     def read(self, op: Op, k: int) -> tuple[Any, ...]:
-        """Take what an op reads: (state, x, labels), (kept arguments and outputs, saved arrays, gradient message) or (rest, stash)."""
+        """Return what an op reads: (state, x, labels), (kept arguments and outputs, saved arrays, gradient message) or (rest, stash)."""
+        microbatch = self.held.microbatches[k]
         if op.reads == "inputs":
-            return self.held.layer_state, *self.held.take_inputs(k)
+            return self.held.layer_state, arrived(microbatch.inputs), microbatch.labels
         if op.reads == "residuals":
-            kept, saved = self.held.buffers.pop(("residuals", k))
-            return kept, saved, arrived(self.held.buffers.pop(("message", k)))
-        rest, stash = self.held.buffers.pop(("stash", k))
+            return *microbatch.residuals, arrived(microbatch.message)
+        rest, stash = microbatch.stash
         return rest, stash
 
     def taken_accumulators(self, params: Tree) -> Tree:
@@ -298,98 +367,110 @@ class _Worker:
             if (k + self.replicas) // every > k // every:
                 if self.functions.last and self.replicas == 1:
                     self.finish(k // every, self.calls["mean_loss"](self.held.accumulators))
-                self.held.buffers["sums", k // every], self.held.accumulators = self.held.accumulators, None
+                self.change_update(k // every, sums=self.held.accumulators)
+                self.held.accumulators = None
 
     def all_reduce(self, i: AllReduce) -> Mapping[int, Tree]:
         held, update = self.held, i.batch + self.version_shift
-        part = held.buffers.pop(("sums", update)), self.functions.averaged_state(held.layer_state) if self.averages else []
+        part = held.updates[update].sums, self.functions.averaged_state(held.layer_state) if self.averages else []
         return self.transport.all_reduce(i, update, part, self.calls["add"], self.calls["finish"])
 
     def take_sum(self, i: AllReduce, total: Tree) -> None:
         """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
         update = i.batch + self.version_shift
-        self.held.buffers["summed", update] = total
+        if isinstance(total, PendingTransfer):
+            self.consumed.keep(self.held.updates[update].sums)  # the transfer may read them later
+        self.change_update(update, sums=None, summed=total)
         if self.functions.last and self.replica == 0:
             self.finish(update, total[2])
 
     def complete(self, update: int) -> Tree:
-        """The accumulators of a whole batch, which stay where they are."""
-        buffers = self.held.buffers
+        """Return the accumulators of a whole batch, which stay where they are."""
         if self.replicas > 1:
-            buffers["summed", update] = arrived(buffers["summed", update])
-            return buffers["summed", update][0]
-        return buffers["sums", update] if self.sets_aside else self.held.accumulators
+            self.change_update(update, summed=arrived(self.held.updates[update].summed))
+            return self.held.updates[update].summed[0]
+        return self.held.updates[update].sums if self.sets_aside else self.held.accumulators
 
     def take_shared(self, i: TakeShared) -> None:
         update = i.batch + self.version_shift
-        self.held.buffers["shared", update] = self.calls["take_shared"](self.complete(update))
+        self.change_update(update, shared=self.calls["take_shared"](self.complete(update)))
 
     def add_shared(self, i: AddShared) -> None:
         """Add the shared gradients of the other stages; the computation writes into the memory of the accumulators."""
         held, update = self.held, i.batch + self.version_shift
         accumulators = self.complete(update)
-        stages = [s for s in self.shared[i.group] if s != self.stage]
-        for s in stages:
-            held.buffers[f"shared of stage {s}", update] = arrived(held.buffers[f"shared of stage {s}", update])
-        received = {s: held.buffers[f"shared of stage {s}", update] for s in stages}
-        added = self.calls[f"add_shared {i.group}"](accumulators, received)
+        received = held.updates[update].received or {}
+        gradients = {s: arrived(received[s]) for s in self.shared[i.group] if s != self.stage}
+        self.change_update(update, received={**received, **gradients})
+        added = self.calls[f"add_shared {i.group}"](accumulators, gradients)
         if self.replicas > 1:
-            held.buffers["summed", update] = (added, *held.buffers["summed", update][1:])
+            self.change_update(update, summed=(added, *held.updates[update].summed[1:]))
         elif self.sets_aside:
-            held.buffers["sums", update] = added
+            self.change_update(update, sums=added)
         else:
             held.accumulators = added
 
     def sum_squares(self, i: SumSquares) -> None:
         held, update = self.held, i.batch + self.version_shift
         accumulators = self.complete(update)
-        later = arrived(held.buffers.pop(("squares", update), ()))
-        squares = self.calls["sum_squares"](accumulators), *later
+        later = arrived(held.updates[update].squares) if update in held.updates else None
+        squares = self.calls["sum_squares"](accumulators), *(later or ())
         if self.functions.first:
-            held.buffers["norm", update] = self.calls["norm"](squares)
+            self.change_update(update, squares=None, norm=self.calls["norm"](squares))
         else:
-            held.squares = squares
+            self.change_update(update, squares=squares)
 
     def send(self, i: Send) -> None:
         held, k, bucket = self.held, i.microbatch + self.microbatch_shift, 0
+        update = k // self.plan.microbatches
         tree: Tree
         match i.message:
             case "norm":
-                tree = arrived(held.buffers["norm", k // self.plan.microbatches])
+                tree = arrived(held.updates[update].norm)
             case "squares":
-                tree, held.squares = held.squares, ()
+                tree = held.updates[update].squares
+                self.change_update(update, squares=None)
             case "shared":
-                tree = shared_with(self.functions, self.plan.workers[i.to][0], held.buffers["shared", k // self.plan.microbatches])
+                tree = shared_with(self.functions, self.plan.workers[i.to][0], held.updates[update].shared)
             case "weights":
                 assert self.compiled.share is not None
-                tree = self.compiled.share.outgoing(self.functions.trained.part(held.versions[k // self.plan.microbatches + 1]))
+                tree = self.compiled.share.outgoing(self.functions.trained.part(held.weights.read(update + 1)))
             case message:
-                tree, bucket = held.buffers.pop(("output" if message == "activation" else "gradient", k)), self.bucket(k)
+                field = "output" if message == "activation" else "gradient"
+                tree, bucket = getattr(held.microbatches[k], field), self.bucket(k)
+                self.change_microbatch(k, **{field: None})
+        self.consumed.keep(tree)
         self.transport.send(i, k, tree, bucket)
 
     def receive(self, i: Receive) -> None:
         held, k = self.held, i.microbatch + self.microbatch_shift
+        update = k // self.plan.microbatches
         tree = self.transport.receive(i, k, self.bucket(k) if i.message in ("activation", "gradient") else 0)
         match i.message:
             case "norm" | "squares":
-                held.buffers[i.message, k // self.plan.microbatches] = tree
+                self.change_update(update, **{i.message: tree})
             case "shared":
-                held.buffers[f"shared of stage {self.plan.workers[i.source][0]}", k // self.plan.microbatches] = tree
+                before = (held.updates[update].received if update in held.updates else None) or {}
+                self.change_update(update, received={**before, self.plan.workers[i.source][0]: tree})
             case "weights":
-                held.versions[k // self.plan.microbatches + 1] |= self.functions.trained.joined(arrived(tree), self.frozen)
+                params = held.weights.read(update + 1) | self.functions.trained.joined(arrived(tree), self.frozen)
+                held.weights = held.weights.with_params(update + 1, params)
             case message:
-                held.buffers["inputs" if message == "activation" else "message", k] = tree
+                self.change_microbatch(k, **{"inputs" if message == "activation" else "message": tree})
 
     def update(self, i: Update) -> None:
         held, update, kind = self.held, i.batch + self.version_shift, update_kind(i)
         accumulators, norm = self.gradients(update), self.norm(update)
-        params = held.versions[update]
         if held.loss_scales:
             held.loss_scales[update + 1] = self.calls["next_scale"](held.loss_scales[update], norm)
-        retired = () if i.retires is None else (held.retire(i.retires + self.version_shift),)
-        memory = retired if kind == "into_retired" else ()
-        new, self.done = self.compiled.update(kind, memory, params, held.optimizer, accumulators, norm)
-        held.versions[update + 1], held.optimizer, zeros, found = new
+        retires = None if i.retires is None else i.retires + self.version_shift
+        memory = (held.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
+        new, self.done = self.compiled.update(kind, memory, held.weights.read(update), held.optimizer, accumulators, norm)
+        params, held.optimizer, zeros, found = new
+        held.weights = held.weights.with_update(params, retires)
+        if retires is not None:
+            self.changed_parts.append((self.number, "weights", retires))
+            held.loss_scales.pop(retires, None)
         if held.accumulators is None or not self.sets_aside:
             held.accumulators = zeros
         if self.functions.last and not self.sets_aside:
@@ -402,45 +483,58 @@ class _Worker:
         """The norm of the gradients of all stages, if updates use it; the worker keeps it, for it may have to send it on."""
         if not self.global_norm:
             return None
-        self.held.buffers.pop(("norm", update - 1), None)
-        norm = self.held.buffers["norm", update] = arrived(self.held.buffers["norm", update])
+        if update - 1 in self.held.updates:
+            self.change_update(update - 1, norm=None)
+        norm = arrived(self.held.updates[update].norm)
+        self.change_update(update, norm=norm)
         return norm
 
     def gradients(self, update: int) -> Tree:
         """The accumulators of a whole batch, for its update; the layer state becomes its mean if replicas average it with each update."""
-        for kind in ("shared", *(f"shared of stage {s}" for s in range(self.plan.depth if self.shared else 0))):
-            self.held.buffers.pop((kind, update), None)
+        if self.shared and update in self.held.updates:
+            self.change_update(update, shared=None, received=None)
         if not self.sets_aside:
             return self.held.accumulators
+        pending = self.held.updates[update]
+        self.change_update(update, sums=None, summed=None)
         if self.replicas == 1:
-            return self.held.buffers.pop(("sums", update))
-        accumulators, means, _ = arrived(self.held.buffers.pop(("summed", update)))
+            return pending.sums
+        accumulators, means, _ = arrived(pending.summed)
         if self.averages:
-            self.held.layer_state = self.functions.with_averages(self.held.layer_state, means)
+            self.change_layer_state(self.functions.with_averages(self.held.layer_state, means))
         return accumulators
 
     def finish(self, update: int, found: Tree) -> None:
         """Keep (mean loss, weight) of an update; the last one of a batch reports those of all its updates."""
-        buffers, rate = self.held.buffers, self.plan.updates_per_batch(self.stage)
-        buffers["loss", update] = found
+        rate = self.plan.updates_per_batch(self.stage)
+        self.change_update(update, loss=found)
         if (update + 1) % rate == 0:
-            self.found.losses[update // rate] = [buffers.pop(("loss", g)) for g in range(update + 1 - rate, update + 1)]
+            updates = range(update + 1 - rate, update + 1)
+            self.found.losses[update // rate] = [self.held.updates[g].loss for g in updates]
+            for g in updates:
+                self.change_update(g, loss=None)
 
     def release(self, i: Release) -> None:
-        self.held.retire(i.version + self.version_shift)
+        version = i.version + self.version_shift
+        self.changed_parts.append((self.number, "weights", version))
+        self.held.weights = self.held.weights.without(version)
+        self.held.loss_scales.pop(version, None)
 
     def evaluate(self, i: Compute) -> None:
+        """Run an evaluation; the last stage reports its results."""
         held, k, stage = self.held, i.microbatch, self.of(i.microbatch)
-        x, labels = held.take_inputs(k)
+        inputs = self.read(OPS[i.op], k)
         rng = (np.uint32(k), held.key) if stage.functions.evaluation_rng[1] is not None else (None, None)
-        y = stage.calls["evaluate"](held.versions[i.version], held.layer_state, x, labels, rng)
+        y = stage.calls["evaluate"](held.weights.read(i.version), *inputs, rng)
         if self.takes_turns:
             jax.block_until_ready(y)
+        self.change_microbatch(k, inputs=None, labels=None, output=None if self.functions.last else y)
         if self.functions.last:
             self.found.evaluations[k] = y
-        else:
-            held.buffers["output", k] = y
 
+
+_READ_FIELDS = {"inputs": ("inputs", "labels"), "residuals": ("residuals", "message"), "stash": ("stash",)}
+"""The fields of a microbatch that an op has used, by what it reads."""
 
 _METHODS: dict[type, Callable[[_Worker, Any], None]] = {
     Compute: _Worker.compute,

@@ -71,7 +71,8 @@ class PendingTransfer:
         specs: Callable[[], Tree],
         keys: tuple[int, ...] = (),
     ) -> None:
-        self._future, self._words, self._on, self._processes = future, words, on, processes
+        self._future: Future[Tree] | None = future
+        self._words, self._on, self._processes = words, on, processes
         self._specs, self._keys = specs, keys
 
     @property
@@ -80,8 +81,17 @@ class PendingTransfer:
         return nbytes(self._entry(self._specs()))
 
     def __getitem__(self, key: int) -> "PendingTransfer":
-        """One part of the arrays."""
+        """Return one part of the arrays."""
+        assert self._future is not None
         return PendingTransfer(self._future, self._words, self._on, self._processes, self._specs, (*self._keys, key))
+
+    def is_deleted(self) -> bool:
+        """Return whether it was deleted, as arrays are."""
+        return self._future is None
+
+    def delete(self) -> None:
+        """Let go of the arrays."""
+        self._future = None
 
     def wait(self) -> Tree:
         """The arrays.
@@ -89,6 +99,7 @@ class PendingTransfer:
         Raises:
             PeerLost: a process of the run died, hung or stopped.
         """
+        assert self._future is not None
         if not self._future.done() or self._future.exception() is not None:
             with self._processes.waiting(self._words, self._on):
                 while not self._future.done():

@@ -17,7 +17,7 @@ from jpipe.plan import Plan
 from jpipe.programs._instructions import Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
-from jpipe.runtime._state import WorkerState
+from jpipe.runtime.state import WorkerState, weights_of
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._compiled_stage import CompiledStage
@@ -121,16 +121,17 @@ class _Part:
     def __init__(self, plan: Plan, worker: int, batch: int, stage: CompiledStage) -> None:
         f, self._share = stage.functions, stage.share
         s, self._replica = plan.workers[worker]
+        self._replicas = plan.replicas[s]
         self._first = batch * plan.microbatches
         self._newest = batch * plan.updates_per_batch(s)
         self._oldest = SCHEDULES[plan.schedule].version(plan, s, self._first + self._replica)
         self._all, self._trained = f.specs.params.keys(), f.trained
         self._ids, self._entries = f.stage.layers, f.counted  # of a shared parameter only the first stage is copied
-        self._before: Tree = None  # layer state after the last observed instruction
         self._versions: dict[int, Tree] = {}
         self._scales: dict[int, LossScale] = {}
         self._optimizer: Tree = None
-        self._state: Tree = None
+        self._state: Tree = None  # layer state after the last forward before the batch
+        self._has_begun = False  # whether the first forward of the batch has run
 
     @property
     def _given(self) -> tuple[str, ...]:
@@ -144,22 +145,24 @@ class _Part:
     def see(self, event: Event) -> None:
         if self.complete:
             return
-        i = event.instruction
-        if type(i) is Compute and OPS[i.op].begins and i.microbatch >= self._first and self._state is None:
-            self._state = self._before
+        i, state = event.instruction, event.state
+        if type(i) is Compute and OPS[i.op].begins:
+            self._has_begun |= i.microbatch >= self._first
+            if self._first - self._replicas <= i.microbatch < self._first:  # the worker's last one before the batch
+                self._state = _copied(state.layer_state)
         if type(i) is Update and i.batch + 1 == self._newest:
-            self._optimizer = _copied(event.state.optimizer)
-            if self._state is None:
-                self._state = dict(event.state.layer_state)
-        if self._state is not None:  # the oldest version that the batch reads may be retired before the last update
-            for version in event.state.versions.keys() - self._versions.keys():
-                is_whole = event.state.versions[version].keys() == self._all  # what other replicas update may still be to come
+            self._optimizer = _copied(state.optimizer)
+            if not self._has_begun:
+                self._state = _copied(state.layer_state)  # perhaps with the mean over the replicas
+        if self._has_begun or self._optimizer is not None:  # the oldest version that the batch reads may be retired before the last update
+            for version in set(state.weights.versions) - self._versions.keys():
+                params = state.weights.read(version)
+                is_whole = params.keys() == self._all  # what other replicas update may still be to come
                 if self._oldest <= version <= self._newest and is_whole:
-                    found = event.state.versions[version]  # nothing writes into its frozen parameters
-                    self._versions[version] = self._trained.joined(_copied(dict(self._trained.part(found))), found)
-                    if event.state.loss_scales:
-                        self._scales[version] = event.state.loss_scales[version]
-        self._before = dict(event.state.layer_state)
+                    # Nothing writes into frozen parameters.
+                    self._versions[version] = self._trained.joined(_copied(dict(self._trained.part(params))), params)
+                    if state.loss_scales:
+                        self._scales[version] = state.loss_scales[version]
 
     def holds(self, entry: str) -> bool:
         return entry in self._optimizer
@@ -323,11 +326,13 @@ def restored_worker(
     last = max(versions)
     parts = {v: params if v == last else f.trained.part(params) for v, params in versions.items()}
     held = {v: a.params if v == last else a.trained for v in versions}
-    specs: Tree = held, a.optimizer, a.state, a.accumulators, {}, a.whole(key), dict.fromkeys(scales, a.scale)
+    specs: Tree = held, a.optimizer, a.state, a.accumulators, a.whole(key), dict.fromkeys(scales, a.scale)
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
-    placed = jax.device_put((parts, optimizer, state, accumulators, {}, key, scales), shardings_of(specs))
-    copied, *others = jax.tree.map(jnp.copy, placed)
-    return WorkerState({v: f.trained.joined(params, copied[last]) for v, params in copied.items()}, *others)
+    placed = jax.device_put((parts, optimizer, state, accumulators, key, scales), shardings_of(specs))
+    copied, optimizer, state, accumulators, key, scales = jax.tree.map(jnp.copy, placed)
+    whole = {v: f.trained.joined(params, copied[last]) for v, params in copied.items()}
+    weights = weights_of(whole, SCHEDULES[plan.schedule].versions_alive(plan, plan.workers[worker][0]))
+    return WorkerState(weights, optimizer, state, accumulators, key, loss_scales=scales)
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:

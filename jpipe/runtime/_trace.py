@@ -6,6 +6,7 @@ import statistics
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from jpipe.programs._global_norm import route_of
 from jpipe.programs._instructions import Compute, SumSquares, Update
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.runtime._interpreter import Event
-from jpipe.runtime._state import WorkerState
+from jpipe.runtime.state import Microbatch, PendingUpdate, WorkerState
 from jpipe.schedules import SCHEDULES
 
 
@@ -190,7 +191,7 @@ class _Watcher:
         accumulators = sizes["accumulators"] if state.accumulators is not None else 0
         self._parts[worker] = _Parts(weights, sizes["optimizer"], accumulators, sizes["state"])
         self._first_parts.setdefault(worker, self._parts[worker])
-        self._buffers.look(worker, state.buffers)
+        self._buffers.look(worker, state)
 
     def memory(self, ends: Mapping[_Key, float]) -> tuple[MemorySample, ...]:
         """What the rank held after each computation; a worker that had not computed yet held what it held at its first instruction."""
@@ -231,6 +232,20 @@ class _Sample(NamedTuple):
     buffers: int
 
 
+class _Entry(NamedTuple):
+    """The arrays of a microbatch in flight or a pending update, each as (id, bytes, whether it is a residual)."""
+
+    entry: "weakref.ref[Microbatch | PendingUpdate]"
+    arrays: list[tuple[int, int, bool]]
+
+
+def _arrays_of(entry: Microbatch | PendingUpdate) -> list[tuple[int, int, bool]]:
+    fields = {name: tree for name, tree in vars(entry).items() if tree is not None}
+    return [
+        (id(leaf), _on_each_device(leaf), name in ("residuals", "stash")) for name, tree in fields.items() for leaf in jax.tree.leaves(tree)
+    ]
+
+
 class _Buffers:
     """The bytes of the buffers of a rank; an array that is in several of them counts once, as a residual if it is one.
 
@@ -241,24 +256,26 @@ class _Buffers:
 
     def __init__(self) -> None:
         self.residuals = self.other = 0
-        self._held: dict[int, dict[tuple[str, int], list[tuple[int, int]]]] = {}  # (id, bytes) of arrays, by worker and buffer
+        self._entries: dict[int, dict[tuple[type, int], _Entry]] = {}  # by worker
         self._uses: dict[int, list[int]] = {}  # of each array: as a residual, as another buffer
 
-    def look(self, worker: int, buffers: Mapping[tuple[str, int], Any]) -> None:
-        """Note what is new in a worker's buffers, and what is gone."""
-        held = self._held.setdefault(worker, {})
-        for name in held.keys() - buffers.keys():
-            for leaf, size in held.pop(name):
-                self._count(leaf, size, name[0], -1)
-        for name in buffers.keys() - held.keys():
-            held[name] = [(id(leaf), _on_each_device(leaf)) for leaf in jax.tree.leaves(buffers[name])]
-            for leaf, size in held[name]:
-                self._count(leaf, size, name[0], 1)
+    def look(self, worker: int, state: WorkerState) -> None:
+        """Note the entries of a worker's buffers that are new, and those that are gone."""
+        known = self._entries.setdefault(worker, {})
+        buffers = state.microbatches, state.updates
+        present = {(type(entry), number): entry for entries in buffers for number, entry in entries.items()}
+        for name in [name for name, (entry, _) in known.items() if entry() is None or entry() is not present.get(name)]:
+            for leaf, size, is_residual in known.pop(name).arrays:
+                self._count(leaf, size, is_residual, -1)
+        for name in present.keys() - known.keys():
+            known[name] = _Entry(weakref.ref(present[name]), _arrays_of(present[name]))
+            for leaf, size, is_residual in known[name].arrays:
+                self._count(leaf, size, is_residual, 1)
 
-    def _count(self, leaf: int, size: int, kind: str, change: int) -> None:
+    def _count(self, leaf: int, size: int, is_residual: bool, change: int) -> None:
         uses = self._uses.setdefault(leaf, [0, 0])
         before = list(map(bool, uses))
-        uses[kind not in ("residuals", "stash")] += change
+        uses[not is_residual] += change
         self.residuals += size * (bool(uses[0]) - before[0])
         self.other += size * ((not uses[0] and bool(uses[1])) - (not before[0] and before[1]))
         if not any(uses):

@@ -1,7 +1,7 @@
-"""Orders of ranks that run several chunks by turns, after Megatron's interleaved 1F1B.
+"""Orders of ranks that run several chunks in turn, after Megatron's interleaved 1F1B.
 
 Microbatches come in groups. A rank does the forwards of a group through its first chunk, then through its second one, and so on, then
-those of the next group; the backwards alike, from its last chunk to its first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards it
+those of the next group; backwards go from its last chunk to its first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards it
 does a forward and a backward in turn: d ranks, this one p; v chunks each; g microbatches in a group; a microbatches ahead for each link.
 
 Reference: Narayanan et al. 2021, section 2.2.

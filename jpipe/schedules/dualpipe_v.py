@@ -25,7 +25,7 @@ def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]
     """Yield the order of a rank; chunk 0 is on the way down the V, chunk 1 on the way back."""
     ranks = len(plan.pipeline_ranks)
     before_last = ranks - 1 - p
-    split = [1 - n % 2 for n in range(p + 1, 2 * (p + 1))]  # the chunks of the last backwards, by turns
+    split = [1 - n % 2 for n in range(p + 1, 2 * (p + 1))]  # the chunks of the last backwards, in turn
     split += [0] * before_last
     slots: list[Slot] = [
         *in_turn("F0", 2 * before_last),

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: each rank runs several chunks by turns, so that the bubble of 1F1B shrinks by their number.
+"""Interleaved 1F1B: each rank runs several chunks in turn, so that the bubble of 1F1B shrinks by their number.
 
 4 stages on 2 ranks, 2 microbatches per batch, 1 batch (`F3.1`: forward of microbatch 3 at weight version 1; `F3.1/1`: of the rank's
 second stage; `*`: an update follows):

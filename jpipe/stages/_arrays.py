@@ -27,7 +27,7 @@ class Share:
     """The entries (see `Ties`) of a stage that one of its replicas updates.
 
     Attributes:
-        own: those that no other replica updates; it gives them to the others.
+        own: those that no other replica updates; this one sends them to the others.
         common: those that each replica updates, because other stages hold them, too.
     """
 
@@ -49,9 +49,9 @@ class Arrays:
 
     Attributes:
         functions: of the stage.
-        place: where it runs; a `NoPlace` tells the sizes of shards.
-        chosen: the shardings that XLA chose for arrays that stay from one program to a later one, in order: "saved" from the forward,
-            "stash" from the first half of a backward. Until they are known, those are taken to be sharded as what flows is.
+        place: where it runs, or a `NoPlace` for the sizes of shards.
+        chosen: the shardings that XLA chose for arrays between two programs, in order: "saved" from the forward, "stash" from the first
+            half of a backward. Before they are known, these arrays count as sharded like those between stages.
         share: what this replica updates; None: everything.
     """
 

@@ -30,7 +30,7 @@ Tree = Any
 class StageBuilder:
     """A builder of the functions of each stage, which checks that model, plan, loss, optimizer and batch fit each other.
 
-    Keeps its last answer: building traces the whole model.
+    It keeps its last result, because building traces the whole model.
 
     Args:
         stack: the model.

@@ -19,8 +19,8 @@ def measure_bytes(
 ) -> StageCost:
     """Return the bytes of one stage on each of its devices, from shapes alone.
 
-    They are exact, but on a mesh for the arrays that XLA shards as it likes while it is not known how (`chosen`): those count as sharded
-    over the rows only, which is usually more than a device holds.
+    They are exact, except on a mesh for arrays whose sharding XLA chooses, before it is known (`chosen`): those count as sharded over the
+    rows only, which is usually more than a device holds.
 
     Times are units: a forward 1, a backward 2 and each of its halves 1, and 1 more where they recompute. A half that computes nothing,
     because all parameters concerned are frozen, takes 0.
@@ -28,7 +28,7 @@ def measure_bytes(
     Args:
         functions: of the stage.
         recomputes: whether its backward recomputes.
-        splits: whether it is cut in two; only then the size of the stash is looked for.
+        splits: whether it is cut in two; only then the size of the stash is computed.
         chosen: as in `Arrays`.
     """
     f, a = functions, arrays_of(functions, chosen)
@@ -67,14 +67,14 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
     """
     f, (arguments, outputs) = a.functions, a.kept
     unchanged = {i for i, changes in enumerate(f.changed.flags(f.specs.state)) if not changes}
-    own, late, begin = [], 0, len(jax.tree.leaves(a.outputs))
+    arguments_kept, late, begin = [], 0, len(jax.tree.leaves(a.outputs))
     for i, leaf in zip(f.residuals.arguments, arguments, strict=True):
         if i not in unchanged:
-            own.append(leaf)
+            arguments_kept.append(leaf)
         elif splits and f.halves.reads_argument_late(i):
             late += nbytes(leaf)
-    computed = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
-    return (own, computed), late
+    outputs_kept = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
+    return (arguments_kept, outputs_kept), late
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:

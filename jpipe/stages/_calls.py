@@ -25,7 +25,7 @@ _DONE = jax.ShapeDtypeStruct((), jnp.bool_)
 
 
 def ops_by_call() -> dict[str, Op]:
-    """Return the ops of training by the name of their call: `forward`, `backward`, …"""
+    """Return the ops of training by the name of their call, such as `forward`."""
     return {op.function: op for op in OPS.values() if op.trains}
 
 

@@ -39,7 +39,7 @@ def compile_workers(
         workers: functions, place and share of each.
         programs: what will run.
         counts: the numbers of entries that each stage counts in the norm.
-        like: the same workers compiled for microbatches of other shapes. What does not depend on these is taken from there.
+        like: the same workers compiled for microbatches of other shapes; calls that do not depend on the shapes are shared.
     """
     keys = {w: (f.stage.layers, place, share) for w, (f, place, share) in workers.items()}
     of_key = {key: f for w, (f, _, _) in workers.items() for key in (_for_all(keys[w]), keys[w])}

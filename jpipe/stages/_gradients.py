@@ -27,7 +27,7 @@ def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
 
     Args:
         trained: the parameters that updates change.
-        params: of all layers up to some place, or their specs; where there are none, a gradient is computed all the same.
+        params: of all layers up to some point, or their specs; if empty, a gradient is computed.
     """
     return trained.has_any(params) or not any(name in trained.chosen for name in params)
 

@@ -30,7 +30,7 @@ class StandaloneStage:
     """One stage of a model without a pipeline: its bytes and its programs. It allocates nothing.
 
     A stage with the model's last layer includes the loss. A stage with its first layer computes no gradient for its input, nor does one
-    behind frozen parameters only.
+    with only frozen parameters before it.
 
     Attributes:
         stack: the model.
@@ -61,9 +61,9 @@ class StandaloneStage:
         return nbytes(self._functions.halves.stash_spec)
 
     def trace(self, name: Name, device: jax.Device) -> jax.stages.Traced:
-        """Trace one of the programs for a device; `.lower().compile()` gives what a pipeline runs.
+        """Trace one of the programs for a device; `.lower().compile()` returns the program that a pipeline runs.
 
-        Only side effects are left out, such as host callbacks: a profile calls the program with values that are made up.
+        Side effects such as host callbacks are left out: a profile calls the program with made-up values.
 
         Args:
             name: of the program; each returns (result, done), where `done` is ready when everything is computed.

@@ -116,7 +116,9 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
             check_equal(worker.versions, {v: expected.versions[s][v] for v in worker.versions})
             check_equal(worker.optimizer, expected.optimizer[s])
             check_equal(worker.layer_state, expected.layer_state[s][replica])
-            assert {kind for kind, _ in worker.buffers} <= {"norm"}, f"stage {s} is empty after a drain"
+            waiting = {field for update in worker.updates.values() for field, tree in vars(update).items() if tree is not None}
+            assert not worker.microbatches, f"stage {s} is empty after a drain"
+            assert waiting <= {"norm"}, f"stage {s} is empty after a drain"
 
 
 def check_close(found, expected, tolerance: float = 1e-12) -> None:

@@ -265,7 +265,7 @@ def save_copies(folder: Path) -> dict[str, np.ndarray]:
     for at in (1, 3):
         snapshot = pipe.snapshot(at)
         if at == 3 and jax.process_index() == 1:
-            newest = state.workers[0].versions[state.workers[0].latest]
+            newest = state.workers[0].weights.read(state.workers[0].weights.newest)
             newest["noise shared w"] = newest["noise shared w"] + 1
         for batch in batches[at - 1 : at + 1]:
             state, _ = pipe.step(state, batch, observe=snapshot)

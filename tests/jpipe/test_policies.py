@@ -33,7 +33,9 @@ def test_the_interpreter_knows_no_schedule_by_name():
     interprets = (
         "runtime/_interpreter",
         "runtime/_transport",
-        "runtime/_state",
+        "runtime/state/_state",
+        "runtime/state/_weights",
+        "runtime/state/_in_flight",
         "stages/_calls",
         "stages/_compile",
         "stages/_compiled_stage",

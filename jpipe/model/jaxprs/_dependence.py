@@ -20,14 +20,14 @@ Adds = Callable[[Any, Sequence[int], Any, int], int]
 def reached(jaxpr: Any, marks: Sequence[int], host: int = 0, adds: Adds | None = None) -> list[int]:
     """Return for each output of a jaxpr the union of the marks (sets as bits of an int) of all inputs that it depends on.
 
-    It looks into nested calls, loops and branches; what it does not know depends on everything that goes in.
+    It looks into nested calls, loops and branches; results of unknown equations depend on all their inputs.
 
     Args:
         jaxpr: the computation.
         marks: of its inputs.
-        host: the mark of what has side effects or comes from a host callback. With it, what is not a call or a scan is one piece, as it
-            is for `evaluate_wanted`: each of its results depends on everything that goes in.
-        adds: gives more marks, for each output of each equation that depends on a marked input.
+        host: the mark of results with side effects or of a host callback. With it, an equation that is not a call or a scan is one piece,
+            as for `evaluate_wanted`: each of its results depends on all its inputs.
+        adds: returns more marks, for each output of each equation that depends on a marked input.
     """
     mark_of = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
     for equation in jaxpr.eqns:
@@ -89,7 +89,7 @@ _Known = float | None
 def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> list[bool]:
     """Return for each output of a jaxpr whether it is always zero, given inputs that are known to be zero.
 
-    Looks into nested calls and branches, not into loops; what it does not know is not zero.
+    Looks into nested calls and branches, not into loops; results of unknown equations count as not zero.
 
     Args:
         jaxpr: the computation.

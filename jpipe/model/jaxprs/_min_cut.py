@@ -16,8 +16,8 @@ _ENDLESS = 2**30
 def cheapest_cut(costs: Mapping[Node, int], inputs: Mapping[Node, Iterable[Node]], wanted: Iterable[Node]) -> list[Node]:
     """Return the nodes of least total cost from which all sinks can be computed.
 
-    A node that has inputs can be computed from them at no cost; one without is given, and has to be chosen if it is needed. Of cuts that
-    cost the same, one of few nodes.
+    A node with inputs can be computed from them at no cost; one without must be chosen if it is needed. Among cuts of the same cost one
+    of few nodes is returned.
 
     Args:
         costs: of each node.
@@ -31,7 +31,7 @@ def cheapest_cut(costs: Mapping[Node, int], inputs: Mapping[Node, Iterable[Node]
     # Each node is an edge from 2 i to 2 i + 1 that carries its cost.
     edges = [(2 * i, 2 * i + 1, costs[node] // unit + 1) for node, i in number.items()]
     edges += [(source, 2 * i, _ENDLESS) for node, i in number.items() if node not in inputs]
-    edges += [(2 * number[before] + 1, 2 * number[node], _ENDLESS) for node, own in inputs.items() for before in set(own)]
+    edges += [(2 * number[before] + 1, 2 * number[node], _ENDLESS) for node, sources in inputs.items() for before in set(sources)]
     edges += [(2 * number[node] + 1, sink, _ENDLESS) for node in set(wanted)]
     rows, columns, capacities = (np.array(column, np.int32) for column in zip(*edges, strict=True))
     graph = coo_matrix((capacities, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()

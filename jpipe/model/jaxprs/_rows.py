@@ -1,6 +1,6 @@
 """The layers, and losses, that compute with several rows together, which in a pipeline are the rows of a microbatch.
 
-Found by tracing with a number of rows that no other dim is a multiple of, so that the dims of rows are known by their size.
+They are found by tracing with a prime number of rows that divides no other dim, so that dims of rows are known by their size.
 """
 
 import functools
@@ -35,7 +35,7 @@ def tell_of_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tre
     Args:
         stack, layers, labels, loss: as in `rows_together`.
         rows: of a microbatch.
-        microbatches: of a batch; with one there is nothing to tell.
+        microbatches: of a batch; with one there is no warning.
     """
     if microbatches == 1 or jax.process_index() > 0:
         return
@@ -65,7 +65,7 @@ def _warn_once(message: str) -> None:
 def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss) -> tuple[list[str], bool]:
     """Return the layers whose training forward mixes rows, and whether the loss is more than a sum over rows.
 
-    What cannot be traced with another number of rows is left out.
+    Layers that cannot be traced with another number of rows are left out.
 
     Args:
         stack: the model.
@@ -85,7 +85,7 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
     mixing: list[str] = []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were told when the model was traced first
+            warnings.simplefilter("ignore")  # already shown when the model was first traced
             for layer_id in stack.ids:
                 like = stack.like(layer_id, x)
                 if like not in known:
@@ -143,7 +143,7 @@ def _drops_rows(equation: Any, into: Sequence[int], out: Any, prime: int) -> boo
     if equation.primitive.name in _ORDERED:
         axis = equation.params.get("axis", equation.params.get("dimension", 0))
         return any(var.aval.shape[axis] % prime == 0 for var in rows)
-    is_truth = out.aval.dtype == bool  # loops that are vectorized ask whether any row goes on
+    is_truth = out.aval.dtype == bool  # vectorized loops test whether any row continues
     return bool(rows) and not is_truth and not _count(out, prime)
 
 

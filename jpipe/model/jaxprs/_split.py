@@ -1,7 +1,7 @@
 """Cut a backward in two halves: the gradients of the inputs, which the previous stage needs, and those of the weights.
 
-The backward is traced, and its calls and recomputations are written out in one list of equations. What the gradients of the inputs need is
-the first half; the rest is the second half. A scan that both need becomes two scans. Between the halves some arrays must be kept: arguments
+The backward is traced, and its calls and recomputations are inlined into one list of equations. Those that the gradients of the inputs need
+are the first half, the remaining ones the second. A scan that both need becomes two scans. Some arrays are kept between them: arguments
 of the backward (residuals, the output gradient) and results of the first half, the *stash*. Of all choices that is the cheapest in bytes, a
 minimum cut of the graph of the equations. The second half may repeat cheap elementwise operations for that, but no product, convolution or
 loop: both halves together compute what the whole backward does. Gradients of weights that the first half comes across anyway (those of a
@@ -61,7 +61,7 @@ def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first
         backward: a pure function of flat arguments that returns flat outputs.
         specs: shapes and dtypes of the arguments.
         in_first: for each output whether the first half makes it.
-        free: for each argument whether it is there anyway, as the weights are, so that keeping it costs nothing.
+        free: for each argument whether it is kept anyway, as weights are, at no cost.
 
     Raises:
         NotSplittable: the backward has side effects.
@@ -213,7 +213,7 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
 def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:
     """Return the inputs of the second half, and its results that the first half computes, as variables in order."""
     of_first, of_second = (set(needed(jaxpr, wanted[half])[1]) for half in (True, False))
-    there = {*jaxpr.constvars, *jaxpr.invars} - absent  # what the first half has, or could compute cheaply
+    available = {*jaxpr.constvars, *jaxpr.invars} - absent  # what the first half has, or could compute cheaply
     from_free = set(free)
     if of_first:
         for number, equation in enumerate(jaxpr.eqns):
@@ -221,14 +221,14 @@ def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[An
             is_cheap = equation.primitive.name in _CHEAP
             if all(var in from_free for var in inputs) and (is_cheap or number not in of_first):
                 from_free.update(equation.outvars)
-            if number in of_first or (is_cheap and all(var in there for var in inputs)):
-                there.update(equation.outvars)
+            if number in of_first or (is_cheap and all(var in available for var in inputs)):
+                available.update(equation.outvars)
     made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-    made_before = [v for v in dict.fromkeys(wanted[False]) if not is_literal(v) and v in there and v in made_by and v not in from_free]
-    sinks = {v for v in wanted[False] if not is_literal(v) and v in there and v not in made_by}
+    made_before = [v for v in dict.fromkeys(wanted[False]) if not is_literal(v) and v in available and v in made_by and v not in from_free]
+    sinks = {v for v in wanted[False] if not is_literal(v) and v in available and v not in made_by}
     for number in of_second:
-        if not all(var in there or isinstance(var, jex.DropVar) for var in jaxpr.eqns[number].outvars):
-            sinks.update(var for var in jaxpr.eqns[number].invars if not is_literal(var) and var in there)
+        if not all(var in available or isinstance(var, jex.DropVar) for var in jaxpr.eqns[number].outvars):
+            sinks.update(var for var in jaxpr.eqns[number].invars if not is_literal(var) and var in available)
     costs, inputs_of, to_do = dict[Any, int](), dict[Any, list[Any]](), [var for var in sinks if var not in from_free]
     while to_do:
         var = to_do.pop()

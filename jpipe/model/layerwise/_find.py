@@ -23,18 +23,18 @@ def find_layerwise(
 ) -> LayerwiseOptimizer:
     """Return the optimizer for use layer by layer; raise an error where that would change its numbers.
 
-    Two tests, and doubt refuses. The update of the whole model is traced: no layer's update may depend on the gradient, the
+    Two tests must pass. The update of the whole model is traced: no layer's update may depend on the gradient, the
     parameters or the state of another layer, at any step. Then it runs on tiny arrays, whole and layer by layer, for a few steps with
     gradients from 1e-6 to 1e6, another size for each layer at each step, later with one layer NaN: updates and states must agree.
     An optimizer that fails on the model's structure is refused too.
 
-    The trace also shows the frozen parameters: those whose update is zero whatever the gradients, the parameters, the state and the
-    step are. The layers run without them, unless the updates of other parameters depend on them. A factor of zero freezes, too.
+    The trace also shows the frozen parameters, whose update is always zero. The layers run without them, unless the updates of other
+    parameters depend on them. A factor of zero freezes, too.
 
     Args:
-        transformation: what the user gave.
+        transformation: of the user.
         specs: shapes of all parameters by layer id.
-        has_masters: whether it is to update parameters in float32 whatever their dtype is.
+        has_masters: whether it updates parameters in float32 whatever their dtype is.
         ties: the shared parameters, if there are any; they are updated by themselves.
 
     Raises:

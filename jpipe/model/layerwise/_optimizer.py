@@ -46,9 +46,8 @@ class LayerwiseOptimizer:
 
     Attributes:
         transformation: any optax transformation; `find_layerwise` says whether it may be used like this.
-        blank: empty; or all layers by layer id, with `optax.MaskedNode()` in place of every leaf, which holds no arrays and which optax
-            itself uses for what a transformation is not to see. Then the layer stands in the structure of the whole model, which
-            masks and labels that were given as trees need.
+        blank: empty; or all layers by layer id, with `optax.MaskedNode()` in place of every leaf, as optax does for leaves that a
+            transformation must not see. Then a layer has the structure of the whole model, which masks and labels given as trees need.
         has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
         trained: the parameters that updates change, by entry (see `Ties`). Of the others, which are frozen, there are no gradients and

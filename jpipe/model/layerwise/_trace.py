@@ -61,8 +61,8 @@ def coupled_layers(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> tuple[
 def frozen_leaves(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> list[bool]:
     """Return for each parameter whether its update is zero at every step, by the jaxpr alone, whatever a learning-rate schedule says.
 
-    What the state holds for a parameter may be zero at every step, too, as the momentum of gradients that are set to zero. A number
-    that an update takes over from the state before, such as a learning rate there, may be set to another one.
+    The state of a parameter may be zero at every step, too, as the momentum of gradients that are set to zero. A number that an update
+    passes on unchanged in the state, such as a learning rate, may be set to another one.
     """
     count, update = len(jax.tree.leaves(dict(specs))), traced.update
     zeros = always_zero(traced.init.jaxpr, traced.init.consts, [False] * count)

@@ -17,7 +17,7 @@ from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of
 
 Tree = Any
 
-_UPDATES = 8  # that change something; an optimizer that accumulates over several steps makes few
+_UPDATES = 8  # that change parameters; an optimizer that accumulates over several steps makes few
 _STEPS = 100  # at most
 _NAN_STEP = 6
 _LAYERS = 12  # that are tried, at most
@@ -35,8 +35,8 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
     """Describe how the layers updated one by one differ from the layers updated together, or return an empty string.
 
     Args:
-        layerwise: one by one.
-        blank: the structure of the whole model, in which they are together.
+        layerwise: the optimizer for the layers one by one.
+        blank: the structure of the whole model, for the layers together.
         params: the layers.
         ties: shared parameters, which are apart when layers are one by one.
     """

@@ -23,7 +23,7 @@ def lower(
 ) -> Program:
     """Write the programs of all workers for the batches `begin` .. `batches` - 1.
 
-    Computations stand in the order of their simulated start (a forward takes 1, a backward 2, half of a backward 1, one more where
+    Computations are in the order of their simulated start (a forward takes 1, a backward 2, half of a backward 1, one more where
     they recompute), transfers and sums where their producers end. All processes derive the same order from the same plan.
 
     Args:
@@ -41,7 +41,7 @@ def lower(
     Raises:
         InputError: batches out of order, the global norm with a schedule that cannot use it, or an order of the plan that deadlocks; then
             the message ends with the grid up to the deadlock.
-        ProgramError: the order of a schedule deadlocks; likewise.
+        ProgramError: the order of a schedule deadlocks; the message ends likewise.
     """
     if not isinstance(plan, Plan):
         raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")

@@ -58,13 +58,13 @@ class Problem:
 
 
 class Rules(NamedTuple):
-    """The preferences of a rank. Ready backwards for inputs come before all else, then forwards, then what nobody waits for.
+    """The preferences of a rank. Ready backwards for inputs come before all else, then forwards, then computations for which no rank waits.
 
     Attributes:
         deepest_first: of the ready forwards that of the last stage first; otherwise that of the first stage.
         ahead: rank p of d begins no more than ahead (d - p - 1) + 1 microbatches of a stage before the backward for inputs of the first
             of them; 0: as many as the limit lets.
-        patience: what nobody waits for begins only if this part of it fits before the next known arrival.
+        patience: a computation for which no rank waits begins only if this part of it fits before the next known arrival.
     """
 
     deepest_first: bool
@@ -73,7 +73,7 @@ class Rules(NamedTuple):
 
 
 def list_schedules(problem: Problem) -> Iterator[Order]:
-    """Return the orders of different rules."""
+    """Yield the orders of different rules."""
     straight = all(len(stages) == 1 for stages in problem.ranks)
     for rules in product((True,) if straight else (True, False), (0, 1, 2) if straight else (0,), (0.0, 0.5, 1.0)):
         yield _Run(problem, Rules(*rules)).order()

@@ -1,4 +1,4 @@
-"""A schedule by measured times: the order of each rank is data of the plan, from `greedy_order` or anybody's own; a flush after each batch.
+"""A schedule by measured times: the order of each rank is data of the plan, from `greedy_order` or by hand; flushes each batch.
 
 3 stages, 4 microbatches per batch, 1 batch, from `greedy_order` for F = I = W and a limit of 4 microbatches (`F3.1`: forward of microbatch
 3 at weight version 1; `I`, `W`: the halves of a backward, for inputs and for weights; `FI`: a forward and the first half; `*`: an update):
@@ -11,7 +11,7 @@
 Here ranks compute without a gap from their first start to their last end.
 
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight and bubble: as the order has them.
-A plan is refused if its order is not complete, computes something before what it needs on the same rank, or takes microbatches out of
+A plan raises an error if its order is not complete, computes something before what it needs on the same rank, or takes microbatches out of
 order at a stage; an order that deadlocks is refused by `jpipe.lower` and `jpipe.Pipeline`, with the grid. Reference: Qi et al. 2023, "Zero
 Bubble Pipeline Parallelism", section 3.1.
 """
@@ -37,7 +37,7 @@ def greedy_order(
     """Return the `order` of a plan by the times of its stages, under a limit of memory: the greedy of the zero-bubble paper.
 
     Ranks compute what is ready, backwards for inputs before forwards before backwards for weights. Several variants of this are tried,
-    and the static zero-bubble schedules that fit; the shortest is taken. The same arguments always give the same order.
+    and the static zero-bubble schedules that fit; the shortest is returned. The same arguments always give the same order.
 
     Args:
         plan: with the stages, ranks, replicas and microbatches that the order is for, of any schedule with these ranks.

@@ -18,8 +18,8 @@ class Source(NamedTuple):
     """The source of one leaf of the VJP for the backward.
 
     `saved`: position among the arrays that the forward returns for this. `argument`: the leaf is an argument of the forward, at this
-    position in its flattened (state, x, labels). `output`: likewise in its flattened (y, new state). `weights`: computed from weights,
-    constants and random numbers alone; the backward computes it again.
+    position in its flattened (state, x, labels). `output`: at this position in its flattened (y, new state). `weights`: computed from
+    weights, constants and random numbers alone; the backward computes it again.
     """
 
     kind: Literal["saved", "argument", "output", "weights"]

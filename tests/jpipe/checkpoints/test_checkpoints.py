@@ -106,7 +106,7 @@ def test_copies_of_a_shared_parameter_that_differ_are_not_saved(tmp_path):
         checkpoints.save(tmp_path, snapshot)
 
     def weights(workers) -> None:
-        newest = workers[2].versions[workers[2].latest]
+        newest = workers[2].weights.read(workers[2].weights.newest)
         newest["in shared kernel"] = newest["in shared kernel"] + 0.25
 
     def momenta(workers) -> None:

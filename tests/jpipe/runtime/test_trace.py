@@ -17,8 +17,8 @@ from jpipe import InputError, Pipeline, Plan, Tracer, lower, simulate
 from jpipe.programs import StageCost, Window, extract_window
 from jpipe.programs._instructions import Compute
 from jpipe.runtime import Event, fit_costs
-from jpipe.runtime._state import WorkerState
 from jpipe.runtime._trace import _Watcher
+from jpipe.runtime.state import Latest, Microbatch, WorkerState
 from tests.jpipe import models
 from tests.jpipe.running import check_equal
 
@@ -132,10 +132,11 @@ def test_many_microbatches_cost_no_more_each(monkeypatch):
     counts = []
     for held in (4, 64):
         watcher = _Watcher(0.0, workers=1)
-        state = WorkerState({0: {}}, {}, {}, {}, {}, jax.random.key(0))
+        microbatches = {}
+        state = WorkerState(Latest({}), {}, {}, {}, jax.random.key(0), microbatches)
         looked_at.clear()
         for k in range(held):
-            state.buffers["residuals", k] = [jnp.zeros(1)]
+            microbatches[k] = Microbatch(residuals=[jnp.zeros(1)])
             watcher.look(0, state)
         counts.append(len(looked_at) / held)
         watcher.stop()

@@ -158,8 +158,10 @@ def test_nothing_is_kept_or_sent_for_frozen_parameters(schedule):
     sent = {}
 
     def observe(event):
-        for (kind, _), tree in event.state.buffers.items():
-            sent.setdefault((event.instruction.worker, kind), set()).add(leaves_of(tree))
+        for microbatch in event.state.microbatches.values():
+            for field, tree in vars(microbatch).items():
+                if tree is not None:
+                    sent.setdefault((event.instruction.worker, field), set()).add(leaves_of(tree))
 
     state = pipe.init(jax.random.key(0), batches[0])
     for batch in batches:

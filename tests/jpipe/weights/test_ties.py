@@ -146,7 +146,9 @@ def test_equals_plain_training_with_one_array(replicas, fields, clip):
 
 def check_copies(state, name="embed shared token/embedding") -> None:
     """The newest copies of the parameter, and of its optimizer state, are the same bits at all workers that hold them."""
-    held = [(worker.versions[worker.latest][name], worker.optimizer[name]) for worker in state.workers if name in worker.optimizer]
+    held = [
+        (worker.weights.read(worker.weights.newest)[name], worker.optimizer[name]) for worker in state.workers if name in worker.optimizer
+    ]
     assert held
     for copy in held[1:]:
         check_equal(jax.tree.map(np.asarray, copy), jax.tree.map(np.asarray, held[0]))
@@ -204,7 +206,7 @@ def test_masters_of_a_shared_parameter(replicas):
     state = pipe.drain(state)
     check_copies(state, name)
     for worker in state.workers:
-        assert worker.versions[worker.latest][name].dtype == jnp.bfloat16
+        assert worker.weights.read(worker.weights.newest)[name].dtype == jnp.bfloat16
         assert worker.optimizer[name].masters.dtype == worker.accumulators["gradients"][name].dtype == jnp.float32
     again = pipe.restore(jax.random.key(0), data[0], cut.layers(), 1)
     for batch in data[1:]:

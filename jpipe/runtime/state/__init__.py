@@ -1,0 +1,26 @@
+"""The state of a run: weights by version, microbatches in flight, pending updates, and when the arrays of a consumed state are deleted."""
+
+from jpipe.runtime.state._consumed import Consumed
+from jpipe.runtime.state._fingerprint import fingerprint, model_of
+from jpipe.runtime.state._in_flight import Microbatch, PendingUpdate, change
+from jpipe.runtime.state._state import CONSUMED, State, WorkerState, check_state, is_consumed
+from jpipe.runtime.state._weights import DoubleBuffer, Latest, Stash, Weights, weights_of
+
+__all__ = [
+    "CONSUMED",
+    "Consumed",
+    "DoubleBuffer",
+    "Latest",
+    "Microbatch",
+    "PendingUpdate",
+    "Stash",
+    "State",
+    "Weights",
+    "WorkerState",
+    "change",
+    "check_state",
+    "fingerprint",
+    "is_consumed",
+    "model_of",
+    "weights_of",
+]

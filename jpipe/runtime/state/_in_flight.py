@@ -1,0 +1,70 @@
+"""What a worker holds of each microbatch in flight and of each update that waits for gradients."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jax
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Microbatch:
+    """A microbatch in flight at a worker. Fields are None before they are there and after they are used.
+
+    Attributes:
+        inputs: the input of the stage.
+        labels: the labels, at the last stage.
+        residuals: (kept arguments and outputs, saved arrays) of the forward, for the backward.
+        output: the output of the stage, until it is sent.
+        message: the gradient message from the next stage; at the last stage the output of its forward.
+        gradient: the gradient message for the previous stage, until it is sent.
+        stash: (remaining residuals, stash) of the first half of the backward, for the second half.
+    """
+
+    inputs: Tree = None
+    labels: Tree = None
+    residuals: Tree = None
+    output: Tree = None
+    message: Tree = None
+    gradient: Tree = None
+    stash: Tree = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PendingUpdate:
+    """What waits for an update at a worker. Fields are None before they are there and after they are used.
+
+    Attributes:
+        sums: the gradient accumulators, complete and set aside.
+        summed: (accumulators, means of the layer state, (mean loss, weight) at the last stage) over all replicas.
+        squares: the sums of squared gradients from the next stage; then with those of this stage, until they are sent.
+        norm: the norm of the gradients of all stages; it stays until the next update, since it may have to be sent on.
+        shared: the gradients of parameters that other stages hold, too.
+        received: those of the other stages, by stage.
+        loss: (mean loss, weight), until all updates of the batch are made.
+    """
+
+    sums: Tree = None
+    summed: Tree = None
+    squares: Tree = None
+    norm: Tree = None
+    shared: Tree = None
+    received: Mapping[int, Tree] | None = None
+    loss: Tree = None
+
+
+_Entry = TypeVar("_Entry", Microbatch, PendingUpdate)
+_NOTHING: Any = {kind: kind() for kind in (Microbatch, PendingUpdate)}
+
+
+def change(entries: dict[int, _Entry], kind: type[_Entry], number: int, **fields: Tree) -> None:
+    """Set fields of an entry of a dict by number; an entry of which nothing is left is removed."""
+    changed = replace(entries.get(number, _NOTHING[kind]), **fields)
+    if all(value is None for value in vars(changed).values()):
+        entries.pop(number, None)
+    else:
+        entries[number] = changed

@@ -1,0 +1,146 @@
+"""The state of a run as one immutable pytree, and the check that a pipeline can use it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jpipe._html import html_table, size
+from jpipe.errors import InputError
+from jpipe.model._precision import LossScale
+from jpipe.runtime.state._fingerprint import Fingerprint
+from jpipe.runtime.state._in_flight import Microbatch, PendingUpdate
+from jpipe.runtime.state._weights import Weights
+
+Tree = Any
+
+CONSUMED = "state: step or drain has already consumed it and deleted its arrays; go on with the state that call returned"
+"""The message for a state that is used a second time."""
+
+
+def _nbytes(tree: Tree) -> int:
+    """Return the bytes of the arrays in a tree; an array that occurs twice counts once."""
+    return sum({id(leaf): getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)}.values())
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False)
+class WorkerState:
+    """What one worker holds between two steps, an immutable pytree.
+
+    Attributes:
+        weights: the weight versions, as `Latest`, `DoubleBuffer` or `Stash`. Microbatches in flight that read the same version share it.
+        optimizer: optimizer state by layer id.
+        layer_state: state that forwards update (batch statistics), by layer id.
+        accumulators: sums over the current batch: gradients, weight and loss.
+        key: the random key of the run.
+        microbatches: the microbatches in flight, by number.
+        updates: what waits for an update, by the number of the update.
+        loss_scales: with a dynamic loss scale that of each version; a microbatch has the one of the version that it reads.
+    """
+
+    weights: Weights
+    optimizer: Tree
+    layer_state: Tree
+    accumulators: Tree
+    key: jax.Array
+    microbatches: Mapping[int, Microbatch] = field(default_factory=dict)
+    updates: Mapping[int, PendingUpdate] = field(default_factory=dict)
+    loss_scales: Mapping[int, LossScale] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        if self.is_consumed:
+            return "WorkerState(already consumed)"
+        return f"WorkerState(versions {self._versions}; {len(self.microbatches)} microbatches in flight)"
+
+    def cells(self) -> tuple[str, ...]:
+        """Return its versions and the bytes of its parts, as text, for a table."""
+        buffers = self.microbatches, self.updates
+        parts = (self.weights, self.loss_scales), self.optimizer, (self.accumulators, self.layer_state), buffers
+        return self._versions, *(size(_nbytes(part)) for part in parts)
+
+    @property
+    def versions(self) -> dict[int, Tree]:
+        """The parameters of each version, by version and layer id."""
+        return {version: self.weights.read(version) for version in self.weights.versions}
+
+    @property
+    def _versions(self) -> str:
+        return ", ".join(map(str, self.weights.versions))
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether a step or drain has deleted arrays of it."""
+        return any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(self))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False, eq=False)  # two states are one only if they are the same object
+class State:
+    """The state of a run, a pytree: `Pipeline.step` consumes one and returns the next.
+
+    Attributes:
+        workers: one `WorkerState` for each worker.
+        batch: index of the next batch.
+        start: the batch before which the pipeline was last empty.
+        averaged: False while replicas have layer state that is averaged when it is read.
+        made_by: the fingerprint of the pipeline that made it; other pipelines refuse the state.
+        buckets: which of the shapes of the pipeline the last batches had, the newest last, as far back as any is in flight; none where
+            there is one shape.
+    """
+
+    workers: tuple[WorkerState, ...]
+    batch: int = field(metadata={"static": True})
+    start: int = field(metadata={"static": True})
+    averaged: bool = field(metadata={"static": True}, default=True)
+    made_by: Fingerprint = field(metadata={"static": True}, default=())
+    buckets: tuple[int, ...] = field(metadata={"static": True}, default=())
+
+    def __repr__(self) -> str:
+        return f"State({self._facts()})"
+
+    def _repr_html_(self) -> str:
+        head = "worker", "weight versions", "weights", "optimizer state", "accumulators and layer state", "buffers"
+        gone = "already consumed", *("–",) * 4
+        rows = [[str(w), *(gone if is_consumed(self) else worker.cells())] for w, worker in enumerate(self.workers)]
+        return html_table(f"State: {self._facts()}", head, rows)
+
+    def _facts(self) -> str:
+        flight = "nothing in flight" if self.start == self.batch else f"in flight since batch {self.start}"
+        return f"before batch {self.batch}, {flight}, {len(self.workers)} workers"
+
+
+def check_state(state: State, own: Fingerprint | None) -> None:
+    """Refuse a state that a call has consumed, or that a pipeline with another fingerprint than `own` made.
+
+    Raises:
+        InputError: the message says how the two pipelines differ.
+    """
+    if not isinstance(state, State):
+        raise InputError(f"state: expected a jpipe.State, found {type(state).__name__}")
+    if own is None:
+        raise InputError("state: this pipeline did not make it; call init first")
+    if state.made_by != own:
+        raise InputError(
+            f"state: another pipeline made it: {_difference(state.made_by, own)}; "
+            "make one with init, or take a snapshot of the other run and restore it here"
+        )
+    if is_consumed(state):
+        raise InputError(CONSUMED)
+
+
+def is_consumed(state: State) -> bool:
+    """Return whether a step or drain has deleted arrays of the state."""
+    return any(worker.is_consumed for worker in state.workers)
+
+
+def _difference(made_by: Fingerprint, own: Fingerprint) -> str:
+    """The first entry in which two fingerprints differ."""
+    there, here = dict(made_by), dict(own)
+    name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
+    return f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
+
+
+def _short(text: str | None) -> str:
+    return "absent" if text is None else text if len(text) <= 80 else f"{text[:79]}…"
