@@ -155,13 +155,13 @@ class _Memory:
         self.weights = {v: size for v, size in self.weights.items() if v != version}
         self.add(-self.cost.trained)
 
-    def compute(self, made: int, used: int) -> None:
-        """Hold what a computation makes and what it uses while it runs, then only what it makes."""
+    def compute(self, outputs: int, inputs: int) -> None:
+        """Hold the bytes of outputs and inputs while a computation runs, then only the outputs."""
         rank = self.rank
-        running = rank.held + made + self.cost.temporary
+        running = rank.held + outputs + self.cost.temporary
         if running > rank.peak:
             rank.peak = running
-        self.add(made - used)
+        self.add(outputs - inputs)
         rank.sample()
 
     def parts(self) -> tuple[int, int, int]:
@@ -206,7 +206,7 @@ class Predictor:
         self._plan, self._program = program.plan, program
         self._averages_state = program.plan.sync_state and SCHEDULES[program.plan.schedule].flushes
         self._traffic = Traffic(network)
-        self._parts: dict[tuple[int, int], list[float]] = {}  # of each sum, by stage and batch: when each replica began it
+        self._sums_begun: dict[tuple[int, int], list[float]] = {}  # by stage and batch, when each replica began the sum
         plan = program.plan
         self._ranks = [_Rank(rank) for rank in range(len(plan.rank_workers))]
         self._workers = [
@@ -342,12 +342,12 @@ class Predictor:
     def _all_reduce(self, worker: _Worker, i: AllReduce) -> None:
         if self._averages_state:
             worker.memory.add(worker.cost.state)  # the mean, until the update replaces the worker's own by it
-        parts = self._parts.setdefault((worker.stage, i.batch), [])
-        parts.append(worker.rank.clock)
+        begun = self._sums_begun.setdefault((worker.stage, i.batch), [])
+        begun.append(worker.rank.clock)
         replicas = self._plan.stage_workers[worker.stage]
-        if len(parts) == len(replicas):
+        if len(begun) == len(replicas):
             size = 2 * (len(replicas) - 1) / len(replicas) * worker.cost.accumulators
-            summed = self._traffic.all_reduce([self._plan.rank_of[w] for w in replicas], max(parts), size)
+            summed = self._traffic.all_reduce([self._plan.rank_of[w] for w in replicas], max(begun), size)
             for w in replicas:
                 self._workers[w].rank.moved += round(size)
                 self._workers[w].ready["sum", i.batch] = summed
