@@ -1,4 +1,4 @@
-"""The interpreter: runs a program instruction by instruction on the devices. It knows no schedule and reads no configuration."""
+"""The interpreter, which runs a program instruction by instruction. It knows no schedule and reads no configuration."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -75,7 +75,7 @@ def run(
         consume: delete the arrays of the states that the new ones do not share. Without it the program must not train.
 
     Returns:
-        The new states, and what was found.
+        The new states, and the losses, norms and evaluations.
     """
     plan, found, consumed = program.plan, Found({}, {}, {}), ConsumedArrays()
     if is_on():

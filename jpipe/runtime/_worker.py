@@ -1,4 +1,4 @@
-"""A worker while a program runs: a method for each type of instruction."""
+"""The worker of the interpreter: holds the state of one worker while a program runs, with a method for each type of instruction."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ Tree = Any
 
 
 class Found(NamedTuple):
-    """What workers of this process computed besides their states, as arrays that may not be ready.
+    """The losses, norms and evaluations that the workers of this process computed, as arrays that may not be ready.
 
     Attributes:
         losses: for each finished batch, the (mean loss, weight) of each of its updates; perhaps still to come from other replicas.
@@ -137,11 +137,11 @@ class Worker:
         return (np.uint32(k), self.held.key) if self.functions.specs.rng[1] is not None else (None, None)
 
     def bucket(self, k: int) -> int:
-        """The bucket of a microbatch."""
+        """Return the bucket of a microbatch."""
         return self.buckets(k // self.plan.microbatches)
 
     def of(self, k: int) -> CompiledStage:
-        """What its stage computes a microbatch with."""
+        """Return the compiled stage for the shapes of a microbatch."""
         return self.stages[self.bucket(k)]
 
     def settle(self) -> None:
@@ -210,7 +210,7 @@ class Worker:
         k, version = i.microbatch + self.microbatch_shift, i.version + self.version_shift
         params, before, stage = held.weights.read(version), held.layer_state, self.of(k)
         functions, reads = stage.functions, self.read(op, k)
-        sums = (self.taken_accumulators(params),) if op.finishes else ()
+        sums = (self.donated_accumulators(params),) if op.finishes else ()
         scale = (held.scale(version),) if op.parts != "F" else ()
         results, self.done = stage.calls[op.function](params, *reads, *sums, self.rng(k), *scale)
         left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
@@ -242,8 +242,8 @@ class Worker:
         rest, stash = microbatch.stash
         return rest, stash
 
-    def taken_accumulators(self, params: Tree) -> Tree:
-        """The gradient accumulators, new ones if the last were set aside; the computation writes into their memory."""
+    def donated_accumulators(self, params: Tree) -> Tree:
+        """Return the gradient accumulators to donate, new ones if the last were set aside."""
         return self.held.accumulators if self.held.accumulators is not None else self.calls["zero_accumulators"](params)
 
     def after_backward(self, k: int) -> None:
@@ -366,7 +366,7 @@ class Worker:
             self.found.norms[update] = norm if scale is None else (*norm, scale)
 
     def norm(self, update: int) -> Tree:
-        """The norm of the gradients of all stages, if updates use it; the worker keeps it, for it may have to send it on."""
+        """Return the norm of the gradients of all stages, if updates use it, and keep it, since it may have to be sent on."""
         if not self.global_norm:
             return None
         if update - 1 in self.held.updates:
@@ -376,7 +376,7 @@ class Worker:
         return norm
 
     def gradients(self, update: int) -> Tree:
-        """The accumulators of a whole batch, for its update; the layer state becomes its mean if replicas average it with each update."""
+        """Return the accumulators of a whole batch for its update, and average the layer state if replicas average it with each update."""
         if self.shared and update in self.held.updates:
             self.change_update(update, shared=None, received=None)
         if not self.sets_aside:
