@@ -558,8 +558,10 @@ class Pipeline:
 
     @property
     def transfers(self) -> str | None:
-        """How messages go between processes: by "collectives" of jpipe's own, or by JAX's "device_put" where a probe at the start found
-        that it works between all of them. None in a run of one process, and before `init` or `restore`."""
+        """How messages go between processes, "collectives" or "device_put"; None in one process, and before `init` or `restore`.
+
+        Collectives are jpipe's own; JAX's `device_put` is used where a probe at the start shows that it works between all processes.
+        """
         return None if self._executor is None else self._executor.transfers
 
     # Inside ------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,11 @@
-"""The interpreter: runs a program instruction by instruction on the devices. It knows no schedule and reads no configuration."""
+"""The interpreter, which runs a program instruction by instruction. It knows no schedule and reads no configuration."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jpipe.meshes._place import crowded_meshes
-from jpipe.model._precision import LossScale
-from jpipe.ops import OPS, Op
 from jpipe.programs._instructions import (
     AddShared,
     AllReduce,
@@ -25,12 +21,11 @@ from jpipe.programs._instructions import (
     Update,
     shifted,
 )
-from jpipe.runtime._lanes import PendingTransfer, arrived
 from jpipe.runtime._nan_check import checked, is_on
 from jpipe.runtime._transport import Transport, rows
-from jpipe.runtime.state import Consumed, Microbatch, PendingUpdate, Weights, WorkerState, change
-from jpipe.stages._compiled_stage import CompiledStage, update_kind
-from jpipe.stages.functions._sums import shared_with
+from jpipe.runtime._worker import ConsumedArrays, Found, Worker
+from jpipe.runtime.state import WorkerState
+from jpipe.stages._compiled_stage import CompiledStage
 
 Tree = Any
 
@@ -52,20 +47,6 @@ class Event(NamedTuple):
 Observer = Callable[[Event], None]
 Data = dict[tuple[str, int], Tree]
 """What workers load, by name (inputs or labels) and microbatch."""
-
-
-class Found(NamedTuple):
-    """What workers of this process computed besides their states, as arrays that may not be ready.
-
-    Attributes:
-        losses: for each finished batch, the (mean loss, weight) of each of its updates; perhaps still to come from other replicas.
-        norms: for each update that used it, the `GlobalNorm` of the gradients, and after it the next loss scale if that is dynamic.
-        evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
-    """
-
-    losses: dict[int, list[Tree]]
-    norms: dict[int, Tree]
-    evaluations: dict[int, Tree]
 
 
 def run(
@@ -94,12 +75,12 @@ def run(
         consume: delete the arrays of the states that the new ones do not share. Without it the program must not train.
 
     Returns:
-        The new states, and what was found.
+        The new states, and the losses, norms and evaluations.
     """
-    plan, found, consumed = program.plan, Found({}, {}, {}), _ConsumedArrays()
+    plan, found, consumed = program.plan, Found({}, {}, {}), ConsumedArrays()
     if is_on():
         stages = checked(plan, stages)
-    workers = {w: _Worker(program, w, shift, stages[w], buckets, state, transport, found, consumed) for w, state in states.items()}
+    workers = {w: Worker(program, w, shift, stages[w], buckets, state, transport, found, consumed) for w, state in states.items()}
     crowded = crowded_meshes(own.compiled.place for own in workers.values())
     for own in workers.values():
         own.takes_turns = own.compiled.place in crowded
@@ -125,7 +106,7 @@ def run(
     return {w: worker.held.state() for w, worker in workers.items()}, found
 
 
-def _dispatch(instruction: Instruction, workers: "Mapping[int, _Worker]", data: Data) -> None:
+def _dispatch(instruction: Instruction, workers: "Mapping[int, Worker]", data: Data) -> None:
     """Dispatch one instruction, and delete the arrays that only it still needed."""
     worker = workers[instruction.worker]
     if type(instruction) is Load:
@@ -159,390 +140,13 @@ def read_data(program: Program, workers: Container[int], batches: Mapping[str, T
     return found
 
 
-_Part = tuple[int, str, int]  # of the state of a worker: the worker, "weights", "microbatch", "update" or "layer state", and a number
-_ConsumedArrays = Consumed[_Part]
-
-
-@dataclass
-class _Held:
-    """What a worker holds while a program runs: the fields of its state, which instructions change."""
-
-    weights: Weights
-    optimizer: Tree
-    layer_state: Tree
-    accumulators: Tree
-    key: jax.Array
-    microbatches: dict[int, Microbatch]
-    updates: dict[int, PendingUpdate]
-    loss_scales: dict[int, LossScale]
-
-    @classmethod
-    def of(cls, state: WorkerState) -> "_Held":
-        """Return the fields of a state, its dicts copied."""
-        fields: dict[str, Any] = {name: dict(value) if name in _DICTS else value for name, value in vars(state).items()}
-        return cls(**fields)
-
-    def state(self) -> WorkerState:
-        """Return the state that holds these fields, its dicts copied."""
-        fields: dict[str, Any] = {name: dict(value) if name in _DICTS else value for name, value in vars(self).items()}
-        return WorkerState(**fields)
-
-    def all_entries(self) -> Tree:
-        """Return the weights of all entries, of any version: one may still lack what other replicas update."""
-        return {entry: tree for version in self.weights.versions for entry, tree in self.weights.read(version).items()}
-
-    def scale(self, version: int) -> jax.Array | None:
-        """Return the loss scale of the microbatches that read a version, if it is dynamic."""
-        return self.loss_scales[version].value if self.loss_scales else None
-
-
-_DICTS = ("microbatches", "updates", "loss_scales")
-
-
-class _Worker:
-    """A worker while a program runs, with a method for each type of instruction.
-
-    Attributes:
-        stage, replica, replicas: its stage, which replica of it the worker is, and how many there are.
-        sets_aside, global_norm: as in `Program`, for its stage.
-        shared: as in `Program`.
-        microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
-        compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `of`.
-        stages, buckets: as given to `run`, for its stage.
-        transport: to and from other workers.
-        frozen: the frozen parameters, which all versions share.
-        held: what instructions change.
-        found: what they compute besides; shared by the workers of this process.
-        consumed: counts the arrays of the consumed states; shared by the workers of this process.
-        changed_parts: of the state, by the present instruction.
-        done: of the last computation, see `Event`.
-        takes_turns: whether each computation has to be over before the next one is dispatched, see `crowded_meshes`.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        worker: int,
-        shift: int,
-        stages: Sequence[CompiledStage],
-        buckets: Callable[[int], int],
-        state: WorkerState,
-        transport: Transport,
-        found: Found,
-        consumed: _ConsumedArrays,
-    ) -> None:
-        self.number, self.consumed = worker, consumed
-        self.changed_parts: list[_Part] = []
-        self.plan = plan = program.plan
-        self.stage, self.replica = plan.workers[worker]
-        self.replicas = plan.replicas[self.stage]
-        self.sets_aside, self.global_norm = program.sets_aside[self.stage], program.global_norm
-        self.shared = program.shared
-        self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * plan.updates_per_batch(self.stage)
-        self.stages, self.buckets, self.transport = stages, buckets, transport
-        self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
-        self.held = _Held.of(state)
-        self.frozen = {} if self.functions.trained.is_all else self.functions.trained.others(self.held.all_entries())
-        self.found = found
-        self.done: jax.Array | None = None
-        self.takes_turns = False
-
-    def rng(self, k: int) -> tuple[Any, Any]:
-        return (np.uint32(k), self.held.key) if self.functions.specs.rng[1] is not None else (None, None)
-
-    def bucket(self, k: int) -> int:
-        """The bucket of a microbatch."""
-        return self.buckets(k // self.plan.microbatches)
-
-    def of(self, k: int) -> CompiledStage:
-        """What its stage computes a microbatch with."""
-        return self.stages[self.bucket(k)]
-
-    def settle(self) -> None:
-        """Wait for all that the worker has computed."""
-        arrays = (leaf for leaf in jax.tree.leaves(vars(self.held)) if isinstance(leaf, jax.Array))
-        jax.block_until_ready([leaf for leaf in arrays if not leaf.is_deleted()])
-
-    def count_arrays(self) -> None:
-        """Count the arrays of the state that is consumed. Donation deletes the optimizer state and accumulators."""
-        held = self.held
-        numbers = {"weights": held.weights.versions, "microbatch": held.microbatches, "update": held.updates, "layer state": (0,)}
-        for part in [(self.number, kind, number) for kind, own in numbers.items() for number in own]:
-            self.consumed.add(part, self.read_part(part))
-
-    def read_part(self, part: _Part) -> Tree:
-        """Return a part of the state as it is now, without the arrays that are not deleted: frozen parameters, and numbers for metrics."""
-        held, (_, kind, number) = self.held, part
-        if kind == "weights":
-            return self.functions.trained.part(held.weights.read(number)) if number in held.weights.versions else None
-        if kind == "microbatch":
-            return held.microbatches.get(number)
-        if kind == "update":
-            pending = held.updates.get(number)
-            return None if pending is None else (pending.sums, pending.squares, pending.shared, pending.received)
-        return held.layer_state
-
-    def delete_unused(self) -> None:
-        """Delete the arrays of consumed states that the last instruction was the last to need."""
-        self.consumed.refresh(self.changed_parts, self.read_part)
-        self.changed_parts.clear()
-
-    def delete_state(self) -> None:
-        """Delete the arrays of the state that are not counted, since the run has failed."""
-        for leaf in jax.tree.leaves((self.held.optimizer, self.held.accumulators)):
-            leaf.delete()
-
-    def change_microbatch(self, k: int, **fields: Tree) -> None:
-        """Set fields of a microbatch in flight."""
-        self.changed_parts.append((self.number, "microbatch", k))
-        change(self.held.microbatches, Microbatch, k, **fields)
-
-    def change_update(self, update: int, **fields: Tree) -> None:
-        """Set fields of a pending update."""
-        self.changed_parts.append((self.number, "update", update))
-        change(self.held.updates, PendingUpdate, update, **fields)
-
-    def change_layer_state(self, state: Tree) -> None:
-        """Replace the layer state."""
-        self.changed_parts.append((self.number, "layer state", 0))
-        self.held.layer_state = state
-
-    @property
-    def averages(self) -> bool:
-        """Whether replicas average their layer state with each update."""
-        return self.functions.average_state == "update"
-
-    def load(self, i: Load, data: Tree) -> None:
-        self.change_microbatch(i.microbatch + self.microbatch_shift, **{i.data: self.transport.load(i.worker, i.data, data)})
-
-    def compute(self, i: Compute) -> None:
-        """Run an op on what it reads, and keep what it leaves."""
-        op, held = OPS[i.op], self.held
-        if not op.trains:
-            self.evaluate(i)
-            return
-        k, version = i.microbatch + self.microbatch_shift, i.version + self.version_shift
-        params, before, stage = held.weights.read(version), held.layer_state, self.of(k)
-        functions, reads = stage.functions, self.read(op, k)
-        sums = (self.taken_accumulators(params),) if op.finishes else ()
-        scale = (held.scale(version),) if op.parts != "F" else ()
-        results, self.done = stage.calls[op.function](params, *reads, *sums, self.rng(k), *scale)
-        left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
-        fields: dict[str, Tree] = dict.fromkeys(_READ_FIELDS[op.reads])
-        if "state" in left:
-            self.change_layer_state(functions.changed.joined(left["state"], before))
-        if "output" in left:
-            fields["message" if self.functions.last else "output"] = left["output"]
-        if "residuals" in left:
-            fields["residuals"] = functions.residuals.keep(reads, (left["output"], held.layer_state)), left["residuals"]
-        if "stash" in left and op.begins:
-            fields["stash"] = functions.halves.stash_of(reads, held.layer_state, left["stash"])
-        elif "stash" in left:
-            fields["stash"] = functions.halves.late_inputs(*reads), left["stash"]
-        if op.gives_gradient and not self.functions.first:
-            fields["gradient"] = left["gradient"]
-        self.change_microbatch(k, **fields)
-        if op.finishes:
-            held.accumulators = left["accumulators"]
-            self.after_backward(k)
-
-    def read(self, op: Op, k: int) -> tuple[Any, ...]:
-        """Return what an op reads: (state, x, labels), (kept arguments and outputs, saved arrays, gradient message) or (rest, stash)."""
-        microbatch = self.held.microbatches[k]
-        if op.reads == "inputs":
-            return self.held.layer_state, arrived(microbatch.inputs), microbatch.labels
-        if op.reads == "residuals":
-            return *microbatch.residuals, arrived(microbatch.message)
-        rest, stash = microbatch.stash
-        return rest, stash
-
-    def taken_accumulators(self, params: Tree) -> Tree:
-        """The gradient accumulators, new ones if the last were set aside; the computation writes into their memory."""
-        return self.held.accumulators if self.held.accumulators is not None else self.calls["zero_accumulators"](params)
-
-    def after_backward(self, k: int) -> None:
-        """Set the accumulators aside if they are complete and wait for their update."""
-        if self.sets_aside:
-            every = self.plan.microbatches_per_update(self.stage)
-            if (k + self.replicas) // every > k // every:
-                if self.functions.last and self.replicas == 1:
-                    self.finish(k // every, self.calls["mean_loss"](self.held.accumulators))
-                self.change_update(k // every, sums=self.held.accumulators)
-                self.held.accumulators = None
-
-    def all_reduce(self, i: AllReduce) -> Mapping[int, Tree]:
-        held, update = self.held, i.batch + self.version_shift
-        part = held.updates[update].sums, self.functions.averaged_state(held.layer_state) if self.averages else []
-        return self.transport.all_reduce(i, update, part, self.calls["add"], self.calls["finish"])
-
-    def take_sum(self, i: AllReduce, total: Tree) -> None:
-        """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
-        update = i.batch + self.version_shift
-        if isinstance(total, PendingTransfer):
-            self.consumed.keep(self.held.updates[update].sums)  # the transfer may read them later
-        self.change_update(update, sums=None, summed=total)
-        if self.functions.last and self.replica == 0:
-            self.finish(update, total[2])
-
-    def complete(self, update: int) -> Tree:
-        """Return the accumulators of a whole batch, which stay where they are."""
-        if self.replicas > 1:
-            self.change_update(update, summed=arrived(self.held.updates[update].summed))
-            return self.held.updates[update].summed[0]
-        return self.held.updates[update].sums if self.sets_aside else self.held.accumulators
-
-    def take_shared(self, i: TakeShared) -> None:
-        update = i.batch + self.version_shift
-        self.change_update(update, shared=self.calls["take_shared"](self.complete(update)))
-
-    def add_shared(self, i: AddShared) -> None:
-        """Add the shared gradients of the other stages; the computation writes into the memory of the accumulators."""
-        held, update = self.held, i.batch + self.version_shift
-        accumulators = self.complete(update)
-        received = held.updates[update].received or {}
-        gradients = {s: arrived(received[s]) for s in self.shared[i.group] if s != self.stage}
-        self.change_update(update, received={**received, **gradients})
-        added = self.calls[f"add_shared {i.group}"](accumulators, gradients)
-        if self.replicas > 1:
-            self.change_update(update, summed=(added, *held.updates[update].summed[1:]))
-        elif self.sets_aside:
-            self.change_update(update, sums=added)
-        else:
-            held.accumulators = added
-
-    def sum_squares(self, i: SumSquares) -> None:
-        held, update = self.held, i.batch + self.version_shift
-        accumulators = self.complete(update)
-        later = arrived(held.updates[update].squares) if update in held.updates else None
-        squares = self.calls["sum_squares"](accumulators), *(later or ())
-        if self.functions.first:
-            self.change_update(update, squares=None, norm=self.calls["norm"](squares))
-        else:
-            self.change_update(update, squares=squares)
-
-    def send(self, i: Send) -> None:
-        held, k, bucket = self.held, i.microbatch + self.microbatch_shift, 0
-        update = k // self.plan.microbatches
-        tree: Tree
-        match i.message:
-            case "norm":
-                tree = arrived(held.updates[update].norm)
-            case "squares":
-                tree = held.updates[update].squares
-                self.change_update(update, squares=None)
-            case "shared":
-                tree = shared_with(self.functions, self.plan.workers[i.to][0], held.updates[update].shared)
-            case "weights":
-                assert self.compiled.share is not None
-                tree = self.compiled.share.outgoing(self.functions.trained.part(held.weights.read(update + 1)))
-            case message:
-                field = "output" if message == "activation" else "gradient"
-                tree, bucket = getattr(held.microbatches[k], field), self.bucket(k)
-                self.change_microbatch(k, **{field: None})
-        self.consumed.keep(tree)
-        self.transport.send(i, k, tree, bucket)
-
-    def receive(self, i: Receive) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
-        update = k // self.plan.microbatches
-        tree = self.transport.receive(i, k, self.bucket(k) if i.message in ("activation", "gradient") else 0)
-        match i.message:
-            case "norm" | "squares":
-                self.change_update(update, **{i.message: tree})
-            case "shared":
-                before = (held.updates[update].received if update in held.updates else None) or {}
-                self.change_update(update, received={**before, self.plan.workers[i.source][0]: tree})
-            case "weights":
-                params = held.weights.read(update + 1) | self.functions.trained.joined(arrived(tree), self.frozen)
-                held.weights = held.weights.with_params(update + 1, params)
-            case message:
-                self.change_microbatch(k, **{"inputs" if message == "activation" else "message": tree})
-
-    def update(self, i: Update) -> None:
-        held, update, kind = self.held, i.batch + self.version_shift, update_kind(i)
-        accumulators, norm = self.gradients(update), self.norm(update)
-        if held.loss_scales:
-            held.loss_scales[update + 1] = self.calls["next_scale"](held.loss_scales[update], norm)
-        retires = None if i.retires is None else i.retires + self.version_shift
-        memory = (held.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
-        new, self.done = self.compiled.update(kind, memory, held.weights.read(update), held.optimizer, accumulators, norm)
-        params, held.optimizer, zeros, found = new
-        held.weights = held.weights.with_update(params, retires)
-        if retires is not None:
-            self.changed_parts.append((self.number, "weights", retires))
-            held.loss_scales.pop(retires, None)
-        if held.accumulators is None or not self.sets_aside:
-            held.accumulators = zeros
-        if self.functions.last and not self.sets_aside:
-            self.finish(update, found)
-        if self.functions.last and self.replica == 0 and self.global_norm:
-            scale = held.scale(update + 1)
-            self.found.norms[update] = norm if scale is None else (*norm, scale)
-
-    def norm(self, update: int) -> Tree:
-        """The norm of the gradients of all stages, if updates use it; the worker keeps it, for it may have to send it on."""
-        if not self.global_norm:
-            return None
-        if update - 1 in self.held.updates:
-            self.change_update(update - 1, norm=None)
-        norm = arrived(self.held.updates[update].norm)
-        self.change_update(update, norm=norm)
-        return norm
-
-    def gradients(self, update: int) -> Tree:
-        """The accumulators of a whole batch, for its update; the layer state becomes its mean if replicas average it with each update."""
-        if self.shared and update in self.held.updates:
-            self.change_update(update, shared=None, received=None)
-        if not self.sets_aside:
-            return self.held.accumulators
-        pending = self.held.updates[update]
-        self.change_update(update, sums=None, summed=None)
-        if self.replicas == 1:
-            return pending.sums
-        accumulators, means, _ = arrived(pending.summed)
-        if self.averages:
-            self.change_layer_state(self.functions.with_averages(self.held.layer_state, means))
-        return accumulators
-
-    def finish(self, update: int, found: Tree) -> None:
-        """Keep (mean loss, weight) of an update; the last one of a batch reports those of all its updates."""
-        rate = self.plan.updates_per_batch(self.stage)
-        self.change_update(update, loss=found)
-        if (update + 1) % rate == 0:
-            updates = range(update + 1 - rate, update + 1)
-            self.found.losses[update // rate] = [self.held.updates[g].loss for g in updates]
-            for g in updates:
-                self.change_update(g, loss=None)
-
-    def release(self, i: Release) -> None:
-        version = i.version + self.version_shift
-        self.changed_parts.append((self.number, "weights", version))
-        self.held.weights = self.held.weights.without(version)
-        self.held.loss_scales.pop(version, None)
-
-    def evaluate(self, i: Compute) -> None:
-        """Run an evaluation; the last stage reports its results."""
-        held, k, stage = self.held, i.microbatch, self.of(i.microbatch)
-        inputs = self.read(OPS[i.op], k)
-        rng = (np.uint32(k), held.key) if stage.functions.evaluation_rng[1] is not None else (None, None)
-        y = stage.calls["evaluate"](held.weights.read(i.version), *inputs, rng)
-        if self.takes_turns:
-            jax.block_until_ready(y)
-        self.change_microbatch(k, inputs=None, labels=None, output=None if self.functions.last else y)
-        if self.functions.last:
-            self.found.evaluations[k] = y
-
-
-_READ_FIELDS = {"inputs": ("inputs", "labels"), "residuals": ("residuals", "message"), "stash": ("stash",)}
-"""The fields of a microbatch that an op has used, by what it reads."""
-
-_METHODS: dict[type, Callable[[_Worker, Any], None]] = {
-    Compute: _Worker.compute,
-    Send: _Worker.send,
-    Receive: _Worker.receive,
-    TakeShared: _Worker.take_shared,
-    AddShared: _Worker.add_shared,
-    SumSquares: _Worker.sum_squares,
-    Update: _Worker.update,
-    Release: _Worker.release,
+_METHODS: dict[type, Callable[[Worker, Any], None]] = {
+    Compute: Worker.compute,
+    Send: Worker.send,
+    Receive: Worker.receive,
+    TakeShared: Worker.take_shared,
+    AddShared: Worker.add_shared,
+    SumSquares: Worker.sum_squares,
+    Update: Worker.update,
+    Release: Worker.release,
 }

@@ -17,8 +17,8 @@ from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Compute, Program, Update
-from jpipe.runtime._interpreter import Found
 from jpipe.runtime._lanes import arrived
+from jpipe.runtime._worker import Found
 
 Tree = Any
 Number = jax.Array | np.ndarray

@@ -32,6 +32,7 @@ def imported(path: Path) -> set[str]:
 def test_the_interpreter_knows_no_schedule_by_name():
     interprets = (
         "runtime/_interpreter",
+        "runtime/_worker",
         "runtime/_transport",
         "runtime/state/_state",
         "runtime/state/_weights",
