@@ -4,11 +4,10 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -41,9 +40,8 @@ from jpipe.runtime._metrics import Evaluation, Metrics
 from jpipe.runtime._placement import checked_devices, place, place_names, place_on
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
-from jpipe.runtime.state import State, WorkerState, check_state, weights_of
+from jpipe.runtime.state import State, WorkerState, check_state, fresh_worker, initialized_at
 from jpipe.schedules import SCHEDULES
-from jpipe.stages._arrays import Arrays, shardings_of
 from jpipe.stages._batch import (
     Batch,
     Bucket,
@@ -57,7 +55,7 @@ from jpipe.stages._batch import (
 )
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
-from jpipe.stages._compile import CompiledPrograms, compile_stages, compile_start
+from jpipe.stages._compile import CompiledPrograms, compile_stages
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._initializers import compile_initializers
 from jpipe.stages._shares import shares_of, with_shares
@@ -238,10 +236,10 @@ class Pipeline:
         self.stack.ties.check_given(given)
         executor = self._compile(batch, buckets, {"key": _bits(key)})
         tell_of_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
-        places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in _initialized_at(stage)]
+        places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(
-            executor, [_fresh_worker(stage, self._most_versions(stage), initializers, key, given) for stage in executor.stages.values()], 0
+            executor, [fresh_worker(stage, self._most_versions(stage), initializers, key, given) for stage in executor.stages.values()], 0
         )
 
     @own_context()
@@ -618,36 +616,6 @@ class Pipeline:
         check_state(current, None if self._executor is None else self._executor.fingerprint)
         assert self._executor is not None
         return self._executor, current, carried
-
-
-def _fresh_worker(
-    stage: CompiledStage, most: int, initializers: Mapping[tuple[str, Place], jax.stages.Compiled], key: jax.Array, given: Tree
-) -> WorkerState:
-    """Return a worker before batch 0, with the given parameters and fresh ones for the others, which holds at most `most` versions."""
-    f, first, a, params, state = stage.functions, stage.place.first, Arrays(stage.functions, stage.place), {}, {}
-    for layer_id in _initialized_at(stage):
-        fresh, state[layer_id] = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
-        params[layer_id] = jax.tree.map(partial(_given_or_fresh, first), given[layer_id], fresh)
-        if layer_id in a.fresh and not f.stack.ties.names([layer_id]):  # the first device of a mesh need not have room for all layers
-            params[layer_id] = jax.device_put(params[layer_id], shardings_of(a.fresh[layer_id]))
-    entries = jax.device_put(f.stack.ties.split(params, f.stage.layers), shardings_of(a.fresh))
-    version, optimizer, accumulators = compile_start(f, stage.place, stage.share)(entries)
-    state = jax.device_put({layer_id: state[layer_id] for layer_id in f.stage.layers}, shardings_of(a.state))
-    dynamic = f.precision.dynamic_scale
-    scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.place.sharding())
-    weights = weights_of({0: version}, most)
-    return WorkerState(weights, optimizer, state, accumulators, jax.device_put(key, stage.place.sharding()), loss_scales=scales)
-
-
-def _initialized_at(stage: CompiledStage) -> tuple[str, ...]:
-    """The layers that a worker initializes: its own, and those that hold the first places of its shared parameters."""
-    ids, ties = stage.functions.stage.layers, stage.functions.stack.ties
-    return tuple(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
-
-
-def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Array:
-    """A copy of the array that is given: an update writes into the memory of the old weights, which is not to be the caller's."""
-    return fresh if isinstance(given, jax.ShapeDtypeStruct) else jnp.copy(jax.device_put(given, device))
 
 
 def _bits(key: jax.Array) -> str:

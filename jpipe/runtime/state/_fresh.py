@@ -1,0 +1,47 @@
+"""The state of a worker before the first batch."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.meshes._place import Place
+from jpipe.runtime.state._state import WorkerState
+from jpipe.runtime.state._weights import weights_of
+from jpipe.stages._arrays import Arrays, shardings_of
+from jpipe.stages._compile import compile_start
+from jpipe.stages._compiled_stage import CompiledStage
+
+Tree = Any
+
+
+def fresh_worker(
+    stage: CompiledStage, most: int, initializers: Mapping[tuple[str, Place], jax.stages.Compiled], key: jax.Array, given: Tree
+) -> WorkerState:
+    """Return a worker before batch 0, with the given parameters and fresh ones for the others, which holds at most `most` versions."""
+    f, first, a, params, state = stage.functions, stage.place.first, Arrays(stage.functions, stage.place), {}, {}
+    for layer_id in initialized_at(stage):
+        fresh, state[layer_id] = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
+        params[layer_id] = jax.tree.map(partial(_given_or_fresh, first), given[layer_id], fresh)
+        if layer_id in a.fresh and not f.stack.ties.names([layer_id]):  # the first device of a mesh need not have room for all layers
+            params[layer_id] = jax.device_put(params[layer_id], shardings_of(a.fresh[layer_id]))
+    entries = jax.device_put(f.stack.ties.split(params, f.stage.layers), shardings_of(a.fresh))
+    version, optimizer, accumulators = compile_start(f, stage.place, stage.share)(entries)
+    state = jax.device_put({layer_id: state[layer_id] for layer_id in f.stage.layers}, shardings_of(a.state))
+    dynamic = f.precision.dynamic_scale
+    scales = {} if dynamic is None else jax.device_put({0: dynamic.first()}, stage.place.sharding())
+    weights = weights_of({0: version}, most)
+    return WorkerState(weights, optimizer, state, accumulators, jax.device_put(key, stage.place.sharding()), loss_scales=scales)
+
+
+def initialized_at(stage: CompiledStage) -> tuple[str, ...]:
+    """Return the layers that a worker initializes: its own, and those that hold the first places of its shared parameters."""
+    ids, ties = stage.functions.stage.layers, stage.functions.stack.ties
+    return tuple(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
+
+
+def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Array:
+    """Return a copy of a given array, since updates write into the memory of the weights, or else the fresh one."""
+    return fresh if isinstance(given, jax.ShapeDtypeStruct) else jnp.copy(jax.device_put(given, device))
