@@ -97,13 +97,6 @@ REPLICATED = {
     "replicas": {"replicas": 2, "num_stages": 2},
     "more replicas at the end": {"schedule": "pipedream_2bw", "replicas": (1, 3), "num_stages": 2, "microbatches": 6},
     "shared optimizer state": {"replicas": 2, "num_stages": 2, "shard_optimizer": True},
-    "shared optimizer state without a flush": {
-        "schedule": "pipedream_2bw",
-        "replicas": 2,
-        "num_stages": 2,
-        "shard_optimizer": True,
-        "microbatches": 6,
-    },
 }
 
 

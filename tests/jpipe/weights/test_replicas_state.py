@@ -62,7 +62,7 @@ def test_after_a_drain_all_replicas_hold_the_mean_of_what_each_has_made(name):
         state, _ = pipe.step(state, batch)
         if t == 4:
             state = pipe.drain(state)
-            middle = [dict(worker.layer_state) for worker in state.workers]  # the next step empties the other one
+            middle = [models.copied(worker.layer_state) for worker in state.workers]  # the next step deletes its arrays
     assert len({np.asarray(layer["mean"]).tobytes() for own in middle for layer in own.values()}) == 1
     ends = [np.asarray(layer["mean"]) for worker in pipe.drain(state).workers for layer in worker.layer_state.values()]
     for mean in ends:
