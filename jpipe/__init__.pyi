@@ -8,8 +8,8 @@ from .model._ties import Tie
 from .pipeline import Pipeline
 from .plan import Plan, Stage
 from .programs._costs import Link
-from .programs._lower import lower
 from .programs._simulate import simulate
+from .programs.lowering import lower
 from .runtime._join import join_processes
 from .runtime._metrics import Evaluation, Mean, Metrics
 from .runtime._state import State

@@ -1,4 +1,4 @@
-"""What a user gives to a pipeline, checked. Each function raises `InputError` for what does not fit."""
+"""Checks of the arguments of a pipeline. Each function raises `InputError` for an argument that does not fit."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ Tree = Any
 
 
 def as_key(key: Any) -> jax.Array:
-    """A typed key of JAX's default kind; an old-style `jax.random.PRNGKey` is wrapped."""
+    """Return a typed key of JAX's default kind; an old-style `jax.random.PRNGKey` is wrapped."""
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.key_data(jax.random.key(0)).shape:
         return jax.random.wrap_key_data(key)
     if not isinstance(key, jax.Array) or key.dtype != key_spec().dtype or key.shape != ():
@@ -32,7 +32,7 @@ def as_key(key: Any) -> jax.Array:
 
 
 def given_params(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> dict[str, Tree]:
-    """The parameters of all layers: arrays where they are given, else shapes."""
+    """Return the parameters of all layers: arrays for those in `params`, else shapes."""
     if not isinstance(params, Mapping):
         raise InputError(f"params: expected a dict of parameters by layer id, found {type(params).__name__}")
     for layer_id in params:
@@ -44,28 +44,28 @@ def given_params(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> 
     }
 
 
-def _plain_params(given: Any, expected: Tree, layer_id: str) -> Tree:
-    """The parameters of a layer without Flax around them: of an NNX module or an `nnx.State` its `nnx.Param`s.
+def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:
+    """Return the parameters of a layer as a plain tree: of an NNX module or an `nnx.State` its `nnx.Param`s.
 
     Raises:
         InputError: other NNX variables than parameters and random streams, or all collections of a Linen module.
     """
-    if isinstance(given, nnx.Module):
-        given = nnx.state(given)
-    if isinstance(given, nnx.State):
-        params, _, others = nnx.split_state(given, nnx.Param, nnx.RngState, ...)
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params)
+    if isinstance(params, nnx.State):
+        weights, _, others = nnx.split_state(params, nnx.Param, nnx.RngState, ...)
         if others:
             path, variable = nnx.to_flat_state(others)[0]
             raise InputError(
                 f"params: layer '{layer_id}': expected nnx.Param variables, found '{'/'.join(map(str, path))}', a "
                 f"{type(variable).__name__}, which is layer state and begins fresh; give nnx.state(module, nnx.Param)"
             )
-        return nnx.to_pure_dict(params)
-    if isinstance(given, Mapping) and "params" in given and not (isinstance(expected, Mapping) and "params" in expected):
+        return nnx.to_pure_dict(weights)
+    if isinstance(params, Mapping) and "params" in params and not (isinstance(expected, Mapping) and "params" in expected):
         raise InputError(
             f"params: layer '{layer_id}': expected its parameters, found the key 'params' of all variables; give ['params'] of it"
         )
-    return given
+    return params
 
 
 def check_observer(observe: Any) -> None:
@@ -74,7 +74,7 @@ def check_observer(observe: Any) -> None:
 
 
 def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, precision: Precision, plan: Plan) -> None:
-    """Refuse options that need the global norm of the gradients, if they are wrong or the schedule has no norm in time."""
+    """Check options that need the global norm of the gradients, which not every schedule has in time."""
     if clip_global_norm is not None and (not _is_number(clip_global_norm) or not 0 < clip_global_norm < math.inf):
         raise InputError(f"clip_global_norm: expected a finite number above 0, found {clip_global_norm!r}")
     if not isinstance(skip_nonfinite, bool):

@@ -1,4 +1,4 @@
-"""A mapping that cannot change, and so can be hashed: plans hold them."""
+"""An immutable, hashable mapping, for the fields of plans."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -7,7 +7,7 @@ Value = TypeVar("Value")
 
 
 class FrozenMapping(Mapping[str, Value], Generic[Value]):
-    """Names and values in the order in which they were given, which counts when two are compared.
+    """An immutable mapping from names to values; comparison and hash depend on the order of the items.
 
     Args:
         items: a mapping whose values can be hashed.

@@ -1,30 +1,30 @@
-"""What a notebook shows of a plan, a pipeline or a state: a caption and a small table."""
+"""Tables in HTML, as notebooks show plans, pipelines and states."""
 
 import html
 from collections.abc import Sequence
 
-_MOST_ROWS = 40  # of a table; what is in the middle of a longer one is left out
+_MAX_ROWS = 40  # the middle of a longer table is left out
 
 
 def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as HTML, every text in it escaped.
+    """Return a table as HTML, with all text escaped.
 
     Args:
-        caption: above the table.
-        head: names of the columns.
-        rows: the cells, as many in each row as there are columns.
+        caption: the text above the table.
+        head: the names of the columns.
+        rows: the cells of each row, one for each column.
 
     Returns:
-        Both in a `<div>`, with a row of marks in place of what is in the middle of a long table.
+        A `<div>` with caption and table; a row of `…` replaces the middle of a long table.
     """
-    shown = list(rows) if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 2], ["…"] * len(head), rows[-1]]
+    shown = list(rows) if len(rows) <= _MAX_ROWS else [*rows[: _MAX_ROWS - 2], ["…"] * len(head), rows[-1]]
     body = "".join(f"<tr>{_cells('td', row)}</tr>" for row in shown)
     table = f"<table><thead><tr>{_cells('th', head)}</tr></thead><tbody>{body}</tbody></table>"
     return f"<div><p>{html.escape(caption)}</p>{table}</div>"
 
 
 def size(count: float) -> str:
-    """Bytes with their unit: `98.6 MB`."""
+    """Return bytes with their unit: `98.6 MB`."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"

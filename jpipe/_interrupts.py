@@ -1,4 +1,4 @@
-"""Ctrl-C while a state is consumed: signals wait until the result is there, and a result that its caller never received is kept."""
+"""Interrupts while a state is consumed: signals wait for the result, which is kept until its caller has received it."""
 
 import contextlib
 import hashlib
@@ -28,8 +28,9 @@ _PATIENCE = 3.0  # seconds after which a user who presses Ctrl-C again means it:
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM in this context and deliver them at its end. One that comes `_PATIENCE` after the first does not wait.
+    """Delay Ctrl-C and SIGTERM until the end of this context.
 
+    A signal that comes `_PATIENCE` after the first is delivered at once.
     This concerns signals that a Python function handles, and only the main thread: Python runs these functions nowhere else.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -71,10 +72,10 @@ def held_signals() -> Iterator[None]:
 
 
 class FailedLater:
-    """An observer that calls another one until it fails, and keeps its error: by then the step has to be completed.
+    """An observer that calls another one until that fails, and keeps its error until the step is complete.
 
     Attributes:
-        error: what the observer raised, if it did.
+        error: the exception of the observer, or None.
     """
 
     def __init__(self, observe: Observer) -> None:
@@ -90,7 +91,7 @@ class FailedLater:
 
 
 class Kept:
-    """What became of a state that a call consumed.
+    """The outcome of a call that consumed a state.
 
     Attributes:
         result: the next state and the metrics, until the caller has received them.
@@ -104,15 +105,15 @@ class Kept:
 
 
 class Results:
-    """The results of calls that consumed a state, as long as the caller holds that state: it may never have received the next one."""
+    """The results of calls that consumed a state, kept while the caller holds that state and may not have received the next one."""
 
     def __init__(self) -> None:
         # Not a WeakKeyDictionary: it drops entries in a callback, in which Python loses a KeyboardInterrupt.
         self._all: dict[int, tuple[weakref.ref[State], Kept]] = {}
 
     def _of(self, state: State) -> Kept | None:
-        found = self._all.get(id(state))
-        return found[1] if found is not None and found[0]() is state else None
+        entry = self._all.get(id(state))
+        return entry[1] if entry is not None and entry[0]() is state else None
 
     def _put(self, state: State, kept: Kept) -> None:
         for key in [key for key, (other, _) in self._all.items() if other() is None]:
@@ -120,14 +121,14 @@ class Results:
         self._all[id(state)] = weakref.ref(state), kept
 
     def keep(self, state: State, result: tuple[State, Metrics]) -> Kept:
-        """Keep the result of a call that consumed a state. Set `Kept.result` to None in the moment of the return."""
+        """Keep the result of a call that consumed a state; the caller sets `Kept.result` to None when it returns."""
         kept = Kept(result)
         if result[0] is not state:  # it is where nothing was in flight
             self._put(state, kept)
         return kept
 
     def lose(self, state: State, error: BaseException) -> None:
-        """Remember why a consumed state has no next one."""
+        """Store why a consumed state has no next one."""
         lines = str(error).splitlines() or [""]
         said = lines[-1 if "Traceback" in str(error) else 0].strip()  # of a host callback's error JAX gives the traceback
         shown = type(error).__name__ + (f" ({said[:200]})" if said else "")
@@ -149,12 +150,12 @@ class Results:
         return None if kept is None else kept.result
 
     def note_batch(self, state: State, batch: Tree, rows: int) -> None:
-        """Remember which batch was given to an interrupted step, by its content: the caller may write another one into its memory.
+        """Store the digest of the batch of an interrupted step: the caller may overwrite the memory of the batch.
 
         Args:
-            state: that the step consumed.
-            batch: as given.
-            rows: how many of them to read at once.
+            state: the state that the step consumed.
+            batch: the batch of that step.
+            rows: the number of rows to read at once.
         """
         kept = self._of(state)
         if kept is not None and kept.result is not None and kept.batch is None:
@@ -168,17 +169,17 @@ class Results:
 
 
 def merged(first: Metrics, second: Metrics) -> Metrics:
-    """Return the metrics of two calls, one after the other, as those of one."""
+    """Return the metrics of two consecutive calls as those of one call."""
     return Metrics(*(one | other for one, other in zip(first, second, strict=True)))
 
 
 def _digest(batch: Tree, rows: int) -> bytes:
-    found = hashlib.blake2b()
+    digest = hashlib.blake2b()
     for path, leaf in jax.tree.leaves_with_path(to_host(batch)):
-        found.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
         for start in range(0, leaf.shape[0], rows):
-            found.update(np.ascontiguousarray(leaf[start : start + rows]).reshape(-1).view(np.uint8).data)
-    return found.digest()
+            digest.update(np.ascontiguousarray(leaf[start : start + rows]).reshape(-1).view(np.uint8).data)
+    return digest.digest()
 
 
 _Consuming = Callable[[State, Observer | None], tuple[State, Metrics]]
@@ -187,12 +188,12 @@ _Consuming = Callable[[State, Observer | None], tuple[State, Metrics]]
 def consume(
     results: Results, given: State, current: State, carried: Metrics, call: _Consuming, observe: Observer | None
 ) -> tuple[Kept, tuple[State, Metrics]]:
-    """Run a call that consumes a state, to its end whatever happens meanwhile, and keep the result.
+    """Run a call that consumes a state to its end, in spite of interrupts, and keep the result.
 
     Args:
         results: keeps it.
-        given: the state that the caller has.
-        current: the state to consume: the same, or that which a call before made of it.
+        given: the state that the caller holds.
+        current: the state to consume: the same, or the one that an earlier call made of it.
         carried: the metrics of that call.
         call: consumes the state, calls the observer and gives the next state and metrics.
         observe: the caller's observer.

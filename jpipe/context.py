@@ -1,4 +1,4 @@
-"""The settings of JAX around a call of the user's: those that belong to other programs do not reach a pipeline's."""
+"""Contexts that keep settings of JAX for the user's own programs away from the programs of a pipeline."""
 
 import contextlib
 from collections.abc import Iterator

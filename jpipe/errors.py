@@ -16,11 +16,11 @@ __all__ = ["explain", "nearest", "short", "shortened"]  # the others are in jpip
 
 
 class InputError(ValueError):
-    """Invalid input: the message says where, what was expected, what was found and what to change.
+    """An invalid input; the message says where, what was expected, what was found and what to change.
 
     Args:
-        lines: one for each problem. Characters that are not printable are escaped, so that text from a stranger cannot add lines or
-            control a terminal. Of a long line the middle is left out, of many lines the last.
+        lines: one for each problem. Characters that are not printable are escaped, so that untrusted text cannot add lines or
+            control a terminal. The middle of a long line is left out, and so are the last of many lines.
     """
 
     def __init__(self, *lines: str) -> None:
@@ -36,31 +36,31 @@ _BEGIN, _END = 700, 300  # how many characters stay of a long line
 
 
 def _cut(line: str) -> str:
-    """The line, or its begin and its end: it may quote a value of any length, and what to change comes after that."""
+    """Return the line, or its beginning and end if it is long: the end says what to change."""
     return line if len(line) <= _BEGIN + _END else f"{line[:_BEGIN]}…{line[-_END:]}"
 
 
 class PeerLost(RuntimeError):
-    """A process of the run died, hung or stopped: one line names it, how it ended and what this process was waiting for."""
+    """A process of the run died, hung or stopped; the message names it, how it ended and what this process waited for."""
 
 
 def cause(error: BaseException) -> str:
-    """What the caller's code raised, and where, in one line: `KeyError: 'mask' (losses.py:12)`.
+    """Return in one line what the caller's code raised, and where: `KeyError: 'mask' (losses.py:12)`.
 
     Args:
         error: the exception, with its traceback.
 
     Returns:
         The exception's name, the first line of its message, and file and line of the last frame in the caller's code. File and line are
-        left out if there is no such frame: a library found the mistake, or the code was typed in.
+        left out without such a frame, if a library raised the exception or the code was typed in.
 
     Example:
         >>> cause(ValueError("no rows"))
         'ValueError: no rows'
     """
     what = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-    own = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__) if _is_the_callers(frame)]
-    return f"{what} ({own[-1]})" if own else what
+    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__) if _is_the_callers(frame)]
+    return f"{what} ({places[-1]})" if places else what
 
 
 @contextmanager
@@ -94,13 +94,13 @@ def _is_the_callers(frame: FrameType) -> bool:
 
 
 def shortened(names: Sequence[str], most: int = 6) -> str:
-    """`a, b, c`, with `…` for the middle of a long list."""
+    """Return names as `a, b, c`, with `…` for the middle of a long list."""
     shown = list(names) if len(names) <= most else [*names[: most - 2], "…", names[-1]]
     return ", ".join(shown)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """The hint to print after an unknown name.
+    """Return the hint to print after an unknown name.
 
     Args:
         word: the unknown name.
@@ -157,7 +157,7 @@ def _is_inside(location: Sequence[str | int], outer: Sequence[str | int]) -> boo
 
 
 def short(value: Any) -> str:
-    """The value in at most 80 characters."""
+    """Return the value as text of at most 80 characters."""
     try:
         text = _REPR.repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -170,7 +170,7 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
 def _nearest_key(model: type[pydantic.BaseModel], location: Sequence[str | int]) -> str:
-    """The hint after the unknown key at `location`: the full path of the nearest key, even in another section."""
+    """Return the hint after the unknown key at `location`: the full path of the nearest key, even in another section."""
     key, last, inside = ".".join(map(str, location)), str(location[-1]), location[:-1]
     siblings = _fields_at(model, inside)
     known = [*(".".join(map(str, (*inside, field))) for field in siblings), *_keys_of(model)]
@@ -186,7 +186,7 @@ def _likeness(word: str, other: str) -> float:
 
 
 def _keys_of(model: type[pydantic.BaseModel], prefix: str = "") -> Iterator[str]:
-    """The paths of all fields of a model and of its nested models."""
+    """Yield the paths of all fields of a model and of its nested models."""
     for name, field in model.model_fields.items():
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, pydantic.BaseModel):
@@ -194,7 +194,7 @@ def _keys_of(model: type[pydantic.BaseModel], prefix: str = "") -> Iterator[str]
 
 
 def _fields_at(model: type[pydantic.BaseModel], location: Sequence[str | int]) -> list[str]:
-    """The field names of the model nested in `model` at `location` (list positions are skipped)."""
+    """Return the field names of the model nested in `model` at `location`, without list positions."""
     current: Any = model
     for part in location:
         if isinstance(part, int):

@@ -32,8 +32,8 @@ from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._rows import tell_of_rows
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
-from jpipe.programs._lower import lower
 from jpipe.programs._steps import Steps
+from jpipe.programs.lowering import lower
 from jpipe.runtime._executor import Executor, To, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
@@ -51,9 +51,9 @@ from jpipe.stages._batch import (
     bucket_of_inputs,
     check_buckets,
     count_microbatches,
+    describe_shapes,
     microbatch_spec,
     rows_of,
-    told,
 )
 from jpipe.stages._builder import StageBuilder
 from jpipe.stages._bytes import kept_by_both, measure_bytes
@@ -160,7 +160,7 @@ class Pipeline:
         return html_of_plan(self.plan, "Pipeline", self._facts(), devices)
 
     def _facts(self) -> str:
-        where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {told(self._executor.specs)}"
+        where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {describe_shapes(self._executor.specs)}"
         numbers = {"clip_global_norm": self.clip_global_norm, "ema_decay": self.ema_decay}
         given = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""

@@ -1,4 +1,4 @@
-"""The devices of a worker, one or a mesh of several, and how the arrays of its stage are sharded over them."""
+"""The devices of each worker, one or a mesh, and the sharding of its stage's arrays over them."""
 
 from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import Place

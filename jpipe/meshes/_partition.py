@@ -1,4 +1,4 @@
-"""How the arrays of a stage are sharded over the mesh of each of its workers. Nothing here names a device."""
+"""The sharding of a stage's arrays over the mesh of each of its workers, without devices."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Partition:
-    """What each device of a stage's mesh holds.
+    """The sharding of a stage's arrays over its mesh.
 
     Attributes:
         mesh: sizes by axis, those of size 1 left out; empty: one device, which holds everything.
@@ -39,7 +39,7 @@ class Partition:
     gathered: Mapping[str, Mapping[str, PartitionSpec]] = field(default_factory=dict)
 
     def gather(self, params: Tree) -> Tree:
-        """The parameters as they are used, by entry: with `fsdp` each is gathered over the axis of the rows, inside of a program."""
+        """Return the parameters as they are used, by entry: with `fsdp` gathered over the axis of the rows, inside a program."""
         if self.gathered == self.params:
             return params
         mesh = without_devices(self.mesh)
@@ -52,17 +52,17 @@ class Partition:
         return {entry: _map_paths(lambda path, leaf, entry=entry: gathered(entry, path, leaf), tree) for entry, tree in params.items()}
 
     def of_params(self, params: Tree) -> Tree:
-        """A `PartitionSpec` for each parameter, by entry: `params`, gradients or anything of their structure."""
+        """Return a `PartitionSpec` for each parameter, by entry; `params` may be gradients or anything of their structure."""
         return {
             entry: _map_paths(lambda path, _, entry=entry: self._spec(self.params, entry, path), tree) for entry, tree in params.items()
         }
 
     def of_optimizer(self, optimizer: Tree, params: Tree) -> Tree:
-        """A `PartitionSpec` for each array of the optimizer state, by entry: that of the parameter whose name and shape it has."""
+        """Return a `PartitionSpec` for each array of the optimizer state, by entry: that of the parameter with its name and shape."""
         return {entry: self._like_params(entry, optimizer[entry], params[entry]) for entry in optimizer}
 
     def flow(self, tree: Tree) -> Tree:
-        """A `PartitionSpec` for each array that flows from stage to stage: its first dim is sharded if it is the rows."""
+        """Return a `PartitionSpec` for each array between stages: its first dim is sharded if it is the rows."""
         return jax.tree.map(self._flow, tree)
 
     def _flow(self, leaf: Any) -> PartitionSpec:
@@ -72,7 +72,7 @@ class Partition:
         return specs.get(entry, {}).get(path, WHOLE)
 
     def _like_params(self, entry: str, state: Tree, params: Tree) -> Tree:
-        """As `of_optimizer` for one entry. Optax keeps trees like the parameters: an array's path ends with that of its parameter."""
+        """Return `of_optimizer` for one entry. Optax keeps trees like the parameters: an array's path ends with its parameter's."""
         shapes = {path: leaf.shape for path, leaf in _paths(params)}
 
         def spec(path: str, leaf: Any) -> PartitionSpec:
@@ -90,7 +90,7 @@ ONE_DEVICE = Partition()
 
 
 class _Parameter(NamedTuple):
-    """A parameter by its place in the model."""
+    """The layer, path, shape and dtype of a parameter."""
 
     layer_id: str
     path: str
@@ -100,7 +100,7 @@ class _Parameter(NamedTuple):
 
 
 def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], rows: int) -> tuple[Partition, ...]:
-    """The partition of each stage.
+    """Return the partition of each stage.
 
     Args:
         plan: its stages, with meshes, rules and patterns.
@@ -118,12 +118,12 @@ def partitions(plan: Plan, stack: LayerStack, layers: Mapping[str, LayerSpec], r
     axes = {layer_id: _axes_of(plan, layer_id, spec) for layer_id, spec in layers.items()}
     _check_matched(plan, axes, layers)
     _check_shared(plan, stack)
-    found = tuple(
+    of_stages = tuple(
         _partition(plan, stage, mesh, stack, layers, axes, rows) if mesh else ONE_DEVICE
         for stage, mesh in zip(plan.stages, meshes, strict=True)
     )
-    _check_used(plan, found)
-    return found
+    _check_used(plan, of_stages)
+    return of_stages
 
 
 def _partition(
@@ -156,30 +156,30 @@ def _partition(
 
 
 def _entries(stack: LayerStack, ids: Sequence[str], layers: Mapping[str, LayerSpec]) -> dict[str, dict[str, tuple[_Parameter, Any]]]:
-    """By entry of the stage's parameters, and by path in it, where each parameter is in the model, and its shape and dtype."""
+    """Return where each of the stage's parameters is in the model, with its shape and dtype, by entry and path."""
     fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, ids)
-    found: dict[str, dict[str, tuple[_Parameter, Any]]] = {}
+    parameters: dict[str, dict[str, tuple[_Parameter, Any]]] = {}
     for entry, tree in fresh.items():
         first = _Parameter(*stack.ties.first[entry]) if entry in stack.ties.first else None
-        found[entry] = {path: (first or _Parameter(entry, path), leaf) for path, leaf in _paths(tree)}
-    return found
+        parameters[entry] = {path: (first or _Parameter(entry, path), leaf) for path, leaf in _paths(tree)}
+    return parameters
 
 
 def _axes_of(plan: Plan, layer_id: str, spec: LayerSpec) -> dict[str, tuple[str | None, ...]]:
-    """The logical axes of a layer's parameters: those of the first pattern that fits, else what the layer says."""
-    found = dict(spec.axes)
+    """Return the logical axes of a layer's parameters: those of the first pattern that matches, else those of the layer."""
+    axes_by_path = dict(spec.axes)
     for path, _ in _paths(spec.params):
         for pattern, axes in plan.param_axes.items():
             if fnmatchcase(f"{layer_id}/{path}", pattern):
-                found[path] = axes
+                axes_by_path[path] = axes
                 break
-    return found
+    return axes_by_path
 
 
 def _sharded(
     place: _Parameter, spec: Any, axes: tuple[str | None, ...] | None, rules: Mapping[str, str | None], mesh: Mapping[str, int]
 ) -> PartitionSpec:
-    """How a parameter is sharded by its logical axes."""
+    """Return the `PartitionSpec` of a parameter from its logical axes."""
     if axes is None:
         return WHOLE
     if len(axes) != len(spec.shape):
@@ -208,7 +208,7 @@ def _sharded(
 
 
 def _over_rows(own: PartitionSpec, spec: Any, mesh: Mapping[str, int], batch: str) -> PartitionSpec:
-    """The same, with its largest dim that is whole sharded over the axis of the rows, if that divides any."""
+    """Shard the largest unsharded dim over the axis of the rows, if its size divides any."""
     over = [*own, *[None] * (len(spec.shape) - len(own))]
     free = [dim for dim, axis in enumerate(over) if axis is None and spec.shape[dim] and spec.shape[dim] % mesh[batch] == 0]
     if batch not in over and free:
@@ -217,13 +217,13 @@ def _over_rows(own: PartitionSpec, spec: Any, mesh: Mapping[str, int], batch: st
 
 
 def _trimmed(over: Sequence[str | None]) -> PartitionSpec:
-    """Without what is None at the end."""
+    """Drop the Nones at the end of a spec."""
     last = max((dim for dim, axis in enumerate(over) if axis is not None), default=-1)
     return PartitionSpec(*over[: last + 1])
 
 
 def _check_matched(plan: Plan, axes: Mapping[str, Axes], layers: Mapping[str, LayerSpec]) -> None:
-    """Refuse patterns that fit no parameter, and rules for logical axes that the model does not name."""
+    """Check that patterns match a parameter and that the model names the logical axes of all rules."""
     names = [f"{layer_id}/{path}" for layer_id, spec in layers.items() for path, _ in _paths(spec.params)]
     for pattern in plan.param_axes:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -235,7 +235,7 @@ def _check_matched(plan: Plan, axes: Mapping[str, Axes], layers: Mapping[str, La
 
 
 def _check_shared(plan: Plan, stack: LayerStack) -> None:
-    """Refuse parameters that stages on different meshes share: their copies would be rounded differently."""
+    """Check that no parameter is shared by stages on different meshes: its copies would be rounded differently."""
     for stages, names in stack.ties.sharing([stage.layers for stage in plan.stages]).groups:
         meshes = [(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages]
         if len(set(meshes)) > 1:
@@ -245,11 +245,11 @@ def _check_shared(plan: Plan, stack: LayerStack) -> None:
             raise InputError(f"ties: expected the same mesh for all stages that share '{names[0]}', found {found}; give them one mesh")
 
 
-def _check_used(plan: Plan, found: Sequence[Partition]) -> None:
-    """Refuse an axis of a mesh over which no stage shards anything."""
-    for axis in dict.fromkeys(axis for partition in found for axis in partition.mesh):
-        specs = [spec for partition in found for own in partition.params.values() for spec in own.values()]
-        if not any(axis in spec for spec in specs) and not any(partition.batch == axis for partition in found):
+def _check_used(plan: Plan, of_stages: Sequence[Partition]) -> None:
+    """Check that each axis of a mesh shards an array of some stage."""
+    for axis in dict.fromkeys(axis for partition in of_stages for axis in partition.mesh):
+        specs = [spec for partition in of_stages for own in partition.params.values() for spec in own.values()]
+        if not any(axis in spec for spec in specs) and not any(partition.batch == axis for partition in of_stages):
             raise InputError(
                 f"plan: nothing is sharded over the axis '{axis}' of the meshes: no layer names logical axes with a rule for it; name them "
                 f"in the modules (nnx.with_partitioning, linen.with_partitioning) or in param_axes, or leave out the axis"
@@ -269,12 +269,12 @@ def _path(path: Iterable[Any]) -> str:
 
 
 def without_devices(mesh: Mapping[str, int]) -> AbstractMesh:
-    """JAX's mesh of these sizes by axis, of no devices in particular."""
+    """Return an abstract JAX mesh of these sizes by axis."""
     return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
 
 
 def shard_bytes(leaf: Any) -> int:
-    """The bytes of an array, or of a spec with a sharding, that each device holds."""
+    """Return the bytes that each device holds of an array, or of a spec with a sharding."""
     sharding = getattr(leaf, "sharding", None)
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return math.prod(shape) * leaf.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Where a worker computes: a device, or the mesh of devices of its stage."""
+"""The place of a worker: one device, or a mesh of them."""
 
 import math
 from collections import Counter
@@ -31,24 +31,24 @@ class Place:
 
     @property
     def first(self) -> jax.Device:
-        """The device that speaks for all of them."""
+        """The first device."""
         return self.devices[0]
 
     @property
     def process_index(self) -> int:
-        """The process that has the devices."""
+        """The process of the devices."""
         return self.first.process_index
 
     def sharding(self, spec: PartitionSpec = WHOLE) -> Sharding:
-        """Of an array on these devices; without a spec each has all of it."""
+        """Return a sharding over these devices; without a spec each device has the whole array."""
         return NamedSharding(self._mesh, spec) if self.mesh else SingleDeviceSharding(self.first)
 
     def specs(self, tree: Tree, specs: Tree | None = None) -> Tree:
-        """The shapes and dtypes of a tree with their shardings here, from their `PartitionSpec`s; without any they are whole."""
+        """Return the specs of a tree with their shardings here, from `PartitionSpec`s; without any each device has the whole."""
         return _specs(self.sharding, tree, specs)
 
     def like(self, tree: Tree) -> Tree:
-        """The shardings of arrays (or specs) of another worker of the same stage, on these devices."""
+        """Return the shardings of another worker's arrays (or specs), moved to these devices."""
         return jax.tree.map(lambda leaf: self.sharding(getattr(leaf.sharding, "spec", WHOLE)), tree)
 
     @cached_property
@@ -78,13 +78,13 @@ class NoPlace:
     mesh: FrozenMapping[int]
 
     def sharding(self, spec: PartitionSpec = WHOLE) -> Sharding | None:
-        """As in `Place`; None where there is no mesh."""
+        """Return a sharding as `Place.sharding`, or None without a mesh."""
         if not self.mesh:
             return None
         return NamedSharding(without_devices(self.mesh), spec)
 
     def specs(self, tree: Tree, specs: Tree | None = None) -> Tree:
-        """As in `Place`."""
+        """Return specs as `Place.specs`."""
         return _specs(self.sharding, tree, specs)
 
 
@@ -95,7 +95,7 @@ def _specs(sharding: Callable[[PartitionSpec], Sharding | None], tree: Tree, spe
 
 
 def mesh_of(devices: tuple[jax.Device, ...], sizes: FrozenMapping[int]) -> Mesh:
-    """JAX's mesh of these devices: the last axis has neighbours."""
+    """Return a JAX mesh of these devices, with neighbours along the last axis."""
     assert len(devices) == math.prod(sizes.values()), f"{len(devices)} devices for {sizes}"
     grid = np.array(devices, dtype=object).reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

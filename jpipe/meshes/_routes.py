@@ -1,4 +1,4 @@
-"""Which piece of each array goes from which device to which, from worker to worker: each piece once, nothing gathered."""
+"""The routes of arrays between workers: which piece goes from which device to which, each once, with nothing gathered."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ Pair = tuple[jax.Device, jax.Device]
 
 
 class Piece(NamedTuple):
-    """A part of an array that travels.
+    """A part of an array that is sent.
 
     Attributes:
         leaf: the position of the array in its message.
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Route:
-    """The way of one kind of message from a worker to one of another process, or to one of this process with other shards.
+    """The route of one kind of message to a worker in another process, or with other shards.
 
     Each distinct shard that the receiver needs comes in as many pieces as there are shards of the sender that it overlaps in its first
     dim, each over the link of one pair of devices. What several devices of the receiver need comes once and is copied among them.
@@ -58,34 +58,34 @@ class Route:
 
     @cached_property
     def specs(self) -> dict[Pair, list[jax.ShapeDtypeStruct]]:
-        """What goes over the link of each pair."""
+        """The specs of the pieces for each pair of devices."""
         dtypes = [leaf.dtype for leaf in self._arriving]
         return {pair: [jax.ShapeDtypeStruct(_shape(piece.box), dtypes[piece.leaf]) for piece in own] for pair, own in self.pieces.items()}
 
     def cut(self, tree: Tree) -> dict[Pair, list[jax.Array]]:
-        """A message as what goes over each link."""
+        """Cut a message into the pieces for each pair of devices."""
         if self._is_whole:
             return {pair: jax.tree.leaves(tree) for pair in self.pieces}
         shards = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(tree)]
         return {pair: [_cut(shards[piece.leaf][pair[0]], piece.inside) for piece in own] for pair, own in self.pieces.items()}
 
     def join(self, received: Mapping[Pair, Sequence[jax.Array]]) -> Tree:
-        """The message from what came over each link."""
+        """Join the pieces of each pair of devices into the message."""
         if self._is_whole:
             return jax.tree.unflatten(self._treedef, next(iter(received.values()), ()))
-        found: list[dict[jax.Device, list[tuple[Box, jax.Array]]]] = [{} for _ in self._arriving]
+        by_leaf: list[dict[jax.Device, list[tuple[Box, jax.Array]]]] = [{} for _ in self._arriving]
         for pair, arrays in received.items():
             for piece, array in zip(self.pieces[pair], arrays, strict=True):
-                found[piece.leaf].setdefault(pair[1], []).append((piece.box, array))
+                by_leaf[piece.leaf].setdefault(pair[1], []).append((piece.box, array))
         leaves = [
             assembled(spec.shape, spec.sharding, {device: _joined(parts) for device, parts in by_device.items()})
-            for spec, by_device in zip(self._arriving, found, strict=True)
+            for spec, by_device in zip(self._arriving, by_leaf, strict=True)
         ]
         return jax.tree.unflatten(self._treedef, leaves)
 
 
 class Shards:
-    """The distinct shards of a tree, by the number of the device that has each first: what replicas on equal meshes sum, part by part.
+    """The distinct shards of a tree, by the number of the first device that has each. Replicas on equal meshes sum them one by one.
 
     Args:
         specs: with the shardings of one of the replicas.
@@ -105,45 +105,45 @@ class Shards:
 
     @cached_property
     def specs(self) -> dict[int, list[jax.ShapeDtypeStruct]]:
-        """By number of the device the shapes of its shards."""
+        """The specs of the shards, by number of the device."""
         return {
             number: [jax.ShapeDtypeStruct(_shape(box), self._leaves[leaf].dtype) for leaf, box in own]
             for number, own in sorted(self._owned.items())
         }
 
     def cut(self, tree: Tree, devices: Sequence[jax.Device]) -> dict[int, list[jax.Array]]:
-        """The shards of arrays on these devices."""
+        """Return the shards of arrays on these devices."""
         if len(devices) == 1:
             return {0: jax.tree.leaves(tree)} if self._leaves else {}
         shards = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(tree)]
         return {number: [shards[leaf][devices[number]] for leaf, _ in self._owned[number]] for number in self.specs}
 
     def join(self, parts: Mapping[int, Sequence[jax.Array]], shardings: Sequence[Sharding]) -> Tree:
-        """The arrays of which these are the shards, with these shardings."""
+        """Join shards into arrays with these shardings."""
         if set(parts) == {0} and all(len(sharding.device_set) == 1 for sharding in shardings):
             return jax.tree.unflatten(self._treedef, parts[0])
-        found: list[dict[jax.Device, jax.Array]] = [{} for _ in self._leaves]
+        by_leaf: list[dict[jax.Device, jax.Array]] = [{} for _ in self._leaves]
         for number, arrays in parts.items():
             for (leaf, _), array in zip(self._owned[number], arrays, strict=True):
                 (device,) = array.devices()
-                found[leaf][device] = array
+                by_leaf[leaf][device] = array
         leaves = [
-            assembled(spec.shape, sharding, by_device) for spec, sharding, by_device in zip(self._leaves, shardings, found, strict=True)
+            assembled(spec.shape, sharding, by_device) for spec, sharding, by_device in zip(self._leaves, shardings, by_leaf, strict=True)
         ]
         return jax.tree.unflatten(self._treedef, leaves)
 
 
 def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.Device]]:
-    """The distinct shards of an array, and the devices that have each, in the order of the mesh."""
-    found: dict[Box, list[jax.Device]] = {}
+    """Return the distinct shards of an array, each with the devices that have it, in the order of the mesh."""
+    devices_of: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         box = tuple((part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True))
-        found.setdefault(box, []).append(device)
-    return found
+        devices_of.setdefault(box, []).append(device)
+    return devices_of
 
 
 def same_shards(a: Tree, b: Tree) -> bool:
-    """Whether two trees of specs have the same shards, so that each shard goes to a device as it is; of one device each is the whole."""
+    """Return whether two trees of specs have the same shards, so that each can be copied as it is; on one device each is the whole."""
     pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
     return all(
         len(x.sharding.device_set) == 1 or holders(x.sharding, x.shape).keys() == holders(y.sharding, y.shape).keys() for x, y in pairs
@@ -151,7 +151,7 @@ def same_shards(a: Tree, b: Tree) -> bool:
 
 
 def assembled(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Device, jax.Array]) -> jax.Array:
-    """The array whose shards these are, one of each distinct shard on a device that needs it; the others get copies."""
+    """Assemble an array from its distinct shards, one on a device that needs it; the remaining devices get copies."""
     shards = []
     for devices in holders(sharding, shape).values():
         own = next(parts[device] for device in devices if device in parts)
@@ -160,7 +160,7 @@ def assembled(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[jax.Dev
 
 
 def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree], fail: Callable[[BaseException], None]) -> "Future[Tree]":
-    """What `join` makes of the results of all of them, in the thread that has the last one; `fail` gets its error, too."""
+    """Combine futures: call `join` on all results in the thread of the last one; `fail` gets an error of it, too."""
     assert futures, "nothing to wait for"
     whole: Future[Tree] = Future()
     lock, results, joins = threading.Lock(), dict[int, Tree](), [join]
@@ -172,9 +172,9 @@ def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree]
                 results[number] = result
                 if len(results) < len(order):
                     return
-            found = joins.pop()([results[i] for i in order])
+            result = joins.pop()([results[i] for i in order])
             results.clear()  # a future keeps this function, and would keep what it moved
-            whole.set_result(found)
+            whole.set_result(result)
         except BaseException as error:
             fail(error)
             with lock:
@@ -188,7 +188,7 @@ def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree]
 
 
 def _overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common, if anything."""
+    """Return the intersection of two boxes, or None."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) or 0 in _shape(a) else None
 
@@ -211,7 +211,7 @@ def _sliced(shard: jax.Array, inside: Box) -> jax.Array:
 
 
 def _joined(parts: Iterable[tuple[Box, jax.Array]]) -> jax.Array:
-    """The shard of these pieces, which follow each other in its first dim."""
+    """Concatenate pieces of a shard along its first dim."""
     ordered = [array for _, array in sorted(parts, key=lambda part: part[0])]
     return ordered[0] if len(ordered) == 1 else _concatenated(ordered)
 

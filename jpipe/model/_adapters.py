@@ -1,4 +1,4 @@
-"""Layers made of what users have: functions, Flax Linen modules, constructors of Flax NNX modules."""
+"""Adapters that make layers of functions, Flax Linen modules and constructors of Flax NNX modules."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ _LIKE_MODES = ("train", "determin", "running_av", "eval", "infer", "dropout")  #
 
 
 def adapt(layer_id: str, layer: Any) -> Layer:
-    """The layer that a user gave as something else; a `Layer` as it is.
+    """Return the layer for a function, a Linen module or an NNX constructor; a `Layer` as it is.
 
     Raises:
         InputError: nothing that can be a layer.
@@ -66,7 +66,7 @@ def adapt(layer_id: str, layer: Any) -> Layer:
 
 
 def is_constructor(layer: Any) -> bool:
-    """Whether a layer is given as the constructor of an NNX module, a callable that takes `rngs`; False where that cannot be known."""
+    """Return whether a layer is an NNX constructor, a callable with a parameter `rngs`; False where its signature is unknown."""
     if isinstance(layer, (Layer, nnx.Module, linen.Module)) or not callable(layer):
         return False
     while isinstance(layer, functools.partial):
@@ -79,33 +79,33 @@ def is_constructor(layer: Any) -> bool:
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """The parameters other than `rngs` that a call has to give."""
+    """Return the parameters without defaults other than `rngs`."""
     optional = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     parameters = parameters_of(function).values()
     return [p.name for p in parameters if p.name != "rngs" and p.default is inspect.Parameter.empty and p.kind not in optional]
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a callable by name; none where they cannot be known."""
+    """Return the parameters of a callable by name; none where its signature is unknown."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some callables of C have no signature: they are functions of the input
         return {}
 
 
-def _modes(layer_id: str, call: Callable[..., Any], given: Callable[[inspect.Parameter], bool]) -> Callable[[bool], dict[str, Any]]:
-    """The arguments of a call that say whether it trains, as a function of whether it does.
+def _modes(layer_id: str, call: Callable[..., Any], is_set: Callable[[inspect.Parameter], bool]) -> Callable[[bool], dict[str, Any]]:
+    """Return a function from `train` to the arguments of a call that select training or evaluation.
 
     Args:
         layer_id: of the layer, for messages.
         call: what is called with the layer's input.
-        given: whether a parameter has its value from elsewhere, and is to be left alone.
+        is_set: whether a parameter has its value from elsewhere, and is to be left alone.
 
     Raises:
         InputError: a parameter that looks like one of these and is none that we know.
     """
     parameters = list(parameters_of(call).values())
-    names = [parameter.name for parameter in parameters if parameter.name in _MODES and not given(parameter)]
+    names = [parameter.name for parameter in parameters if parameter.name in _MODES and not is_set(parameter)]
     for parameter in parameters[1:]:
         if not names and parameter.name not in _MODES and _looks_like_mode(parameter):
             raise InputError(
@@ -175,6 +175,6 @@ def _linen(layer_id: str, module: linen.Module) -> Layer:
 
 
 def _axes(params: Tree) -> dict[str, tuple[str | None, ...]]:
-    """The logical axes that a Linen module names (`linen.with_partitioning`), by path."""
+    """Return the logical axes that a Linen module names (`linen.with_partitioning`), by path."""
     boxes = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, linen.Partitioned))[0]
     return {"/".join(str(key.key) for key in path): tuple(box.names) for path, box in boxes if isinstance(box, linen.Partitioned)}

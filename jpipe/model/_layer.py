@@ -1,4 +1,4 @@
-"""A layer as two pure functions, and the shapes and dtypes around it."""
+"""Layers as two pure functions, and the shapes and dtypes around them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Shapes and dtypes around one layer, found without allocating anything.
+    """Shapes and dtypes around one layer, traced without allocating anything.
 
     Attributes:
         x: its input.
@@ -56,12 +56,12 @@ class LayerSpec:
 
 
 def key_spec() -> jax.ShapeDtypeStruct:
-    """What a random key looks like."""
+    """Return the spec of a random key."""
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def spec_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype that an array (NumPy's or JAX's) has on a device."""
+    """Return the shape and dtype that a NumPy or JAX array has on a device."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
@@ -71,7 +71,7 @@ _MOST_LEAVES = 8  # that a message shows
 
 
 def describe(tree: Tree) -> str:
-    """A pytree of arrays in few words: `float32[4,8]`, or the leaves with their paths, of many only the first."""
+    """Describe a pytree of arrays: `float32[4,8]`, or its leaves with their paths, of many only the first."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     words = [f"{jax.tree_util.keystr(path)} {_describe_leaf(leaf)}".strip() for path, leaf in leaves[:_MOST_LEAVES]]
     if len(leaves) > _MOST_LEAVES:
@@ -84,7 +84,7 @@ def _describe_leaf(leaf: Any) -> str:
 
 
 def with_arrays(layer_id: str, layer: Layer) -> Layer:
-    """The layer with plain arrays around it: no weak types, no Python numbers among its parameters and state, nothing else.
+    """Wrap a layer so that its parameters, state and output are arrays without weak types or Python numbers.
 
     Args:
         layer_id: for messages.
@@ -103,7 +103,7 @@ def with_arrays(layer_id: str, layer: Layer) -> Layer:
 
 
 def refuse_python_values(layer_id: str, y: Tree) -> None:
-    """Refuse an output that the next layer would get as a Python number or as an array, depending on the cut.
+    """Raise `InputError` for an output that the next layer would get as a Python number or as an array, depending on the cut.
 
     Raises:
         InputError: a leaf is no array.
@@ -119,7 +119,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def _as_arrays(tree: Tree, where: str) -> Tree:
-    """The same leaves as arrays without weak types."""
+    """Return the leaves as arrays without weak types."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, _NUMBERS):
             raise InputError(f"{where}: expected arrays, found {type(leaf).__name__} at {jax.tree_util.keystr(path) or 'the top'}")
@@ -127,5 +127,5 @@ def _as_arrays(tree: Tree, where: str) -> Tree:
 
 
 def _strong(leaf: Any) -> Any:
-    """The same array without JAX's weak type, which would be lost at the end of a stage, so that the cut changed the numbers."""
+    """Return the array without JAX's weak type, which would be lost at the end of a stage, so that the cut changed the numbers."""
     return jax.lax.convert_element_type(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf

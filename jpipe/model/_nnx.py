@@ -23,7 +23,7 @@ _FROZEN = ("deterministic", "use_running_average")  # the attributes that nnx.Mo
 
 
 def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Modes) -> Layer:
-    """The layer of a module: its `nnx.Param`s are trained, all other variables and arrays are layer state.
+    """Return the layer of a module: its `nnx.Param`s are trained, all other variables and arrays are layer state.
 
     Args:
         layer_id: for messages.
@@ -33,7 +33,6 @@ def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Mode
     Raises:
         InputError: the constructor fails or returns something else; when it is traced, a forward that changes what is no array.
     """
-
     graphs: dict[bool, Any] = {}
     classes: list[Any] = []
 
@@ -86,7 +85,7 @@ class _Functions:
         return y, nnx.to_pure_dict(new_state) if train else state
 
     def _forward(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, nnx.Module]:
-        """The output, and the module after it."""
+        """Return the output, and the module after it."""
         specs = self.params_specs, self.rng_specs, self.state_specs
         leaves = jax.tree.leaves(params), self._rng_state(key), jax.tree.leaves(state)
         parts = (jax.tree.unflatten(jax.tree.structure(spec), own) for spec, own in zip(specs, leaves, strict=True))
@@ -98,7 +97,7 @@ class _Functions:
         return y, module
 
     def _rng_state(self, key: jax.Array | None) -> list[jax.Array]:
-        """Every random stream of the module restarted from this microbatch's key, all counters at 0."""
+        """Restart every random stream of the module from this microbatch's key, with all counters at 0."""
         base = jax.random.key(0) if key is None else key  # without a key nothing is to be drawn
         return [
             _keys_like(spec, jax.random.fold_in(base, i))
@@ -109,7 +108,7 @@ class _Functions:
 
 
 def _axes(params: Any) -> dict[str, tuple[str | None, ...]]:
-    """The logical axes that a module names (`nnx.with_partitioning`), by path."""
+    """Return the logical axes that a module names (`nnx.with_partitioning`), by path."""
     named = jax.tree_util.tree_flatten_with_path(
         nnx.to_pure_dict(nnx.get_partition_spec(params)), is_leaf=lambda leaf: isinstance(leaf, jax.sharding.PartitionSpec)
     )[0]
@@ -128,12 +127,12 @@ def _build(layer_id: str, constructor: Callable[..., Any], key: jax.Array) -> nn
 
 
 def _split(module: nnx.Module) -> Any:
-    """(graph, params, state of random streams, layer state)."""
+    """Split a module into its graph, parameters, state of random streams, and layer state."""
     return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
 def _set_to_train(module: nnx.Module) -> None:
-    """As `module.train()`, but what its author has frozen stays frozen: a constructor is the only place to say so."""
+    """Call `module.train()`, but keep frozen what a constructor has frozen."""
     frozen = [(part, name) for _, part in nnx.iter_modules(module) for name in _FROZEN if getattr(part, name, None) is True]
     module.train()
     for part, name in frozen:
@@ -144,7 +143,7 @@ def _set_to_train(module: nnx.Module) -> None:
 
 
 def _mark_arrays(module: nnx.Module) -> None:
-    """Tell Flax which attributes are arrays: of those that are in no `nnx.Variable` it does not see it while they are traced."""
+    """Mark attributes that are arrays for Flax, which does not recognize them while they are traced."""
     for _, part in nnx.iter_modules(module):
         for name, value in list(_attributes(part)):
             if not nnx.is_data(value) and _holds_arrays(value):
@@ -152,7 +151,7 @@ def _mark_arrays(module: nnx.Module) -> None:
 
 
 def _attributes(part: nnx.Module) -> Iterator[tuple[str, Any]]:
-    """Those that are not Flax's own."""
+    """Yield the attributes that are not Flax's own."""
     return ((name, value) for name, value in vars(part).items() if not str(name).startswith(("_pytree__", "_object__")))
 
 
@@ -161,24 +160,24 @@ def _holds_arrays(value: Any) -> bool:
 
 
 def _keys_like(spec: Any, key: jax.Array) -> jax.Array:
-    """As many keys as `spec` has (modules that are vmapped or scanned hold a stack of them), from one."""
+    """Return as many keys as `spec` has (vmapped or scanned modules hold a stack of them), from one."""
     return jax.random.split(key, spec.shape) if spec.shape else key
 
 
 def _static_attributes(module: nnx.Module) -> dict[str, Any]:
-    """By path the attributes that are neither variables nor modules: numbers, text, None. Of arrays only that they are some."""
-    found: dict[str, Any] = {}
+    """Return by path the attributes that are neither variables nor modules (numbers, text, None); of arrays only a mark."""
+    attributes: dict[str, Any] = {}
     for path, part in nnx.iter_modules(module):
         for name, value in _attributes(part):
             is_cache = isinstance(getattr(type(part), str(name), None), functools.cached_property)
             if isinstance(value, (nnx.Variable, nnx.Pytree)) or is_cache:
                 continue
-            found[".".join(map(str, (*path, name)))] = _ARRAYS if _holds_arrays(value) else _copied(value)
-    return found
+            attributes[".".join(map(str, (*path, name)))] = _ARRAYS if _holds_arrays(value) else _copied(value)
+    return attributes
 
 
 def _copied(value: Any) -> Any:
-    """A copy of containers, those inside included; what else they hold is the same."""
+    """Copy containers recursively; the values in them stay the same."""
     if type(value) is dict:
         return {key: _copied(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
@@ -189,7 +188,7 @@ def _copied(value: Any) -> Any:
 def _refuse_changed(layer_id: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     for name in {**before, **after}:
         if name not in before or name not in after or not _same(before[name], after[name]):
-            was, now = (short(found[name]) if name in found else "nothing" for found in (before, after))
+            was, now = (short(attributes[name]) if name in attributes else "nothing" for attributes in (before, after))
             raise InputError(
                 f"layer '{layer_id}': its forward changes the attribute '{name}' from {was} to {now}, which would be lost, because a "
                 "forward is compiled; keep what changes as an array in an nnx.Variable, such as nnx.BatchStat"
@@ -197,7 +196,7 @@ def _refuse_changed(layer_id: str, before: dict[str, Any], after: dict[str, Any]
 
 
 def _variables(module: nnx.Module) -> dict[str, tuple[str, Any]]:
-    """The kind of each variable, and the structure of its value, by path."""
+    """Return the kind of each variable, and the structure of its value, by path."""
     return {
         ".".join(map(str, path)): (type(node).__name__, jax.tree.structure(node.get_value()))
         for path, node in nnx.iter_graph(module)
@@ -206,7 +205,7 @@ def _variables(module: nnx.Module) -> dict[str, tuple[str, Any]]:
 
 
 def _refuse_new(layer_id: str, before: dict[str, tuple[str, Any]], after: dict[str, tuple[str, Any]]) -> None:
-    """Refuse a forward that makes variables, as `nnx.Module.sow` does."""
+    """Raise `InputError` for a forward that makes variables, as `nnx.Module.sow` does."""
     for name, (kind, _) in after.items():
         if before.get(name) != after[name]:
             raise InputError(
@@ -217,8 +216,9 @@ def _refuse_new(layer_id: str, before: dict[str, tuple[str, Any]], after: dict[s
 
 
 def _refuse_learning(layer_id: str, written: Callable[[Tree, Tree], Tree], params: Tree, x: Tree) -> None:
-    """Refuse a forward that writes something of its input into a parameter. What is made of the weights alone (`nnx.WeightNorm`) is
-    made again by each forward.
+    """Raise `InputError` for a forward that writes values computed from its input into a parameter.
+
+    Values computed from the weights alone (`nnx.WeightNorm`) are computed again by each forward.
 
     Args:
         layer_id: for the message.

@@ -1,4 +1,4 @@
-"""In which dtypes a model keeps its parameters, computes, and accumulates gradients; and the layers that compute so."""
+"""The dtypes of parameters, computations and accumulated gradients, and loss scaling."""
 
 import math
 import warnings
@@ -19,7 +19,7 @@ ACCUMULATE = ("float32", "float64")
 
 
 class LossScale(NamedTuple):
-    """A loss scale that changes while a run goes on; scalars.
+    """The value of a dynamic loss scale, as scalars.
 
     Attributes:
         value: the gradient of the loss is multiplied by it; float32.
@@ -32,7 +32,7 @@ class LossScale(NamedTuple):
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that is halved when a batch has gradients that are NaN or infinite, and doubled when many batches in a row have none.
+    """A loss scale that is halved after gradients that are NaN or infinite, and doubled after many finite batches in a row.
 
     It stays at least 1 and at most 2**100. Micikevicius et al., *Mixed Precision Training*, ICLR 2018, section 3.2.
 
@@ -64,11 +64,11 @@ class DynamicLossScale:
         object.__setattr__(self, "initial", float(self.initial))
 
     def first(self) -> LossScale:
-        """The scale of the first batch."""
+        """Return the scale of the first batch."""
         return LossScale(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def after(self, scale: LossScale, is_finite: Any) -> LossScale:
-        """The scale that follows one, depending on whether all gradients of a batch were finite."""
+        """Return the next scale, depending on whether all gradients of a batch were finite."""
         finite = jnp.where(is_finite, scale.finite + 1, 0)
         grows = finite == self.growth_every
         value = jnp.where(is_finite, jnp.where(grows, scale.value * 2, scale.value), scale.value / 2)
@@ -136,15 +136,15 @@ class Precision:
 
     @property
     def dynamic_scale(self) -> DynamicLossScale | None:
-        """The loss scale, if it changes."""
+        """The loss scale, if it is dynamic."""
         return self.loss_scale if isinstance(self.loss_scale, DynamicLossScale) else None
 
     def version_dtype(self, dtype: Any) -> Any:
-        """The dtype of a parameter in the weight versions, from that which its layer gives it."""
+        """Return the dtype of a parameter in the weight versions, from that which its layer gives it."""
         return jnp.dtype(self.params) if self.has_masters and dtype in _NARROW else dtype
 
     def accumulator_dtype(self, dtype: Any) -> Any:
-        """The dtype in which gradients of this dtype are summed."""
+        """Return the dtype in which gradients of this dtype are summed."""
         return wider(dtype, self.accumulate)
 
 
@@ -171,7 +171,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_precision(precision: Any) -> None:
-    """Refuse what is no `Precision`, or accumulates in a dtype that JAX does not have.
+    """Check that a value is a `Precision` whose dtypes JAX has enabled.
 
     Raises:
         InputError: says what to change.
@@ -185,25 +185,25 @@ def check_precision(precision: Any) -> None:
 
 
 def wider(dtype: Any, least: Any) -> Any:
-    """The dtype, or `least` if that has more bits."""
+    """Return the dtype, or `least` if that has more bits."""
     return max(jnp.dtype(dtype), jnp.dtype(least), key=lambda one: one.itemsize)
 
 
 def rounded(x: Any, dtype: Any) -> jax.Array:
-    """`x` in another dtype, rounded on every backend: inside of a program XLA may go on with the number before its cast to bfloat16."""
+    """Cast `x` and round it on every backend: inside a program XLA may skip a cast to bfloat16."""
     if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
         x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return x.astype(dtype)
 
 
 def widened(x: jax.Array, dtype: Any) -> jax.Array:
-    """`x` in a dtype of no fewer bits, rounded before that, as `rounded` does."""
+    """Cast `x` to a dtype of no fewer bits, rounded before as `rounded` does."""
     wide = x.astype(dtype)
     return jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7) if x.dtype == jnp.bfloat16 != dtype else wide
 
 
 def cast_layers(stack: LayerStack, precision: Precision) -> LayerStack:
-    """The model whose layers compute in `precision.compute`; `stack` itself if that is None.
+    """Return the model with layers that compute in `precision.compute`, or `stack` itself if that is None.
 
     Each layer gets its parameters and inputs in that dtype, and its outputs are cast to it, wherever the model is cut. Outputs of the last
     layer are float32 instead. Layers are initialized from float32 inputs, and new layer state is cast back to the dtype of the old.
@@ -233,7 +233,7 @@ def _cast(layer: Layer, compute: Any, outputs: Any) -> Layer:
 
 
 def _floats_as(dtype: Any, tree: Tree) -> Tree:
-    """The tree with its floating-point leaves of at most 32 bits in another dtype."""
+    """Cast the floating-point leaves of at most 32 bits."""
 
     def cast(leaf: Any) -> Any:
         return rounded(leaf, dtype) if getattr(leaf, "dtype", None) in _NARROW and leaf.dtype != dtype else leaf

@@ -82,7 +82,7 @@ class LayerStack:
         return f"LayerStack({shortened(self.ids)})"
 
     def with_layers(self, layers: Mapping[str, Layer]) -> "LayerStack":
-        """The model with other functions in place of those of its layers, changed alike where layers are given as one object.
+        """Return the model with its layers mapped by a function, once for layers given as one object.
 
         Args:
             layers: as in the attribute of that name.
@@ -92,7 +92,7 @@ class LayerStack:
         return changed
 
     def init_key(self, layer_id: str, key: jax.Array) -> jax.Array:
-        """The key that a layer is initialized with; it depends on the key of the run and the layer's id only.
+        """Return the key that initializes a layer; it depends on the key of the run and the layer's id only.
 
         Args:
             layer_id: which layer.
@@ -101,7 +101,7 @@ class LayerStack:
         return _fold(jax.random.fold_in(key, 0), layer_id)
 
     def init_layer(self, layer_id: str, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        """(parameters, state) of one layer.
+        """Initialize one layer and return its parameters and state.
 
         Args:
             layer_id: which layer.
@@ -139,7 +139,7 @@ class LayerStack:
         return x, new_state
 
     def draw_key(self, key: jax.Array, name: str, microbatch: Any, train: bool, *, of_metric: bool = False) -> jax.Array:
-        """The key that a layer, the loss or a metric draws random numbers with, for one microbatch.
+        """Return the key with which a layer, the loss or a metric draws random numbers for one microbatch.
 
         Args:
             key: the random key of the run.
@@ -152,12 +152,12 @@ class LayerStack:
         return jax.random.fold_in(_fold(jax.random.fold_in(key, purpose), name), microbatch)
 
     def is_stochastic(self, ids: Sequence[str], train: bool = True) -> bool:
-        """Whether any of the layers `ids` draws random numbers, in training or in evaluation."""
+        """Return whether any of the layers `ids` draws random numbers, in training or in evaluation."""
         return any(layer.stochastic if train else layer.draws_in_evaluation for layer in map(self.layers.__getitem__, ids))
 
     @without_mesh()
     def specs(self, inputs: Tree, ids: Sequence[str] | None = None) -> dict[str, LayerSpec]:
-        """Shapes and dtypes of every layer's input, parameters, state and output, by layer id; allocates nothing.
+        """Return the specs of every layer's input, parameters, state and output, by layer id, without allocating anything.
 
         Args:
             inputs: one microbatch of inputs, or `jax.ShapeDtypeStruct`s like it.
@@ -167,7 +167,7 @@ class LayerStack:
             InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are not
                 real floating point; its state or its output in evaluation has other shapes than in training.
         """
-        found: dict[str, LayerSpec] = {}
+        specs: dict[str, LayerSpec] = {}
         try:
             before, x = "the batch", jax.tree.map(spec_of, inputs)
         except TypeError:  # text, objects
@@ -176,27 +176,27 @@ class LayerStack:
             like = self.like(layer_id, x)
             if like not in self._known:
                 self._known[like] = self._spec(layer_id, before, x)
-            found[layer_id] = self._known[like]
-            before, x = layer_id, found[layer_id].output
+            specs[layer_id] = self._known[like]
+            before, x = layer_id, specs[layer_id].output
         if ids is None:
-            self.ties.check({layer_id: spec.params for layer_id, spec in found.items()})
-        return found
+            self.ties.check({layer_id: spec.params for layer_id, spec in specs.items()})
+        return specs
 
     def like(self, layer_id: str, x: Tree) -> Any:
-        """What the spec of a layer depends on: layers given as one object, such as one constructor, are traced once for each input."""
+        """Return what a layer's spec depends on: layers given as one object, such as one constructor, are traced once for each input."""
         leaves, treedef = jax.tree.flatten(x)
         settings = tuple(jax.config.values[name] for name in _SETTINGS)
         return self._given[layer_id], layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
-        """The shapes and dtypes around one layer, whose input `x` comes from `before`."""
-        layer, key, given = self.layers[layer_id], key_spec(), self._alive[self.ids.index(layer_id)]
+        """Return the specs around one layer, whose input `x` comes from `before`."""
+        layer, key, original = self.layers[layer_id], key_spec(), self._alive[self.ids.index(layer_id)]
 
         def message(error: BaseException) -> str:
             is_of_shapes = isinstance(error, (TypeError, ValueError))
             remedy = f"make the output of '{before}' fit the input of '{layer_id}', or " if is_of_shapes else ""
             remedy += f"fix '{layer_id}'"
-            if isinstance(error, flax.errors.FlaxError) and (built := built_module(given)):
+            if isinstance(error, flax.errors.FlaxError) and (built := built_module(original)):
                 remedy = f"it holds {built}, which is built already: give the constructor of that module instead"
             elif "rngs" in str(error):
                 remedy = "a layer is called with its input alone: give rngs to its parts in its constructor, as nnx.Dropout(0.1, rngs=rngs)"
@@ -214,7 +214,7 @@ class LayerStack:
             drawn = key if layer.draws_in_evaluation else None
             evaluated, _ = jax.eval_shape(lambda p, s, v, k: layer.apply(p, s, v, k, False), params, state, x, drawn)
         _refuse_untrainable(layer_id, params)
-        refuse_constants(layer_id, given, traced, lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key))
+        refuse_constants(layer_id, original, traced, lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key))
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
         _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
         axes: Any = layer.axes
@@ -231,9 +231,9 @@ def _fold(key: jax.Array, layer_id: str) -> jax.Array:
     return key
 
 
-def _require_equal(what: str, found: Tree, like: str, expected: Tree) -> None:
-    if jax.tree.map(spec_of, found) != jax.tree.map(spec_of, expected):
-        raise InputError(f"{what} has other shapes or dtypes than {like}: expected {describe(expected)}, found {describe(found)}")
+def _require_equal(what: str, actual: Tree, like: str, expected: Tree) -> None:
+    if jax.tree.map(spec_of, actual) != jax.tree.map(spec_of, expected):
+        raise InputError(f"{what} has other shapes or dtypes than {like}: expected {describe(expected)}, found {describe(actual)}")
 
 
 def _refuse_untrainable(layer_id: str, params: Tree) -> None:
@@ -247,7 +247,7 @@ def _refuse_untrainable(layer_id: str, params: Tree) -> None:
 
 
 def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
-    """Two NNX constructors that hand out the same module or variable (a closure over one) share its parameters."""
+    """Raise `InputError` for two NNX constructors that return the same module or variable, from a closure."""
     constructors = {layer_id: layer for layer_id, layer in layers.items() if is_constructor(layer)}
 
     def record(key: jax.Array) -> None:

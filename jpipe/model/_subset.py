@@ -1,4 +1,4 @@
-"""Some of the leaves of trees by name: the parameters that are trained, the layer state that changes."""
+"""Subsets of the leaves of named trees: trained parameters, changed layer state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Subset:
-    """Some of the leaves of trees by name. Where a part of a tree is meant, None stands in the places of all other leaves.
+    """A subset of the leaves of named trees. In a part of a tree None replaces all other leaves.
 
     Attributes:
         chosen: by name, for trees of which not all leaves are chosen, whether each leaf is.
@@ -25,23 +25,23 @@ class Subset:
         return not self.chosen
 
     def of(self, name: str, tree: Tree) -> Tree:
-        """The chosen leaves of one tree, in its structure."""
+        """Return the chosen leaves of one tree, in its structure."""
         if name not in self.chosen:
             return tree
         leaves, treedef = jax.tree.flatten(tree)
         return jax.tree.unflatten(treedef, [leaf if own else None for leaf, own in zip(leaves, self.chosen[name], strict=True)])
 
     def part(self, trees: Mapping[str, Tree]) -> Mapping[str, Tree]:
-        """The chosen leaves."""
+        """Return the chosen leaves."""
         return trees if self.is_all else {name: self.of(name, tree) for name, tree in trees.items()}
 
     def others(self, trees: Mapping[str, Tree]) -> dict[str, Tree]:
-        """The leaves that are not chosen, of the trees that have any; arrays alone, which keeps no other array alive."""
+        """Return the unchosen leaves of the trees that have any; no other array is kept alive."""
         opposite = Subset({name: tuple(not own for own in leaves) for name, leaves in self.chosen.items()})
         return {name: opposite.of(name, tree) for name, tree in trees.items() if name in self.chosen}
 
     def joined(self, part: Mapping[str, Tree], others: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Whole trees again.
+        """Return whole trees from their chosen and their other leaves.
 
         Args:
             part: the chosen leaves of some trees.
@@ -50,21 +50,21 @@ class Subset:
         return {name: self.filled(name, tree, others.get(name)) for name, tree in part.items()}
 
     def filled(self, name: str, part: Tree, others: Tree) -> Tree:
-        """One whole tree again, as `joined`."""
+        """Return one whole tree, as `joined`."""
         if name not in self.chosen:
             return part
         return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, part, others, is_leaf=lambda leaf: leaf is None)
 
     def flags(self, trees: Mapping[str, Tree]) -> list[bool]:
-        """For each leaf of the trees whether it is chosen."""
+        """Return for each leaf of the trees whether it is chosen."""
         return jax.tree.leaves({name: self.chosen.get(name, jax.tree.map(lambda _: True, tree)) for name, tree in trees.items()})
 
     def excludes(self, name: str) -> bool:
-        """Whether the tree of this name has leaves, none of which is chosen."""
+        """Return whether the tree of this name has leaves, none of which is chosen."""
         return name in self.chosen and not any(self.chosen[name])
 
     def has_any(self, trees: Mapping[str, Tree]) -> bool:
-        """Whether any leaf of these trees is chosen."""
+        """Return whether any leaf of these trees is chosen."""
         return any(bool(jax.tree.leaves(tree)) and not self.excludes(name) for name, tree in trees.items())
 
 

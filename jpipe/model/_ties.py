@@ -30,15 +30,15 @@ class Sharing:
     counted: tuple[tuple[str, ...], ...]
 
     def groups_of(self, s: int) -> dict[int, tuple[str, ...]]:
-        """By number the groups that a stage is in, and their shared parameters."""
+        """Return the shared parameters of each group that a stage is in, by number of the group."""
         return {group: names for group, (stages, names) in enumerate(self.groups) if s in stages}
 
     def between(self, s: int, other: int) -> tuple[str, ...]:
-        """The shared parameters that both stages hold."""
+        """Return the shared parameters that both stages hold."""
         return tuple(name for stages, names in self.groups if {s, other} <= set(stages) for name in names)
 
     def without(self, names: Iterable[str]) -> "Sharing":
-        """The same, where these shared parameters have no gradients that stages would sum."""
+        """Return the sharing without these parameters, whose gradients are not computed."""
         own = ((stages, tuple(name for name in group if name not in names)) for stages, group in self.groups)
         return Sharing(tuple((stages, group) for stages, group in own if group), self.counted)
 
@@ -63,7 +63,7 @@ class Tie:
 
 
 class Ties:
-    """The ties of a model. A shared parameter has an entry of its own among parameters, gradients and optimizer states.
+    """The ties of a model. A shared parameter has its own entry among parameters, gradients and optimizer states.
 
     Entries are the layers, without the shared parameters (None in their places), and the shared parameters, by name.
 
@@ -100,55 +100,55 @@ class Ties:
                 )
 
     def names(self, ids: Iterable[str]) -> tuple[str, ...]:
-        """The shared parameters that these layers use, in the order of their first use."""
+        """Return the shared parameters that these layers use, in the order of their first use."""
         return tuple(dict.fromkeys(name for layer_id in ids for name in sorted(self.places.get(layer_id, {}).values())))
 
     def entries(self, ids: Sequence[str]) -> tuple[str, ...]:
-        """The layers, and before the first one that uses it each shared parameter."""
-        found: dict[str, None] = {}
+        """Return the layer ids, with each shared parameter before the first layer that uses it."""
+        entries: dict[str, None] = {}
         for layer_id in ids:
-            found |= dict.fromkeys((*self.names([layer_id]), layer_id))
-        return tuple(found)
+            entries |= dict.fromkeys((*self.names([layer_id]), layer_id))
+        return tuple(entries)
 
     def sharers(self, ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """By name of the shared parameters that two or more of these layers use: which layers do."""
+        """Return the layers that use each parameter shared by two or more of these layers, by its name."""
         users = {name: tuple(layer_id for layer_id in ids if name in self.places.get(layer_id, {}).values()) for name in self.first}
         return {name: layers for name, layers in users.items() if len(layers) > 1}
 
     def sharing(self, stages: Sequence[Sequence[str]]) -> Sharing:
-        """What the stages with these layers share."""
-        held = {name: tuple(s for s, ids in enumerate(stages) if name in self.names(ids)) for name in self.first}
+        """Return what stages with these layers share."""
+        stages_of = {name: tuple(s for s, ids in enumerate(stages) if name in self.names(ids)) for name in self.first}
         groups: dict[tuple[int, ...], list[str]] = {}
-        for name, holders in held.items():
+        for name, holders in stages_of.items():
             if len(holders) > 1:
                 groups.setdefault(holders, []).append(name)
-        counted = tuple(tuple(name for name in self.entries(ids) if held.get(name, (s,))[0] == s) for s, ids in enumerate(stages))
+        counted = tuple(tuple(name for name in self.entries(ids) if stages_of.get(name, (s,))[0] == s) for s, ids in enumerate(stages))
         return Sharing(tuple((holders, tuple(names)) for holders, names in groups.items()), counted)
 
     def split(self, params: Mapping[str, Tree], ids: Sequence[str] | None = None) -> dict[str, Tree]:
-        """The entries of some layers from their whole parameters.
+        """Split whole parameters of some layers into entries.
 
         Args:
             params: by layer id, and of the layers that hold the first places of their shared parameters. Specs may lack the latter.
             ids: the layers; by default all of `params`.
         """
-        found: dict[str, Tree] = {}
+        entries: dict[str, Tree] = {}
         for layer_id in params if ids is None else ids:
             for path, name in self.places.get(layer_id, {}).items():
                 place = self.first[name] if self.first[name][0] in params else (layer_id, path)
-                found.setdefault(name, _leaf(params[place[0]], place[1]))
-            found[layer_id] = _replaced(params[layer_id], dict.fromkeys(self.places.get(layer_id, {})))
-        return {name: found[name] for name in self.entries(tuple(params if ids is None else ids))}
+                entries.setdefault(name, _leaf(params[place[0]], place[1]))
+            entries[layer_id] = _replaced(params[layer_id], dict.fromkeys(self.places.get(layer_id, {})))
+        return {name: entries[name] for name in self.entries(tuple(params if ids is None else ids))}
 
     def whole(self, layer_id: str, entries: Mapping[str, Tree]) -> Tree:
-        """The parameters of a layer, shared ones included, from the entries."""
+        """Return the parameters of a layer, shared ones included, from the entries."""
         places = self.places.get(layer_id)
         if not places:
             return entries[layer_id]
         return _replaced(entries[layer_id], {path: entries[name] for path, name in places.items()})
 
     def in_layers(self, subset: Subset, entries: Mapping[str, Tree], ids: Iterable[str]) -> Subset:
-        """Some of the leaves of entries, as leaves of the whole parameters of layers.
+        """Return a subset of the leaves of entries as a subset of the leaves of whole layers.
 
         Args:
             subset: the leaves, by entry.
@@ -157,14 +157,14 @@ class Ties:
         """
         if subset.is_all:
             return subset
-        found, part = {}, subset.part(entries)
+        by_layer, part = {}, subset.part(entries)
         for layer_id in ids:
             own = {path for path, leaf in _paths(self.whole(layer_id, part)) if leaf is not None}
-            found[layer_id] = tuple(path in own for path, leaf in _paths(self.whole(layer_id, entries)) if leaf is not None)
-        return Subset({layer_id: leaves for layer_id, leaves in found.items() if not all(leaves)})
+            by_layer[layer_id] = tuple(path in own for path, leaf in _paths(self.whole(layer_id, entries)) if leaf is not None)
+        return Subset({layer_id: leaves for layer_id, leaves in by_layer.items() if not all(leaves)})
 
     def by_place(self, params: Mapping[str, Tree]) -> Iterator[tuple[str, Tree]]:
-        """(entry, its tree) of whole layers by layer id; a shared parameter occurs once for each of its places."""
+        """Yield (entry, its tree) of whole layers by layer id; a shared parameter occurs once for each of its places."""
         for layer_id, tree in params.items():
             places = self.places.get(layer_id, {})
             for path, name in places.items():
@@ -172,22 +172,22 @@ class Ties:
             yield layer_id, _replaced(tree, dict.fromkeys(places))
 
     def parts(self, params: Mapping[str, Tree]) -> dict[str, dict[str, Tree]]:
-        """What an optimizer sees of each entry: its arrays in the structure of its layer, masked nodes in the places of all others.
+        """Return each entry as an optimizer sees it: its arrays in the structure of its layer, masked nodes elsewhere.
 
         Args:
             params: parameters by layer id; what stands in second places is dropped.
         """
         firsts = {place: name for name, place in self.first.items()}
-        found: dict[str, dict[str, Tree]] = {}
+        parts: dict[str, dict[str, Tree]] = {}
         for layer_id, tree in params.items():
-            found[layer_id] = {layer_id: _masked(tree, self.places.get(layer_id, {}))}
+            parts[layer_id] = {layer_id: _masked(tree, self.places.get(layer_id, {}))}
             for path in self.places.get(layer_id, {}):
                 if (layer_id, path) in firsts:
-                    found[firsts[layer_id, path]] = {layer_id: _masked(tree, [other for other, _ in _paths(tree) if other != path])}
-        return found
+                    parts[firsts[layer_id, path]] = {layer_id: _masked(tree, [other for other, _ in _paths(tree) if other != path])}
+        return parts
 
     def without_seconds(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Parameters by layer id, with masked nodes in second places."""
+        """Return parameters by layer id, with masked nodes in second places."""
         firsts = set(self.first.values())
         return {
             layer_id: _masked(tree, [path for path in self.places.get(layer_id, {}) if (layer_id, path) not in firsts])
@@ -195,7 +195,7 @@ class Ties:
         }
 
     def check(self, params: Mapping[str, Tree]) -> None:
-        """Refuse ties that do not fit the parameters of the layers.
+        """Check that ties fit the parameters of the layers.
 
         Args:
             params: specs of all parameters, by layer id.
@@ -227,7 +227,7 @@ class Ties:
                     )
 
     def check_given(self, params: Mapping[str, Tree]) -> None:
-        """Refuse parameters to begin with that give second places something else than the first place.
+        """Check that given parameters have the same values in all places of a tie.
 
         Args:
             params: of all layers; a `jax.ShapeDtypeStruct` where nothing is given.
@@ -237,21 +237,21 @@ class Ties:
         """
         for layer_id, places in self.places.items():
             for path, name in places.items():
-                given, first = _leaf(params[layer_id], path), _leaf(params[self.first[name][0]], self.first[name][1])
-                if isinstance(given, jax.ShapeDtypeStruct):
+                value, first = _leaf(params[layer_id], path), _leaf(params[self.first[name][0]], self.first[name][1])
+                if isinstance(value, jax.ShapeDtypeStruct):
                     continue
                 where = f"params: {_words((layer_id, path))} is {_words(self.first[name])} (they are tied)"
                 if isinstance(first, jax.ShapeDtypeStruct):
                     raise InputError(f"{where}, which is not given; give it there")
-                if np.asarray(given).tobytes() != np.asarray(first).tobytes():
+                if np.asarray(value).tobytes() != np.asarray(first).tobytes():
                     raise InputError(f"{where}, but other values are given there; give the same, or leave out {_words((layer_id, path))}")
 
 
 def _checked(ties: Any, ids: Sequence[str]) -> list[Tie]:
     if isinstance(ties, (str, Mapping)) or not isinstance(ties, Iterable):
         raise InputError(f"ties: expected a list of jpipe.Tie, found {type(ties).__name__}")
-    found = list(ties)
-    for tie in found:
+    all_ties = list(ties)
+    for tie in all_ties:
         if not isinstance(tie, Tie):
             raise InputError(f"ties: expected a jpipe.Tie, found {type(tie).__name__}; give Tie((layer id, path), (layer id, path))")
         for place in (tie.first, tie.second):
@@ -261,7 +261,7 @@ def _checked(ties: Any, ids: Sequence[str]) -> list[Tie]:
                 raise InputError(f"ties: the model has no layer '{place[0]}'; {nearest(place[0], ids)}")
         if tie.first == tie.second:
             raise InputError(f"ties: {_words(tie.first)} is tied to itself")
-    return found
+    return all_ties
 
 
 def _words(place: tuple[str, str]) -> str:
@@ -269,13 +269,13 @@ def _words(place: tuple[str, str]) -> str:
 
 
 def _paths(tree: Tree) -> list[tuple[str, Any]]:
-    """(path, leaf) of all leaves; None is a leaf here."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+    """Return (path, leaf) of all leaves, with None as a leaf."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
 def _masked(tree: Tree, paths: Iterable[str]) -> Tree:
-    """The tree with `optax.MaskedNode()`, which holds no arrays, at these paths."""
+    """Replace the values at these paths by `optax.MaskedNode()`, which holds no arrays."""
     return _replaced(tree, {path: optax.MaskedNode() for path in paths})
 
 
@@ -284,7 +284,7 @@ def _leaf(tree: Tree, path: str) -> Any:
 
 
 def _replaced(tree: Tree, values: Mapping[str, Any]) -> Tree:
-    """The tree with other values at these paths."""
+    """Replace the values at these paths."""
     if not values:
         return tree
     treedef = jax.tree.structure(tree, is_leaf=lambda leaf: leaf is None)

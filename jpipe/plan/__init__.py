@@ -1,4 +1,4 @@
-"""What to run, as plain JSON data: stages, schedule, microbatches, recomputation. Only plans that can run are built."""
+"""Plans: what to run, as plain JSON data. A plan is checked when it is built."""
 
 from jpipe.plan._axes import RULES, mesh_rules
 from jpipe.plan._plan import Plan as Plan

@@ -20,7 +20,7 @@ RULES: Mapping[str, str | None] = {
     "kv_heads": "model",
     "vocab": "model",
 }
-"""By logical axis the axis of a stage's mesh over which it is sharded, None: over none. `Plan.rules` adds to these and replaces them."""
+"""The mesh axis over which each logical axis is sharded, or None. `Plan.rules` adds to these and replaces them."""
 
 
 def _mesh(value: Any) -> FrozenMapping[int]:
@@ -68,5 +68,5 @@ ParamAxes = Annotated[FrozenMapping[tuple[str | None, ...]], pydantic.PlainValid
 
 
 def mesh_rules(plan: "jpipe.Plan") -> dict[str, str | None]:
-    """By logical axis the axis of a mesh over which it is sharded, None for none: `RULES`, and the plan's own."""
+    """Return the mesh axis, or None, of each logical axis: `RULES` updated with the rules of the plan."""
     return {**RULES, **plan.rules}

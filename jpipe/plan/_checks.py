@@ -32,7 +32,7 @@ def check(plan: "jpipe.Plan") -> None:
 
 
 def _check_layers(stages: Sequence[Stage]) -> None:
-    """Refuse names that cannot be shown, and layers that are in two stages."""
+    """Check that layer ids can be printed, and that no layer is in two stages."""
     owner: dict[str, int] = {}
     for s, stage in enumerate(stages):
         for layer_id in stage.layers:
@@ -46,11 +46,11 @@ def _check_layers(stages: Sequence[Stage]) -> None:
 
 
 def _check_ranks(plan: "jpipe.Plan") -> None:
-    """Refuse ranks that do not run each stage once, or whose stages have different replicas."""
+    """Check that the ranks run each stage once, and that the stages of a rank have the same replicas."""
     if plan.ranks is None:
         return
-    found, shown = sorted(s for stages in plan.ranks for s in stages), [list(stages) for stages in plan.ranks]
-    if found != list(range(plan.depth)) or not all(plan.ranks):
+    stages_of_ranks, shown = sorted(s for stages in plan.ranks for s in stages), [list(stages) for stages in plan.ranks]
+    if stages_of_ranks != list(range(plan.depth)) or not all(plan.ranks):
         expected = f"each of the stages 0 to {plan.depth - 1} once, on ranks of one stage or more"
         raise ValueError(f"ranks: expected {expected}, found {shown}; put each of them on one rank, or leave out ranks")
     for p, stages in enumerate(plan.ranks):
@@ -63,7 +63,7 @@ def _check_ranks(plan: "jpipe.Plan") -> None:
 
 
 def _check_meshes(plan: "jpipe.Plan") -> None:
-    """Refuse meshes that nothing is sharded over, different ones on a rank, and rules for meshes that there are not."""
+    """Check that rules name the axes of the meshes, and that the stages of a rank have the same mesh."""
     axes = {axis for stage in plan.stages for axis in stage.mesh}
     rules = mesh_rules(plan)
     for s, stage in enumerate(plan.stages):
@@ -77,11 +77,11 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
         if stage.fsdp and rules["batch"] not in stage.mesh:
             expected = f"a mesh with the axis '{rules['batch']}', over which the rows are sharded"
             raise ValueError(f"stages.{s}.fsdp: expected {expected}, found {dict(stage.mesh)}; add it, or remove fsdp")
-    for name, found in plan.rules.items():
-        if found is not None and found not in axes:
+    for name, axis_of_rule in plan.rules.items():
+        if axis_of_rule is not None and axis_of_rule not in axes:
             meshes = ", ".join(f"'{axis}'" for axis in sorted(axes)) or "no mesh"
             raise ValueError(
-                f"rules.{name}: expected an axis of the stages' meshes, {meshes}, found '{found}'; remove the rule or add the axis"
+                f"rules.{name}: expected an axis of the stages' meshes, {meshes}, found '{axis_of_rule}'; remove the rule or add the axis"
             )
     for p, stages in enumerate(plan.pipeline_ranks):
         if len({(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages}) > 1:
@@ -99,22 +99,22 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
 
 
 def _check_per_rank(plan: "jpipe.Plan") -> None:
-    """Refuse a placement or a prediction of other ranks."""
+    """Check that placement and prediction are of the ranks of the plan."""
     of = "stages" if plan.depth == len(plan.pipeline_ranks) else "ranks"
     if plan.placement is not None:
-        found, expected = [len(devices) for devices in plan.placement], [plan.replicas[stages[0]] for stages in plan.pipeline_ranks]
-        if found != expected:
-            raise ValueError(f"placement names {found} devices for the {of}, expected {expected} (one for each replica)")
+        counts, expected = [len(devices) for devices in plan.placement], [plan.replicas[stages[0]] for stages in plan.pipeline_ranks]
+        if counts != expected:
+            raise ValueError(f"placement names {counts} devices for the {of}, expected {expected} (one for each replica)")
     if plan.predicted is not None and len(plan.predicted.peak_bytes) != len(plan.pipeline_ranks):
         peaks, ranks = len(plan.predicted.peak_bytes), len(plan.pipeline_ranks)
         raise ValueError(f"predicted.peak_bytes: expected one number for each of {ranks} {of}, found {peaks}; plan again")
 
 
 def _check_options(plan: "jpipe.Plan") -> None:
-    """Refuse options that other schedules read and this one does not, and options that exclude each other."""
-    own = SCHEDULES[plan.schedule].options
+    """Check that the schedule reads all options that are set, and that they do not exclude each other."""
+    options = SCHEDULES[plan.schedule].options
     for option in dict.fromkeys(option for schedule in SCHEDULES.values() for option in schedule.options):
-        if option in own or getattr(plan, option) == type(plan).model_fields[option].default:
+        if option in options or getattr(plan, option) == type(plan).model_fields[option].default:
             continue
         if option == "extra_in_flight":
             limit = f"expected extra_in_flight 0, found {plan.extra_in_flight}"
@@ -131,7 +131,7 @@ def _check_options(plan: "jpipe.Plan") -> None:
 
 
 def _check_microbatches(plan: "jpipe.Plan") -> None:
-    """Refuse a number of microbatches that the replicas of a stage cannot share evenly."""
+    """Check that the replicas of each stage can share the microbatches evenly."""
     common = math.lcm(*plan.replicas)
     if plan.microbatches % common:
         raise ValueError(

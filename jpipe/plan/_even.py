@@ -1,4 +1,4 @@
-"""Even stages: what `Plan.even` fills in."""
+"""Even stages and their ranks, for `Plan.even`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,20 +20,20 @@ def even_stages(layers: Sequence[str], num_stages: Any, recompute: Any, replicas
     policies = _for_each(recompute, str, num_stages, "recompute")
     counts = _for_each(replicas, (int, np.integer), num_stages, "replicas")
     meshes = _for_each({} if mesh is None else mesh, Mapping, num_stages, "mesh")
-    for what, found in (("recomputation policy", policies), ("number of replicas", counts), ("mesh", meshes)):
-        if len(found) != num_stages:
-            raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(found)}")
-    size, rest = divmod(len(layers), num_stages)
-    starts = [s * size + min(s, rest) for s in range(num_stages + 1)]
+    for what, values in (("recomputation policy", policies), ("number of replicas", counts), ("mesh", meshes)):
+        if len(values) != num_stages:
+            raise InputError(f"plan: expected one {what} for all or one for each of {num_stages} stages, found a list of {len(values)}")
+    size, remainder = divmod(len(layers), num_stages)
+    starts = [s * size + min(s, remainder) for s in range(num_stages + 1)]
     return [
         {"layers": tuple(layers[a:b]), "replicas": count, "recompute": policy, "mesh": sizes, "fsdp": fsdp}
-        # The last start is an end only.
+        # The last start is only an end.
         for a, b, count, policy, sizes in zip(starts, starts[1:], counts, policies, meshes, strict=False)
     ]
 
 
 def _layer_ids(layers: Any) -> Sequence[str]:
-    """What was given as all layer ids, in order."""
+    """Return the layer ids as a list."""
     if not isinstance(layers, (Sequence, Mapping)):
         hint = "its ids, as stack.ids" if hasattr(layers, "ids") else "a list of them"
         raise InputError(f"plan: expected the layer ids in order, found {type(layers).__name__}; give {hint}")
@@ -41,11 +41,11 @@ def _layer_ids(layers: Any) -> Sequence[str]:
 
 
 def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> Ranks | None:
-    """The ranks of `chunks` stages each, as the schedule lays them out."""
+    """Return the ranks of `chunks` stages each in the layout of the schedule; None for the default ranks."""
     if not isinstance(chunks, (int, np.integer)) or isinstance(chunks, bool) or chunks < 1:
         raise InputError(f"plan: chunks_per_rank: expected an integer of 1 or more, found {short(chunks)}")
     if schedule not in SCHEDULES:
-        return None  # which the plan refuses
+        return None  # the plan raises the error
     rules = SCHEDULES[schedule]
     if reason := rules.refuses_chunks(int(chunks)):
         raise InputError(f"plan: chunks_per_rank: {reason}")
@@ -62,7 +62,7 @@ def even_ranks(schedule: str, num_stages: int, num_layers: int, chunks: Any) -> 
 
 
 def _for_each(value: Any, kind: Any, num_stages: int, what: str) -> list[Any]:
-    """One value for all stages, or what was given for each of them."""
+    """Return one value for each stage, from one for all stages or from a list."""
     if isinstance(value, kind):
         return [value] * num_stages
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):

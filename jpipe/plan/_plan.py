@@ -1,4 +1,4 @@
-"""The plan of a run: its fields, the numbers that follow from them, and how it is written and read."""
+"""The plan of a run: its fields, the numbers that follow from them, and reading and writing it as JSON."""
 
 import itertools
 import json
@@ -23,9 +23,9 @@ Numbers = Annotated[tuple[Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Fie
 
 
 class Plan(pydantic.BaseModel):
-    """Stages, schedule, microbatches and recomputation of one run. A plan that was built or read is legal for its schedule.
+    """Stages, schedule, microbatches and recomputation of one run.
 
-    Fields are given by keyword and cannot be changed afterwards.
+    Every plan that was built or read can run with its schedule. Fields are given by keyword and cannot be changed afterwards.
 
     Attributes:
         format: "jpipe-plan/1", which marks the JSON as a plan.
@@ -39,7 +39,7 @@ class Plan(pydantic.BaseModel):
             once. False, the default: as many as keep every worker busy, sums hidden behind one more microbatch.
         update_every: "batch", the default: all stages update after each batch. "replicas": stage s updates after r_s microbatches,
             as in the original PipeDream; stages with different replicas update at different rates. For `pipedream`.
-        flush_first: for schedules that do not flush: flush after each of the first so many batches, so that these read the newest
+        flush_first: for schedules that do not flush: flush after each of this many first batches, so that these read the newest
             weights; then run freely. A warm-up without staleness. 0 by default; needs update_every "batch".
         split_backward: "joint", the default, or "early": compute each backward in two halves, and send the input gradient after the first.
             For `pipedream_flush`, `pipedream` and `pipedream_2bw`; the zero-bubble schedules always split.
@@ -62,10 +62,10 @@ class Plan(pydantic.BaseModel):
             other what they have updated. The numbers are the same. For schedules that flush. False by default.
         placement: for each pipeline rank the numbers of its replicas' devices, counted from 0 over the devices of all processes, process by
             process; with a mesh the first device of each, the others follow it. None: in order, as `keep_together` says.
-        predicted: what a planner expects of the plan; None: it was not asked.
+        predicted: the prediction of a planner; None: there is none.
 
     Raises:
-        InputError: any part that is wrong, with what was expected.
+        InputError: a part is wrong; the message says what was expected.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
@@ -111,7 +111,7 @@ class Plan(pydantic.BaseModel):
         return self
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Plan":
-        """A copy with other values of some fields, which are not checked. What was computed from the old ones is computed again."""
+        """Return a copy with other values of some fields, without checks; cached properties are computed again."""
         copied = super().model_copy(update=update, deep=deep)
         for name in vars(copied).keys() - Plan.model_fields.keys():
             del vars(copied)[name]
@@ -119,7 +119,7 @@ class Plan(pydantic.BaseModel):
 
     @property
     def depth(self) -> int:
-        """d, the number of stages."""
+        """The number of stages, d."""
         return len(self.stages)
 
     @property
@@ -129,17 +129,17 @@ class Plan(pydantic.BaseModel):
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
-        """r_s, the number of replicas of each stage."""
+        """The number of replicas of each stage, r_s."""
         return tuple(stage.replicas for stage in self.stages)
 
     @cached_property
     def workers(self) -> tuple[tuple[int, int], ...]:
-        """(stage, replica) of each worker. Workers are numbered stage by stage, the replicas of a stage one after the other."""
+        """The (stage, replica) of each worker. Workers are numbered stage by stage, the replicas of a stage one after the other."""
         return tuple((s, replica) for s, count in enumerate(self.replicas) for replica in range(count))
 
     @cached_property
     def stage_workers(self) -> tuple[tuple[int, ...], ...]:
-        """The workers of each stage, replica by replica; microbatch k is with number k mod r of them."""
+        """The workers of each stage, replica by replica; worker k mod r of a stage runs microbatch k."""
         numbers = iter(range(sum(self.replicas)))
         return tuple(tuple(itertools.islice(numbers, count)) for count in self.replicas)
 
@@ -164,8 +164,8 @@ class Plan(pydantic.BaseModel):
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """The rank of each worker."""
-        found = {w: rank for rank, workers in enumerate(self.rank_workers) for w in workers}
-        return tuple(found[w] for w in range(len(found)))
+        ranks = {w: rank for rank, workers in enumerate(self.rank_workers) for w in workers}
+        return tuple(ranks[w] for w in range(len(ranks)))
 
     @property
     def placing_order(self) -> tuple[int, ...]:
@@ -174,15 +174,15 @@ class Plan(pydantic.BaseModel):
         return tuple(sorted(range(len(self.rank_positions)), key=key))
 
     def worker(self, s: int, k: int) -> int:
-        """The worker of stage s that runs microbatch k."""
+        """Return the worker of stage s that runs microbatch k."""
         return self.stage_workers[s][k % self.replicas[s]]
 
     def microbatches_per_update(self, s: int) -> int:
-        """M_s, how many microbatches, over all its replicas, an update of stage s sees: m, or r_s with update_every "replicas"."""
+        """Return M_s, the microbatches of all replicas in an update of stage s: m, or r_s with update_every "replicas"."""
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
 
     def updates_per_batch(self, s: int) -> int:
-        """m / M_s, how many updates stage s makes a batch: 1, or more with update_every "replicas"."""
+        """Return m / M_s, the updates of stage s in a batch: 1, or more with update_every "replicas"."""
         return self.microbatches // self.microbatches_per_update(s)
 
     @classmethod
@@ -200,7 +200,7 @@ class Plan(pydantic.BaseModel):
         fsdp: bool = False,
         **fields: Any,
     ) -> "Plan":
-        """A plan whose stages hold equally many layers (the first ones take the remainder).
+        """Return a plan whose stages hold equally many layers; the first stages take the remainder.
 
         Args:
             layers: all layer ids in order.
@@ -250,7 +250,7 @@ class Plan(pydantic.BaseModel):
         check_layers_of_model(self.layers, ids)
 
     def to_json(self) -> str:
-        """The plan as JSON text; `from_json` reads it back."""
+        """Return the plan as JSON text, which `from_json` reads."""
         return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
     @classmethod
@@ -258,11 +258,11 @@ class Plan(pydantic.BaseModel):
         """Read a plan from JSON text.
 
         Args:
-            text: what `to_json` wrote, or a person.
+            text: from `to_json`, or written by hand.
             where: names the source (a file, say) in error messages.
 
         Raises:
-            InputError: no JSON (with line and column), not a plan of this format, or an illegal plan.
+            InputError: the text is not JSON (with line and column), not a plan of this format, or a plan that cannot run.
         """
         data = read_json(text, FORMAT, where)
         try:

@@ -31,7 +31,7 @@ Int = Annotated[int, pydantic.BeforeValidator(_as_int)]
 
 
 class Stage(pydantic.BaseModel):
-    """Consecutive layers, by id, that one worker (or several replicas of it) runs.
+    """Consecutive layers, by id, that one worker or several replicas run.
 
     Attributes:
         layers: ids of the layers, in order, of printable characters; at least one.
@@ -57,7 +57,7 @@ class Stage(pydantic.BaseModel):
 
     @property
     def devices_each(self) -> int:
-        """How many devices each replica has: the size of its mesh."""
+        """The number of devices of each replica: the size of its mesh."""
         return math.prod(self.mesh.values())
 
     @pydantic.field_validator("recompute")
@@ -69,7 +69,7 @@ class Stage(pydantic.BaseModel):
 
 
 class Predicted(pydantic.BaseModel):
-    """What a planner expects of a plan, to be held against the run; nothing runs differently for it.
+    """The prediction of a planner for a plan, to be compared with the run; it does not change the run.
 
     Attributes:
         batch_seconds: of one batch.

@@ -28,19 +28,19 @@ def _options_text(plan: "jpipe.Plan") -> str:
 
 
 def _mesh_text(stage: Stage) -> str:
-    """The mesh of a stage in a few words, after a space; nothing where it has none."""
+    """Return a short text of the mesh of a stage, after a space; empty without a mesh."""
     sizes = ", ".join(f"{axis} {size}" for axis, size in stage.mesh.items())
     return f" on ({sizes}{', fsdp' if stage.fsdp else ''})" if stage.mesh else ""
 
 
 def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequence[str] | None = None) -> str:
-    """The stages of a plan as a table for a notebook, the rest in its caption.
+    """Return the plan as a table of stages for a notebook, with the other fields in its caption.
 
     Args:
         plan: what to show.
-        name: of what has the plan.
-        facts: what else to say of it, from a comma on.
-        devices: the device of each worker; None: no such column.
+        name: the name of the object that has the plan.
+        facts: more text for the caption, beginning with a comma.
+        devices: the device of each worker; None: no column of devices.
     """
     caption = f"{name}: {plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages{_options_text(plan)}{facts}"
     shares = plan.depth > len(plan.pipeline_ranks)
@@ -68,15 +68,15 @@ def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequen
 
 
 def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
-    """The JSON object in a text, if its key `format` says that it is what is expected.
+    """Read a JSON object whose key `format` has the expected value.
 
     Args:
-        text: somebody's; a key that occurs twice gets a value that no field takes.
+        text: JSON from any source; a key that occurs twice gets a value that no field accepts.
         expected: the format, such as "jpipe-plan/1".
         where: names the source (a file, say) in error messages.
 
     Raises:
-        InputError: no JSON (with line and column), no object, or of another format.
+        InputError: the text is not JSON (with line and column), not an object, or of another format.
     """
     kind = expected.removeprefix("jpipe-").partition("/")[0]
     if not isinstance(text, (str, bytes, bytearray)):
@@ -93,19 +93,19 @@ def read_json(text: str | bytes, expected: str, where: str) -> dict[str, Any]:
     except (RecursionError, ValueError):
         raise InputError(f"{where}: expected a {kind} as JSON, found text nested too deeply, or a number of thousands of digits") from None
     if not isinstance(data, dict) or data.get("format") != expected:
-        found = short(data.get("format") if isinstance(data, dict) else type(data).__name__)
-        raise InputError(f'{where}: expected a JSON object with "format": "{expected}", found {found}; is this a {kind} of jpipe?')
+        actual = short(data.get("format") if isinstance(data, dict) else type(data).__name__)
+        raise InputError(f'{where}: expected a JSON object with "format": "{expected}", found {actual}; is this a {kind} of jpipe?')
     return data
 
 
 class _Twice:
-    """What JSON says of a key that occurs twice. No field takes it, so that it is refused in its place."""
+    """The value of a key that occurs twice. No field accepts it, so that the error names the key."""
 
     def __repr__(self) -> str:
         return "the key twice"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; of a key that occurs twice, `json` by itself silently takes the last."""
-    times = Counter(key for key, _ in pairs)
-    return {key: value if times[key] == 1 else _Twice() for key, value in pairs}
+    """Return a JSON object as a dict; `json` itself silently takes the last value of a key that occurs twice."""
+    counts = Counter(key for key, _ in pairs)
+    return {key: value if counts[key] == 1 else _Twice() for key, value in pairs}

@@ -26,7 +26,7 @@ _LINE = 2**24  # bytes of the longest line; configs and plans travel in one
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a process may be silent or be waited for before the run is given up; in all, less than a minute.
+    """The time limits of a run before a silent or awaited process counts as lost; in all less than a minute.
 
     Where all processes meet (`agree`, `barrier`, `close`) the others wait ten minutes, for one may compile that long; who dies is
     noticed at once there, too.
@@ -43,7 +43,7 @@ class Limits:
 
     @property
     def beat(self) -> float:
-        """Seconds between two signs of life."""
+        """Seconds between two heartbeats."""
         return min(1.0, self.silence / 10, self.wait / 10)
 
 
@@ -70,7 +70,7 @@ class Channel:
         self._thread: threading.Thread | None = None
 
     def open(self, store: Store, limit: float, secret: bytes | None = None) -> None:
-        """Find the others and start the thread; does not wait until all have joined.
+        """Find the other processes and start the thread, without waiting until all have joined.
 
         Args:
             store: where process 0 leaves its address, and a token of this channel.
@@ -103,27 +103,27 @@ class Channel:
         self._ready.result()
 
     def post(self, message: Message) -> None:
-        """Send to process 0, from any thread of the caller."""
+        """Send a message to process 0, from any thread of the caller."""
         if self._thread is None:
             self._send(message)
         else:
             self._loop.call_soon_threadsafe(self._send, message)
 
     def still(self) -> float:
-        """Seconds since anything has moved in any process, as process 0 knows."""
+        """Return the seconds since the last progress in any process, as process 0 knows."""
         return self._coordinator.still()
 
     def finished(self) -> set[int]:
-        """The processes that have come to the end, as process 0 knows."""
+        """Return the processes that have finished, as process 0 knows."""
         return self._coordinator.finished()
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Have the channel's thread, which calls this, do something later; nothing in a run of one process."""
+        """Call a function later in the channel's thread, which calls this; do nothing in a run of one process."""
         if self._thread is not None:
             self._loop.call_later(seconds, action)
 
     def hang_up(self) -> None:
-        """All have finished; called by the channel's thread."""
+        """Close the channel when all have finished; the channel's thread calls this."""
         self._closing.set()
 
     def join(self) -> None:
@@ -132,7 +132,7 @@ class Channel:
             self._thread.join()
 
     def be_last(self) -> None:
-        """Return when all connections to process 0 are closed; at once elsewhere. After a loss the process is ended if they stay open."""
+        """Return when all connections to process 0 are closed, at once elsewhere. After a loss end the process if they stay open."""
         while self._index == 0 and self._peers:
             time.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""Programs that the devices of several processes run together, one device each; and how the leaves of a tree share them.
+"""Collectives over one device each of several processes, and the packing of trees for them.
 
 JAX sees each array as one replicated over the devices, whose copies happen to differ: that takes any rank, and each process gives and
 gets its own copy as it is.
@@ -27,7 +27,7 @@ _TOGETHER = 1 << 22  # bytes; a collective of gloo costs 0.2 ms and more whateve
 
 
 class Group:
-    """One device in each of several processes, this one among them."""
+    """One device in each of several processes, including this one."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         own = [device for device in devices if device.process_index == jax.process_index()]
@@ -41,7 +41,7 @@ class Group:
         self.blocks = self.device.platform == "cpu"
 
     def compile(self, function: Callable[..., Tree], *spec: Spec) -> "Collective":
-        """A program of all devices: one collective over the axis `AXIS` of this one's arrays.
+        """Compile one collective over the axis `AXIS` of the arrays of all devices.
 
         Args:
             function: arrays -> what the collective gives.
@@ -53,24 +53,24 @@ class Group:
         return Collective(self, program)
 
     def plain(self, dtype: Any) -> Any:
-        """What a dtype travels as: XLA on CPUs would widen bfloat16 and the like (NumPy's kind V) to twice the bytes."""
+        """Return the dtype in which arrays are sent: XLA on CPUs would widen bfloat16 and the like (NumPy's kind V) to twice the bytes."""
         return np.dtype(f"uint{8 * dtype.itemsize}") if self.blocks and dtype.kind == "V" else dtype
 
     def here(self, shape: tuple[int, ...], dtype: Any) -> Spec:
-        """An array on this process's device, as it travels."""
+        """Put an array on this process's device, in the dtype in which it is sent."""
         return Spec(shape, self.plain(dtype), sharding=SingleDeviceSharding(self.device))
 
     def zeros(self, spec: Spec) -> jax.Array:
-        """An array of nothing on this process's device."""
+        """Return an empty array on this process's device."""
         return jnp.zeros(spec.shape, spec.dtype, device=self.device)
 
     def shared(self, array: jax.Array) -> jax.Array:
-        """An array of all devices, of which this device's copy is this very one."""
+        """Return an array over all devices whose shard here is this very array."""
         return jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array])
 
 
 class Collective:
-    """A program that all devices of a group run together.
+    """A compiled program that all devices of a group run together.
 
     Attributes:
         done: how many have run in this process, whichever: a long wait is no hang as long as it grows.
@@ -87,7 +87,7 @@ class Collective:
         return self.run(*(self._group.shared(array) for array in arrays))
 
     def run(self, *arrays: jax.Array) -> Tree:
-        """Run it on arrays of all devices; this device's copies of the result."""
+        """Run the program on arrays over all devices and return the shards here of its results."""
         results = self._program(*arrays)
         if self._group.blocks:
             jax.block_until_ready(results)  # a failure is raised here and nowhere later
@@ -96,20 +96,20 @@ class Collective:
 
 
 def _steps(program: jax.stages.Compiled) -> list[str]:
-    """What a compiled program does, by the names of XLA: all but what only names memory."""
+    """Return the HLO operations of a compiled program, without those that only name memory."""
     text = program.as_text() or ""
     operations = re.findall(r" = .*? ([a-z-]+)\(", re.sub(r"/\*.*?\*/", "", text[text.index("ENTRY") :]))
     return [name for name in operations if name not in ("parameter", "bitcast", "tuple", "get-tuple-element")]
 
 
 def kind_of(tree: Tree) -> Kind:
-    """What a program is compiled for."""
+    """Return the key under which a program for a tree is compiled."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def known(tree: Tree, programs: Mapping[Kind, Any]) -> Kind:
-    """The kind of a tree, which must have been compiled."""
+    """Return the kind of a tree, which must have been compiled."""
     kind = kind_of(tree)
     assert kind in programs, f"not compiled for {_told(kind)}, but for {'; '.join(map(_told, programs)) or 'nothing'}"
     return kind
@@ -121,7 +121,7 @@ def _told(kind: Kind) -> str:
 
 
 class Packing:
-    """How the leaves of a tree travel: a large one as it is, small ones of a dtype joined. Empty ones do not.
+    """The packing of a tree for sending: large leaves as they are, small leaves of a dtype concatenated, empty leaves left out.
 
     Args:
         group: who moves them.
@@ -148,17 +148,17 @@ class Packing:
         self.dtypes = [leaves[i].dtype for i in (*self._alone, *(i for i, *_ in self._together))]
 
     def pack(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """What travels."""
+        """Pack a tree into arrays to send."""
         alone = [leaves[i] for i in self._alone]
         return [*alone, *self._join([[leaves[i] for i in positions] for positions in self._together])] if self._together else alone
 
     def unpack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The leaves that travelled."""
-        found = self._empty | dict(zip(self._alone, arrays, strict=False))
+        """Unpack received arrays into leaves."""
+        leaves = self._empty | dict(zip(self._alone, arrays, strict=False))
         if self._together:
             for positions, pieces in zip(self._together, self._split(arrays[len(self._alone) :]), strict=True):
-                found.update(zip(positions, pieces, strict=True))
-        return [found[i] for i in range(len(self.leaves))]
+                leaves.update(zip(positions, pieces, strict=True))
+        return [leaves[i] for i in range(len(self.leaves))]
 
     def _joined(self, groups: list[list[jax.Array]]) -> list[jax.Array]:
         # Seen as what they travel as before they are joined: XLA would widen and narrow bfloat16, which changes the bits of NaN.
@@ -174,7 +174,7 @@ class Packing:
 
 
 def _grouped(leaves: Sequence[jax.Array | Spec]) -> list[list[int]]:
-    """Positions of the leaves that share a collective: of one dtype, in order, and not too large. Empty leaves are in none."""
+    """Return the positions of leaves that share a collective: of one dtype, in order, not too large, not empty."""
     groups: dict[Any, list[list[int]]] = {}
     room: dict[Any, int] = {}
     for i, leaf in enumerate(leaves):

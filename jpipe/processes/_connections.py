@@ -1,4 +1,4 @@
-"""Moves arrays between processes: from one device to another, and sums over devices, by collectives over just the devices concerned.
+"""Connections that send arrays between devices of different processes, and sums over such devices.
 
 The same programs run on gloo (CPUs) and NCCL (GPUs). They are compiled ahead of time, one for each kind of tree (structure, shapes,
 dtypes), so that no process waits in a collective for another's compiler.
@@ -24,7 +24,7 @@ _BUFFERED = 1 << 17  # bytes; a message so small is gone into the buffers of the
 
 
 class Connection:
-    """One direction between two devices of different processes.
+    """A one-way connection between two devices of different processes.
 
     Both processes make the link and compile the same specs before anything moves; then the receiver takes the messages in the order in
     which they are sent. Different links work from different threads at once: one that is blocked delays no other, and no computation.
@@ -42,7 +42,7 @@ class Connection:
         self._programs: dict[Kind, _Moves] = {}
 
     def compile(self, spec: Tree) -> None:
-        """Make ready for one kind of message. The receiving process keeps an array for each leaf of it.
+        """Compile the transfer of one kind of message; the receiving process keeps an array for each leaf.
 
         Args:
             spec: the message as a tree of `jax.ShapeDtypeStruct`, of any dtypes but typed random keys.
@@ -74,7 +74,7 @@ class Connection:
             program(array)
 
     def receive(self, spec: Tree) -> Tree:
-        """Take the next message, in the process of `to`. On CPUs this returns when it is there.
+        """Receive the next message, in the process of `to`. On CPUs this returns when it has arrived.
 
         Args:
             spec: the kind of the message, one that was compiled.
@@ -90,7 +90,7 @@ class Connection:
 
 
 class Handover:
-    """One direction between two devices of different processes, by JAX's own `device_put`, where the backend can do it (not CPUs).
+    """A one-way connection by JAX's own `device_put`, where the backend supports it across processes (not CPUs).
 
     Both processes call it for each message, in one order. Nothing is packed or compiled. As `Connection` otherwise.
 
@@ -104,7 +104,7 @@ class Handover:
         self._sends = source.process_index == jax.process_index()
 
     def works(self) -> bool:
-        """Whether a number arrives; both processes call it."""
+        """Return whether a test number arrives; both processes call it."""
         number = jnp.float32(42)
         try:
             if self._sends:
@@ -115,11 +115,11 @@ class Handover:
             return False
 
     def send(self, tree: Tree) -> None:
-        """As `Connection.send`; JAX keeps the arrays until they are gone."""
+        """Send as `Connection.send`; JAX keeps the arrays until they are sent."""
         jax.device_put(tree, self._to)
 
     def receive(self, spec: Tree) -> Tree:
-        """As `Connection.receive`; any specs will do."""
+        """Receive as `Connection.receive`; specs need not be compiled."""
         return jax.tree.map(self._received, spec)
 
     def _received(self, spec: Spec) -> jax.Array:
@@ -128,7 +128,7 @@ class Handover:
 
 
 class _Moves(NamedTuple):
-    """How one kind of message gets over a link.
+    """The compiled transfers of one kind of message.
 
     Attributes:
         packing: of its leaves.
@@ -142,7 +142,7 @@ class _Moves(NamedTuple):
 
 
 class Reduction:
-    """The sum over devices of different processes, one each.
+    """A sum over one device each of several processes.
 
     The parts are added in the order of the devices, ((p0 + p1) + p2) + …: every process gets the same bits, those of one process that
     adds in this order. Each process sends 2 (n - 1) / n of the tree, as in a ring: two processes their whole trees, of which each adds
@@ -162,7 +162,7 @@ class Reduction:
         self._programs: dict[Kind, list[_Step]] = {}
 
     def compile(self, spec: Tree) -> None:
-        """Make ready for one kind of tree.
+        """Compile the transfer programs for trees of one structure.
 
         Args:
             spec: a tree of `jax.ShapeDtypeStruct`, of numbers.
@@ -178,7 +178,7 @@ class Reduction:
             gather(group.zeros(_BYTE))
 
     def __call__(self, tree: Tree) -> Tree:
-        """Add up the trees of all processes, each of which calls this. On CPUs this returns when the sum is there.
+        """Sum the trees of all processes, each of which calls this. On CPUs this returns when the sum is complete.
 
         Args:
             tree: arrays on this process's device, of a kind that was compiled. They are not consumed.
@@ -194,25 +194,25 @@ class Reduction:
 
     @cached_property
     def _reversed(self) -> Group:
-        """The devices in the other order have connections of their own; opened only where they are used."""
+        """The reduction with the devices reversed; its connections are opened only where they are used."""
         group = Group(self._group.devices[::-1])
         self._bytes[group] = group.compile(_gathered, _BYTE)
         return group
 
     def _of_two(self, packing: Packing) -> list[_Step]:
-        """Each gets all that the other has, and adds up everything."""
+        """Send everything to the other process and add it up."""
         large = self._group.blocks and max((a.size * a.dtype.itemsize for a in packing.arrays), default=0) > _BUFFERED
         parts: list[Any] = [[array] * 2 if large else self._group.here((2, *array.shape), array.dtype) for array in packing.arrays]
         add = jax.jit(lambda parts: packing.unpack(_sums(packing, parts))).lower(parts).compile()
         return [packing.pack, self._swapped(packing.arrays) if large else self._both(packing.arrays), add]
 
     def _both(self, arrays: list[Spec]) -> _Step:
-        """From what this process has to what both have, in the order of the devices."""
+        """Return the arrays of both processes, in the order of the devices, from those of this one."""
         programs = [self._group.compile(_gathered, array) for array in arrays]
         return lambda own: [program(array) for program, array in zip(programs, own, strict=True)]
 
     def _swapped(self, arrays: list[Spec]) -> _Step:
-        """The same by two collectives at once, each of which moves one way.
+        """Exchange arrays by two collectives at once, each of which sends one way.
 
         In one collective they would go one after the other: with gloo a process says that it is ready to receive only after what it
         sends itself. The two take connections of their own, on which a link of the two devices moves the other way.
@@ -230,7 +230,7 @@ class Reduction:
         return swap
 
     def _of_shares(self, packing: Packing) -> list[_Step]:
-        """Each process adds up a share of everything, and then all get all shares."""
+        """Let each process add up a share, and then send all shares to all processes."""
         n = self._group.size
         shares = [self._group.here((-(-array.size // n),), array.dtype) for array in packing.arrays]
 
@@ -270,7 +270,7 @@ def _gathered(x: jax.Array) -> jax.Array:
 
 
 def _sums(packing: Packing, parts: list[Any]) -> Rows:
-    """Of the parts of each array that travels, in their order, whatever they travel as."""
+    """Add the parts of each sent array, in order, in its own dtype."""
     numbers = [[part.view(dtype) for part in each] for each, dtype in zip(parts, packing.dtypes, strict=True)]
     return [reduce(jnp.add, each).view(array.dtype) for each, array in zip(numbers, packing.arrays, strict=True)]
 

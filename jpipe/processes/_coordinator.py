@@ -1,4 +1,4 @@
-"""What process 0 decides for all processes of a run: whether they agree, when all have met, who is lost. No sockets, no threads."""
+"""The decisions of process 0 for all processes: whether they agree, when all have met, who is lost. No sockets, no threads."""
 
 import math
 from collections import Counter
@@ -14,7 +14,7 @@ END = "the end"
 
 
 class _Comparison(NamedTuple):
-    """What the processes that have come to a comparison state, and what to change where that differs."""
+    """The facts stated at a comparison so far, and what to change where they differ."""
 
     facts: dict[int, dict[str, str]]
     hint: str
@@ -22,7 +22,7 @@ class _Comparison(NamedTuple):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process says of itself each beat.
+    """The heartbeat of a process: what it waits for and how it progresses.
 
     Attributes:
         at: where its main thread is.
@@ -42,7 +42,7 @@ class Beat:
 
 
 class Coordinator:
-    """What process 0 decides for all. It takes messages and gives the answer that goes to everybody.
+    """The state of process 0's decisions: it takes messages and returns the answer for all processes.
 
     Args:
         count: how many processes there are.
@@ -55,7 +55,7 @@ class Coordinator:
         self._beats: dict[int, Beat] = {}
 
     def answer(self, sender: int, message: Message) -> Message | None:
-        """The message to send to all, now that `sender` has sent this; None for none.
+        """Handle a message of `sender` and return the message for all processes, or None.
 
         Args:
             sender: the index of a process.
@@ -92,7 +92,7 @@ class Coordinator:
         return None
 
     def _left_early(self) -> str | None:
-        """What to say where a process has come to the end while another waits for it elsewhere."""
+        """Return the message for a process that has finished while another waits for it elsewhere."""
         for place, present in self._meetings.items():
             for process in self.finished():
                 if place != END and process not in present:
@@ -103,16 +103,18 @@ class Coordinator:
         return None
 
     def still(self) -> float:
-        """Seconds since anything has moved in any process."""
+        """Return the seconds since the last progress in any process."""
         return min((beat.still for beat in list(self._beats.values())), default=0.0)
 
     def finished(self) -> set[int]:
-        """The processes that wait at the end for the others."""
+        """Return the processes that wait at the end for the remaining ones."""
         return set(self._meetings.get(END, ()))
 
     def _culprit(self, waiter: int) -> int:
-        """Who hangs when `waiter` has waited too long: of those it waits for, those that these wait for, and so on, the first that does
-        not wait that long itself; the last where all wait for each other.
+        """Return the process that hangs when `waiter` has waited too long.
+
+        Of those it waits for, those that these wait for, and so on, it is the first that does not wait that long itself, or the last
+        where all wait for each other.
         """
         seconds, reached = self._beats[waiter].seconds / 2, [waiter]
         for process in reached:  # grows meanwhile
@@ -124,7 +126,7 @@ class Coordinator:
         return reached[-1]
 
     def _may_wait(self, culprit: int, overdue: Beat) -> bool:
-        """Whether it has said that what it does, alone, may take longer than others may wait."""
+        """Return whether a process has said that its work may take longer than others may wait."""
         own = self._beats.get(culprit, overdue)
         return bool(own.what) and own.limit > overdue.limit and own.seconds < own.limit and not [*self._awaited(culprit)]
 
@@ -140,13 +142,13 @@ class Coordinator:
         return f"process {culprit} hangs: {waited}, and process {culprit} {doing}"
 
     def _awaited(self, waiter: int) -> Iterable[int]:
-        """The processes that it waits for."""
+        """Return the processes that a process waits for."""
         on = self._beats[waiter].on
         return on or (k for present in self._meetings.values() if waiter in present for k in range(self._count) if k not in present)
 
 
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """A line for each fact in which a process differs from process 0."""
+    """Return a line for each fact in which a process differs from process 0."""
     lines = []
     for name in dict.fromkeys(name for own in facts.values() for name in own):
         first = facts[0].get(name, "")
@@ -162,7 +164,7 @@ def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 def _outliers(facts: Mapping[int, Mapping[str, str]]) -> str:
-    """The first fact in which some processes differ from most others, and which processes do; empty if there is none.
+    """Return the first fact in which some processes differ from most others, and these processes; empty if there is none.
 
     An empty fact is one that its process does not know.
     """
@@ -178,12 +180,12 @@ def _outliers(facts: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def _named(processes: Iterable[int]) -> str:
-    """`process 1`, or `processes 1, 3`."""
+    """Return `process 1`, or `processes 1, 3`."""
     numbers = [*map(str, processes)]
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 def _around(text: str, place: int) -> str:
-    """The line of `text` that `place` is in, without what is far from it."""
+    """Return the line of `text` around `place`, shortened on both sides."""
     begin = max(text.rfind("\n", 0, place) + 1, place - 40)
     return text[begin : place + 40].partition("\n")[0]

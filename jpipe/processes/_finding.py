@@ -1,4 +1,4 @@
-"""How the processes of a run find each other: process 0 leaves in a store where it listens, the others connect to it there."""
+"""The rendezvous of the processes of a run: process 0 stores its address, the others connect to it."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ _PURPOSE = "channel"  # of these connections, for the handshake
 
 @runtime_checkable
 class Store(Protocol):
-    """How the processes find each other."""
+    """A store through which the processes find each other."""
 
     index: int
     """Which process this is."""
@@ -27,10 +27,10 @@ class Store(Protocol):
     """A name or an address at which the others reach process 0."""
 
     def put(self, value: str) -> None:
-        """Process 0 leaves a value for the others."""
+        """Store a value, in process 0."""
 
     def get(self, seconds: float) -> str:
-        """The others take it, and wait for it so long; InputError if it does not come."""
+        """Wait for a value of process 0; raise InputError if it does not come in time."""
 
 
 class JaxStore:
@@ -68,19 +68,19 @@ class JaxStore:
 
 
 def _status(error: RuntimeError) -> str:
-    """The first word of an error of JAX's."""
+    """Return the first word of an error of JAX's."""
     return (str(error).splitlines() or [""])[0].partition(":")[0]
 
 
 def wait_for_others(store: Store, secret: bytes | None) -> Door:
-    """In process 0, listen, and leave in the store where: host, port, and a token of this channel."""
+    """Listen in process 0, and store the address: host, port, and a token of this channel."""
     listener, token = _listen_at(store.host), secrets.token_hex(16)
     store.put(json.dumps([store.host, listener.getsockname()[1], token]))
     return Door(listener, handshake.key(secret, token), _PURPOSE)
 
 
 def connect_to_first(store: Store, limit: float, secret: bytes | None) -> socket.socket:
-    """In any other process, a connection to process 0, at which both have proved that they belong to the run.
+    """Connect to process 0 from any other process, with a proof from both ends.
 
     Raises:
         InputError: process 0 cannot be reached within `limit` seconds, or has another secret.
@@ -92,7 +92,7 @@ def connect_to_first(store: Store, limit: float, secret: bytes | None) -> socket
 
 
 def _address(text: str) -> tuple[str, int, str]:
-    """Host, port and token, as process 0 has left them; InputError for anything else, which is then no word of process 0's."""
+    """Parse the host, port and token that process 0 has stored; raise InputError for anything else."""
     try:
         host, port, token = json.loads(text)
         if not (isinstance(host, str) and isinstance(token, str) and isinstance(port, int) and 0 < port < 65536):
@@ -105,7 +105,7 @@ def _address(text: str) -> tuple[str, int, str]:
 
 
 def _introduce(connection: socket.socket, key: bytes, index: int, count: int, limit: float) -> None:
-    """Prove to process 0 that this one belongs to the run, and have it prove the same."""
+    """Prove to process 0 that this one belongs to the run, and check the proof of process 0."""
     try:
         if handshake.call(connection, key, _PURPOSE, index, count, limit) is not None:
             connection.settimeout(None)
@@ -122,7 +122,7 @@ def _introduce(connection: socket.socket, key: bytes, index: int, count: int, li
 
 
 def _listen_at(host: str) -> socket.socket:
-    """A port at that address alone; at all addresses where the others know this host by one that is not its own.
+    """Listen at that address alone, or at all addresses where the others know this host by another one.
 
     The same where the name is a loopback address in this host only: Debian has 127.0.1.1 for the host's own name.
     """

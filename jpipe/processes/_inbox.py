@@ -1,4 +1,4 @@
-"""What has come to this process from the others, and the threads that wait for it."""
+"""The messages that have come to this process, and the threads that wait for them."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ _BLAME_SECONDS = 20.0  # within which the death of the process that made somethi
 
 
 class Inbox:
-    """Messages by name and answers by place. Threads wait for them until the run is lost, or a thread fails that nobody waits for.
+    """Messages by name and answers by place. Threads wait for them until the run is lost, or an unawaited thread fails.
 
     Attributes:
         lost: how the run was lost, in one line; None while it is not.
@@ -25,7 +25,7 @@ class Inbox:
         self._changed = threading.Condition()  # guards the four above
 
     def put_message(self, name: str, values: tuple[float, ...]) -> None:
-        """Numbers have come under a name; of more than 65,536 that nobody reads the oldest go."""
+        """Add numbers under a name; of more than 65,536 unread ones the oldest are dropped."""
         with self._changed:
             self._messages[name] = values
             if len(self._messages) > _KEPT:
@@ -33,45 +33,45 @@ class Inbox:
             self._changed.notify_all()
 
     def put_answer(self, place: str, differences: list[str]) -> None:
-        """All have met at a place; `differences` are those between their facts."""
+        """Record that all have met at a place; `differences` are those between their facts."""
         with self._changed:
             self._answers[place] = differences
             self._changed.notify_all()
 
     def lose(self, how: str, error: type[InputError | PeerLost] = PeerLost) -> None:
-        """The run is lost: all waits raise this error, now and later."""
+        """Lose the run: all waits raise this error, now and later."""
         with self._changed:
             self.lost, self._error = how, error
             self._changed.notify_all()
 
     def has_message(self, name: str) -> bool:
-        """Whether numbers have come under that name and nobody has read them."""
+        """Return whether unread numbers have come under that name."""
         return name in self._messages
 
     def message(self, name: str) -> tuple[float, ...]:
-        """Wait for numbers under that name, and take them out; raises as `check`."""
+        """Wait for numbers under that name, and remove them; raise as `check`."""
         with self._changed:
             self._await(lambda: name in self._messages)
             return self._messages.pop(name)
 
     def answer(self, place: str) -> list[str]:
-        """Wait until all have met there; raises as `check`."""
+        """Wait until all have met there; raise as `check`."""
         with self._changed:
             self._await(lambda: place in self._answers)
             return self._answers.pop(place)
 
     def lost_within(self, seconds: float) -> str | None:
-        """How the run was lost, or is lost that soon; None if it is not."""
+        """Return how the run is lost, waiting up to this time, or None."""
         with self._changed:
             self._changed.wait_for(lambda: self.lost is not None, timeout=seconds)
             return self.lost
 
     def loss(self) -> Exception | None:
-        """The error to raise if the run is lost."""
+        """Return the error to raise if the run is lost."""
         return None if self.lost is None else self._error(self.lost)
 
     def fail(self, error: BaseException) -> None:
-        """A thread failed by `error`: all waits raise it, unless the run is lost soon, for mostly a death is behind it."""
+        """Record that a thread failed by `error`: all waits raise it, unless the run is lost soon, which mostly is the cause."""
         if self.lost_within(_BLAME_SECONDS) is None:
             with self._changed:
                 self._failed = self._failed or error
@@ -89,7 +89,7 @@ class Inbox:
         if self._failed is not None:
             raise self._failed
 
-    def _await(self, found: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: found() or self.lost is not None or self._failed is not None)
-        if not found():
+    def _await(self, is_met: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: is_met() or self.lost is not None or self._failed is not None)
+        if not is_met():
             self.check()

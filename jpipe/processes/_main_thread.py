@@ -1,4 +1,4 @@
-"""Where the main thread is, as another thread sees it."""
+"""The main thread's stack, read from another thread."""
 
 import faulthandler
 import os
@@ -11,7 +11,7 @@ _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def main_thread_calls() -> list[str]:
-    """`file.py:12 (function)` for each call of the main thread, the innermost first; empty if that cannot be known, as beyond 100 threads.
+    """Return `file.py:12 (function)` for each call of the main thread, innermost first; empty if unknown, as with more than 100 threads.
 
     Python prints them while no other thread runs. To ask for them as objects (`sys._current_frames`) is no way to do it every second:
     the frames of a thread that goes on are freed under the one that walks them. One start of four processes in some hundreds ended so,

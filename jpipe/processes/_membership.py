@@ -19,7 +19,7 @@ from jpipe.processes._waits import Wait, Waits
 
 
 class Processes:
-    """All processes of a run, as one of them sees them; made by `join`. After a loss none of them goes on.
+    """All processes of a run, as one of them sees them; created by `join`. After a loss no process continues.
 
     A process that is stuck when the run is lost, in a collective say, is ended after `Limits.grace` with exit code 1 and the message
     of `PeerLost` on standard error. When process 0 dies this is done at once: JAX aborts the others 50 ms after its coordinator ended.
@@ -66,7 +66,7 @@ class Processes:
         return processes
 
     def agree(self, facts: Mapping[str, str], limit: float = 600.0) -> None:
-        """Go on only if all processes state the same facts; all call it.
+        """Check that all processes state the same facts; all call it.
 
         Args:
             facts: what has to be the same, by name: the text of the config, the plan, versions.
@@ -81,7 +81,7 @@ class Processes:
             raise InputError(*differences)
 
     def barrier(self, name: str, limit: float = 600.0) -> None:
-        """Wait until all processes are here.
+        """Wait until all processes have arrived.
 
         Args:
             name: of the place, the same in all processes.
@@ -106,7 +106,7 @@ class Processes:
         self._channel.post({"compare": name, "facts": dict(facts), "hint": hint})
 
     def broadcast(self, name: str, values: Sequence[float]) -> None:
-        """Send numbers to all processes, this one too; does not wait.
+        """Send numbers to all processes, including this one, without waiting.
 
         Args:
             name: under which to ask for them; broadcast once in a run, by one process.
@@ -116,7 +116,7 @@ class Processes:
         self._channel.post({"broadcast": name, "values": struct.pack(f"<{len(values)}d", *values).hex()})
 
     def receive(self, name: str, on: int | None = None, what: object = None) -> tuple[float, ...]:
-        """Wait for numbers that a process broadcasts. They can be read once; of those nobody reads the last 65,536 are kept.
+        """Wait for numbers that a process broadcasts. They can be read once; the last 65,536 unread ones are kept.
 
         Args:
             name: under which they are broadcast.
@@ -130,7 +130,7 @@ class Processes:
             return self._inbox.message(name)
 
     def has_message(self, name: str) -> bool:
-        """Whether numbers that a process broadcasts have come here and nobody has read them; does not wait.
+        """Return whether unread numbers have come from a process, without waiting.
 
         Args:
             name: under which they are broadcast; where none are read, several processes may do so, and more than once.
@@ -139,7 +139,7 @@ class Processes:
 
     @contextlib.contextmanager
     def waiting(self, what: object, on: int | Sequence[int] | None = None, limit: float | None = None) -> Iterator[None]:
-        """Say that this thread now waits, so that a wait without end is noticed. Costs about a microsecond, and no message.
+        """Record that this thread waits, so that a wait without end is detected. Costs about a microsecond, and no message.
 
         Around something long that this process does alone, such as writing a file, with a `limit` above that of the others: as long as
         that, they wait for this process.
@@ -165,7 +165,7 @@ class Processes:
             self._waits.end(outer)
 
     def check(self) -> None:
-        """Return unless the run is lost, or something failed in a thread (see `fail`); for loops that wait in Python.
+        """Return unless the run is lost, or a thread has failed (see `fail`); for loops that wait in Python.
 
         Raises:
             PeerLost: the run is lost.
@@ -173,15 +173,15 @@ class Processes:
         self._inbox.check()
 
     def still(self) -> float:
-        """Seconds since anything has moved in any process, as process 0 knows: an array, a wait that ended, an instruction."""
+        """Return the seconds since the last progress in any process, as process 0 knows: an array, a finished wait, an instruction."""
         return self._channel.still()
 
     def finished(self) -> set[int]:
-        """The processes that have called `close`, as process 0 knows: what they have not sent before they never send."""
+        """Return the processes that have called `close`, as process 0 knows; they send nothing more."""
         return self._channel.finished()
 
     def fail(self, error: BaseException) -> None:
-        """Say that a thread of this process failed that nobody waits for: the waits of all others raise the first such error.
+        """Report that an unawaited thread of this process failed: the waits of all other threads raise the first such error.
 
         Returns when they do so, or when the run is lost, for mostly a death is behind it that is known soon.
 
@@ -191,7 +191,7 @@ class Processes:
         self._inbox.fail(error)
 
     def stop(self, reason: str) -> None:
-        """This process gives up and ends: all others raise `PeerLost` with its reason.
+        """Give up and end this process: all others raise `PeerLost` with its reason.
 
         Args:
             reason: completes "process 0 stopped: ".
@@ -201,7 +201,7 @@ class Processes:
         self._inbox.lost_within(self._limits.grace)  # what comes back has gone to all
 
     def close(self) -> None:
-        """Leave the run: wait until all are here; from then on the end of a process is no loss. Once more does nothing.
+        """Leave the run when all processes have arrived; later the end of a process is no loss. Calling it again does nothing.
 
         After a loss: the caller has reported how the run ended, and ends by itself. JAX waits at its exit for processes that
         never come, so this one is still ended, now without a message, when `Limits.grace` is over.
@@ -216,7 +216,7 @@ class Processes:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Leave the run when Python ends, or report to the others what ends this process; for `atexit`. After `close` it does nothing.
+        """Leave the run when Python exits, or report the exception to the others; for `atexit`. After `close` it does nothing.
 
         After a loss the process ends here with exit code 1: what JAX does at its exit would wait for those that are lost.
         """
@@ -249,7 +249,7 @@ class Processes:
     # Called by the channel's thread.
 
     def _take(self, message: Message) -> None:
-        """What process 0 says to all, and what this one has noticed itself."""
+        """Handle a message of process 0 to all, or an event of this process."""
         match message:
             case {"met": place, "differences": differences}:
                 self._inbox.put_answer(place, differences)
@@ -272,7 +272,7 @@ class Processes:
             self._inbox.lose(lost, error)
 
     def _what_is_lost(self, how: str) -> str:
-        """In one line how the run was lost, and what this process was waiting for then."""
+        """Describe in one line how the run was lost, and what this process was waiting for."""
         wait = self._waits.longest()
         return _printable(f"{how}; process {self.index} stops" + (f" while waiting for {wait}" if wait is not None else ""))
 

@@ -1,4 +1,4 @@
-"""What the threads of this process wait for, and how long: what the process says of itself each beat."""
+"""The current waits of this process's threads, which each heartbeat reports."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from jpipe.processes._main_thread import main_thread_calls
 
 
 class Wait:
-    """A wait of a thread. Its length is counted in beats: the time during which this process itself is stopped does not count."""
+    """A wait of a thread. Its length is counted in beats, so that the time during which this process is stopped does not count."""
 
     __slots__ = ("beats", "limit", "on", "what")
 
@@ -21,7 +21,7 @@ class Wait:
 
 
 class Waits:
-    """The waits of this process's threads, one per thread, and whether anything moves.
+    """The waits of this process's threads, one per thread, and whether there is progress.
 
     Args:
         seconds: between two beats.
@@ -38,13 +38,13 @@ class Waits:
         return len(self._of_threads)
 
     def begin(self, wait: Wait) -> Wait | None:
-        """This thread waits from now on; returns the wait that this one is inside of, which `end` takes."""
+        """Begin a wait of this thread and return the enclosing wait, for `end`."""
         thread = threading.get_ident()
         outer, self._of_threads[thread] = self._of_threads.get(thread), wait
         return outer
 
     def end(self, outer: Wait | None) -> None:
-        """The wait of this thread is over; it goes on with `outer`, if with any."""
+        """End the wait of this thread and restore the enclosing wait `outer`, if any."""
         if outer is None:
             del self._of_threads[threading.get_ident()]
         else:
@@ -55,11 +55,11 @@ class Waits:
         self._moves += 1
 
     def longest(self) -> Wait | None:
-        """The wait that has lasted the most beats; None if no thread waits."""
+        """Return the wait that has lasted the most beats, or None if no thread waits."""
         return max(list(self._of_threads.values()), key=lambda wait: wait.beats, default=None)
 
     def beat(self) -> Beat:
-        """Count one more beat, and say where the main thread is and what the longest wait is for; for one thread only."""
+        """Count one more beat, and report where the main thread is and what the longest wait is for; for one thread only."""
         for wait in list(self._of_threads.values()):
             wait.beats += 1
         seen, self._seen = self._seen, self._progress() + self._moves

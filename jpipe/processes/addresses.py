@@ -1,4 +1,4 @@
-"""At which addresses the processes of a run listen: at a loopback address where that will do, or on all networks of a host."""
+"""The addresses at which the processes of a run listen: loopback where that suffices, or all networks of a host."""
 
 import ipaddress
 import secrets
@@ -12,7 +12,7 @@ __all__ = [
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that host, given as an address or `localhost`; other names may mean other hosts elsewhere."""
+    """Return whether only this machine reaches a host, an address or `localhost`; other names may mean other hosts elsewhere."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -33,7 +33,7 @@ def own_loopback() -> str:
 
 
 def listen_everywhere(port: int = 0) -> socket.socket:
-    """A socket that listens on all networks, IPv4 and IPv6 where there is both.
+    """Open a socket that listens on all networks, IPv4 and IPv6 where both exist.
 
     Args:
         port: 0 for a free one.

@@ -1,4 +1,4 @@
-"""How the processes of a run authenticate each other: they share a secret, and each connection begins with a proof from both ends.
+"""The mutual authentication of processes: they share a secret, and each connection begins with a proof from both ends.
 
 The end that connects speaks first, in lines of text:
 
@@ -57,11 +57,11 @@ class UnknownHere(Exception):
 
 
 class NotOfThisRun(Exception):
-    """Whoever listens is another program, or does not prove that it has the secret."""
+    """The listener is another program, or does not prove that it has the secret."""
 
 
 def find_secret(file: str | None = None) -> bytes | None:
-    """The secret of this run: what is in `file`, or else in the variable `JPIPE_SECRET`; None where neither is given.
+    """Return the secret of this run, from `file` or else from the variable `JPIPE_SECRET`, or None.
 
     Args:
         file: a regular file that only its owner may read.
@@ -81,7 +81,7 @@ def find_secret(file: str | None = None) -> bytes | None:
 
 
 def key(secret: bytes | None, token: str = "") -> bytes:
-    """What the proofs are made with: without a secret whoever knows the token can give them, with one nobody else.
+    """Return the key for proofs: without a secret anybody with the token can prove, with one nobody else.
 
     Args:
         secret: of the run.
@@ -92,7 +92,7 @@ def key(secret: bytes | None, token: str = "") -> bytes:
 
 @dataclass(frozen=True)
 class _Connection:
-    """What both ends know of a connection before they prove anything."""
+    """The facts that both ends know of a connection before any proof."""
 
     key: bytes
     purpose: str
@@ -107,7 +107,7 @@ class _Connection:
 
 
 def call(link: socket.socket, key: bytes, purpose: str, index: int, count: int, limit: float) -> str | None:
-    """Tell the listener who this is, and take its answer; None where the other end closes the connection before.
+    """Introduce this process to the listener and return its answer, or None where the other end closes the connection before.
 
     Args:
         link: just connected; nothing that follows the answer is read from it.
@@ -148,7 +148,7 @@ def call(link: socket.socket, key: bytes, purpose: str, index: int, count: int, 
 
 
 class _Refused(Exception):
-    """A caller is to be dropped, for this reason."""
+    """The caller is dropped for this reason."""
 
 
 class Caller:
@@ -164,7 +164,7 @@ class Caller:
         self.link, self.index, self.count, self._connection = link, connection.index, connection.count, connection
 
     def answer(self, text: str) -> None:
-        """Send the one answer, a line; whoever went away in this moment is missed soon enough."""
+        """Send the one answer, a line; a caller that has just left is noticed soon enough."""
         with contextlib.suppress(OSError):
             self.link.sendall(self._connection.proof("listener", text) + f" {text}\n".encode())
 
@@ -180,7 +180,7 @@ class _Waiting:
 
 
 class Door:
-    """A listening socket that lets in who knows the secret. All others lose their connection, and nobody else loses anything by them.
+    """A listening socket that admits callers who know the secret and drops all others, without harm to anybody else.
 
     Args:
         listener: is closed with this.
@@ -209,7 +209,7 @@ class Door:
         self._listener.close()
 
     def poll(self, seconds: float) -> list[Caller]:
-        """Those that have proved to know the secret; waits for anything to happen so long."""
+        """Return the callers that have proved to know the secret, waiting up to a time for any event."""
         let_in = []
         # The listener comes last: for a new caller an old one may have to go, and nobody that is gone is read from.
         for ready, _ in sorted(self._selector.select(seconds), key=lambda ready: ready[0].data is None):
@@ -223,7 +223,7 @@ class Door:
         return let_in
 
     def summary(self) -> str:
-        """What was dropped, in words; nothing if nothing was."""
+        """Describe the dropped callers, or return an empty string."""
         if not (total := self.dropped.total()):
             return ""
         reasons = ", ".join(f"{number} {reason}" for reason, number in self.dropped.most_common())
@@ -247,7 +247,7 @@ class Door:
             self._selector.register(link, selectors.EVENT_READ, data=waiting)
 
     def _hear(self, waiting: _Waiting) -> Caller | None:
-        """Read what has come; the caller, if with that it has proved to know the secret."""
+        """Read received bytes and return the caller, if it has now proved to know the secret."""
         try:
             connection = self._proved(waiting)
         except _Refused as refused:
@@ -296,7 +296,7 @@ def _nonce() -> bytes:
 
 
 def _line(link: socket.socket, end: float) -> bytes:
-    """A line with its end, and no byte more; nothing if the other end closes the connection."""
+    """Read a line with its end, and no byte more; return nothing if the other end closes the connection."""
     line = b""
     while not line.endswith(b"\n") and len(line) <= _LONGEST:
         link.settimeout(max(end - time.monotonic(), 0.001))

@@ -1,4 +1,4 @@
-"""What jpipe needs of JAX and JAX has no public name for, neither 0.10 nor 0.12: its private modules are imported here and nowhere else.
+"""JAX functionality without a public name in 0.10 and 0.12: the only module that imports private modules of JAX.
 
 JAX is imported late: the channel between the processes needs none of it.
 """
@@ -14,7 +14,7 @@ __all__ = [
 
 
 def distributed_state() -> Any:
-    """The state of `jax.distributed`, with `process_id`, `num_processes`, `coordinator_address` and `client`, its key-value store.
+    """Return the state of `jax.distributed`, with `process_id`, `num_processes`, `coordinator_address` and `client`, its key-value store.
 
     `jax.process_index` and `jax.process_count` give two of them, but start the devices for that, and these wait for all processes.
     """
@@ -26,7 +26,7 @@ def distributed_state() -> Any:
 def detect_cluster(
     coordinator: str | None, num_processes: int | None, process_id: int | None, limit: int
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """What JAX finds out about the cluster around this process: those of the arguments that are None, and this process's devices.
+    """Return what JAX detects of the cluster around this process: values for the arguments that are None, and this process's devices.
 
     `jax.distributed.initialize` does this too, but connects at once, and may then end the process.
 
@@ -44,7 +44,7 @@ def detect_cluster(
 
 
 def keep_gloo_at(host: str) -> None:
-    """Have gloo, which carries arrays between CPUs, listen at `host` and not at the address of this host's own name.
+    """Make gloo, which carries arrays between CPUs, listen at `host` instead of at the address of this host's own name.
 
     `jax_cpu_collectives_implementation` chooses gloo, and no setting where it listens. Where a version of JAX has other private names,
     gloo listens as before. Call it before JAX starts a device.

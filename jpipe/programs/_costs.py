@@ -1,4 +1,4 @@
-"""What computations cost, in seconds and bytes: the input of `simulate`, given by hand, summed over layers, or measured."""
+"""Costs of computations in seconds and bytes, the input of `simulate`: given by hand, summed over layers, or measured."""
 
 import math
 import numbers
@@ -13,12 +13,12 @@ from jpipe.schedules import SCHEDULES
 
 
 class Passed(NamedTuple):
-    """Arrays that one stage gives to the next and keeps itself.
+    """Arrays that one stage sends to the next and keeps itself.
 
     Attributes:
         size: in bytes.
-        sender: the computation after which the stage before lets go of them: "I", a backward or its first half, or "W", its second half.
-        receiver: that after which the stage itself lets go of them: "F", "I" or "W".
+        sender: the computation after which the previous stage frees them: "I", a backward or its first half, or "W", its second half.
+        receiver: that after which the stage itself frees them: "F", "I" or "W".
     """
 
     size: int
@@ -37,11 +37,11 @@ class StageCost:
         backward_weight: time of the other half, which makes the gradients of the weights.
         update: time of one update.
         inputs: the stage input.
-        labels: what the last stage gets besides; 0 at the others.
+        labels: the labels of the last stage; 0 at other stages.
         outputs: what the forward sends on.
-        residuals: what stays from forward to backward, kept inputs, outputs and layer state included.
+        residuals: what is kept from forward to backward, with kept inputs, outputs and layer state.
         kept_outputs: the part of `outputs` that is among the residuals.
-        stash: what stays from one half of a backward to the other.
+        stash: what is kept from one half of a backward to the other.
         message: the output gradient that arrives, with the microbatch's weight; at the last stage its own (sum, weight).
         gradient: the input gradient that leaves, with the weight.
         weights: one version.
@@ -193,7 +193,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def check_costs(costs: Sequence[StageCost]) -> None:
-    """Refuse costs of which a time or a size is no number, negative, NaN or infinite.
+    """Check that all times and sizes are finite numbers of at least 0.
 
     Raises:
         InputError: names the stage and the field.
@@ -212,7 +212,7 @@ Network = Callable[[int, int], Link]
 
 
 def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
-    """The costs of timelines and of the total order: a forward takes 1, a backward 2, each of its halves 1; nothing has a size.
+    """Return unit costs, those of text timelines: a forward takes 1, a backward 2, each of its halves 1; nothing has a size.
 
     A backward that recomputes takes 3, its first half 2.
 
@@ -224,7 +224,7 @@ def unit_costs(plan: Plan) -> tuple[StageCost, ...]:
 
 
 def shared_stages(costs: Sequence[StageCost]) -> tuple[tuple[int, ...], ...]:
-    """For each group of shared parameters the stages that hold it, as `lower` takes them.
+    """Return for each group of shared parameters the stages that hold it, for `lower`.
 
     Args:
         costs: one for each stage.
@@ -235,7 +235,7 @@ def shared_stages(costs: Sequence[StageCost]) -> tuple[tuple[int, ...], ...]:
 def sum_layer_costs(
     plan: Plan, layers: Mapping[str, LayerCost], *, inputs: int = 0, labels: int = 0, shared: Sequence[SharedCost] = ()
 ) -> tuple[StageCost, ...]:
-    """Costs of the plan's stages from those of their layers.
+    """Return the costs of the stages of a plan from those of their layers.
 
     Args:
         plan: the cut, and the recomputation of each stage.
@@ -254,39 +254,39 @@ def sum_layer_costs(
     _check_layers(plan, layers)
     costs, flows = list[StageCost](), _gradient_flows(plan, layers)
     for s, stage in enumerate(plan.stages):
-        own = [layers[layer_id] for layer_id in stage.layers]
-        last, forward = s == plan.depth - 1, sum(layer.forward for layer in own)
+        costs_of_stage = [layers[layer_id] for layer_id in stage.layers]
+        last, forward = s == plan.depth - 1, sum(layer.forward for layer in costs_of_stage)
         before = costs[-1].outputs if costs else inputs
         of_input, has_backward = s > 0 and flows[s], flows[s + 1]
-        message = own[-1].outputs if has_backward and not last else 0
+        message = costs_of_stage[-1].outputs if has_backward and not last else 0
         again = forward if has_backward and stage.recompute != "none" else 0.0
-        _check_policy(stage, own)
-        known = all(stage.recompute in layer.residuals for layer in own)
-        residuals = _residuals(own, stage.recompute) if known else before
+        _check_policy(stage, costs_of_stage)
+        known = all(stage.recompute in layer.residuals for layer in costs_of_stage)
+        residuals = _residuals(costs_of_stage, stage.recompute) if known else before
         fused = SCHEDULES[plan.schedule].begins_fused(plan, s)
-        inside = _residuals(own, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
-        backward = sum(layer.backward for layer in own) + again
-        for_weights = sum(layer.for_weights for layer in own) if of_input else backward  # stage 0 has no input gradient
+        inside = _residuals(costs_of_stage, "none") if fused or stage.recompute != "none" else 0  # of the program that does the backward
+        backward = sum(layer.backward for layer in costs_of_stage) + again
+        for_weights = sum(layer.for_weights for layer in costs_of_stage) if of_input else backward  # stage 0 has no input gradient
         costs.append(
             StageCost(
                 forward=forward,
                 backward=backward,
                 backward_input=backward - for_weights,
                 backward_weight=for_weights,
-                stash=_stash(own, stage.recompute) if of_input else residuals + message,
-                update=sum(layer.update for layer in own),
+                stash=_stash(costs_of_stage, stage.recompute) if of_input else residuals + message,
+                update=sum(layer.update for layer in costs_of_stage),
                 inputs=before,
                 labels=labels if last else 0,
-                outputs=0 if last else own[-1].outputs,
+                outputs=0 if last else costs_of_stage[-1].outputs,
                 residuals=residuals,
                 message=message,
                 gradient=before if of_input else 0,
-                weights=sum(layer.weights for layer in own),
-                frozen=sum(layer.frozen for layer in own),
-                optimizer=sum(layer.optimizer for layer in own),
-                state=sum(layer.state for layer in own),
-                accumulators=sum(layer.summed for layer in own),
-                temporary=_scratch(own) + max(inside - (0 if fused else residuals), 0),
+                weights=sum(layer.weights for layer in costs_of_stage),
+                frozen=sum(layer.frozen for layer in costs_of_stage),
+                optimizer=sum(layer.optimizer for layer in costs_of_stage),
+                state=sum(layer.state for layer in costs_of_stage),
+                accumulators=sum(layer.summed for layer in costs_of_stage),
+                temporary=_scratch(costs_of_stage) + max(inside - (0 if fused else residuals), 0),
             )
         )
     if plan.shard_optimizer:
@@ -295,33 +295,33 @@ def sum_layer_costs(
 
 
 def _scratch(layers: Sequence[LayerCost]) -> int:
-    """The scratch memory of a stage of these layers, without recomputed residuals."""
+    """Return the scratch memory of a stage of these layers, without recomputed residuals."""
     return max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
 
 
 def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:
-    """Whether gradients are computed for what arrives at each stage, and for what leaves the last: not if all before is frozen."""
-    found, trained, frozen = [True], False, False
+    """Return whether the gradient of each stage's input, and of the last output, is computed: not if all layers before are frozen."""
+    flows, trained, frozen = [True], False, False
     for stage in plan.stages:
         trained = trained or any(layers[layer_id].trained for layer_id in stage.layers)
         frozen = frozen or any(layers[layer_id].frozen for layer_id in stage.layers)
-        found.append(trained or not frozen)
-    return found
+        flows.append(trained or not frozen)
+    return flows
 
 
 def _with_shares(stage: Stage, cost: StageCost, layers: Mapping[str, LayerCost]) -> StageCost:
-    """The cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
+    """Return the cost of a stage whose replicas share its optimizer state; shared parameters count with each of their layers."""
     if stage.replicas == 1:
         return cost
     sizes = [(layers[layer_id].optimizer, layers[layer_id].trained) for layer_id in stage.layers]
-    held = [[0, 0] for _ in range(stage.replicas)]
+    shares = [[0, 0] for _ in range(stage.replicas)]
     for owner, (optimizer, weights) in zip(deal(sizes, stage.replicas), sizes, strict=True):
-        held[owner] = [held[owner][0] + optimizer, held[owner][1] + weights]
-    return replace(cost, optimizer=max(optimizer for optimizer, _ in held), updated=tuple(weights for _, weights in held))
+        shares[owner] = [shares[owner][0] + optimizer, shares[owner][1] + weights]
+    return replace(cost, optimizer=max(optimizer for optimizer, _ in shares), updated=tuple(weights for _, weights in shares))
 
 
 def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
-    """Which replica keeps the optimizer state of each of these parts of a stage: the largest first, each to who has the least so far.
+    """Return the replica of each part of a stage's optimizer state: the largest part first, each to the least loaded replica.
 
     Args:
         sizes: bytes of optimizer state, and of weights, which decide where the former are equal.
@@ -330,48 +330,48 @@ def deal(sizes: Sequence[tuple[int, int]], replicas: int) -> list[int]:
     Returns:
         The replica of each part.
     """
-    held, owners = [(0, 0)] * replicas, [0] * len(sizes)
+    loads, owners = [(0, 0)] * replicas, [0] * len(sizes)
     for part in sorted(range(len(sizes)), key=lambda part: sizes[part], reverse=True):
-        owner = owners[part] = min(range(replicas), key=held.__getitem__)
-        held[owner] = (held[owner][0] + sizes[part][0], held[owner][1] + sizes[part][1])
+        owner = owners[part] = min(range(replicas), key=loads.__getitem__)
+        loads[owner] = (loads[owner][0] + sizes[part][0], loads[owner][1] + sizes[part][1])
     return owners
 
 
 def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[SharedCost]) -> tuple[StageCost, ...]:
-    """The costs with each shared parameter once in a stage, and the gradients that stages exchange."""
-    found, groups = list(costs), dict[tuple[int, ...], int]()
+    """Return the costs with each shared parameter once in a stage, and the gradients that stages exchange."""
+    with_groups, groups = list(costs), dict[tuple[int, ...], int]()
     for parameter in shared:
         uses = [len(set(stage.layers) & set(parameter.layers)) for stage in plan.stages]
         holders = tuple(s for s, count in enumerate(uses) if count)
         for s in holders:
             again = uses[s] - 1
-            found[s] = replace(
-                found[s],
-                weights=found[s].weights - again * parameter.weights,
-                accumulators=found[s].accumulators - again * parameter.accumulators,
-                optimizer=found[s].optimizer - again * parameter.optimizer,
-                frozen=found[s].frozen - again * parameter.frozen,
+            with_groups[s] = replace(
+                with_groups[s],
+                weights=with_groups[s].weights - again * parameter.weights,
+                accumulators=with_groups[s].accumulators - again * parameter.accumulators,
+                optimizer=with_groups[s].optimizer - again * parameter.optimizer,
+                frozen=with_groups[s].frozen - again * parameter.frozen,
             )
         if len(holders) > 1 and not parameter.frozen:
             groups[holders] = groups.get(holders, 0) + parameter.accumulators
     return tuple(
-        replace(cost, shared=tuple(size if s in holders else 0 for holders, size in groups.items())) for s, cost in enumerate(found)
+        replace(cost, shared=tuple(size if s in holders else 0 for holders, size in groups.items())) for s, cost in enumerate(with_groups)
     )
 
 
 def _check_layers(plan: Plan, layers: Mapping[str, LayerCost]) -> None:
-    """Refuse costs that lack a layer of the plan."""
+    """Check that there is a cost for each layer of the plan."""
     for layer_id in plan.layers:
         if layer_id not in layers:
             raise InputError(f"layer costs: layer '{layer_id}' of the plan has none; {nearest(layer_id, layers)}")
 
 
 def _check_policy(stage: Stage, layers: Sequence[LayerCost]) -> None:
-    """Refuse a policy for which the residual bytes of a layer are not known."""
+    """Check that the residual bytes of a layer are known for a policy."""
     for layer_id, layer in zip(stage.layers, layers, strict=True):
         if stage.recompute not in {"full", *layer.residuals}:
-            found = sorted(layer.residuals)
-            raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {found}")
+            policies = sorted(layer.residuals)
+            raise InputError(f"layer costs: layer '{layer_id}' has no residual bytes for '{stage.recompute}', found {policies}")
 
 
 def _stash(layers: Sequence[LayerCost], policy: str) -> int:

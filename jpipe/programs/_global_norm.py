@@ -1,4 +1,4 @@
-"""How all workers get the global norm of a batch's gradients: at a flush in messages of its own, otherwise along with other messages.
+"""Messages that bring the global norm of a batch's gradients to all workers: separate ones at a flush, else along with others.
 
 Without a flush, the sums of squares travel from the last stage to the first along with the input gradients of one microbatch, the j-th
 after the batch. Stage 0 computes the norm, which travels on along with activations. Each worker makes the
@@ -22,7 +22,7 @@ from jpipe.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class Route:
-    """Which microbatches carry the sums of squares and the norm of each batch, under a schedule that does not flush.
+    """The microbatches that carry the sums of squares and the norm of each batch, under a schedule that does not flush.
 
     Attributes:
         plan: what runs.
@@ -35,32 +35,32 @@ class Route:
     arrivals: tuple[int, ...]
 
     def squares_with(self, k: int) -> int | None:
-        """The batch whose sums of squares travel with the input gradient of microbatch k, if any."""
-        batch, rest = divmod(k + 1 - self.delay, self.plan.microbatches)
-        return batch - 1 if rest == 0 and batch > 0 else None
+        """Return the batch whose sums of squares travel with the input gradient of microbatch k, if any."""
+        batch, offset = divmod(k + 1 - self.delay, self.plan.microbatches)
+        return batch - 1 if offset == 0 and batch > 0 else None
 
     def shared_after(self, s: int, k: int) -> int | None:
-        """The batch whose shared gradients stage s sends after the backward of microbatch k, if any; each replica once per batch."""
+        """Return the batch whose shared gradients stage s sends after the backward of microbatch k, if any; each replica once per batch."""
         replicas = self.plan.replicas[s]
-        batch, rest = divmod(k - (self.delay if replicas > 1 else 0), self.plan.microbatches)
-        return batch if batch >= 0 and rest >= self.plan.microbatches - replicas else None
+        batch, offset = divmod(k - (self.delay if replicas > 1 else 0), self.plan.microbatches)
+        return batch if batch >= 0 and offset >= self.plan.microbatches - replicas else None
 
     def norm_with(self, s: int, k: int) -> int | None:
-        """The batch whose norm arrives at stage s with the activation of microbatch k, if any."""
+        """Return the batch whose norm arrives at stage s with the activation of microbatch k, if any."""
         period, m = len(self.arrivals), self.plan.microbatches
         for n, arrival in enumerate(self.arrivals):
-            periods, rest = divmod(k - arrival, period * m)
-            if periods >= 0 and rest < self.plan.replicas[s]:
+            periods, offset = divmod(k - arrival, period * m)
+            if periods >= 0 and offset < self.plan.replicas[s]:
                 return periods * period + n + self.plan.flush_first
         return None
 
     def root(self, batch: int) -> int:
-        """The worker of stage 0 that computes the norm of a batch."""
+        """Return the worker of stage 0 that computes the norm of a batch."""
         return self.plan.worker(0, last_microbatch(self.plan, batch) + self.delay)
 
 
 def route_of(plan: Plan) -> Route:
-    """The route of a plan whose schedule does not flush and can use the norm."""
+    """Return the route of a plan whose schedule does not flush and can use the norm."""
     period = SCHEDULES[plan.schedule].period(plan)
     batches = range(plan.flush_first, plan.flush_first + period)
     needed = [_first_reader(plan, batch) for batch in batches]
@@ -78,7 +78,7 @@ def route_of(plan: Plan) -> Route:
 
 
 def _first_reader(plan: Plan, batch: int) -> int:
-    """V: the first microbatch that reads the weights that a batch has updated."""
+    """Return V, the first microbatch that reads the weights that a batch has updated."""
     k = last_microbatch(plan, batch) + 1
     while SCHEDULES[plan.schedule].version(plan, 0, k) <= batch:
         k += 1
@@ -86,7 +86,7 @@ def _first_reader(plan: Plan, batch: int) -> int:
 
 
 def _first_after(plan: Plan, q: int) -> int:
-    """A(q): the first microbatch whose forward the replica of stage 0 begins after the backward of q."""
+    """Return A(q), the first microbatch whose forward the replica of stage 0 begins after the backward of q."""
     begun, replicas = plan.flush_first * plan.microbatches, plan.replicas[0]
     k = q + replicas
     while SCHEDULES[plan.schedule].done(plan, 0, k - begun) <= (q - begun) // replicas:
@@ -95,12 +95,12 @@ def _first_after(plan: Plan, q: int) -> int:
 
 
 def last_microbatch(plan: Plan, batch: int) -> int:
-    """The last microbatch of a batch, which names the messages about its norm."""
+    """Return the last microbatch of a batch, which names the messages about its norm."""
     return (batch + 1) * plan.microbatches - 1
 
 
 def norm_alone(plan: Plan, batch: int) -> list[Instruction]:
-    """The sums of squares from the last stage to stage 0, and the norm to all workers, in messages of their own."""
+    """Return separate messages: the sums of squares from the last stage to stage 0, and the norm to all workers."""
     k, first, written = last_microbatch(plan, batch), [workers[0] for workers in plan.stage_workers], list[Instruction]()
     for s in reversed(range(plan.depth)):
         written.append(SumSquares(first[s], batch))
@@ -110,7 +110,7 @@ def norm_alone(plan: Plan, batch: int) -> list[Instruction]:
 
 
 def distribute(plan: Plan, batch: int, holders: set[int]) -> list[Instruction]:
-    """The norm from the workers that have it, at least one of stage 0, to all others."""
+    """Return the messages that bring the norm from workers that have it, at least one of stage 0, to all others."""
     k, written, source = last_microbatch(plan, batch), list[Instruction](), -1
     for workers in plan.stage_workers:
         for worker in sorted(workers, key=lambda w: w not in holders):
@@ -122,5 +122,5 @@ def distribute(plan: Plan, batch: int, holders: set[int]) -> list[Instruction]:
 
 
 def transfer(source: int, to: int, k: int, message: Message) -> list[Instruction]:
-    """A send and its receive."""
+    """Return a send and its receive."""
     return [Send(source, k, message, to), Receive(to, k, message, source)]

@@ -1,4 +1,4 @@
-"""Instructions, and the program that holds them: tiny frozen data that `lower` writes, `simulate` verifies and the runtime interprets.
+"""Instructions and programs: frozen data that `lower` writes, `simulate` verifies and the runtime interprets.
 
 Each instruction names its worker, one replica of one stage, and so its stage and its rank (`Plan.workers`, `Plan.rank_of`).
 """
@@ -34,7 +34,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and let go of it.
+    """Send the output (`activation`) or the input gradient (`gradient`) of a microbatch to the worker `to`, and free it.
 
     With the global norm: `squares`, the sums of squares of this stage and those after it; `norm`, made of them all. Both belong to the
     batch that ends with the microbatch, and the worker keeps the norm. With shared parameters: `shared`, their gradients of that batch,
@@ -50,7 +50,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Take what the worker `source` sends: the stage input (`activation`), the output gradient (`gradient`) or another message."""
+    """Receive a message of the worker `source`: the stage input (`activation`), the output gradient (`gradient`) or another message."""
 
     worker: int
     microbatch: int
@@ -88,7 +88,7 @@ class AddShared:
 
 @dataclass(frozen=True, slots=True)
 class SumSquares:
-    """Sum the squares of the mean gradient of `batch`, layer by layer, and add those of the stages after; at stage 0 make the norm."""
+    """Sum the squares of the mean gradient of `batch`, layer by layer, and add those of later stages; at stage 0 compute the norm."""
 
     worker: int
     batch: int
@@ -108,7 +108,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let go of weights `version`: no microbatch will read them again."""
+    """Free the weights `version`, which no microbatch will read again."""
 
     worker: int
     version: int
@@ -118,7 +118,7 @@ Instruction = Load | Compute | Send | Receive | AllReduce | TakeShared | AddShar
 
 
 def shifted(instruction: Instruction, plan: Plan, batches: int) -> Instruction:
-    """The same instruction so many batches later in the run."""
+    """Return the same instruction `batches` batches later in the run."""
     if not batches:
         return instruction
     updates = batches * plan.updates_per_batch(plan.workers[instruction.worker][0])
@@ -143,7 +143,7 @@ class Program:
             batch meanwhile.
         versions: for each worker, afterwards, the oldest version that a microbatch will still read and the newest there is.
         instructions: the total order of loads, forwards, backwards, sends, receives, sums, updates and releases; the program of a rank
-            is what is left when those of the workers of other ranks are taken out.
+            is the instructions of its workers, in the same order.
     """
 
     plan: Plan
@@ -158,5 +158,5 @@ class Program:
     instructions: tuple[Instruction, ...]
 
     def worker(self, worker: int) -> Iterator[Instruction]:
-        """The instructions of one worker, counted from 0, in order."""
+        """Yield the instructions of one worker, counted from 0, in order."""
         return (i for i in self.instructions if i.worker == worker)

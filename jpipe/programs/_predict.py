@@ -29,16 +29,16 @@ from jpipe.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a program will do, for given costs.
+    """The predicted time, memory and bytes moved of a program.
 
     Attributes:
         timeline: the spans of each rank, in seconds.
-        memory: what each rank holds, at the beginning and after each of its computations.
+        memory: the bytes of each rank, at the beginning and after each of its computations.
         seconds: from the first start to the last end.
         bubble: share of the ranks' time, up to the last end, in which they do not compute.
         held_bytes: for each rank the most bytes of arrays alive after any instruction: weights, optimizer state, accumulators, residuals,
             messages and waiting inputs.
-        peak_bytes: the peak memory: the most bytes at any time, those included that are there only while a computation runs.
+        peak_bytes: the peak memory: the most bytes at any time, with those that exist only while a computation runs.
         moved_bytes: for each rank the bytes it sends to others.
         versions_alive: for each worker the most weight versions alive at a time.
     """
@@ -54,25 +54,25 @@ class Prediction:
 
     @property
     def temporary_bytes(self) -> tuple[int, ...]:
-        """For each rank the part of the peak memory that is there only while a computation runs, `peak_bytes` minus `held_bytes`.
+        """The part of each rank's peak memory that exists only while a computation runs, `peak_bytes` minus `held_bytes`.
 
-        That is the scratch memory of its programs (`StageCost.temporary`), and results that exist before what they are made from is let go.
+        That is the scratch memory of its programs (`StageCost.temporary`), and results that exist before their inputs are freed.
         """
         return tuple(peak - held for peak, held in zip(self.peak_bytes, self.held_bytes, strict=True))
 
     def grid(self, tick: float | None = None) -> str:
-        """The timeline as text; `tick` in seconds, by default the shortest computation."""
+        """Return the timeline as text; `tick` in seconds, by default the shortest computation."""
         return draw_grid(self.timeline, tick)
 
 
 def draw_grid(timeline: Timeline, tick: float | None = None, notes: Sequence[tuple[int, str]] = ()) -> str:
-    """A timeline in seconds as text, with (rank, note) pairs behind the rows; a tick is by default the shortest computation."""
+    """Return a timeline in seconds as text, with (rank, note) pairs behind the rows; a tick is by default the shortest computation."""
     shortest = min((span.end - span.start for spans in timeline for span in spans), default=1.0)
     return format_grid(to_ticks(timeline, tick or shortest or 1.0), notes)
 
 
 class _Rank:
-    """The clock of one rank, what it has done, and the bytes that its workers hold."""
+    """The clock, the spans and the bytes of one rank."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -83,7 +83,7 @@ class _Rank:
         self.samples: list[MemorySample] = []
 
     def begin(self) -> None:
-        """Count what all its workers hold at the beginning."""
+        """Add up the bytes of all its workers at the beginning."""
         self.held = self.most_held = sum(worker.memory.at_first for worker in self.workers)
         self.sample()
 
@@ -114,7 +114,7 @@ class _Rank:
 
 
 class _Memory:
-    """The bytes of one worker, which its rank adds up."""
+    """The bytes of one worker, which are added to those of its rank."""
 
     def __init__(self, cost: StageCost, versions: set[int], rank: _Rank) -> None:
         self.cost, self.rank = cost, rank
@@ -140,14 +140,14 @@ class _Memory:
         self.most_versions = max(self.most_versions, len(self.weights))
 
     def by_version(self) -> dict[int, int]:
-        """The bytes of each version; what all of them share counts with the oldest one."""
+        """Return the bytes of each version; what all of them share counts with the oldest one."""
         if not self.cost.frozen or not self.weights:
             return self.weights
         oldest = min(self.weights)
         return self.weights | {oldest: self.weights[oldest] + self.cost.frozen}
 
     def complete(self, version: int, size: int) -> None:
-        """Add what comes to a version, or, below 0, leave out what is still to come."""
+        """Add bytes to a version; negative ones are still to arrive."""
         self.weights = self.weights | {version: self.weights[version] + size}
         self.add(size)
 
@@ -156,7 +156,7 @@ class _Memory:
         self.add(-self.cost.trained)
 
     def compute(self, made: int, used: int) -> None:
-        """Hold what a computation makes and what it uses while it runs, then only the former."""
+        """Hold what a computation makes and what it uses while it runs, then only what it makes."""
         rank = self.rank
         running = rank.held + made + self.cost.temporary
         if running > rank.peak:
@@ -165,13 +165,13 @@ class _Memory:
         rank.sample()
 
     def parts(self) -> tuple[int, int, int]:
-        """The bytes of optimizer state, of accumulators, and of residuals and stashes."""
+        """Return the bytes of optimizer state, of accumulators, and of residuals and stashes."""
         cost = self.cost
         return cost.optimizer, cost.accumulators, self.waiting["residuals"] * cost.residuals + self.waiting["stash"] * cost.stash
 
 
 class _Worker:
-    """What one worker waits for and holds."""
+    """The messages that one worker waits for, and its memory."""
 
     def __init__(self, stage: int, chunk: int, cost: StageCost, rank: _Rank, versions: set[int]) -> None:
         self.stage, self.chunk, self.cost, self.rank = stage, chunk, cost, rank
@@ -194,7 +194,7 @@ class _Worker:
 
 
 class Predictor:
-    """Adds up the costs of a program's instructions, one after the other in an executable order.
+    """A simulation that adds up the costs of a program's instructions, in an executable order.
 
     Args:
         program: what runs.
@@ -223,16 +223,16 @@ class Predictor:
             rank.begin()
 
     def add(self, i: Instruction) -> None:
-        """Execute the next instruction, which is verified."""
+        """Execute the next, verified instruction."""
         if type(i) is not Receive:  # its send does the transfer
             _HANDLERS[type(i)](self, self._workers[i.worker], i)
 
     def timeline(self) -> Timeline:
-        """The spans of each rank so far."""
+        """Return the spans of each rank so far."""
         return tuple(tuple(rank.spans) for rank in self._ranks)
 
     def prediction(self) -> Prediction:
-        """The prediction from all instructions so far."""
+        """Return the prediction from all instructions so far."""
         ranks = self._ranks
         seconds = max(rank.clock for rank in ranks)
         busy = sum(rank.busy for rank in ranks)
@@ -275,7 +275,7 @@ class Predictor:
             self._accumulate(worker, k)
 
     def _kept_by_other(self, worker: _Worker, k: int, computed: str) -> int:
-        """The bytes that a worker lets go of after these halves of its computations, and another worker of its rank still keeps."""
+        """Return the bytes that a worker frees after computing these parts, and another worker of its rank still keeps."""
         gone = 0
         for receiver, side in ((worker, "receiver"), (self._next_on_rank(worker), "sender")):
             if receiver is not None and k in receiver.passed:
@@ -287,7 +287,7 @@ class Predictor:
         return gone
 
     def _next_on_rank(self, worker: _Worker) -> _Worker | None:
-        """The worker of the next stage, if it is on the same rank."""
+        """Return the worker of the next stage, if it is on the same rank."""
         return next((other for other in worker.rank.workers if other.stage == worker.stage + 1), None)
 
     def _accumulate(self, worker: _Worker, k: int) -> None:
@@ -363,17 +363,17 @@ class Predictor:
                 worker.wait(worker.ready[f"shared of stage {s}", last_microbatch(self._plan, i.batch)])
 
     def _shared_bytes(self, s: int, other: int) -> int:
-        """The size of the shared gradients that one stage sends to another."""
+        """Return the size of the shared gradients that one stage sends to another."""
         sizes = zip(self._program.shared, self._workers[self._plan.stage_workers[s][0]].cost.shared, strict=False)
         return sum(size for stages, size in sizes if {s, other} <= set(stages))
 
     def _updated_bytes(self, worker: "_Worker", number: int) -> int:
-        """The size of the weights that a replica updates for all."""
+        """Return the size of the weights that a replica updates for all."""
         updated = worker.cost.updated
         return updated[self._plan.workers[number][1]] if updated else 0
 
     def _squares_bytes(self, s: int) -> int:
-        """The size of the sums of squares of a stage and all later ones, which stage s sends on."""
+        """Return the size of the sums of squares of a stage and all later ones, which stage s sends on."""
         return sum(self._workers[workers[0]].cost.squares for workers in self._plan.stage_workers[s:])
 
     def _sum_squares(self, worker: _Worker, i: SumSquares) -> None:

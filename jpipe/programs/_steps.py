@@ -1,16 +1,16 @@
-"""The few programs that a pipeline repeats, whatever the length of its run, and what its workers hold in between."""
+"""The few programs that a pipeline repeats, however long it runs, and the versions that its workers hold between them."""
 
 from functools import cached_property
 
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Program
-from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate
+from jpipe.programs.lowering import batches_until_full, lower
 from jpipe.schedules import SCHEDULES
 
 
 class Steps:
-    """Programs of single steps: once the pipeline is full, all steps are one program, run some batches later than it was lowered for.
+    """The programs of single steps: once the pipeline is full, all steps are one program, run some batches later than it was lowered for.
 
     They are several programs by turns if the order of the schedule takes several batches to repeat.
 
@@ -30,7 +30,7 @@ class Steps:
 
     @cached_property
     def verified_runs(self) -> tuple[Program, ...]:
-        """A run from the first batch and one from steady state, long enough to contain every step that the pipeline repeats; both verified.
+        """Return verified runs from the first batch and from steady state, which contain every step that the pipeline repeats.
 
         Raises:
             ProgramError: the verification fails.
@@ -42,7 +42,7 @@ class Steps:
         return runs
 
     def program(self, since: int, batch: int, drain: bool) -> tuple[Program, int]:
-        """The program of a step (or drain) at `batch`, `since` batches after the pipeline was empty, and the shift to run it with."""
+        """Return the program of a step or drain at `batch`, `since` batches after the pipeline was empty, and the shift to run it with."""
         since, model_batch = self._modelled(since, batch)
         name = since, model_batch, drain
         if name not in self._programs:
@@ -51,20 +51,20 @@ class Steps:
         return self._programs[name], batch - model_batch
 
     def common_version(self, since: int, batch: int) -> int | None:
-        """The newest weights, by the batches they have seen, that all workers hold before `batch`, if there are such."""
+        """Return the newest weights, by their number of batches, that all workers hold before `batch`, or None."""
         if since == 0:
             return batch
         since, model_batch = self._modelled(since, batch)
-        held = self._lower(model_batch, model_batch, model_batch - since, False).versions
+        versions = self._lower(model_batch, model_batch, model_batch - since, False).versions
         rates = [self._plan.updates_per_batch(s) for s, _ in self._plan.workers]
-        version = min(newest // rate for (_, newest), rate in zip(held, rates, strict=True))
-        if any(version * rate < oldest for (oldest, _), rate in zip(held, rates, strict=True)):
+        version = min(newest // rate for (_, newest), rate in zip(versions, rates, strict=True))
+        if any(version * rate < oldest for (oldest, _), rate in zip(versions, rates, strict=True)):
             return None
         return version + batch - model_batch
 
     @property
     def in_flight(self) -> int:
-        """Of how many batches, the newest included, a microbatch may be computed in a step."""
+        """The number of batches, with the newest, of which a microbatch may be computed in a step."""
         return self._full + 1
 
     @cached_property
@@ -76,7 +76,7 @@ class Steps:
         return SCHEDULES[self._plan.schedule].period(self._plan)
 
     def _modelled(self, since: int, batch: int) -> tuple[int, int]:
-        """The earliest place in a run where the pipeline does the same."""
+        """Return the earliest batch of a run where the pipeline does the same."""
         if batch < self._flushed:
             return 0, 0
         batch, steady = batch - self._flushed, 2 * self._full

@@ -1,4 +1,4 @@
-"""The rank x time grid: a timeline as text that humans can compare, and the parser that reads it back.
+"""Timelines, and the rank x time grid: a timeline as text that humans can compare, and its parser.
 
 One row a rank, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in one
 program; `I3.1` and `W3.1` are the halves of a backward, for inputs and for weights, `FI3.1` a forward and the first half in one program.
@@ -74,7 +74,7 @@ class MemorySample(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum of all of them."""
+        """The bytes of all parts."""
         return sum(self.weights.values()) + self.optimizer + self.gradients + self.residuals + self.other
 
 
@@ -107,7 +107,7 @@ def to_ticks(timeline: Sequence[Sequence[Span]], tick: float = 1.0) -> Timeline:
 
 
 def format_grid(timeline: Sequence[Sequence[Span]], marked: Iterable[tuple[int, str]] = ()) -> str:
-    """A timeline in whole ticks (see `to_ticks`) as text.
+    """Return a timeline in whole ticks (see `to_ticks`) as text.
 
     Args:
         timeline: the spans of each rank.
@@ -131,13 +131,13 @@ def format_grid(timeline: Sequence[Sequence[Span]], marked: Iterable[tuple[int, 
 
 
 def parse_grid(text: str) -> Timeline:
-    """Read back what `format_grid` wrote (indentation, blank lines and notes behind a row are passed over).
+    """Read the text of `format_grid`; indentation, blank lines and notes behind a row are ignored.
 
     Returns:
         The timeline in ticks.
 
     Raises:
-        InputError: a row that is not one, with its line number.
+        InputError: a row is malformed; the message has its line number.
     """
     rows: list[tuple[Span, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):

@@ -1,4 +1,4 @@
-"""When messages and sums arrive, over links that may share ports."""
+"""The arrival times of messages and sums, over links that may share ports."""
 
 import math
 from bisect import bisect_right, insort
@@ -13,7 +13,7 @@ _Port = list[tuple[float, float]]
 
 
 class Traffic:
-    """Everything that moves between ranks, given in any order of time.
+    """The transfers between ranks, in any order of time.
 
     Args:
         network: the link between any two ranks.
@@ -24,30 +24,30 @@ class Traffic:
         self._ports: defaultdict[Hashable, _Port] = defaultdict(_Port)
 
     def send(self, source: int, to: int, ready: float, size: int) -> float:
-        """When a message of `size` bytes arrives that can be sent from `ready` on."""
+        """Return when a message of `size` bytes arrives that can be sent from `ready` on."""
         link = self._network(source, to)
         return self._occupy(link.ports or ((source, to),), ready, size / link.bandwidth) + link.latency
 
     def all_reduce(self, ranks: Sequence[int], ready: float, size: float) -> float:
-        """When a sum that can begin at `ready` is over; each rank sends `size` bytes to its neighbour in a ring."""
+        """Return when a sum that can begin at `ready` ends; each rank sends `size` bytes to its neighbour in a ring."""
         ring: list[Link] = [self._network(rank, ranks[n - 1]) for n, rank in enumerate(ranks)]
         ports = list(dict.fromkeys(port for link in ring for port in link.ports))
         sent = self._occupy(ports, ready, size / min(link.bandwidth for link in ring))
         return sent + 2 * (len(ranks) - 1) * max(link.latency for link in ring)
 
     def _occupy(self, names: Sequence[Hashable], ready: float, seconds: float) -> float:
-        """Occupy all these ports from the first time after `ready` at which they are free for so many seconds; returns the end."""
+        """Occupy the ports from the first time after `ready` at which all are free for `seconds`, and return the end."""
         if seconds == 0:
             return ready
         ports = [self._ports[name] for name in names]
-        start, found = ready, False
-        while not found:
-            found = True
+        start, is_free = ready, False
+        while not is_free:
+            is_free = True
             for port in ports:
                 place = max(bisect_right(port, (start, math.inf)) - 1, 0)
                 while place < len(port) and port[place][0] < start + seconds:
                     if port[place][1] > start:
-                        start, found = port[place][1], False
+                        start, is_free = port[place][1], False
                     place += 1
         for port in ports:
             insort(port, (start, start + seconds))

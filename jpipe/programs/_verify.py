@@ -25,26 +25,26 @@ from jpipe.schedules import SCHEDULES, Action
 
 
 def rank_computations(program: Program) -> list[Iterator[Action]]:
-    """For each rank the computations of its schedule in the batches of the program."""
+    """Return for each rank the computations of its schedule in the batches of the program."""
     plan = program.plan
     schedule = SCHEDULES[plan.schedule]
     return [schedule.computations(plan, p, replica, program.start, program.end) for p, replica in plan.rank_positions]
 
 
 def versions_before(plan: Plan, worker: int, batch: int) -> set[int]:
-    """The weight versions of a worker where the pipeline is empty before `batch`: from the next one that is read to the newest."""
+    """Return the weight versions of a worker where the pipeline is empty before `batch`: from the next to be read to the newest."""
     s, replica = plan.workers[worker]
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
     return set(range(oldest, batch * plan.updates_per_batch(s) + 1))
 
 
 class Verifier:
-    """Checks the instructions of one worker, independently of `lower`.
+    """A check of the instructions of one worker, independent of `lower`.
 
     Args:
-        program: of all workers.
-        number: of the worker.
-        computations: those of its rank, in order; the workers of a rank share this iterator.
+        program: the program of all workers.
+        number: the number of the worker.
+        computations: the computations of its rank, in order; the workers of a rank share this iterator.
     """
 
     def __init__(self, program: Program, number: int, computations: Iterator[Action]) -> None:
@@ -73,7 +73,7 @@ class Verifier:
         _CHECKS[type(i)](self, i)
 
     def check_end(self) -> None:
-        """Check what is left after the last instruction.
+        """Check the state after the last instruction.
 
         Raises:
             Violation: a computation is missing, or buffers or versions are left.
@@ -185,7 +185,7 @@ class Verifier:
     # Rules -------------------------------------------------------------------------------------------------------------
 
     def _kinds_read(self, reads: Reads) -> tuple[str, ...]:
-        """Return the kinds of buffers that an op reads, and frees."""
+        """Return the kinds of buffers that an op reads and frees."""
         if reads == "inputs":
             return ("inputs", "labels") if self._last else ("inputs",)
         return ("residuals", "message") if reads == "residuals" else ("stash",)
@@ -203,12 +203,12 @@ class Verifier:
         self._check_whole(version, i)
 
     def _check_whole(self, version: int, where: object) -> None:
-        """Whether a version has the weights of all replicas that update some of them."""
+        """Check that a version has the weights of all replicas that update some of them."""
         if missing := self._missing.get(version):
             self._fail(f"{where}: version {version} lacks the weights that workers {sorted(missing)} have updated")
 
     def _updated_with(self, i: Send | Receive) -> int:
-        """The version of which a message has the weights; the worker has updated its own."""
+        """Return the version whose weights a message has; the worker itself has updated its part."""
         version = i.microbatch // self._every + 1
         if version not in self._versions:
             self._fail(f"{i} before version {version} is there, alive are {sorted(self._versions)}")
@@ -232,14 +232,14 @@ class Verifier:
             self._fail(f"update {batch} after {self._accumulated} backwards, expected {self._every}")
 
     def _look_at_sum(self, batch: int) -> None:
-        """As `_take_sum`, for a computation that leaves it to the update."""
+        """Check that the gradients of a whole batch are there, and leave them to the update."""
         if self._sets_aside:
             self._put(self._aside_as, self._take(self._aside_as, batch))
         else:
             self._take_sum(batch)
 
     def _take_all_shared(self, k: int) -> None:
-        """Take what an update has of shared gradients: its own, those of all other stages, and all of them added."""
+        """Take the shared gradients of an update: of its stage, of all other stages, and their sums."""
         groups = {group: stages for group, stages in enumerate(self._program.shared) if self._stage in stages}
         if groups:
             self._take("shared", k)

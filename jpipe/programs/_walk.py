@@ -1,4 +1,4 @@
-"""How the ranks of a program run together: which waits for which, without times and bytes."""
+"""An executable order of the instructions of all ranks, without times and bytes."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,14 @@ _NEED_SUM = Update, SumSquares, TakeShared, AddShared
 
 
 class ProgramError(ValueError):
-    """A program that would not run as its schedule says; the message ends with the grid up to the violation."""
+    """A program that does not run as its schedule says; the message ends with the grid up to the violation."""
 
 
 class Violation(Exception):
     """A rule that a program breaks.
 
     Attributes:
-        notes: (rank, note) pairs, to be written behind the rows of a grid.
+        notes: (rank, note) pairs for the rows of a grid.
     """
 
     def __init__(self, message: str, notes: Sequence[tuple[int, str]]) -> None:
@@ -26,18 +26,18 @@ class Violation(Exception):
 
     @classmethod
     def at(cls, plan: Plan, worker: int, what: str) -> "Violation":
-        """A violation by one worker."""
+        """Return a violation by one worker."""
         return cls(f"{plan.schedule}, {name_of(plan, worker)}: {what}", [(plan.rank_of[worker], what)])
 
 
 def name_of(plan: Plan, worker: int) -> str:
-    """A worker in messages: its rank, and its stage where the rank has several."""
+    """Return the name of a worker in messages: its rank, and its stage where the rank has several."""
     rank = plan.rank_of[worker]
     return f"rank {rank}" + (f", stage {plan.workers[worker][0]}" if len(plan.rank_workers[rank]) > 1 else "")
 
 
 def walk(program: Program) -> Iterator[Instruction]:
-    """All instructions in an executable order: each rank runs its own in order, and waits for other ranks.
+    """Yield all instructions in an executable order: each rank runs its instructions in order, and waits for other ranks.
 
     A transfer waits until both ranks have come to it; its receive follows its send at once. An update, or what comes between the sum of
     the gradients and it, waits until all replicas have begun to sum the gradients of its batch.
@@ -103,14 +103,14 @@ _Parts = dict[tuple[int, int], list[int]]
 
 
 def _woken_by(i: AllReduce, parts: _Parts, plan: Plan) -> list[int]:
-    """The ranks that can go on once all replicas have begun a sum."""
+    """Return the ranks that can continue once all replicas have begun a sum."""
     s, _ = plan.workers[i.worker]
     complete = len(parts[s, i.batch]) >= plan.replicas[s]
     return [plan.rank_of[w] for w in plan.stage_workers[s]] if complete else []
 
 
 def _sums_allow(i: Instruction, index: int, parts: _Parts, plan: Plan) -> bool:
-    """Note an all-reduce; for what needs a sum, whether all replicas have begun it.
+    """Note an all-reduce, and return whether all replicas have begun the sum that an instruction needs.
 
     Raises:
         Violation: the total order has the instruction before the sum.

@@ -1,4 +1,4 @@
-"""Some batches cut out of a run where the pipeline is in steady state: step time and bubble, predicted and measured in the same way."""
+"""Windows of a run in steady state: step time and bubble, computed the same way for predictions and measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from jpipe.errors import InputError
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._costs import Link, Network, StageCost, shared_stages
-from jpipe.programs._lower import batches_until_full, lower
 from jpipe.programs._simulate import simulate
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
+from jpipe.programs.lowering import batches_until_full, lower
 
 
 @dataclass(frozen=True)
 class Window:
-    """From the first forward of one batch to that of a later batch: whole periods of the pipeline.
+    """The part of a run from the first forward of one batch to that of a later batch: whole periods of the pipeline.
 
     Attributes:
         timeline: the spans of each rank inside, cut off at both ends; in seconds from the beginning of the window.
         memory: what each rank holds inside, beginning with what it held before.
         seconds: length of the window.
-        batches: how many batches entered the pipeline.
+        batches: the number of batches that entered the pipeline.
         bubble: share of the ranks' time in which they neither compute nor update.
     """
 
@@ -42,7 +42,7 @@ class Window:
 
 
 def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int, first: int, batches: int) -> Window:
-    """Cut `batches` batches, from batch `first` on, out of a run of at least one batch more.
+    """Extract `batches` batches, from batch `first` on, from a run of at least one batch more.
 
     Args:
         timeline: of the run, in seconds, microbatches counted as in the run.
@@ -75,7 +75,7 @@ def extract_window(timeline: Timeline, memory: MemoryTimeline, microbatches: int
 def predict_window(
     plan: Plan, costs: Sequence[StageCost], first: int, batches: int, *, global_norm: bool = False, link: Link | Network | None = None
 ) -> Window:
-    """The window that `extract_window` would cut out of a run, as simulated: the prediction to hold a measured window against.
+    """Predict the window that `extract_window` extracts from a run, to compare it with the measured one.
 
     Args:
         plan: what runs.

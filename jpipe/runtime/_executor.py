@@ -14,8 +14,8 @@ from jpipe.model._losses import Loss
 from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Send
-from jpipe.programs._lower import lower_evaluation
 from jpipe.programs._steps import Steps
+from jpipe.programs.lowering import lower_evaluation
 from jpipe.runtime._interpreter import Data, Found, Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
@@ -24,7 +24,7 @@ from jpipe.runtime._state import State, WorkerState, fingerprint, model_of
 from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
-from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, joined_rows, rows_of, told
+from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_shapes, joined_rows, rows_of
 from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._shares import shares_of
@@ -71,7 +71,9 @@ class Executor:
     ) -> None:
         functions, self.specs = buckets[0].functions, [bucket.spec for bucket in buckets]
         if processes is not None:  # a difference would be noticed only when shapes of messages differ, or never
-            processes.agree({"plan": plan.to_json(), "shape of a microbatch": told(self.specs), "model": model_of(functions), **facts})
+            processes.agree(
+                {"plan": plan.to_json(), "shape of a microbatch": describe_shapes(self.specs), "model": model_of(functions), **facts}
+            )
         self.functions, self._buckets = functions, buckets
         self._plan, self._steps, self._places, self._processes = plan, steps, places, processes
         shares = [shares_of(plan, f) for f in functions]
@@ -346,7 +348,7 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
                 return Sent(i, bucket, source.whole(squares), to.whole(squares))
             case "weights":
                 assert source.share is not None
-                return Sent(i, bucket, source.share.given(source.trained), source.share.given(to.trained))
+                return Sent(i, bucket, source.share.outgoing(source.trained), source.share.outgoing(to.trained))
         gradients = source.accumulators["gradients"], to.accumulators["gradients"]
         return Sent(i, bucket, *(shared_with(source.functions, other, own) for own in gradients))
 

@@ -362,7 +362,7 @@ class _Worker:
                 tree = shared_with(self.functions, self.plan.workers[i.to][0], held.buffers["shared", k // self.plan.microbatches])
             case "weights":
                 assert self.compiled.share is not None
-                tree = self.compiled.share.given(self.functions.trained.part(held.versions[k // self.plan.microbatches + 1]))
+                tree = self.compiled.share.outgoing(self.functions.trained.part(held.versions[k // self.plan.microbatches + 1]))
             case message:
                 tree, bucket = held.buffers.pop(("output" if message == "activation" else "gradient", k)), self.bucket(k)
         self.transport.send(i, k, tree, bucket)

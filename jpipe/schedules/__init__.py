@@ -30,19 +30,19 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_BY_NAME)
 
 
 def written_order(plan: Shape) -> tuple[str, ...]:
-    """What each rank of a plan computes in a batch that begins and ends with an empty pipeline, as `Plan.order` has it.
+    """Return the order of a plan for a batch that begins and ends with an empty pipeline, in the form of `Plan.order`.
 
-    To begin an order of one's own from that of a schedule. With replicas, the microbatches are those of one of them, counted from 0.
+    An order of your own can begin from that of a schedule. With replicas, the microbatches are those of one of them, counted from 0.
 
     Returns:
         A text for each rank.
     """
-    found = []
+    texts = []
     for p, stages in enumerate(plan.pipeline_ranks):
         replicas = plan.replicas[stages[0]]
         order = SCHEDULES[plan.schedule].computations(plan, p, 0, 0, 1)
-        found.append(as_text(entry._replace(microbatch=entry.microbatch // replicas) for entry in order))
-    return tuple(found)
+        texts.append(as_text(entry._replace(microbatch=entry.microbatch // replicas) for entry in order))
+    return tuple(texts)
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Orders of ranks that run several chunks by turns: Megatron's interleaved 1F1B and what is made of it.
+"""Orders of ranks that run several chunks by turns, after Megatron's interleaved 1F1B.
 
 Microbatches come in groups. A rank does the forwards of a group through its first chunk, then through its second one, and so on, then
 those of the next group; the backwards alike, from its last chunk to its first. After a warm-up of (v - 1) g + a (d - 1 - p) forwards it
@@ -17,7 +17,7 @@ _AHEAD = 2
 
 
 def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, delay: int | None = None) -> list[Action]:
-    """The order of one batch.
+    """Return the order of one batch.
 
     Args:
         plan: with looped ranks.
@@ -31,7 +31,7 @@ def flushed_order(plan: Shape, p: int, microbatches: Sequence[int], ahead: int, 
 
 
 def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """The order of batches that are not flushed; groups go on where those of earlier batches ended. With one chunk for each rank, 1F1B."""
+    """Return the order of batches without a flush, with groups of microbatches across batches; with one chunk a rank it is 1F1B."""
     if plan.depth == len(plan.pipeline_ranks):
         return pipeline_order(plan, p, microbatches)
     replicas, group = plan.replicas[0], len(plan.pipeline_ranks)
@@ -43,7 +43,7 @@ def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[
 def _interleaved(
     plan: Shape, p: int, microbatches: Sequence[int], group: int, begun: int, ahead: int, delay: int | None
 ) -> Iterator[Action]:
-    """The order where the first group lacks its first `begun` microbatches, and the last one may lack some at its end.
+    """Return the order where the first group lacks its first `begun` microbatches, and the last one may lack some at its end.
 
     It is that of whole groups without what is lacking.
     """
@@ -64,7 +64,7 @@ def _interleaved(
 
 
 def endless_done(plan: Shape, s: int, k: int) -> int:
-    """`Schedule.done` of `endless_order`: of how many microbatches a replica of stage s has done the backward before the forward of k.
+    """Return `Schedule.done` of `endless_order`: the backwards that a replica of stage s has done before the forward of k.
 
     The forward of the n-th microbatch, the b-th of group a, is visit i of its rank; backwards i - w - 1 and earlier are done, where w is
     the warm-up. Of these, g in every v g are of stage s.
@@ -77,12 +77,12 @@ def endless_done(plan: Shape, s: int, k: int) -> int:
     a, b = divmod(k // plan.replicas[0], group)
     warm_up = (chunks - 1) * group + _AHEAD * (ranks - 1 - p)
     visits = group * (chunks * a + c) + b - warm_up  # backwards of all chunks that the rank has done
-    whole, rest = divmod(visits - group * (chunks - 1 - c), group * chunks)
-    return max(whole * group + min(rest, group), 0)
+    whole, remainder = divmod(visits - group * (chunks - 1 - c), group * chunks)
+    return max(whole * group + min(remainder, group), 0)
 
 
 def endless_in_flight(plan: Shape, s: int) -> int:
-    """`Schedule.in_flight` of `endless_order`."""
+    """Return `Schedule.in_flight` of `endless_order`."""
     if plan.depth == len(plan.pipeline_ranks):
         return pipeline_in_flight(plan, s)
     group, replicas = len(plan.pipeline_ranks), plan.replicas[0]
@@ -91,15 +91,15 @@ def endless_in_flight(plan: Shape, s: int) -> int:
 
 
 def endless_period(plan: Shape) -> int:
-    """`Schedule.period` of `endless_order`: groups may begin in one batch and end in the next."""
+    """Return `Schedule.period` of `endless_order`: groups may begin in one batch and end in the next."""
     if plan.depth == len(plan.pipeline_ranks):
         return 1
-    own = plan.microbatches // plan.replicas[0]
-    return math.lcm(own, len(plan.pipeline_ranks)) // own
+    microbatches = plan.microbatches // plan.replicas[0]
+    return math.lcm(microbatches, len(plan.pipeline_ranks)) // microbatches
 
 
 def refused_chunks(plan: Shape) -> str:
-    """Why ranks of several chunks cannot run this plan, or ""."""
+    """Return why ranks of several chunks cannot run this plan, or ""."""
     if plan.depth == len(plan.pipeline_ranks):
         return ""
     if plan.extra_in_flight:
@@ -108,7 +108,7 @@ def refused_chunks(plan: Shape) -> str:
 
 
 def unequal_replicas(plan: Shape) -> str:
-    """Why a schedule that needs as many replicas of each stage cannot run this plan, or ""."""
+    """Return why a schedule that needs the same replicas of each stage cannot run this plan, or ""."""
     if len(set(plan.replicas)) > 1:
         several = " with several stages on a rank" if plan.depth > len(plan.pipeline_ranks) else ""
         found = f"found replicas {list(plan.replicas)}; give all stages the same number"

@@ -1,4 +1,4 @@
-"""What a schedule is: the order in which each rank computes and the weight version each computation reads, as data."""
+"""Schedules as data: the order in which each rank computes, and the weight version that each computation reads."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -75,29 +75,31 @@ class Action(NamedTuple):
 
 
 def synchronous_version(plan: Shape, s: int, k: int) -> int:
-    """All microbatches of a batch read the weights of the last update: v = floor(k / m)."""
+    """Return v = floor(k / m): all microbatches of a batch read the weights of the last update."""
     return k // plan.microbatches
 
 
 def one_version(plan: Shape, s: int) -> int:
-    """Only the newest weights."""
+    """Return 1: only the newest weights are alive."""
     return 1
 
 
 def repeats(plan: Shape) -> int:
-    """The order is the same in each batch."""
+    """Return 1: the order is the same in each batch."""
     return 1
 
 
 def no_refusal(plan: Shape) -> str:
-    """Every plan is legal."""
+    """Return "": every plan is legal."""
     return ""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pipeline schedule. In all functions s is a stage, r_s = `plan.replicas[s]`, k a microbatch, m = `plan.microbatches`,
-    d = `plan.depth`; all count from 0. Microbatch k runs forward and backward on replica k mod r_s of each stage.
+    """A pipeline schedule.
+
+    In all functions s is a stage, r_s = `plan.replicas[s]`, k a microbatch, m = `plan.microbatches`, d = `plan.depth`; all count from 0.
+    Microbatch k runs forward and backward on replica k mod r_s of each stage.
 
     The paper, its section and a timeline of each schedule are in the docstring of its module in `jpipe/schedules/`. The defaults suit a
     schedule that flushes. `tests/jpipe/weights/test_schedule_contract.py` checks that the functions of each schedule agree with each other.
@@ -142,7 +144,7 @@ class Schedule:
     data_parallel: bool = False
 
     def version(self, plan: Shape, s: int, k: int) -> int:
-        """The weight version that forward and backward of microbatch k read at stage s; does not decrease with k.
+        """Return the weight version that forward and backward of microbatch k read at stage s; it does not decrease with k.
 
         In the first `plan.flush_first` batches that is the newest. After them the schedule runs as if these weights were fresh.
         """
@@ -153,7 +155,7 @@ class Schedule:
         return batch if batch < first else first + self.formula(plan, s, k - first * plan.microbatches)
 
     def flushes_after(self, plan: Shape, batch: int) -> bool:
-        """Whether the pipeline is empty after a batch."""
+        """Return whether the pipeline is empty after a batch."""
         return self.flushes or batch < plan.flush_first
 
     def computations(self, plan: Shape, p: int, replica: int, start: int, stop: int) -> Iterator[Action]:
@@ -173,29 +175,29 @@ class Schedule:
             start = end
 
     def first_op(self, plan: Shape, s: int) -> str:
-        """What stage s computes first, which tells whether it runs a forward and what follows as one program."""
+        """Return the first op of stage s, which tells whether it runs forward and backward as one program."""
         return _ops(self, plan)[s][0]
 
     def begins_fused(self, plan: Shape, s: int) -> bool:
-        """Whether stage s runs the forward of a microbatch and all or the first half of its backward as one program."""
+        """Return whether stage s runs the forward of a microbatch and all or the first half of its backward as one program."""
         op = OPS[self.first_op(plan, s)]
         return op.begins and op.gives_gradient
 
     def fuses(self, plan: Shape, s: int) -> bool:
-        """Whether stage s runs the forward and the whole backward of a microbatch as one program."""
+        """Return whether stage s runs the forward and the whole backward of a microbatch as one program."""
         op = OPS[self.first_op(plan, s)]
         return op.begins and op.finishes
 
     def splits(self, plan: Shape, s: int) -> bool:
-        """Whether stage s runs its backwards in two halves."""
+        """Return whether stage s runs its backwards in two halves."""
         return any(OPS[op].reads == "stash" for op in _ops(self, plan)[s])
 
     def refuses(self, plan: Shape) -> str:
-        """Why this schedule cannot run this plan, or ""."""
+        """Return why this schedule cannot run this plan, or ""."""
         return _refused_ranks(self, plan) or self.refusal(plan)
 
     def refuses_chunks(self, chunks: int) -> str:
-        """Why this schedule cannot run so many stages on each rank, with what to use instead, or ""."""
+        """Return why this schedule cannot run `chunks` stages on each rank, with what to use instead, or ""."""
         if self.layout == "straight" and chunks != 1:
             found = f"the schedule '{self.name}' runs one stage on each rank, found {chunks}"
             return f"{found}; leave out chunks_per_rank, or use {_SEVERAL}"
@@ -210,21 +212,21 @@ _SEVERAL = "an interleaved schedule such as 'interleaved_1f1b'"
 
 @lru_cache(maxsize=256)
 def _ops(schedule: Schedule, plan: Shape) -> tuple[tuple[str, ...], ...]:
-    """For each stage the ops that it computes in a batch, in the order in which each is first used."""
-    found: list[dict[str, None]] = [{} for _ in range(plan.depth)]
+    """Return for each stage the ops of a batch, in the order of their first use."""
+    ops: list[dict[str, None]] = [{} for _ in range(plan.depth)]
     for p in range(len(plan.pipeline_ranks)):
         for entry in schedule.computations(plan, p, 0, 0, 1):
-            found[entry.stage].setdefault(entry.op)
-    return tuple(map(tuple, found))
+            ops[entry.stage].setdefault(entry.op)
+    return tuple(map(tuple, ops))
 
 
 def arranged(layout: str, stages: int, chunks: int) -> Ranks:
-    """The ranks of a layout: for each of them the stages that it runs.
+    """Return the stages of each rank in a layout.
 
     Args:
         layout: as in `Schedule`; "any" is "looped" here.
         stages: a multiple of the chunks.
-        chunks: how many stages each rank runs.
+        chunks: the number of stages of each rank.
     """
     ranks = stages // chunks
     if layout == "v":
@@ -233,12 +235,12 @@ def arranged(layout: str, stages: int, chunks: int) -> Ranks:
 
 
 def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
-    """Why the schedule cannot use the ranks of a plan, or ""."""
-    found, depth = plan.pipeline_ranks, plan.depth
-    chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(found[0]))
-    if schedule.layout == "any" or (depth % chunks == 0 and found == arranged(schedule.layout, depth, chunks)):
+    """Return why the schedule cannot use the ranks of a plan, or ""."""
+    ranks, depth = plan.pipeline_ranks, plan.depth
+    chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(ranks[0]))
+    if schedule.layout == "any" or (depth % chunks == 0 and ranks == arranged(schedule.layout, depth, chunks)):
         return ""
-    name, shown = f"the schedule '{schedule.name}'", f"found ranks {[list(stages) for stages in found]}"
+    name, shown = f"the schedule '{schedule.name}'", f"found ranks {[list(stages) for stages in ranks]}"
     if schedule.layout == "v" and depth % 2:
         even = f"{depth - 1} or {depth + 1}" if depth > 1 else "2"
         return f"{name} needs two stages on each rank, so an even number of stages, found {depth}; use {even} stages"
@@ -247,13 +249,13 @@ def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
     if schedule.layout == "looped":
         stages = "as many stages on each rank, stage s on rank s mod the number of ranks"
         return f"{name} needs {stages}; {shown}; leave out ranks, or give chunks_per_rank instead"
-    if len(found) < depth:
+    if len(ranks) < depth:
         return f"{name} runs one stage on each rank; {shown}; leave out ranks, or use {_SEVERAL}"
     return f"{name} needs one stage on each rank, in order; {shown}; leave out ranks"
 
 
 def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]]) -> Callable[[Shape, int], int]:
-    """The `in_flight` of a schedule that flushes, counted in its order."""
+    """Return the `in_flight` of a schedule that flushes, which counts in its order."""
 
     def in_flight(plan: Shape, s: int) -> int:
         p = next(p for p, stages in enumerate(plan.pipeline_ranks) if s in stages)
@@ -269,9 +271,9 @@ def in_flight_of(order: Callable[[Shape, int, Sequence[int]], Iterable[Action]])
 
 
 def split_early(plan: Shape, order: Iterator[Action]) -> Iterator[Action]:
-    """The order with each backward in its two halves, one after the other, so that the input gradient can leave after the first.
+    """Yield the order with each backward split in two halves, so that the input gradient can be sent after the first.
 
-    Stage 0 has no input gradient, and keeps whole backwards.
+    Stage 0 sends no input gradient, and keeps whole backwards.
     """
     for entry in order:
         if entry.stage > 0 and entry.op in ("B", "FB"):
@@ -282,19 +284,22 @@ def split_early(plan: Shape, order: Iterator[Action]) -> Iterator[Action]:
 
 
 def fused(plan: Shape, order: Iterable[Action]) -> list[Action]:
-    """The order with what always stands side by side as one program: at stage 0, which has no input gradient to send, both halves of a
-    backward; at the last stage a forward and what follows of its backward."""
-    found, last = list(order), plan.depth - 1
+    """Fuse computations that always follow each other into one program.
+
+    At stage 0, which sends no input gradient, these are both halves of a backward; at the last stage a forward and the first op of its
+    backward.
+    """
+    result, last = list(order), plan.depth - 1
     for s, first, second, both in ((0, "I", "W", "B"), (last, "F", "B", "FB"), (last, "F", "I", "FI")):
-        pairs = {n for n, (a, b) in enumerate(pairwise(found)) if a == (first, s, b.microbatch) and b == (second, s, a.microbatch)}
-        if pairs and len(pairs) == sum(entry[:2] == (first, s) for entry in found):
-            merged = (entry._replace(op=both) if n in pairs else entry for n, entry in enumerate(found))
-            found = [entry for n, entry in enumerate(merged) if n - 1 not in pairs]
-    return found
+        pairs = {n for n, (a, b) in enumerate(pairwise(result)) if a == (first, s, b.microbatch) and b == (second, s, a.microbatch)}
+        if pairs and len(pairs) == sum(entry[:2] == (first, s) for entry in result):
+            merged = (entry._replace(op=both) if n in pairs else entry for n, entry in enumerate(result))
+            result = [entry for n, entry in enumerate(merged) if n - 1 not in pairs]
+    return result
 
 
 def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], ahead: int) -> Iterator[Action]:
-    """1F1B: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards.
+    """Yield 1F1B: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards.
 
     At the last stage, with one microbatch in flight, each backward follows its forward, and both are one program.
 
@@ -316,13 +321,13 @@ def one_forward_one_backward(plan: Shape, s: int, microbatches: Sequence[int], a
 
 
 def pipeline_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """1F1B with as many microbatches in flight as keep every rank busy."""
+    """Return 1F1B with the number of microbatches in flight that keeps every rank busy."""
     order = one_forward_one_backward(plan, p, microbatches, pipeline_in_flight(plan, p))
     return split_early(plan, order) if plan.split_backward == "early" else order
 
 
 def pipeline_in_flight(plan: Shape, s: int) -> int:
-    """The n_s that keeps every worker busy: 1 at the last stage, n_s = 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight before it.
+    """Return the n_s that keeps every worker busy: 1 at the last stage, else 1 + ceil(n_{s+1} r_{s+1} / r_s) + extra_in_flight.
 
     Without replicas and `extra_in_flight` that is d - s. With `plan.noam` it is the NOAM of PipeDream, section 3.2: the workers of
     stage s and of all later stages, divided by r_s and rounded up.
@@ -335,6 +340,6 @@ def _all_in_flight(replicas: tuple[int, ...], extra: int, noam: bool) -> tuple[i
     if noam:
         return tuple(-(-sum(replicas[s:]) // r) for s, r in enumerate(replicas))
     ahead = [1]
-    for after, own in zip(reversed(replicas[1:]), reversed(replicas[:-1]), strict=True):
-        ahead.append(1 + -(-ahead[-1] * after // own) + extra)
+    for after, count in zip(reversed(replicas[1:]), reversed(replicas[:-1]), strict=True):
+        ahead.append(1 + -(-ahead[-1] * after // count) + extra)
     return tuple(reversed(ahead))

@@ -11,12 +11,12 @@ Slot = tuple[str, int]
 
 
 def in_turn(pattern: str, times: int) -> list[Slot]:
-    """Slots like "F0 I1 W1", op and chunk, so many times over."""
+    """Return slots like "F0 I1 W1", op and chunk, repeated `times` times."""
     return [(name[0], int(name[1:])) for name in pattern.split()] * max(times, 0)
 
 
 def numbered(plan: Shape, p: int, microbatches: Sequence[int], slots: Iterable[Slot]) -> Iterator[Action]:
-    """The order of a rank: each op takes the next microbatch at its chunk; slots for which none is left are passed over.
+    """Return the order of a rank: each op takes the next microbatch at its chunk; slots without one are skipped.
 
     Args:
         plan: the plan.

@@ -22,7 +22,7 @@ from jpipe.schedules._slots import Slot, in_turn, numbered
 
 
 def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """Chunk 0 is on the way down, chunk 1 on the way back."""
+    """Yield the order of a rank; chunk 0 is on the way down the V, chunk 1 on the way back."""
     ranks = len(plan.pipeline_ranks)
     before_last = ranks - 1 - p
     split = [1 - n % 2 for n in range(p + 1, 2 * (p + 1))]  # the chunks of the last backwards, by turns

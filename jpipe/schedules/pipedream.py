@@ -35,17 +35,17 @@ from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
 def _leader(plan: Shape, s: int) -> int:
-    """The stage whose number in flight determines the version: the first one under vertical sync, otherwise the stage itself."""
+    """Return the stage whose number in flight determines the version: the first one under vertical sync, otherwise the stage itself."""
     return 0 if plan.vertical_sync else s
 
 
 def _sync_delay(plan: Shape, s: int) -> int:
-    """How many forwards a stage delays reading a new version: 1 if an all-reduce overlaps with one forward and backward, otherwise 0."""
+    """Return how many forwards a stage delays a new version: 1 if an all-reduce overlaps with one forward and backward, else 0."""
     return int(plan.replicas[s] > 1 and not plan.noam)
 
 
 def _version(plan: Shape, s: int, k: int) -> int:
-    """The newest version that exists when a replica of stage s, with n_s in flight, computes the forward of k.
+    """Return the newest version that exists when a replica of stage s, with n_s in flight, computes the forward of k.
 
     floor(max(D(s, k) - l, 0) / (M_s / r_s)), D(s, k) = `endless_done`, l = `_sync_delay`, M_s = `plan.microbatches_per_update(s)`;
     floor(max(k - (n_s - 1), 0) / m) without replicas and chunks. Under vertical sync, that of the first stage.
@@ -65,7 +65,7 @@ def _versions_alive(plan: Shape, s: int) -> int:
 
 
 def pipedream_versions(in_flight: Any, replicas: Any, delay: Any, microbatches: Any) -> Any:
-    """The number of versions from the one that the next microbatch reads to the newest, ceil((n - 1 + l) / (M / r)) + 1.
+    """Return the number of versions from the one that the next microbatch reads to the newest, ceil((n - 1 + l) / (M / r)) + 1.
 
     A stage with l = 1 reaches this number only when it is drained. All arguments may be numbers or NumPy arrays.
 
@@ -91,11 +91,11 @@ def _refusal(plan: Shape) -> str:
 
 
 def _refused_chunks(plan: Shape) -> str:
-    """Why ranks cannot run several chunks of this plan, or ""."""
+    """Return why ranks cannot run several chunks of this plan, or ""."""
     if plan.noam:
         return "noam is for one stage for each rank, found several; remove noam"
-    own, ranks = plan.microbatches_per_update(0) // plan.replicas[0], len(plan.pipeline_ranks)
-    if own < ranks:  # else versions would not advance one by one
+    replica_microbatches, ranks = plan.microbatches_per_update(0) // plan.replicas[0], len(plan.pipeline_ranks)
+    if replica_microbatches < ranks:  # else versions would not advance one by one
         least, replicas = ranks * plan.replicas[0], f" with {plan.replicas[0]} replicas" if plan.replicas[0] > 1 else ""
         return (
             f"the schedule 'pipedream' with several stages on each of {ranks} ranks{replicas} needs at least {least} microbatches "

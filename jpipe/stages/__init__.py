@@ -1,4 +1,4 @@
-"""A stage as pure functions (forward, backward, update), its residuals, and its compilation ahead of time."""
+"""The pure functions of a stage (forward, backward, update), and their compilation ahead of time."""
 
 from jpipe.stages._standalone import StandaloneStage
 from jpipe.stages.functions._stage import StageFunctions

@@ -1,4 +1,4 @@
-"""The arrays that the programs of a stage take and give: shapes, dtypes, and how each is sharded over the devices of a worker."""
+"""Specs of the arrays that the programs of a stage take and return: shapes, dtypes and shardings over the devices of a worker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ Spec = jax.ShapeDtypeStruct
 
 
 def shardings_of(specs: Tree) -> Tree:
-    """The shardings of specs."""
+    """Return the shardings of specs."""
     return jax.tree.map(lambda spec: spec.sharding, specs)
 
 
@@ -35,17 +35,17 @@ class Share:
     common: tuple[str, ...] = ()
 
     def part(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
-        """What the replica updates, of a tree by entry."""
+        """Return the entries of a tree that the replica updates."""
         return {entry: tree[entry] for entry in (*self.own, *self.common)}
 
-    def given(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
-        """What it gives to the others."""
+    def outgoing(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Return the entries of a tree that the replica sends to the other replicas."""
         return {entry: tree[entry] for entry in self.own}
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """Specs, with shardings, of what a stage's programs take and give at one place.
+    """Specs, with shardings, of the arguments and results of a stage's programs at one place.
 
     Attributes:
         functions: of the stage.
@@ -67,22 +67,22 @@ class Arrays:
 
     @cached_property
     def trained(self) -> Tree:
-        """What updates change of a weight version."""
+        """The part of a weight version that updates change."""
         return self.functions.trained.part(self.params)
 
     @cached_property
     def changed(self) -> Tree:
-        """What a microbatch changes of the layer state."""
+        """The part of the layer state that a microbatch changes."""
         return self.functions.changed.part(self.state)
 
     @cached_property
     def fresh(self) -> Tree:
-        """The parameters as the layers make them."""
+        """The parameters as the layers initialize them."""
         return self._of_params(self.functions.specs.fresh)
 
     @cached_property
     def optimizer(self) -> Tree:
-        """The optimizer state that the replica has."""
+        """The optimizer state of the replica."""
         f = self.functions
         return self.updated(self.place.specs(f.optimizer_spec, f.partition.of_optimizer(f.optimizer_spec, f.specs.params)))
 
@@ -109,53 +109,53 @@ class Arrays:
 
     @cached_property
     def rng(self) -> Tree:
-        """(microbatch, key)."""
+        """The pair (microbatch, key)."""
         return self.whole(self.functions.specs.rng)
 
     @cached_property
     def evaluation_rng(self) -> Tree:
-        """(microbatch, key) of an evaluation."""
+        """The pair (microbatch, key) of an evaluation."""
         return self.whole(self.functions.evaluation_rng)
 
     @property
     def arguments(self) -> tuple[Tree, Tree, Tree]:
-        """(state, x, labels)."""
+        """The triple (state, x, labels)."""
         return self.state, self.x, self.labels
 
     @cached_property
     def outputs(self) -> Tree:
-        """y: at the last stage (sum of the losses, weight)."""
+        """The stage output y; at the last stage (sum of the losses, weight)."""
         return self._flow(self.functions.outputs_spec)
 
     @cached_property
     def kept(self) -> tuple[Tree, Tree]:
-        """What of the forward's arguments and outputs stays for the backward."""
+        """The arguments and outputs of the forward that are kept for the backward."""
         return self.functions.residuals.keep(self.arguments, (self.outputs, self.state))
 
     @cached_property
     def saved(self) -> tuple[Spec, ...]:
-        """What the forward gives besides, for the backward."""
+        """The further arrays that the forward saves for the backward."""
         return tuple(self._chosen("saved", self.functions.between_specs[1]))
 
     @cached_property
     def message(self) -> Tree:
-        """The gradient message that arrives; at the last stage the outputs."""
+        """The received gradient message; at the last stage the outputs."""
         return self._flow(self.functions.between_specs[2])
 
     @cached_property
     def gradient(self) -> Tree:
-        """The gradient message that leaves."""
+        """The sent gradient message."""
         f = self.functions
         return floats_of(self.x) if f.input_gradient else [], self.whole(Spec((), loss_dtype()))
 
     @property
     def between(self) -> tuple[Any, Any, Any]:
-        """(kept, saved, message): what a backward gets."""
+        """The triple (kept, saved, message) that a backward reads."""
         return self.kept, self.saved, self.message
 
     @cached_property
     def stash(self) -> tuple[Any, Any]:
-        """(rest, stash): what the second half of a backward gets."""
+        """The late inputs and the stash that the second half of a backward reads."""
         return self.functions.halves.late_inputs(*self.between), self._chosen("stash", self.functions.halves.stash_spec[1])
 
     @cached_property
@@ -170,20 +170,20 @@ class Arrays:
 
     @property
     def reduced(self) -> tuple[Tree, list[Spec]]:
-        """What replicas sum for an update: their accumulators, and their layer state if they average it with each update."""
+        """The arrays that replicas sum for an update: accumulators, and layer state if they average it with each update."""
         return self.accumulators, self.averaged if self.functions.average_state == "update" else []
 
     @property
     def averaged(self) -> list[Spec]:
-        """What replicas average of their layer state."""
+        """The layer state that replicas average."""
         return self.functions.averaged_state(self.state)
 
     def updated(self, tree: Mapping[str, Tree]) -> Mapping[str, Tree]:
-        """What the replica updates, of a tree by entry."""
+        """Return the entries of a tree that the replica updates."""
         return tree if self.share is None else self.share.part(tree)
 
     def whole(self, tree: Tree) -> Tree:
-        """Specs of arrays of which each device has all."""
+        """Return specs of arrays of which each device has all."""
         return self.place.specs(tree)
 
     def _of_params(self, tree: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""The shapes of the microbatches of a batch (inputs, labels), the few shapes that the batches of a run may have, and rows of any number."""
+"""The shapes of microbatches: those of a batch (inputs, labels), the few that a run may have, and padding of rows."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ Batch = tuple[Tree, Tree]
 
 
 def microbatch_spec(batch: Any, count: int) -> Batch:
-    """Shapes and dtypes of one of `count` microbatches."""
+    """Return the shapes and dtypes of one of `count` microbatches."""
     if not isinstance(batch, tuple) or len(batch) != 2:
         found = f"{len(batch)} of them" if isinstance(batch, tuple) else type(batch).__name__
         raise InputError(f"batch: expected a tuple (inputs, labels), found {found}")
@@ -28,7 +28,7 @@ def microbatch_spec(batch: Any, count: int) -> Batch:
 
 
 def _checked_rows(batch: Tree, where: str) -> int:
-    """The rows of arrays that agree in them."""
+    """Return the number of rows, checked to be the same in all arrays."""
     try:
         leaves = jax.tree.leaves(batch)
     except ValueError:  # keys of a dict that cannot be sorted
@@ -55,7 +55,7 @@ def _checked_rows(batch: Tree, where: str) -> int:
 
 
 def count_microbatches(batch: Batch, rows_each: int) -> int:
-    """How many microbatches of `rows_each` rows a batch has."""
+    """Return the number of microbatches of `rows_each` rows in a batch."""
     size = rows_of(microbatch_spec(batch, 1))
     if size % rows_each:
         raise InputError(f"batch: expected a number of rows divisible by the microbatch size {rows_each}, found {size}")
@@ -63,7 +63,7 @@ def count_microbatches(batch: Batch, rows_each: int) -> int:
 
 
 def rows_of(spec: Tree) -> int:
-    """The size of the first dim of every array."""
+    """Return the size of the first dim of every array."""
     return jax.tree.leaves(spec)[0].shape[0]
 
 
@@ -80,19 +80,19 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(spec: Batch, specs: Sequence[Batch]) -> int:
-    """Which of `specs` the microbatches of a batch have.
+    """Return which of `specs` the microbatches of a batch have.
 
     Raises:
         InputError: none of them.
     """
     if spec not in specs:
         those = "the one" if len(specs) == 1 else "one of those"
-        raise InputError(f"batch: expected microbatches like {those} of init, {told(specs)}; found {describe(spec)}")
+        raise InputError(f"batch: expected microbatches like {those} of init, {describe_shapes(specs)}; found {describe(spec)}")
     return specs.index(spec)
 
 
 def bucket_of_inputs(inputs: Tree, specs: Sequence[Tree]) -> int:
-    """Which of `specs` microbatches of these inputs have, of any number of rows.
+    """Return which of `specs` fits microbatches of these inputs, with any number of rows.
 
     Raises:
         InputError: none of them.
@@ -108,7 +108,7 @@ def bucket_of_inputs(inputs: Tree, specs: Sequence[Tree]) -> int:
 
 
 def check_buckets(buckets: Sequence[Bucket]) -> None:
-    """Refuse shapes that cannot take turns in one run.
+    """Check that shapes can alternate in one run.
 
     Raises:
         InputError: they differ in their rows or in the names of their arrays, or a layer has other parameters or state with one of them.
@@ -136,13 +136,13 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
                     )
 
 
-def told(specs: Sequence[Batch]) -> str:
-    """The shapes, for messages."""
+def describe_shapes(specs: Sequence[Batch]) -> str:
+    """Describe the shapes for messages."""
     return " or ".join(map(describe, specs))
 
 
 class Padded:
-    """An array of rows that is followed by copies of its last row: values that are real, whatever a layer checks.
+    """An array of rows padded with copies of its last row: real values, for layers that check them.
 
     Args:
         leaf: an array, or anything with a shape, a dtype and slices of rows.
@@ -153,12 +153,12 @@ class Padded:
         self._leaf, self.shape, self.dtype = leaf, (size, *leaf.shape[1:]), leaf.dtype
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        found = np.asarray(self._leaf[rows.start : min(rows.stop, self._leaf.shape[0])])
-        return np.concatenate([found, np.repeat(found[-1:], rows.stop - rows.start - len(found), axis=0)])
+        values = np.asarray(self._leaf[rows.start : min(rows.stop, self._leaf.shape[0])])
+        return np.concatenate([values, np.repeat(values[-1:], rows.stop - rows.start - len(values), axis=0)])
 
 
 def check_outputs(outputs: Tree, rows: int, layer_id: str) -> None:
-    """Refuse outputs that cannot be joined.
+    """Check that outputs can be joined.
 
     Args:
         outputs: their specs, for a microbatch.

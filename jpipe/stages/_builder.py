@@ -1,4 +1,4 @@
-"""The functions of all stages of a plan, for batches of any shape."""
+"""The builder of the functions of all stages of a plan, for batches of any shape."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import optax
 
 from jpipe.meshes._partition import partitions
 from jpipe.model._layer import LayerSpec
-from jpipe.model._losses import Loss, asked_for
+from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED
@@ -28,7 +28,7 @@ Tree = Any
 
 
 class StageBuilder:
-    """Makes the functions of each stage, and checks that model, plan, loss and optimizer fit each other and the batch.
+    """A builder of the functions of each stage, which checks that model, plan, loss, optimizer and batch fit each other.
 
     Keeps its last answer: building traces the whole model.
 
@@ -58,7 +58,7 @@ class StageBuilder:
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
 
     def build(self, spec: Batch) -> list[StageFunctions]:
-        """The functions of each stage.
+        """Return the functions of each stage.
 
         Args:
             spec: shapes and dtypes of one microbatch, (inputs, labels).
@@ -117,7 +117,7 @@ def stage_functions(
         InputError: a loss that does not fit.
     """
     first, last = stage.layers[0] == stack.ids[0], stage.layers[-1] == stack.ids[-1]
-    rng = rng_spec() if stack.is_stochastic(stage.layers) or (last and asked_for(loss)) else (None, None)
+    rng = rng_spec() if stack.is_stochastic(stage.layers) or (last and random_parameter(loss)) else (None, None)
     fresh = stack.ties.split({layer_id: spec.params for layer_id, spec in layers.items()}, stage.layers)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, precision.version_dtype(p.dtype)), fresh)
     state = {layer_id: layers[layer_id].state for layer_id in stage.layers}

@@ -17,7 +17,7 @@ from jpipe.stages.functions._update import squares_spec
 def measure_bytes(
     functions: StageFunctions, recomputes: bool, splits: bool = False, chosen: Mapping[str, Sequence[Any]] | None = None
 ) -> StageCost:
-    """The sizes of one stage on each of its devices, from shapes alone.
+    """Return the bytes of one stage on each of its devices, from shapes alone.
 
     They are exact, but on a mesh for the arrays that XLA shards as it likes while it is not known how (`chosen`): those count as sharded
     over the rows only, which is usually more than a device holds.
@@ -60,7 +60,7 @@ def measure_bytes(
 
 
 def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]], int]:
-    """What of the kept arguments and outputs each microbatch has of its own, which unchanged layer state is not.
+    """Select the kept arguments and outputs of one microbatch, without unchanged layer state.
 
     Returns:
         The arguments and the outputs; the bytes of unchanged state that the second half of a backward reads, if there are halves.
@@ -73,17 +73,17 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
             own.append(leaf)
         elif splits and f.halves.reads_argument_late(i):
             late += nbytes(leaf)
-    made = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
-    return (own, made), late
+    computed = [leaf for i, leaf in zip(f.residuals.outputs, outputs, strict=True) if i - begin not in unchanged]
+    return (own, computed), late
 
 
 def arrays_of(functions: StageFunctions, chosen: Mapping[str, Sequence[Any]] | None = None) -> Arrays:
-    """The arrays of a stage wherever it runs, for their sizes; `chosen` as in `Arrays`."""
+    """Return the arrays of a stage without devices, for their sizes; `chosen` as in `Arrays`."""
     return Arrays(functions, NoPlace(functions.partition.mesh), {} if chosen is None else chosen)
 
 
 def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bool, bool]) -> tuple[Passed, ...]:
-    """The arrays that a stage gives to the next one and that both keep.
+    """Return the arrays that a stage sends to the next one and that both keep.
 
     Args:
         before: the stage.
@@ -91,7 +91,7 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
         splits: for each of them whether its backward is cut in two.
     """
     sizes, state = list(map(nbytes, jax.tree.leaves(arrays_of(after).x))), len(jax.tree.leaves(after.specs.state))
-    found = []
+    passed = []
     for i, size in enumerate(sizes):
         if i in before.residuals.outputs:
             late = splits[0] and before.halves.reads_output_late(i)
@@ -99,10 +99,10 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
             receiver: Literal["F", "I", "W"] = (
                 "F" if not is_kept else "W" if splits[1] and after.halves.reads_argument_late(state + i) else "I"
             )
-            found.append(Passed(size, "W" if late else "I", receiver))
-    return tuple(found)
+            passed.append(Passed(size, "W" if late else "I", receiver))
+    return tuple(passed)
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays (or specs) of a tree, on each device that has some of them."""
+    """Return the bytes of all arrays (or specs) of a tree, on each device that has some of them."""
     return sum(map(shard_bytes, jax.tree.leaves(tree)))

@@ -58,18 +58,18 @@ def compile_workers(
                     used[key if name in get_args(UpdateKind) else _for_all(key)].add(name)
     stages = [(f, *key[1:], sorted(used[key])) for key, f in of_key.items()]
     compiled = dict(zip(of_key, _compile_in_turns(stages, counts), strict=True))
-    found = {
+    stages_by_key = {
         key: CompiledStage(of_key[key], place, compiled[_for_all(key)] | compiled[key], share)
         for key in dict.fromkeys(keys.values())
         for _, place, share in (key,)
     }
     if like is None:
-        return {w: found[key] for w, key in keys.items()}
-    return {w: replace(found[key], calls=like[w].calls | found[key].calls) for w, key in keys.items()}
+        return {w: stages_by_key[key] for w, key in keys.items()}
+    return {w: replace(stages_by_key[key], calls=like[w].calls | stages_by_key[key].calls) for w, key in keys.items()}
 
 
 def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:
-    """The key of what replicas call whatever their share is."""
+    """Return the key of the calls that replicas share whatever their share of the updates is."""
     return (*key[:2], None)
 
 
@@ -79,17 +79,17 @@ def _compile_in_turns(
     before: Sequence[Mapping[str, jax.stages.Lowered]] = (),
     known: CompiledPrograms | None = None,
 ) -> list[dict[str, jax.stages.Compiled]]:
-    """The named calls of each stage compiled. On a mesh the calls of `sharded_by_xla` come before those that take what they give.
+    """Compile the named calls of each stage. On a mesh the calls of `sharded_by_xla` come before those that read their results.
 
     `before` are calls that are lowered already, for nothing chosen. Programs in `known` are not compiled again; new ones are added.
     """
-    found: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
+    compiled: list[dict[str, jax.stages.Compiled]] = [{} for _ in stages]
     chosen: list[dict[str, Sequence[Any]]] = [{} for _ in stages]
     for turn in (*sharded_by_xla(), None):
         lowered = {}
         for i, (f, place, share, names) in enumerate(stages):
             for name in names:
-                if name not in found[i] and (turn is None or (place.mesh and name == turn)):
+                if name not in compiled[i] and (turn is None or (place.mesh and name == turn)):
                     earlier = before[i].get(name) if before and not chosen[i] else None
                     lowered[i, name] = earlier or _lower_call(f, place, name, counts, dict(chosen[i]), share)
         if known is None:
@@ -100,25 +100,25 @@ def _compile_in_turns(
             known.update(zip(missing, compile_in_parallel(list(missing.values())), strict=True))
             calls = [known[key] for key in keys]
         for (i, name), call in zip(lowered, calls, strict=True):
-            found[i][name] = call
+            compiled[i][name] = call
             if turn is not None:
                 chosen[i] = {**choices(stages[i][0], turn, call), **chosen[i]}
-    return [{name: programs[name] for name in names} for programs, (*_, names) in zip(found, stages, strict=True)]
+    return [{name: programs[name] for name in names} for programs, (*_, names) in zip(compiled, stages, strict=True)]
 
 
 def with_metrics(workers: Mapping[int, CompiledStage], metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
-    """These workers of the last stage, with evaluations that also compute these metrics."""
+    """Return workers of the last stage whose evaluations also compute these metrics."""
     measuring = {w: replace(stage, functions=replace(stage.functions, metrics=metrics)) for w, stage in workers.items()}
     return _evaluating_by(measuring, "evaluate")
 
 
 def with_outputs(workers: Mapping[int, CompiledStage]) -> dict[int, CompiledStage]:
-    """These workers of the last stage, with evaluations that give the outputs of the model in place of the loss."""
+    """Return workers of the last stage whose evaluations return the outputs of the model in place of the loss."""
     return _evaluating_by(workers, "predict")
 
 
 def _evaluating_by(workers: Mapping[int, CompiledStage], name: str) -> dict[int, CompiledStage]:
-    """The workers with this call in place of their evaluation."""
+    """Return the workers with this call in place of their evaluation."""
     lowered = {stage.place: _lower_call(stage.functions, stage.place, name, (), {}, None) for stage in workers.values()}
     compiled = dict(zip(lowered, compile_in_parallel(list(lowered.values())), strict=True))
     return {w: replace(stage, calls=stage.calls | {"evaluate": compiled[stage.place]}) for w, stage in workers.items()}
@@ -132,7 +132,7 @@ def compile_stages(
     shares: Sequence[Share | None],
     known: CompiledPrograms | None = None,
 ) -> dict[int, CompiledStage]:
-    """The stages that have a place, with what their workers call, but for evaluations, compiled only to be looked at; equal ones once.
+    """Compile the calls of the stages that have a place, except evaluations, for analysis only; equal stages once.
 
     Of replicas that share the optimizer state one stands for all: that with the share in `shares`. Programs in `known` are not compiled
     again; new ones are added.
@@ -153,7 +153,7 @@ def compile_stages(
 
 
 def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
-    """The computations that an instruction needs."""
+    """Return the calls that an instruction needs."""
     stage = program.plan.workers[instruction.worker][0]
     match instruction:
         case Compute(op=op):
@@ -175,7 +175,7 @@ def _calls(instruction: Instruction, program: Program) -> tuple[str, ...]:
 
 
 def compile_start(functions: StageFunctions, place: Place, share: Share | None) -> Callable[[Tree], tuple[Tree, Tree, Tree]]:
-    """`params -> (weight version, optimizer state, accumulators)` of a stage before training, from parameters as the layers make them."""
+    """Compile `fresh params -> (weight version, optimizer state, accumulators)` of a stage before training."""
     names = ["init_optimizer", "zero_accumulators"] + ["first_version"] * functions.precision.has_masters
     lowered = [_lower_call(functions, place, name, (), {}, share) for name in names]
     init_optimizer, zero_accumulators, *first_version = compile_in_parallel(lowered)

@@ -1,4 +1,4 @@
-"""Where gradients are computed, and checks by tracing that layers and the loss can be differentiated there; nothing is computed."""
+"""The places where gradients are computed, and checks by tracing that layers and the loss are differentiable there."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, LayerSpec, key_spec
-from jpipe.model._losses import Loss, called
+from jpipe.model._losses import Loss, call_with_randomness
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.stages.functions._floats import floats_of
@@ -23,7 +23,7 @@ _REMEDY = "use operations that JAX differentiates in reverse (lax.scan, not whil
 
 
 def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
-    """Whether a gradient is computed for what layers with these parameters give: not if all of them are frozen.
+    """Return whether a gradient is computed for the output of layers with these parameters: not if all are frozen.
 
     Args:
         trained: the parameters that updates change.
@@ -33,24 +33,24 @@ def has_gradient(trained: Subset, params: Mapping[str, Tree]) -> bool:
 
 
 def with_gradients(functions: Sequence[StageFunctions], earlier: Mapping[str, Tree] = MappingProxyType({})) -> list[StageFunctions]:
-    """The functions of consecutive stages, that compute and exchange gradients unless all parameters before are frozen.
+    """Return the functions of consecutive stages, with gradients unless all parameters before are frozen.
 
     Args:
         functions: of the stages.
         earlier: the parameters of all stages before them, by entry.
     """
-    found, before = [], dict(earlier)
+    results, before = [], dict(earlier)
     for f in functions:
         of_input = not f.first and has_gradient(f.trained, before)
         before |= f.specs.params
-        found.append(replace(f, input_gradient=of_input, output_gradient=has_gradient(f.trained, before)))
-    return found
+        results.append(replace(f, input_gradient=of_input, output_gradient=has_gradient(f.trained, before)))
+    return results
 
 
 def check_gradients(
     stack: LayerStack, layers: Mapping[str, LayerSpec], first_stage: int, loss: Loss, labels: Tree, trained: Subset = EVERYTHING
 ) -> None:
-    """Refuse a layer or a loss whose backward fails, where it is computed.
+    """Check that the backward of each layer and of the loss can be traced, where it is computed.
 
     Args:
         stack: the model.
@@ -89,11 +89,13 @@ def _backward(
 
 
 def _loss_backward(loss: Loss, outputs: Tree, labels: Tree, key: jax.Array) -> Any:
-    total, vjp = jax.vjp(lambda floats: jnp.asarray(called(loss, _filled(outputs, floats), labels, key)[0]), floats_of(outputs))
+    total, vjp = jax.vjp(
+        lambda floats: jnp.asarray(call_with_randomness(loss, _filled(outputs, floats), labels, key)[0]), floats_of(outputs)
+    )
     return vjp(jnp.ones_like(total))
 
 
 def _filled(tree: Tree, floats: list[jax.Array]) -> Tree:
-    """The tree with these as its floating-point leaves."""
-    rest = iter(floats)
-    return jax.tree.map(lambda leaf: next(rest) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
+    """Return the tree with these floating-point leaves."""
+    remaining = iter(floats)
+    return jax.tree.map(lambda leaf: next(remaining) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)

@@ -1,4 +1,4 @@
-"""Which replica of a stage keeps the optimizer state of which parameters, and updates them (ZeRO stage 1)."""
+"""The shares of the replicas in the optimizer state and the update of their stage (ZeRO stage 1)."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from jpipe.stages.functions._stage import StageFunctions
 
 
 def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
-    """The share of each replica of a stage; None where each updates everything.
+    """Return the share of each replica of a stage, or Nones where each updates everything.
 
     The bytes of optimizer state on each device are as even as whole entries let them be. Layers that share parameters with each other
     stay together, with these, so that one replica has all of their masters.
@@ -26,16 +26,16 @@ def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
             parts.setdefault("" if tied else entry, []).append(entry)
     sizes = [tuple(sum(nbytes(tree[entry]) for entry in part) for tree in (arrays.optimizer, arrays.trained)) for part in parts.values()]
     owners = deal([(size[0], size[1]) for size in sizes], f.stage.replicas)
-    found: list[list[str]] = [[] for _ in range(f.stage.replicas)]
+    entries: list[list[str]] = [[] for _ in range(f.stage.replicas)]
     for owner, part in zip(owners, parts.values(), strict=True):
-        found[owner] += part
-    return tuple(Share(tuple(own), tuple(common)) for own in found)
+        entries[owner] += part
+    return tuple(Share(tuple(own), tuple(common)) for own in entries)
 
 
 def with_shares(cost: StageCost, f: StageFunctions, shares: tuple[Share | None, ...]) -> StageCost:
-    """The sizes of a stage whose replicas have these shares."""
-    held, arrays = [share for share in shares if share is not None], arrays_of(f)
-    if not held:
+    """Return the costs of a stage whose replicas have these shares."""
+    present, arrays = [share for share in shares if share is not None], arrays_of(f)
+    if not present:
         return cost
-    optimizer = max(nbytes(share.part(arrays.optimizer)) for share in held)
-    return replace(cost, optimizer=optimizer, updated=tuple(nbytes(share.given(arrays.trained)) for share in held))
+    optimizer = max(nbytes(share.part(arrays.optimizer)) for share in present)
+    return replace(cost, optimizer=optimizer, updated=tuple(nbytes(share.outgoing(arrays.trained)) for share in present))

@@ -1,4 +1,4 @@
-"""A stage without a pipeline, for profiles."""
+"""One stage without a pipeline, for profiles."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Name = Literal["forward", "backward", "backward_input", "backward_weight", "upda
 
 @dataclass(frozen=True)
 class StandaloneStage:
-    """One stage of a model without a pipeline: the bytes that it would hold in one, and its programs. It allocates nothing.
+    """One stage of a model without a pipeline: its bytes and its programs. It allocates nothing.
 
     A stage with the model's last layer includes the loss. A stage with its first layer computes no gradient for its input, nor does one
     behind frozen parameters only.
@@ -57,7 +57,7 @@ class StandaloneStage:
 
     @property
     def stash_bytes(self) -> int:
-        """What stays from the first half of a backward to the second, exactly."""
+        """The bytes held from the first half of a backward to the second."""
         return nbytes(self._functions.halves.stash_spec)
 
     def trace(self, name: Name, device: jax.Device) -> jax.stages.Traced:
@@ -77,16 +77,16 @@ class StandaloneStage:
         return trace_call(self._functions, Place((device,)), "in_place" if name == "update" else name, with_effects=False)
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the backward takes as `kept`, from the (state, x, labels) of its forward and the (y, changed state) that it returned."""
+        """Return the `kept` of a backward, from the (state, x, labels) of its forward and the (y, changed state) that it returned."""
         y, changed = outputs
         return self._functions.residuals.keep(arguments, (y, self._functions.changed.joined(changed, arguments[0])))
 
     def trained(self, params: Tree) -> Tree:
-        """What an update takes of the parameters, and returns."""
+        """Return the part of the parameters that an update takes and returns."""
         return self._functions.trained.part(params)
 
     def updated(self, params: Tree, trained: Tree) -> Tree:
-        """The parameters with what an update has returned."""
+        """Return the parameters with the results of an update."""
         return self._functions.trained.joined(trained, params)
 
     @property

@@ -148,10 +148,10 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
         axes.broken_barh([(0, length)], where, color=_IDLE, linewidth=0)
         usual = points * statistics.median(span.end - span.start for span in spans) if spans else 0.0
         edge = min(0.1 * usual, 0.7) if usual > 4 else 0.0  # thin boxes would be all edge
-        for colour, places in boxes.items():
-            axes.broken_barh(places, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
-        for line, places in lines.items():
-            axes.broken_barh(places, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
+        for colour, intervals in boxes.items():
+            axes.broken_barh(intervals, where, facecolor=colour, edgecolor="white", linewidth=0 if colour == _UPDATE else edge)
+        for line, intervals in lines.items():
+            axes.broken_barh(intervals, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
     axes.set_ylim(len(timeline), 0)
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.tick_params(axis="x", labelsize=_INSIDE)
@@ -169,19 +169,19 @@ def _colours(span: Span) -> list[str]:
 
 
 def _turn(span: Span) -> float:
-    """Return the end of the first piece of a span: of the forward, in a fused computation. All parts of an op are drawn equally long."""
+    """Return the end of the first piece of a span, in a fused computation its forward; all parts of an op are drawn equally long."""
     op = OPS[span.op]
     return span.start + (span.end - span.start) / len(op.parts) if len(op.pieces) > 1 else span.end
 
 
 def _mark(span: Span, points: float) -> float:
-    """How much of the end of a span to draw as its update, so that an update of no duration is visible."""
+    """Return how much of the end of a span to draw as its update, so that an update of no duration is visible."""
     seen = min(1.2 / points, (span.end - span.start) / 4)
     return max(seen - span.update_time, 0.0) if span.updates else 0.0
 
 
 def _room(span: Span, points: float) -> tuple[float, float]:
-    """Start and end of the space for a label: for a fused computation, in its backward part."""
+    """Return start and end of the space for a label; in a fused computation, of its backward."""
     return (_turn(span) if len(OPS[span.op].pieces) > 1 else span.start), span.end - _mark(span, points)
 
 
@@ -191,7 +191,7 @@ def _label(span: Span, versions: bool) -> str:
 
 
 def _inside(spans: Sequence[Span], points: float, versions: bool) -> str:
-    """The note that explains the labels and lines of these spans."""
+    """Return the note that explains the labels and lines of these spans."""
     chunks = any(span.chunk for span in spans)
     if not any(_fits(_label(span, versions), _room(span, points), points) for span in spans):
         return ";  lines in a box: its chunk" if chunks else ""
@@ -238,7 +238,7 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
 
 
 def _fill(axes: "matplotlib.axes.Axes", times: list[float], bottom: list[int], top: list[int], colour: str) -> None:
-    """An area in steps: each value holds until the next time."""
+    """Fill an area in steps: each value holds until the next time."""
     axes.fill_between(times, [*bottom, bottom[-1]], [*top, top[-1]], step="post", color=colour, linewidth=0)
 
 
@@ -267,7 +267,7 @@ def _time_axis(axes: "matplotlib.axes.Axes", lengths: Mapping[str, float], scale
 
 
 def _names(where: str, count: int, plan: Plan | None, between: str) -> tuple[list[str], str]:
-    """The names of the rows, with their stages and replica where these need to be said, and the note that explains them."""
+    """Return the names of the rows, with stages and replica where ranks have several, and the note that explains them."""
     names = [f"rank {rank}" for rank in range(count)]
     if plan is None:
         return names, ""
@@ -289,7 +289,7 @@ def _names(where: str, count: int, plan: Plan | None, between: str) -> tuple[lis
 def _figure(
     heights: Sequence[float], columns: int, title: str, *, gap: float, sharey: bool, left: float = _LEFT
 ) -> "tuple[matplotlib.figure.Figure, list[list[matplotlib.axes.Axes]]]":
-    """Panels below each other with these heights and gaps, in inches, under a title and space for a legend."""
+    """Return a figure and its panels below each other, with heights and gaps in inches, a title and space for a legend."""
     from matplotlib.figure import Figure
 
     height = sum(heights) + gap * (len(heights) - 1) + _TOP + _BOTTOM
@@ -302,7 +302,7 @@ def _figure(
 
 
 def _legend(figure: "matplotlib.figure.Figure", left: float, entries: Mapping[str, list[str]]) -> None:
-    """Names, each with one or several colours."""
+    """Add a legend of names, each with one or several colours."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 

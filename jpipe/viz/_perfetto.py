@@ -13,7 +13,7 @@ _Event = dict[str, Any]
 
 
 def to_perfetto(timelines: Mapping[str, Timeline]) -> str:
-    """Timelines as trace-event JSON, which ui.perfetto.dev opens.
+    """Return timelines as trace-event JSON, which ui.perfetto.dev opens.
 
     Each timeline is a process, each rank a thread, each span a slice with its name in the text grid (`F3.1`), and each update a slice
     `update` after it. Arrows follow each microbatch through its forwards and backwards, without those for weights alone.
@@ -55,12 +55,12 @@ def _slice(pid: int, tid: int, name: str, start: float, end: float) -> _Event:
 
 
 def _flows(pid: int, timeline: Timeline, ids: Iterator[int]) -> Iterator[_Event]:
-    places: dict[int, list[tuple[int, Span]]] = defaultdict(list)
+    stops_of: dict[int, list[tuple[int, Span]]] = defaultdict(list)
     for tid, spans in enumerate(timeline, start=1):
         for span in spans:
             if OPS[span.op].reads != "stash":  # no other stage waits for it
-                places[span.microbatch].append((tid, span))
-    for microbatch, stops in places.items():
+                stops_of[span.microbatch].append((tid, span))
+    for microbatch, stops in stops_of.items():
         stops.sort(key=lambda stop: stop[1].start)
         flow = {"pid": pid, "name": f"microbatch {microbatch}", "cat": "jpipe", "id": next(ids)}
         for i, (tid, span) in enumerate(stops if len(stops) > 1 else ()):

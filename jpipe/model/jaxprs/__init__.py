@@ -1,1 +1,1 @@
-"""What is read off traced computations: what depends on what, what is needed, what mixes rows, which arrays come from outside."""
+"""Analyses and transformations of jaxprs: dependence, evaluation in part, cuts, mixed rows, constants."""

@@ -1,4 +1,4 @@
-"""Arrays that a layer closes over: training would leave them as they are, so those that look like parameters are refused."""
+"""The check for arrays that a layer closes over, which would not be trained."""
 
 import functools
 import inspect
@@ -20,7 +20,7 @@ _MOST_OBJECTS = 10_000  # that are searched for the name of an array
 
 
 def refuse_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[], Any]) -> None:
-    """Refuse a layer whose forward reads floating-point arrays from outside, which are parameters that would not be trained.
+    """Raise `InputError` for a layer whose forward closes over floating-point arrays: parameters that would not be trained.
 
     Integers, arrays that the forward makes itself, arrays of a few numbers, and NumPy arrays that are in no module are constants.
 
@@ -33,13 +33,13 @@ def refuse_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[],
     Raises:
         InputError: names the array and says what to do.
     """
-    found, of_numpy = _floats(traced), _floats(traced, (np.ndarray,))
-    if not found and not of_numpy:
+    of_jax, of_numpy = _floats(traced), _floats(traced, (np.ndarray,))
+    if not of_jax and not of_numpy:
         return
     # What a forward makes while it is traced is another array when it is traced again.
-    again = {id(constant) for constant in _floats(trace())} if found else set()
-    names = _names(layer, found, of_numpy)
-    for constant in (*found, *of_numpy):
+    again = {id(constant) for constant in _floats(trace())} if of_jax else set()
+    names = _names(layer, of_jax, of_numpy)
+    for constant in (*of_jax, *of_numpy):
         place = names.get(id(constant))
         is_of_module = place is not None and place[1] is not None
         if not is_of_module and (id(constant) not in again or constant.size <= _FEW):
@@ -69,7 +69,7 @@ def _remedy(layer_id: str, module: Any) -> str:
 
 
 def built_module(layer: Any) -> str | None:
-    """The name under which a layer holds a module that is built already, or None: the likely reason if its forward cannot be traced."""
+    """Return the name under which a layer holds a built module, or None: the likely reason if its forward cannot be traced."""
     for name, value in _reachable(layer):
         if isinstance(value, nnx.Module) or _is_bound(value):
             return f"'{name}', a {type(value).__name__}" if name else f"a {type(value).__name__}"
@@ -80,13 +80,13 @@ _OF_JAX = (jax.Array, jax.Ref) if hasattr(jax, "Ref") else (jax.Array,)
 
 
 def _floats(traced: Any, kinds: Any = _OF_JAX) -> list[Any]:
-    """The floating-point arrays of these types among the constants of a closed jaxpr, each once."""
+    """Return the distinct floating-point arrays of these types among the constants of a closed jaxpr."""
     constants = {id(c): c for c in _constants(traced) if isinstance(c, kinds) and jnp.issubdtype(c.dtype, jnp.inexact)}
     return list(constants.values())
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
-    """The constants of a jaxpr and of those inside it."""
+    """Return the constants of a jaxpr and of those nested in it."""
     yield from getattr(jaxpr, "consts", ())
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         for value in equation.params.values():
@@ -96,22 +96,22 @@ def _constants(jaxpr: Any) -> Iterator[Any]:
 
 
 def _names(layer: Any, arrays: list[Any], of_numpy: list[Any]) -> dict[int, tuple[str, Any]]:
-    """(name, the module that has it or None) by id of those of the arrays that the layer holds; of NumPy's only those in modules.
+    """Return (name, its module or None) by id of the arrays that the layer holds; NumPy arrays count only in modules.
 
-    A constant of NumPy's is another object than the array that it was made of, so those are found by their values.
+    A constant of NumPy's is another object than the array that it was copied from, so those are matched by their values.
     """
     wanted = {id(array) for array in arrays}
-    found: dict[int, tuple[str, Any]] = {}
+    names: dict[int, tuple[str, Any]] = {}
     for name, value in _reachable(layer):
         if id(value) in wanted:
-            found.setdefault(id(value), (name, None))
+            names.setdefault(id(value), (name, None))
         elif isinstance(value, (nnx.Module, nnx.Variable)) or _is_bound(value) or _are_variables(value):
             for path, array in _arrays(value):
                 if isinstance(array, np.ndarray):
-                    found |= {id(one): (_joined(name, path), value) for one in of_numpy if _equal(one, array)}
-                if id(array) in wanted and found.get(id(array), ("", None))[1] is None:
-                    found[id(array)] = (_joined(name, path), value)
-    return found
+                    names |= {id(one): (_joined(name, path), value) for one in of_numpy if _equal(one, array)}
+                if id(array) in wanted and names.get(id(array), ("", None))[1] is None:
+                    names[id(array)] = (_joined(name, path), value)
+    return names
 
 
 def _equal(constant: Any, array: Any) -> bool:
@@ -119,7 +119,7 @@ def _equal(constant: Any, array: Any) -> bool:
 
 
 def _arrays(module: Any) -> Iterator[tuple[str, Any]]:
-    """(path, array) of the variables of a module, or of those that were made for one."""
+    """Return (path, array) of a module's variables, or of variables made for one."""
     if isinstance(module, linen.Module):
         for keys, leaf in jax.tree_util.tree_flatten_with_path(module.variables)[0]:
             yield jax.tree_util.keystr(keys, simple=True, separator="."), leaf
@@ -142,12 +142,12 @@ def _is_bound(value: Any) -> bool:
 
 
 def _are_variables(value: Any) -> bool:
-    """Whether a value looks like the variables of a Linen module, as `apply` takes them."""
+    """Return whether a value looks like the variables of a Linen module, as `apply` takes them."""
     return isinstance(value, dict | FrozenDict) and isinstance(value.get("params"), Mapping)
 
 
 def _reachable(layer: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a layer holds, outermost first: variables of functions, arguments of partials, items, attributes."""
+    """Yield (name, value) of what a layer holds, outermost first: variables of functions, arguments of partials, items, attributes."""
     seen: dict[int, Any] = {}
     waiting = [("", layer)]
     for name, value in waiting:  # grows
@@ -163,7 +163,7 @@ def _joined(name: str, part: str) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value consists of; nothing of what cannot hold an array of the user's."""
+    """Yield the parts of a value; none of values that cannot hold an array of the user's."""
     if isinstance(
         value, (str, bytes, int, float, complex, type(None), ModuleType, jax.Array, np.ndarray, nnx.Module, nnx.Variable)
     ) or _is_bound(value):
@@ -199,7 +199,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:
-    """The variables from outside that a function reads, by name."""
+    """Return the outer variables that a function reads, by name."""
     yield "", getattr(function, "__wrapped__", None)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -214,7 +214,7 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """The global names that a function and those inside it read."""
+    """Return the global names that a function and those nested in it read."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

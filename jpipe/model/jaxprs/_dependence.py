@@ -1,4 +1,4 @@
-"""What a traced computation does with its inputs: which outputs depend on which, or on a host callback; which are zero, or an input."""
+"""Dependence in jaxprs: which outputs depend on which inputs or on a host callback, which are zero, which are an input."""
 
 import functools
 import operator
@@ -29,15 +29,15 @@ def reached(jaxpr: Any, marks: Sequence[int], host: int = 0, adds: Adds | None =
             is for `evaluate_wanted`: each of its results depends on everything that goes in.
         adds: gives more marks, for each output of each equation that depends on a marked input.
     """
-    found = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
+    mark_of = {var: mark for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
     for equation in jaxpr.eqns:
-        into = [0 if is_literal(var) else found.get(var, 0) for var in equation.invars]
+        into = [0 if is_literal(var) else mark_of.get(var, 0) for var in equation.invars]
         if host or any(into):
-            results = through(equation, into, host, adds)
+            results = propagate(equation, into, host, adds)
             if adds is not None and any(into):
                 results = [mark | adds(equation, into, var, mark) for var, mark in zip(equation.outvars, results, strict=True)]
-            found.update((var, mark) for var, mark in zip(equation.outvars, results, strict=True) if mark)
-    return [0 if is_literal(var) else found.get(var, 0) for var in jaxpr.outvars]
+            mark_of.update((var, mark) for var, mark in zip(equation.outvars, results, strict=True) if mark)
+    return [0 if is_literal(var) else mark_of.get(var, 0) for var in jaxpr.outvars]
 
 
 def calls_host(jaxpr: Any) -> bool:
@@ -55,8 +55,8 @@ def _calls_host(equation: Any) -> bool:
 
 def body_of(equation: Any) -> tuple[Any, Sequence[Any]]:
     """Return (jaxpr, constants) inside an equation, if there is one."""
-    found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return getattr(found, "jaxpr", found), getattr(found, "consts", ())
+    body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
 
 
 def is_call(equation: Any) -> bool:
@@ -65,7 +65,7 @@ def is_call(equation: Any) -> bool:
 
 
 def is_literal(var: Any) -> bool:
-    """Whether a variable of a jaxpr is a constant written out."""
+    """Return whether a variable of a jaxpr is a literal."""
     return hasattr(var, "val")
 
 
@@ -87,7 +87,7 @@ _Known = float | None
 
 
 def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> list[bool]:
-    """For each output of a jaxpr whether it is zero whatever the inputs are, where some inputs are known to be zero.
+    """Return for each output of a jaxpr whether it is always zero, given inputs that are known to be zero.
 
     Looks into nested calls and branches, not into loops; what it does not know is not zero.
 
@@ -101,18 +101,18 @@ def always_zero(jaxpr: Any, consts: Sequence[Any], zeros: Sequence[bool]) -> lis
 
 
 def _known(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[_Known]) -> list[_Known]:
-    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_number, consts), *inputs], strict=True))
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(_number, consts), *inputs], strict=True))
 
     def read(var: Any) -> _Known:
-        return _number(var.val) if is_literal(var) else found.get(var)
+        return _number(var.val) if is_literal(var) else known.get(var)
 
     for equation in jaxpr.eqns:
-        found.update(zip(equation.outvars, _known_results(equation, list(map(read, equation.invars))), strict=True))
+        known.update(zip(equation.outvars, _known_results(equation, list(map(read, equation.invars))), strict=True))
     return list(map(read, jaxpr.outvars))
 
 
 def _known_results(equation: Any, inputs: list[_Known]) -> Sequence[_Known]:
-    """The results of an equation."""
+    """Return the known results of an equation."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
         branches = [_known(branch.jaxpr, branch.consts, inputs[1:]) for branch in params["branches"]]
@@ -142,7 +142,7 @@ def _common(values: Sequence[_Known]) -> _Known:
 
 
 def _number(value: Any) -> _Known:
-    """The number that a constant is, or that all of its elements are."""
+    """Return the value of a constant, or of all its elements, or None."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return None
     array = np.asarray(value)
@@ -151,7 +151,7 @@ def _number(value: Any) -> _Known:
 
 
 def passed_on(jaxpr: Any) -> list[int | None]:
-    """For each output of a jaxpr the position of the input that it is, unchanged; None where it is computed."""
+    """Return for each output of a jaxpr the position of the input that it passes on unchanged, or None where it is computed."""
     position = {var: i for i, var in enumerate(jaxpr.invars)}
     for equation in jaxpr.eqns:
         if is_call(equation):
@@ -161,7 +161,7 @@ def passed_on(jaxpr: Any) -> list[int | None]:
     return [None if is_literal(var) else position.get(var) for var in jaxpr.outvars]
 
 
-def through(equation: Any, into: list[int], host: int = 0, adds: Adds | None = None) -> list[int]:
+def propagate(equation: Any, into: list[int], host: int = 0, adds: Adds | None = None) -> list[int]:
     """Return the marks of an equation's outputs; the arguments are as in `reached`."""
     name, params = equation.primitive.name, equation.params
     body, _ = body_of(equation)
@@ -169,22 +169,22 @@ def through(equation: Any, into: list[int], host: int = 0, adds: Adds | None = N
         if is_call(equation):
             return reached(body, into, host, adds)
         if name == "scan":
-            return _through_scan(body, into, *scan_parts(equation, body), host, adds)
+            return _propagate_scan(body, into, *scan_parts(equation, body), host, adds)
         return [_union(into) | (host if _calls_host(equation) else 0)] * len(equation.outvars)
     if name == "cond":
         branches = [reached(branch.jaxpr, into[1:], adds=adds) for branch in params["branches"]]
         return [into[0] | _union(marks) for marks in zip(*branches, strict=True)]
     if name == "while":
-        return _through_while(params, into, adds)
+        return _propagate_while(params, into, adds)
     if not (hasattr(body, "eqns") and len(body.invars) == len(into) and len(body.outvars) == len(equation.outvars)):
         return [_union(into)] * len(equation.outvars)
     if name == "scan":
-        return _through_scan(body, into, *scan_parts(equation, body), 0, adds)
+        return _propagate_scan(body, into, *scan_parts(equation, body), 0, adds)
     return reached(body, into, adds=adds)
 
 
-def _through_while(params: Any, into: list[int], adds: Adds | None) -> list[int]:
-    """The body is given back what it carries, until no more is reached; whether it goes on depends on the condition."""
+def _propagate_while(params: Any, into: list[int], adds: Adds | None) -> list[int]:
+    """Propagate marks through a while loop until nothing changes; all results depend on the condition, too."""
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
     for_condition, for_body = into[:of_condition], into[of_condition : of_condition + of_body]
     carried = into[of_condition + of_body :]
@@ -197,8 +197,8 @@ def _through_while(params: Any, into: list[int], adds: Adds | None) -> list[int]
         carried = fed_back
 
 
-def _through_scan(body: Any, into: list[int], consts: int, carry: int, host: int = 0, adds: Adds | None = None) -> list[int]:
-    """The body is given back what it carries, until no more is reached."""
+def _propagate_scan(body: Any, into: list[int], consts: int, carry: int, host: int = 0, adds: Adds | None = None) -> list[int]:
+    """Propagate marks through a scan until nothing changes."""
     into = list(into)
     while True:
         results = reached(body, into, host, adds)
@@ -209,8 +209,10 @@ def _through_scan(body: Any, into: list[int], consts: int, carry: int, host: int
 
 
 def scan_parts(equation: Any, body: Any) -> tuple[int, int]:
-    """How many constants and how many carried arrays a scan has. Told from shapes, since JAX versions name its parameters differently:
-    what is scanned over, and what is stacked, has one dim less inside."""
+    """Return the numbers of constants and of carried arrays of a scan, from shapes: JAX versions name its parameters differently.
+
+    Arrays that are scanned over, or stacked, have one dim less inside.
+    """
     scanned = sum(outer.aval.shape != inner.aval.shape for outer, inner in zip(equation.invars, body.invars, strict=True))
     carry = sum(outer.aval.shape == inner.aval.shape for outer, inner in zip(equation.outvars, body.outvars, strict=True))
     return len(equation.invars) - scanned - carry, carry

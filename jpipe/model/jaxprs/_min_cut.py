@@ -1,4 +1,4 @@
-"""The cheapest set of nodes of a graph without cycles that separates what is given from what is wanted."""
+"""The cheapest set of nodes that separates the sources of an acyclic graph from its sinks."""
 
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
@@ -14,7 +14,7 @@ _ENDLESS = 2**30
 
 
 def cheapest_cut(costs: Mapping[Node, int], inputs: Mapping[Node, Iterable[Node]], wanted: Iterable[Node]) -> list[Node]:
-    """The nodes of least total cost from which all wanted nodes can be computed.
+    """Return the nodes of least total cost from which all sinks can be computed.
 
     A node that has inputs can be computed from them at no cost; one without is given, and has to be chosen if it is needed. Of cuts that
     cost the same, one of few nodes.

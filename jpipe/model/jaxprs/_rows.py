@@ -1,4 +1,4 @@
-"""Which layers, and whether the loss, compute with several rows together: in a pipeline these are the rows of a microbatch, not of a batch.
+"""The layers, and losses, that compute with several rows together, which in a pipeline are the rows of a microbatch.
 
 Found by tracing with a number of rows that no other dim is a multiple of, so that the dims of rows are known by their size.
 """
@@ -14,7 +14,7 @@ import jax
 
 from jpipe.errors import shortened
 from jpipe.model._layer import LayerSpec, key_spec
-from jpipe.model._losses import Loss, called
+from jpipe.model._losses import Loss, call_with_randomness
 from jpipe.model._stack import LayerStack
 from jpipe.model.jaxprs._dependence import reached
 
@@ -30,7 +30,7 @@ _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
 
 
 def tell_of_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss, rows: int, microbatches: int) -> None:
-    """Log a warning, once in a process, for what sees the rows of a microbatch and might be meant to see those of a batch.
+    """Log a warning, once in a process, for layers and losses that mix the rows of a microbatch.
 
     Args:
         stack, layers, labels, loss: as in `rows_together`.
@@ -54,7 +54,7 @@ def tell_of_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tre
 
 
 _KNOWN: weakref.WeakKeyDictionary[LayerStack, dict[Any, tuple[list[str], bool]]] = weakref.WeakKeyDictionary()
-"""Of each model what was found, by loss and shapes."""
+"""By model, loss and shapes what mixes rows."""
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def _warn_once(message: str) -> None:
 
 
 def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss) -> tuple[list[str], bool]:
-    """(the layers whose training forward mixes rows, whether the loss is something else than a sum over rows).
+    """Return the layers whose training forward mixes rows, and whether the loss is more than a sum over rows.
 
     What cannot be traced with another number of rows is left out.
 
@@ -82,7 +82,7 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
         return [], False
     x, labels = (jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((prime, *leaf.shape[1:]), leaf.dtype), part) for part in (inputs, labels))
     known: dict[Any, tuple[Tree, bool]] = {}
-    found: list[str] = []
+    mixing: list[str] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were told when the model was traced first
@@ -92,14 +92,14 @@ def rows_together(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tr
                     known[like] = _of_layer(stack, layer_id, x, prime)
                 x, mixes = known[like]
                 if mixes:
-                    found.append(layer_id)
-            return found, _of_loss(loss, x, labels, prime)
+                    mixing.append(layer_id)
+            return mixing, _of_loss(loss, x, labels, prime)
     except Exception:  # a layer or a loss that fits one number of rows only
-        return found, False
+        return mixing, False
 
 
 def _of_layer(stack: LayerStack, layer_id: str, x: Tree, prime: int) -> tuple[Tree, bool]:
-    """(specs of the output, whether outputs or new state are computed from several rows)."""
+    """Return the specs of the output, and whether outputs or new state mix rows."""
     layer = stack.layers[layer_id]
     params, state = jax.eval_shape(layer.init, key_spec(), x)
     traced, (y, _) = jax.make_jaxpr(lambda p, s, v, k: layer.apply(p, s, v, k, True), return_shape=True)(params, state, x, key_spec())
@@ -112,8 +112,8 @@ def _of_layer(stack: LayerStack, layer_id: str, x: Tree, prime: int) -> tuple[Tr
 
 
 def _of_loss(loss: Loss, outputs: Tree, labels: Tree, prime: int) -> bool:
-    """Whether the loss is computed from several rows in another way than by adding."""
-    traced = jax.make_jaxpr(lambda outputs, labels, key: called(loss, outputs, labels, key)[0])(outputs, labels, key_spec())
+    """Return whether the loss mixes rows in another way than by adding."""
+    traced = jax.make_jaxpr(lambda outputs, labels, key: call_with_randomness(loss, outputs, labels, key)[0])(outputs, labels, key_spec())
 
     def adds(equation: Any, into: Sequence[int], out: Any, mark: int) -> int:
         if not mark & _FROM_ROWS:
@@ -133,12 +133,12 @@ def _mark(var: Any, prime: int) -> int:
 
 
 def _count(var: Any, prime: int) -> int:
-    """How many dims are of rows."""
+    """Return the number of dims that are rows."""
     return sum(dim > 0 and dim % prime == 0 for dim in getattr(var.aval, "shape", ()))
 
 
 def _drops_rows(equation: Any, into: Sequence[int], out: Any, prime: int) -> bool:
-    """Whether an output is of several rows at once: its inputs have dims of rows and it has none, or it goes along them."""
+    """Return whether an output mixes rows: its inputs have dims of rows and it has none, or it runs along them."""
     rows = [var for var, mark in zip(equation.invars, into, strict=True) if mark & _FROM_ROWS and _count(var, prime)]
     if equation.primitive.name in _ORDERED:
         axis = equation.params.get("axis", equation.params.get("dimension", 0))
@@ -148,12 +148,12 @@ def _drops_rows(equation: Any, into: Sequence[int], out: Any, prime: int) -> boo
 
 
 def _pairs(out: Any, prime: int) -> bool:
-    """Whether an array has an entry for each pair of rows."""
+    """Return whether an array has an entry for each pair of rows."""
     return _count(out, prime) > 1 or any(dim > 0 and dim % prime**2 == 0 for dim in getattr(out.aval, "shape", ()))
 
 
 def _is_linear(equation: Any, into: Sequence[int]) -> bool:
-    """Whether an equation is linear in what is computed from rows."""
+    """Return whether an equation is linear in the values computed from rows."""
     name, moving = equation.primitive.name, [bool(mark & _FROM_ROWS) for mark in into]
     match name:
         case "mul" | "dot_general":

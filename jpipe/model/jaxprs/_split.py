@@ -1,4 +1,4 @@
-"""Cuts a backward in two: the gradients of the inputs, which the stage before waits for, and later those of the weights.
+"""Cut a backward in two halves: the gradients of the inputs, which the previous stage needs, and those of the weights.
 
 The backward is traced, and its calls and recomputations are written out in one list of equations. What the gradients of the inputs need is
 the first half; the rest is the second half. A scan that both need becomes two scans. Between the halves some arrays must be kept: arguments
@@ -34,7 +34,7 @@ _CHEAP = {
 
 
 class NotSplittable(ValueError):
-    """A backward that has side effects, which must happen once and in order."""
+    """The backward has side effects, which must happen once and in order."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def split(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first
 
 
 def undivided(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_first: Sequence[bool]) -> Halves:
-    """The whole backward as the first half, where it cannot be cut; its other outputs are the stash, which the second half takes."""
+    """Return the whole backward as the first half, where it cannot be cut; its other outputs are the stash for the second half."""
     outputs = jax.eval_shape(backward, *specs)
 
     def first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -93,7 +93,7 @@ _Replaced = Mapping[int, Callable[[list[Any]], list[Any]]]
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], replaced: _Replaced) -> list[Any]:
-    """Evaluate a jaxpr, with the calls in it and in its scans written out."""
+    """Evaluate a jaxpr with all calls inlined, also inside scans."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
     def read(var: Any) -> Any:
@@ -126,7 +126,7 @@ def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _with_scans_cut(closed: Any, in_first: Sequence[bool], free: Sequence[bool]) -> Any:
-    """The same jaxpr with two scans in place of each scan that both halves need."""
+    """Return the jaxpr with two scans in place of each scan that both halves need."""
     jaxpr, replaced = closed.jaxpr, {}
     first, second = (
         needed(jaxpr, [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half], inside=True)[0]
@@ -145,7 +145,7 @@ def _with_scans_cut(closed: Any, in_first: Sequence[bool], free: Sequence[bool])
 
 
 def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]], list[Any]]:
-    """Two scans in place of one: the first makes these results, and stacks what the second needs of it; the second makes the others."""
+    """Return two scans in place of one: the first computes these results and stacks what the second needs for the remaining ones."""
     body, consts = body_of(equation)
     count, carried = scan_parts(equation, body)
     free = [i < count for i in range(len(body.invars))]
@@ -177,8 +177,8 @@ def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]],
 
         scanned = {i: xs[i - count - carried] for i in halves.arguments if i >= count + carried}
         carry_2, ys_2 = scan_like(equation, second, [start[i] for i in carry_of_second], (scanned, stash, kept))
-        made = {True: iter([*carry, *ys]), False: iter([*carry_2, *ys_2])}
-        return [next(made[own]) for own in in_first]
+        outputs = {True: iter([*carry, *ys]), False: iter([*carry_2, *ys_2])}
+        return [next(outputs[own]) for own in in_first]
 
     return both
 
@@ -187,7 +187,7 @@ def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]],
 
 
 def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent: Collection[int] = ()) -> Halves:
-    """Cut a jaxpr without scans that both halves need. `absent` are the arguments that the first half does not have."""
+    """Cut a jaxpr without scans that both halves need; the first half does not have the arguments `absent`."""
     jaxpr = closed.jaxpr
     wanted = {half: [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half] for half in (True, False)}
     position = {var: i for i, var in enumerate(jaxpr.invars)}
@@ -211,7 +211,7 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
 
 
 def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:
-    """(what the second half computes from, results of the second half that the first half makes), as variables in their order."""
+    """Return the inputs of the second half, and its results that the first half computes, as variables in order."""
     of_first, of_second = (set(needed(jaxpr, wanted[half])[1]) for half in (True, False))
     there = {*jaxpr.constvars, *jaxpr.invars} - absent  # what the first half has, or could compute cheaply
     from_free = set(free)
@@ -244,7 +244,7 @@ def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[An
 
 
 def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], numbers: Sequence[int]) -> Callable[..., list[Any]]:
-    """The function from these variables of a jaxpr to those, by these of its equations."""
+    """Return the function from some variables of a jaxpr to others, by some of its equations."""
     jaxpr = closed.jaxpr
     equations = [jaxpr.eqns[number] for number in numbers]
     part = jex.Jaxpr(jaxpr.constvars, list(inputs), list(outputs), equations, jaxpr.effects, UNKNOWN)
@@ -252,5 +252,5 @@ def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], number
 
 
 def _nbytes(var: Any) -> int:
-    """The bytes of a variable; a random key counts as 8."""
+    """Return the bytes of a variable; a random key counts as 8."""
     return int(np.prod(var.aval.shape, dtype=np.int64)) * getattr(var.aval.dtype, "itemsize", 8)

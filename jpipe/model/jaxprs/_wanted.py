@@ -1,4 +1,4 @@
-"""Evaluates of a traced computation only what the wanted results need, and no side effects of the rest.
+"""Evaluation of the wanted results of a jaxpr alone, without unneeded side effects.
 
 XLA removes what nobody reads, but not what has side effects: a host callback would be called with whatever values stand in for those that
 are not there.
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, scan_parts, through
+from jpipe.model.jaxprs._dependence import body_of, is_call, is_literal, propagate, scan_parts
 
 Tree = Any
 
@@ -32,8 +32,8 @@ def without_effects(function: Callable[..., Tree], made_up: Sequence[bool] | Non
         leaves, treedef = jax.tree.flatten(outputs)
         trees = None if made_up is None else zip(arguments, made_up, strict=True)
         marks = None if trees is None else [own for tree, own in trees for _ in jax.tree.leaves(tree)]
-        found = evaluate_wanted(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), [True] * len(leaves), marks)
-        return jax.tree.unflatten(treedef, found)
+        results = evaluate_wanted(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), [True] * len(leaves), marks)
+        return jax.tree.unflatten(treedef, results)
 
     return quiet
 
@@ -41,7 +41,7 @@ def without_effects(function: Callable[..., Tree], made_up: Sequence[bool] | Non
 def evaluate_wanted(
     jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool], made_up: Sequence[bool] | None = None
 ) -> list[Any]:
-    """Evaluate the wanted results of a jaxpr, with the calls in it written out.
+    """Evaluate the wanted results of a jaxpr, with its calls inlined.
 
     Args:
         jaxpr: the computation.
@@ -66,17 +66,17 @@ def evaluate_wanted(
         inputs, results = list(map(read, equation.invars)), [var in needs for var in equation.outvars]
         if is_call(equation):
             marks = None if doubtful is None else [var in doubtful for var in _variables(equation)]
-            found = evaluate_wanted(*body_of(equation), inputs, results, marks)
+            outputs = evaluate_wanted(*body_of(equation), inputs, results, marks)
         elif equation.primitive.name == "scan" and not _stays(equation, doubtful):
-            found = _scan_wanted(equation, inputs, results)
+            outputs = _scan_wanted(equation, inputs, results)
         else:
-            found = bind(equation, inputs)
-        values.update(zip(equation.outvars, found, strict=True))
+            outputs = bind(equation, inputs)
+        values.update(zip(equation.outvars, outputs, strict=True))
     return [read(var) if own else None for var, own in zip(jaxpr.outvars, wanted, strict=True)]
 
 
 def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> list[Any]:
-    """The results of a scan that are wanted, and those that it carries for them; None in place of the others."""
+    """Return the wanted results of a scan and those that it carries for them, with None in place of the remaining ones."""
     body, consts = body_of(equation)
     count, carried = scan_parts(equation, body)
     results, used = scan_needs(equation, results)
@@ -87,28 +87,28 @@ def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> l
         arguments = [*inputs[:count], *[None] * (len(inputs) - count)]
         for i, value in zip([*(count + i for i in carries), *scanned], [*carry, *x], strict=True):
             arguments[i] = value
-        found = evaluate_wanted(body, consts, arguments, results)
-        return tuple(found[i] for i in carries), tuple(y for y in found[carried:] if y is not None)
+        outputs = evaluate_wanted(body, consts, arguments, results)
+        return tuple(outputs[i] for i in carries), tuple(y for y in outputs[carried:] if y is not None)
 
     carry, ys = scan_like(equation, step, [inputs[count + i] for i in carries], tuple(inputs[i] for i in scanned))
-    made = iter([*carry, *ys])
-    return [next(made) if own else None for own in results]
+    outputs = iter([*carry, *ys])
+    return [next(outputs) if own else None for own in results]
 
 
 def scan_like(equation: Any, step: Callable[..., Any], carry: Sequence[Any], xs: Any) -> Any:
-    """Run a scan as long, in the same direction, as that of an equation."""
+    """Run a scan of the length and direction of an equation's."""
     return jax.lax.scan(step, tuple(carry), xs, **{name: equation.params[name] for name in ("length", "reverse", "unroll")})
 
 
 def bind(equation: Any, inputs: list[Any]) -> list[Any]:
-    """Return the results of one equation; None for those that nobody reads.
+    """Return the results of one equation, with None for unread ones.
 
     By way of a jaxpr: how to bind differs between JAX versions.
     """
-    given = {var: value for var, value in zip(equation.invars, inputs, strict=True) if not is_literal(var)}
+    values = {var: value for var, value in zip(equation.invars, inputs, strict=True) if not is_literal(var)}
     read = [var for var in equation.outvars if not isinstance(var, jex.DropVar)]
-    jaxpr = jex.Jaxpr((), list(given), read, [equation], equation.effects, UNKNOWN)
-    results = dict(zip(read, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*given.values()), strict=True))
+    jaxpr = jex.Jaxpr((), list(values), read, [equation], equation.effects, UNKNOWN)
+    results = dict(zip(read, jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*values.values()), strict=True))
     return [results.get(var) for var in equation.outvars]
 
 
@@ -116,21 +116,21 @@ def bind(equation: Any, inputs: list[Any]) -> list[Any]:
 
 
 def needed(
-    jaxpr: Any, wanted: Iterable[Any], given: Collection[Any] = (), *, inside: bool = False, doubtful: Collection[Any] | None = None
+    jaxpr: Any, wanted: Iterable[Any], known: Collection[Any] = (), *, inside: bool = False, doubtful: Collection[Any] | None = None
 ) -> tuple[set[Any], list[int]]:
-    """Return (variables, numbers of equations in order) that are needed for the wanted variables, where some variables are given.
+    """Return the variables, and the numbers of the equations in order, that are needed for the wanted variables from the known ones.
 
     Args:
         jaxpr: the computation.
         wanted: variables of it.
-        given: variables that are known.
+        known: variables that are known.
         inside: whether a call or a scan needs only what its wanted results depend on, and not all that goes into it.
         doubtful: the variables with made-up values. With it, equations with side effects that read none of these are needed, too.
     """
     needs, numbers = {var for var in wanted if not is_literal(var)}, []
     for number in reversed(range(len(jaxpr.eqns))):
         equation = jaxpr.eqns[number]
-        inputs = _inputs_needed(equation, [var in needs and var not in given for var in equation.outvars], inside, doubtful)
+        inputs = _inputs_needed(equation, [var in needs and var not in known for var in equation.outvars], inside, doubtful)
         if inputs is not None:
             numbers.append(number)
             needs.update(var for var, used in zip(equation.invars, inputs, strict=True) if used and not is_literal(var))
@@ -138,7 +138,7 @@ def needed(
 
 
 def _inputs_needed(equation: Any, results: list[bool], inside: bool, doubtful: Collection[Any] | None) -> list[bool] | None:
-    """For each input of an equation whether its wanted results need it; None if the equation is not needed at all."""
+    """Return for each input of an equation whether its wanted results need it, or None if the equation is not needed at all."""
     stays = _stays(equation, doubtful)
     if inside and is_call(equation) and (any(results) or (equation.effects and doubtful is not None)):
         body, _ = body_of(equation)
@@ -154,7 +154,7 @@ def _inputs_needed(equation: Any, results: list[bool], inside: bool, doubtful: C
 
 
 def scan_needs(equation: Any, results: Sequence[bool]) -> tuple[list[bool], list[bool]]:
-    """Return for wanted results of a scan: which of its results must be computed for them, and which inputs that takes."""
+    """Return for wanted results of a scan which of its results must be computed, and which inputs that needs."""
     body, _ = body_of(equation)
     count, carried = scan_parts(equation, body)
     results = list(results)
@@ -168,20 +168,20 @@ def scan_needs(equation: Any, results: Sequence[bool]) -> tuple[list[bool], list
 
 
 def _stays(equation: Any, doubtful: Collection[Any] | None) -> bool:
-    """Whether an equation is kept for its side effects."""
+    """Return whether an equation is kept for its side effects."""
     return doubtful is not None and bool(equation.effects) and not any(var in doubtful for var in _variables(equation))
 
 
 def _made_up(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
-    """The variables of a jaxpr whose values depend on made-up arguments."""
-    found = {var for var, own in zip(jaxpr.invars, arguments, strict=True) if own}
+    """Return the variables of a jaxpr whose values depend on made-up arguments."""
+    made_up = {var for var, own in zip(jaxpr.invars, arguments, strict=True) if own}
     for equation in jaxpr.eqns:
-        into = [int(var in found) for var in _variables(equation)]
+        into = [int(var in made_up) for var in _variables(equation)]
         if any(into):
-            found.update(var for var, own in zip(equation.outvars, through(equation, into), strict=True) if own)
-    return found
+            made_up.update(var for var, own in zip(equation.outvars, propagate(equation, into), strict=True) if own)
+    return made_up
 
 
 def _variables(equation: Any) -> list[Any]:
-    """The inputs of an equation; None in place of literals, which cannot be hashed."""
+    """Return the inputs of an equation, with None in place of literals, which cannot be hashed."""
     return [None if is_literal(var) else var for var in equation.invars]

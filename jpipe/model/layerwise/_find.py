@@ -21,7 +21,7 @@ Tree = Any
 def find_layerwise(
     transformation: Any, specs: Mapping[str, Tree], has_masters: bool = False, ties: Ties | None = None
 ) -> LayerwiseOptimizer:
-    """The optimizer layer by layer, or a refusal where that would give other numbers.
+    """Return the optimizer for use layer by layer; raise an error where that would change its numbers.
 
     Two tests, and doubt refuses. The update of the whole model is traced: no layer's update may depend on the gradient, the
     parameters or the state of another layer, at any step. Then it runs on tiny arrays, whole and layer by layer, for a few steps with
@@ -71,17 +71,17 @@ def find_layerwise(
             layer_id: jax.tree.map(tiny_array, specs[layer_id])
             for layer_id in sample_layers([i for i in specs if jax.tree.leaves(specs[i])])
         }
-        for found in candidates:
-            if not (reason := difference(found, blank, tiny, ties)):
+        for layerwise in candidates:
+            if not (reason := difference(layerwise, blank, tiny, ties)):
                 break
         else:
             raise _refusal(reason, transformation)
-    _check_without_parameters(found, specs)
-    return replace(found, has_masters=has_masters, structured=_placers(ties, specs, found.trained))
+    _check_without_parameters(layerwise, specs)
+    return replace(layerwise, has_masters=has_masters, structured=_placers(ties, specs, layerwise.trained))
 
 
 def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str, Callable[[Tree], tuple[str, Tree]]]:
-    """`LayerwiseOptimizer.structured` of a model."""
+    """Return the field `structured` of a `LayerwiseOptimizer`."""
     concerned = {layer_id: specs[layer_id] for layer_id in specs if layer_id in ties.places or layer_id in trained.chosen}
 
     def placer(layer_id: str, like: Tree) -> Callable[[Tree], tuple[str, Tree]]:
@@ -91,7 +91,7 @@ def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str
 
 
 def _trained(ties: Ties, specs: Mapping[str, Tree], frozen: Sequence[bool]) -> Subset:
-    """The parameters that are trained, by entry."""
+    """Return the trained parameters, by entry."""
     flags = jax.tree.unflatten(jax.tree.structure(dict(specs)), [not own for own in frozen])
     by_entry = {entry: tuple(jax.tree.leaves(part)) for entry, part in ties.parts(flags).items()}
     return Subset({entry: leaves for entry, leaves in by_entry.items() if not all(leaves)})
@@ -105,7 +105,7 @@ def _refusal(why: str, transformation: optax.GradientTransformation, more: str =
 
 
 def _counted(traced: TracedOptimizer, specs: Mapping[str, Tree], frozen: Sequence[bool]) -> str:
-    """What to add to a refusal where the updates depend on the gradients of frozen parameters."""
+    """Return a remark for a refusal where updates depend on the gradients of frozen parameters, or an empty string."""
     ids = [layer_id for layer_id in sorted(specs) for _ in jax.tree.leaves(specs[layer_id])]
     counted = next((layer_id for layer_id, used in zip(ids, used_while_frozen(traced, frozen), strict=True) if used), None)
     if counted is None:
@@ -117,7 +117,7 @@ def _counted(traced: TracedOptimizer, specs: Mapping[str, Tree], frozen: Sequenc
 
 
 def _check_without_parameters(layerwise: LayerwiseOptimizer, specs: Mapping[str, Tree]) -> None:
-    """Refuse an optimizer that fails on a layer without parameters, if the model has one."""
+    """Check that the optimizer accepts a layer without parameters, if the model has one."""
 
     def message(error: BaseException) -> str:
         return f"optimizer: it fails on layer '{bare}', which has no parameters: {cause(error)}; join that layer to one that has some"

@@ -17,7 +17,7 @@ Tree = Any
 
 
 class Averaged(NamedTuple):
-    """The state of one layer where its weights are averaged.
+    """The optimizer state of one layer with the average of its weights.
 
     Attributes:
         optimizer: what the transformation keeps.
@@ -29,20 +29,20 @@ class Averaged(NamedTuple):
 
 
 class WithMasters(NamedTuple):
-    """The optimizer state of a layer whose parameters are kept in fewer bits: the parameters in float32, and the state that is theirs."""
+    """The optimizer state of a layer with parameters of lower precision: its parameters in float32, and their state."""
 
     masters: Tree
     state: Tree
 
 
 def masters_of(params: Tree) -> Tree:
-    """Parameters in float32, or wider where they are."""
+    """Cast parameters to float32, or keep a wider dtype."""
     return jax.tree.map(lambda p: p.astype(wider(p.dtype, jnp.float32)), params)
 
 
 @dataclass(frozen=True)
 class LayerwiseOptimizer:
-    """An optax transformation that is given one layer at a time, as `{layer id: params}`, without the parameters that it never changes.
+    """An optax transformation applied to one layer at a time, as `{layer id: params}`, without its frozen parameters.
 
     Attributes:
         transformation: any optax transformation; `find_layerwise` says whether it may be used like this.
@@ -64,7 +64,7 @@ class LayerwiseOptimizer:
     structured: Mapping[str, Callable[[Tree], tuple[str, Tree]]] = field(default_factory=dict)
 
     def init(self, layer_id: str, params: Tree) -> Tree:
-        """The optimizer state of one layer, from its trained parameters."""
+        """Return the optimizer state of one layer, from its trained parameters."""
         if self.has_masters:
             masters = masters_of(params)
             return WithMasters(masters, self._without_masters.init(layer_id, masters))
@@ -73,7 +73,7 @@ class LayerwiseOptimizer:
             return state if self.ema_decay is None else Averaged(state, jax.tree.map(_precise_copy, params))
 
     def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
-        """(new parameters, new optimizer state) of the trained parameters of one layer; the updates are multiplied by `scale`."""
+        """Update the trained parameters of one layer, with the updates multiplied by `scale`; return them and the new optimizer state."""
         if self.trained.excludes(layer_id):
             return params, state
         if self.has_masters:
@@ -89,11 +89,11 @@ class LayerwiseOptimizer:
         return params, state if average is None else Averaged(state, self._moved(average, params))
 
     def average(self, state: Tree) -> Tree:
-        """The average of the weights that the state of a layer holds; needs `ema_decay`."""
+        """Return the average of the weights in the state of a layer; needs `ema_decay`."""
         return (state.state if self.has_masters else state).weights_ema
 
     def _placed(self, entry: str, tree: Tree) -> tuple[str, dict[str, Tree]]:
-        """(layer id, what the transformation sees) of the arrays of a layer or a shared parameter."""
+        """Return the layer id of an entry, and its tree as the transformation sees it."""
         layer_id, own = self.structured[entry](tree) if entry in self.structured else (entry, tree)
         return layer_id, {**self.blank, layer_id: own}
 
@@ -102,31 +102,31 @@ class LayerwiseOptimizer:
         return replace(self, has_masters=False)
 
     def _moved(self, average: Tree, params: Tree) -> Tree:
-        """The average after an update to `params`."""
+        """Return the average after an update to `params`."""
         decay = self.ema_decay
         assert decay is not None
         return jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf.astype(mean.dtype), average, params)
 
 
 def with_structure(like: Tree, tree: Tree) -> Tree:
-    """The arrays of a tree in the structure of another one."""
+    """Return the leaves of a tree in the structure of another one."""
     return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
 
 
 def _precise_copy(leaf: jax.Array) -> jax.Array:
-    """In memory of its own, for the weights and their average are donated separately; at least in float32."""
+    """Copy an array, at least in float32: weights and their average are donated separately."""
     return jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32), copy=True)
 
 
 @contextmanager
 def optax_promotion() -> Iterator[None]:
-    """Optax's own adam mixes dtypes: strict promotion set by the user is for the user's code, not for optax's."""
+    """Relax promotion for optax, whose own adam mixes dtypes: strict promotion is for the user's code."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def entries_of(ties: Ties, params: Mapping[str, Tree], trained: Subset) -> dict[str, dict[str, Tree]]:
-    """As `Ties.parts`, with masked nodes in the places of frozen parameters, too."""
+    """Return `Ties.parts` with masked nodes in place of frozen parameters, too."""
     parts = ties.parts(params)
     if trained.is_all:
         return parts

@@ -37,7 +37,7 @@ def trace_optimizer(transformation: optax.GradientTransformation, specs: Mapping
 
 
 def _reached(traced: TracedOptimizer, marks: list[int]) -> list[int]:
-    """For each leaf of the updates the marks of all leaves of gradients and parameters that it depends on, at any step."""
+    """Return for each leaf of the updates the marks of all gradients and parameters that it depends on, at any step."""
     of_state = reached(traced.init.jaxpr, marks)
     while True:
         results = reached(traced.update.jaxpr, [*marks, *of_state, *marks])
@@ -49,7 +49,7 @@ def _reached(traced: TracedOptimizer, marks: list[int]) -> list[int]:
 
 
 def coupled_layers(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> tuple[str, str] | None:
-    """A layer whose update depends on another layer, at the first step or later through the state, and that other layer."""
+    """Return a layer whose update depends on another layer, at any step, and that other layer; or None."""
     ids = sorted(specs)  # as the leaves of a dict come
     marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
     for own, mark in zip(marks, _reached(traced, marks), strict=True):
@@ -59,7 +59,7 @@ def coupled_layers(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> tuple[
 
 
 def frozen_leaves(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> list[bool]:
-    """For each parameter whether its update is zero at every step, as the jaxpr of the update says: no schedule is taken for that.
+    """Return for each parameter whether its update is zero at every step, by the jaxpr alone, whatever a learning-rate schedule says.
 
     What the state holds for a parameter may be zero at every step, too, as the momentum of gradients that are set to zero. A number
     that an update takes over from the state before, such as a learning rate there, may be set to another one.
@@ -77,7 +77,7 @@ def frozen_leaves(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> list[bo
 
 
 def used_while_frozen(traced: TracedOptimizer, frozen: Sequence[bool]) -> list[bool]:
-    """For each parameter whether it is frozen and the update of one that is not depends on it."""
+    """Return for each parameter whether it is frozen and the update of a trained one depends on it."""
     if not any(frozen):
         return list(frozen)
     marks = [1 << bit if own else 0 for bit, own in enumerate(frozen)]
@@ -88,7 +88,7 @@ def used_while_frozen(traced: TracedOptimizer, frozen: Sequence[bool]) -> list[b
 
 
 def _check_constant(before: Tree, after: Tree) -> None:
-    """Refuse an optimizer whose state changes its structure, shapes or dtypes: an update is compiled once."""
+    """Check that the state keeps its structure, shapes and dtypes: an update is compiled once."""
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)] for state in (before, after)]
     structures: list[Any] = [jax.tree.structure(state) for state in (before, after)]
     if structures[0] != structures[1] or shapes[0] != shapes[1]:

@@ -1,6 +1,6 @@
-"""What an optax transformation is made of, for messages: which function of optax to replace by what, and which mask does not fit the model.
+"""The functions and masks inside an optax transformation, for error messages.
 
-Transformations are closures, so they are looked for in the variables of the functions. What is not found there is not told.
+Transformations are closures, so their parts are read from the closed-over variables. Values elsewhere are not found.
 """
 
 import difflib
@@ -30,20 +30,21 @@ _INSTEAD = (
 
 
 def instead_of(transformation: Any) -> str:
-    """What to use in place of the functions of optax in this transformation that a pipeline cannot use, or ""."""
+    """Name replacements for functions of optax that a pipeline cannot use, or return an empty string."""
     made_by = {function.__qualname__.partition(".")[0] for function in _functions(transformation)}
     return "; ".join(dict.fromkeys(words for names, words in _INSTEAD if names & made_by))
 
 
 def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
-    """How a mask or labels that were given as dicts differ from the structure of the model, or "".
+    """Say how a mask or labels given as dicts differ from the structure of the model, or return an empty string.
 
     Args:
         transformation: where masks are looked for.
         specs: shapes of all parameters by layer id.
     """
     named = [pair for function in _functions(transformation) for pair in _variables(function)]
-    named += [(str(name), value) for _, held in named if isinstance(held, Mapping) for name, value in held.items()]  # inject_hyperparams
+    # of optax.inject_hyperparams
+    named += [(str(name), value) for _, values in named if isinstance(values, Mapping) for name, value in values.items()]
     masks = [value for name, value in named if isinstance(value, Mapping) and ("mask" in name or "label" in name)]
     return next((words for mask in masks if (words := _mismatch(mask, specs, (), specs))), "")
 
@@ -67,27 +68,27 @@ def _mismatch(mask: Any, tree: Any, path: tuple[str, ...], specs: Mapping[str, T
 
 
 def _functions(transformation: Any) -> Iterator[Any]:
-    """The functions that a transformation consists of, each once."""
+    """Yield the functions that a transformation consists of, each once."""
     seen: dict[int, Any] = {}
     waiting = [transformation]
     while waiting:
-        found = waiting.pop()
-        if id(found) in seen:
+        value = waiting.pop()
+        if id(value) in seen:
             continue
-        seen[id(found)] = found  # kept, so that the id stays its own
-        if isinstance(found, functools.partial):
-            waiting += [found.func, *found.args, *found.keywords.values()]
-        elif isinstance(found, tuple | list):
-            waiting += found
-        elif isinstance(found, Mapping):
-            waiting += found.values()
-        elif hasattr(found, "__qualname__"):
-            waiting += [value for _, value in _variables(found)]
-            yield found
+        seen[id(value)] = value  # kept alive, so that no other value gets its id
+        if isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, tuple | list):
+            waiting += value
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif hasattr(value, "__qualname__"):
+            waiting += [value for _, value in _variables(value)]
+            yield value
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:
-    """The variables that a function has from where it was made, by name; of a method those of its object."""
+    """Yield the closed-over variables of a function by name; of a method those of its object."""
     cells = getattr(function, "__closure__", None) or ()
     for name, cell in zip(getattr(getattr(function, "__code__", None), "co_freevars", ()), cells, strict=False):
         try:

@@ -25,14 +25,14 @@ _EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
 
 
 def sample_layers(ids: list[str]) -> list[str]:
-    """All of a few layers; of many the first, the last, and some between them."""
+    """Return all of a few layers; of many the first, the last, and some between them."""
     if len(ids) <= _LAYERS:
         return ids
     return [ids[i * (len(ids) - 1) // (_LAYERS - 1)] for i in range(_LAYERS)]
 
 
 def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params: Mapping[str, Tree], ties: Ties) -> str:
-    """How these layers one by one differ from these layers together, in words; nothing where they do not.
+    """Describe how the layers updated one by one differ from the layers updated together, or return an empty string.
 
     Args:
         layerwise: one by one.
@@ -52,10 +52,10 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
         expected = whole.step({**blank, **gradients})
         parts, others = entries_of(ties, gradients, trained), {path for path in expected if path[0].idx == 0}
         for layer_id, run in split.items():
-            found = run.step({**layerwise.blank, **parts[layer_id]})
-            if not all(path in expected and _close(expected[path], leaf) for path, leaf in found.items()):
+            actual = run.step({**layerwise.blank, **parts[layer_id]})
+            if not all(path in expected and _close(expected[path], leaf) for path, leaf in actual.items()):
                 return f"after step {step + 1} layer '{layer_id}' is not what it is without the others"
-            others -= found.keys()
+            others -= actual.keys()
         if step < _NAN_STEP and any(np.any(expected[path]) for path in others):
             return f"after step {step + 1} a parameter is changed whose update is always zero"
         updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)
@@ -64,7 +64,7 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
 
 
 class _Run:
-    """One optimizer at work on some tree."""
+    """A run of one optimizer on one tree."""
 
     def __init__(self, transformation: optax.GradientTransformation, params: Tree) -> None:
         def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tree]:
@@ -75,13 +75,13 @@ class _Run:
         self._update = _prepared(update, params, self._state, params)
 
     def step(self, gradients: Tree) -> dict[Any, np.ndarray]:
-        """The arrays of the updates and of the new state, by their paths."""
+        """Return the arrays of the updates and of the new state, by path."""
         updates, self._state, self._params = self._update(gradients, self._state, self._params)
         return {path: _to_numpy(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((updates, self._state))[0]}
 
 
 def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., Tree]:
-    """The function traced once, then run operation by operation: for a few tiny steps far quicker than compiling, unless it loops.
+    """Trace a function once, to run it operation by operation: far quicker than compiling for a few tiny steps, unless it loops.
 
     Host callbacks are left out: the steps' values are made up.
     """
@@ -96,7 +96,7 @@ def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., 
 
 
 def tiny_array(spec: Any) -> jax.Array:
-    """An array with the dtype and the number of dims of `spec` and at most two entries in each dim, so small that tiny updates show."""
+    """Return an array of the dtype and rank of `spec`, with at most two entries in each dim, so small that tiny updates show."""
     shape = tuple(min(size, 2) for size in spec.shape)
     return jnp.asarray(np.linspace(1e-3, 2e-3, int(np.prod(shape))).reshape(shape), spec.dtype)
 

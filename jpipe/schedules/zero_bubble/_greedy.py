@@ -1,4 +1,4 @@
-"""A list scheduler: orders by measured times under a limit of memory, for any ranks, free of deadlock."""
+"""A list scheduler: orders without deadlock for any ranks, by measured times under a limit of memory."""
 
 import heapq
 from collections import deque
@@ -49,16 +49,16 @@ class Problem:
         }
 
     def arrival(self, s: int, other: int, end: Any) -> Any:
-        """When what stage s has at `end` is at another stage."""
+        """Return when the result of stage s, available at `end`, arrives at another stage."""
         return end if self.rank_of[s] == self.rank_of[other] else end + self.latency
 
     def backward_op(self, s: int) -> str:
-        """What a stage does when a gradient arrives: stage 0, which nobody waits for, its whole backward."""
+        """Return the op of a stage when a gradient arrives: at stage 0, for which no other waits, the whole backward."""
         return "I" if s else "B"
 
 
 class Rules(NamedTuple):
-    """What a rank prefers. Ready backwards for inputs come before all else, then forwards, then what nobody waits for.
+    """The preferences of a rank. Ready backwards for inputs come before all else, then forwards, then what nobody waits for.
 
     Attributes:
         deepest_first: of the ready forwards that of the last stage first; otherwise that of the first stage.
@@ -73,14 +73,14 @@ class Rules(NamedTuple):
 
 
 def list_schedules(problem: Problem) -> Iterator[Order]:
-    """The orders that come of different rules."""
+    """Return the orders of different rules."""
     straight = all(len(stages) == 1 for stages in problem.ranks)
     for rules in product((True,) if straight else (True, False), (0, 1, 2) if straight else (0,), (0.0, 0.5, 1.0)):
         yield _Run(problem, Rules(*rules)).order()
 
 
 class _Rank:
-    """What a rank has done and what it can do.
+    """The computations that a rank has done, and those that it can do.
 
     Attributes:
         number: of the rank.
@@ -99,7 +99,7 @@ class _Rank:
         self.begun: dict[int, tuple[int, int]] = {}
 
     def has_room(self, k: int) -> bool:
-        """Whether there is memory for one more forward of microbatch k so that all that have begun can still finish, the first ones first.
+        """Return whether there is memory for the forward of microbatch k, so that all begun microbatches can finish in order.
 
         This is the banker's algorithm: the first unfinished microbatch can always go on, here and on every other rank, so that ranks never
         wait for each other.
@@ -122,7 +122,7 @@ class _Rank:
 
 
 class _Run:
-    """Ranks that compute whatever they prefer of what has arrived."""
+    """A simulated batch, in which each rank computes what it prefers of what has arrived."""
 
     def __init__(self, problem: Problem, rules: Rules) -> None:
         self.problem, self.rules = problem, rules
@@ -131,7 +131,7 @@ class _Run:
         self.events = [(0, p) for p in range(len(self.ranks))]  # when ranks look for something to do
 
     def order(self) -> Order:
-        """What each rank has done at the end of the batch."""
+        """Return the computations of each rank in the batch."""
         first = self.ranks[self.problem.rank_of[0]]
         first.arrived["F", 0].extend((0, k) for k in range(self.problem.microbatches))
         while self.events:
@@ -146,7 +146,7 @@ class _Run:
         return tuple(tuple(rank.order) for rank in self.ranks)
 
     def _choose(self, rank: _Rank, now: Any) -> Action | None:
-        """What a rank does next, or None if it waits for an arrival."""
+        """Return the next computation of a rank, or None if it waits for an arrival."""
         ready = [Action(op, s, queue[0][1]) for (op, s), queue in rank.arrived.items() if queue and queue[0][0] <= now]
         if inputs := [entry for entry in ready if entry.op == "I"]:
             return min(inputs, key=lambda entry: (entry.microbatch, -entry.stage))
@@ -166,12 +166,12 @@ class _Run:
         return entry if forwards or not arrivals or ends <= min(arrivals) else None  # a forward that is ready waits for room
 
     def _allows(self, rank: _Rank, s: int, k: int) -> bool:
-        """Whether a rank may begin microbatch k at stage s."""
+        """Return whether a rank may begin microbatch k at stage s."""
         most = self.rules.ahead * (len(self.ranks) - rank.number - 1) + 1
         return (not self.rules.ahead or self.in_flight[s] < most) and rank.has_room(k)
 
     def _do(self, rank: _Rank, entry: Action, now: Any) -> None:
-        """Compute, and send what comes of it."""
+        """Do a computation, and send its result."""
         op, s, k = entry
         (rank.weights if op == "W" else rank.arrived[op, s]).popleft()
         rank.clock = now + self.problem.times[op, s]
@@ -192,19 +192,19 @@ class _Run:
 
 
 def seconds(problem: Problem, order: Order) -> tuple[Any, Any] | None:
-    """How long an order takes if each computation begins as soon as it can.
+    """Return how long an order takes if each computation begins as soon as it can.
 
     Returns:
         From the first start of all to the last end of all, and the longest time from a rank's own first start to its own last end; None
         if the order deadlocks.
     """
     ends = dict[tuple[bool, int, int], Any]()  # of forwards, and of what makes the input gradient
-    clocks, starts, places = [0 for _ in order], [None for _ in order], [0 for _ in order]
+    clocks, starts, positions = [0 for _ in order], [None for _ in order], [0 for _ in order]
     p = waited = 0
     while waited < len(order):  # until all ranks, one after the other, cannot go on
-        before = places[p]
-        while places[p] < len(order[p]):
-            op, s, k = order[p][places[p]]
+        before = positions[p]
+        while positions[p] < len(order[p]):
+            op, s, k = order[p][positions[p]]
             source = None if op == "W" else s - 1 if op == "F" else s + 1
             begins: Any = clocks[p]
             if source is not None and 0 <= source <= problem.last:
@@ -215,9 +215,9 @@ def seconds(problem: Problem, order: Order) -> tuple[Any, Any] | None:
             clocks[p] = begins + problem.times[op, s]
             if op != "W":
                 ends[op == "F", s, k] = clocks[p]
-            places[p] += 1
-        waited = 0 if places[p] > before else waited + 1
+            positions[p] += 1
+        waited = 0 if positions[p] > before else waited + 1
         p = (p + 1) % len(order)
-    if any(place < len(entries) for place, entries in zip(places, order, strict=True)):
+    if any(position < len(entries) for position, entries in zip(positions, order, strict=True)):
         return None
     return max(clocks), max(clock - (start or 0) for clock, start in zip(clocks, starts, strict=True))

@@ -1,4 +1,4 @@
-"""Orders as data: for each rank a text such as "F0.0 F0.1 B0.0 B0.1"; how it is read, and what is wrong with it."""
+"""Orders as text, such as "F0.0 F0.1 B0.0 B0.1" for each rank: reading and checking them."""
 
 import re
 from collections import Counter
@@ -14,16 +14,16 @@ _PARTS = "FIW"  # each is an op of its own
 
 
 def as_text(order: Iterable[Action]) -> str:
-    """What `read_order` reads as this order of one rank."""
+    """Return the order of one rank as the text that `read_order` reads."""
     return " ".join(f"{op}{s}.{k}" for op, s, k in order)
 
 
 class Read(NamedTuple):
-    """An order, or what is wrong with it.
+    """An order that was read, or the reason why it is wrong.
 
     Attributes:
         ranks: for each rank its computations, with the microbatches of one replica counted from 0.
-        refusal: what is wrong, or "".
+        refusal: the reason, or "".
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -35,27 +35,29 @@ class _WrongOrder(Exception):
 
 
 def read_order(plan: Shape) -> Read:
-    """The order of a plan that has one."""
+    """Read the order of a plan that has one."""
     assert plan.order is not None
-    own = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.pipeline_ranks)
-    return _read(plan.order, plan.pipeline_ranks, own, plan.order_limit)
+    microbatches_of_ranks = tuple(plan.microbatches // plan.replicas[stages[0]] for stages in plan.pipeline_ranks)
+    return _read(plan.order, plan.pipeline_ranks, microbatches_of_ranks, plan.order_limit)
 
 
 @lru_cache(maxsize=16)  # plans ask for it at each step
-def _read(order: tuple[str, ...], ranks: Ranks, own: tuple[int, ...], limit: int | None) -> Read:
+def _read(order: tuple[str, ...], ranks: Ranks, microbatches: tuple[int, ...], limit: int | None) -> Read:
     if len(order) != len(ranks):
         change = "add those of the other ranks" if len(order) < len(ranks) else f"remove those after the first {len(ranks)}"
         return Read((), f"order: expected one text for each of {len(ranks)} ranks, found {len(order)}; {change}")
     last = max(s for stages in ranks for s in stages)
     try:
-        read = [_Checks(p, stages, own[p], last, limit).read(text) for p, (text, stages) in enumerate(zip(order, ranks, strict=True))]
+        read = [
+            _Checks(p, stages, microbatches[p], last, limit).read(text) for p, (text, stages) in enumerate(zip(order, ranks, strict=True))
+        ]
     except _WrongOrder as error:
         return Read((), str(error))
     return Read(tuple(read), "")
 
 
 class _Checks:
-    """Reads and checks the text of one rank.
+    """Reader and checker of the text of one rank.
 
     Args:
         p: the pipeline rank.
@@ -68,25 +70,25 @@ class _Checks:
     def __init__(self, p: int, stages: tuple[int, ...], microbatches: int, last: int, limit: int | None) -> None:
         self.p, self.stages, self.microbatches, self.last, self.limit = p, stages, microbatches, last, limit
         self.done = Counter[tuple[str, int]]()  # by part and stage
-        self.held = 0
+        self.in_flight = 0
         self.last_forward = ""  # the op that does the forwards of the last stage
 
     def read(self, text: str) -> tuple[Action, ...]:
-        """The computations in a text.
+        """Return the computations in a text.
 
         Raises:
-            _WrongOrder: an entry that is none, or that cannot stand there, or one that is missing.
+            _WrongOrder: an entry is malformed, out of place or missing.
         """
         order = list[Action]()
         for n, token in enumerate(text.split()):
             order.append(self._entry(f"order.{self.p}: entry {n}", token))
         for s in self.stages:
             for part in _PARTS:
-                if (found := self.done[part, s]) < self.microbatches:
-                    missing = f"stage {s} lacks the {OPS[part].label} of microbatch {found}" + (
-                        f" and {rest} more" if (rest := self.microbatches - found - 1) else ""
+                if (done := self.done[part, s]) < self.microbatches:
+                    missing = f"stage {s} lacks the {OPS[part].label} of microbatch {done}" + (
+                        f" and {remaining} more" if (remaining := self.microbatches - done - 1) else ""
                     )
-                    change = f"add {'B' if part == 'I' else part}{s}.{found}" + (" and so on" if rest else "")
+                    change = f"add {'B' if part == 'I' else part}{s}.{done}" + (" and so on" if remaining else "")
                     expected = f"expected microbatches 0 to {self.microbatches - 1}; {change}"
                     raise _WrongOrder(f"order.{self.p}: after {len(order)} entries {missing}; {expected}")
         return tuple(order)
@@ -104,16 +106,16 @@ class _Checks:
             self._check_forward(where, op, s)
         self._check_place(where, op, s, k)
         self.done.update((part, s) for part in OPS[op].parts)
-        self.held += OPS[op].begins
-        if self.limit is not None and self.held > self.limit:
-            over = self.held - self.limit
-            holds = f"with it rank {self.p} holds {self.held} microbatches, {over} more than order_limit {self.limit}"
+        self.in_flight += OPS[op].begins
+        if self.limit is not None and self.in_flight > self.limit:
+            over = self.in_flight - self.limit
+            holds = f"with it rank {self.p} holds {self.in_flight} microbatches, {over} more than order_limit {self.limit}"
             raise _WrongOrder(f"{where}: {holds}; move backwards for weights before it, or raise order_limit")
-        self.held -= OPS[op].finishes
+        self.in_flight -= OPS[op].finishes
         return Action(op, s, k)
 
     def _check_forward(self, where: str, op: str, s: int) -> None:
-        """Refuse programs of a forward and more at stages that cannot have them, or have other ones."""
+        """Check that only the last stage fuses forward and backward, and the same way for all microbatches."""
         if s < self.last and OPS[op].parts != "F":
             raise _WrongOrder(f"{where}: {op} is for the last stage, {self.last}, which has no other to wait for; use F")
         if s == self.last and (self.last_forward or op) != op:
@@ -121,14 +123,16 @@ class _Checks:
         self.last_forward = op if s == self.last else self.last_forward
 
     def _check_place(self, where: str, op: str, s: int, k: int) -> None:
-        """Refuse microbatches out of order, and what comes before that which it needs."""
+        """Check that microbatches are in order, and that each computation comes after what it needs."""
         parts = OPS[op].parts
         for part in parts:
-            found = self.done[part, s]
-            if found == self.microbatches:
-                raise _WrongOrder(f"{where}: stage {s} has had the {OPS[part].label} of all {found} microbatches; remove it")
-            if k != found:
-                raise _WrongOrder(f"{where}: expected microbatch {found} as the next {OPS[part].label} of stage {s}, found microbatch {k}")
+            expected = self.done[part, s]
+            if expected == self.microbatches:
+                raise _WrongOrder(f"{where}: stage {s} has had the {OPS[part].label} of all {expected} microbatches; remove it")
+            if k != expected:
+                raise _WrongOrder(
+                    f"{where}: expected microbatch {expected} as the next {OPS[part].label} of stage {s}, found microbatch {k}"
+                )
         for part, needs in (("I", "F"), ("W", "I")):
             if part in parts and needs not in parts and self.done[needs, s] <= k:
                 raise _WrongOrder(

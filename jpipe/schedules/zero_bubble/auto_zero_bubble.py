@@ -34,7 +34,7 @@ from jpipe.schedules.zero_bubble.zb_v import ZB_V
 def greedy_order(
     plan: Shape, costs: Sequence[StageTimes], *, limits: SupportsIndex | Iterable[SupportsIndex], latency: float = 0.0
 ) -> tuple[str, ...]:
-    """The `order` of a plan by the times of its stages, under a limit of memory: the greedy of the zero-bubble paper.
+    """Return the `order` of a plan by the times of its stages, under a limit of memory: the greedy of the zero-bubble paper.
 
     Ranks compute what is ready, backwards for inputs before forwards before backwards for weights. Several variants of this are tried,
     and the static zero-bubble schedules that fit; the shortest is taken. The same arguments always give the same order.
@@ -71,20 +71,20 @@ def greedy_order(
 
 
 def _limits(limits: object, ranks: Ranks) -> list[int]:
-    """The limit of each rank."""
+    """Return the limit of each rank."""
     least = [len(stages) for stages in ranks]
-    given = [limits] * len(ranks) if isinstance(limits, Integral) else list(limits) if isinstance(limits, Iterable) else []
-    if len(given) != len(ranks) or not all(isinstance(limit, Integral) for limit in given):
+    values = [limits] * len(ranks) if isinstance(limits, Integral) else list(limits) if isinstance(limits, Iterable) else []
+    if len(values) != len(ranks) or not all(isinstance(limit, Integral) for limit in values):
         expected = f"an integer, or one for each of {len(ranks)} ranks"
         raise InputError(f"greedy_order: limits: expected {expected}, found {short(limits)}; give at least {least}")
-    each = [int(limit) for limit in given]
+    each = [int(limit) for limit in values]
     if any(limit < fewest for limit, fewest in zip(each, least, strict=True)):
         raise InputError(f"greedy_order: limits: expected at least {least} for {len(ranks)} ranks, found {short(limits)}; raise them")
     return each
 
 
 def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
-    """The orders of the static zero-bubble schedules that suit the ranks and keep the limits."""
+    """Yield the orders of the static zero-bubble schedules that suit the ranks and keep the limits."""
     for schedule in (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE):
         if schedule.refuses(plan) == "":
             order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.pipeline_ranks)))
@@ -97,11 +97,11 @@ def _unfused(order: Iterator[Action]) -> tuple[Action, ...]:
 
 
 def _most_held(order: Sequence[Action]) -> int:
-    held = most = 0
+    in_flight = most = 0
     for entry in order:
-        held += entry.is_forward
-        most = max(most, held)
-        held -= entry.finishes
+        in_flight += entry.is_forward
+        most = max(most, in_flight)
+        in_flight -= entry.finishes
     return most
 
 

@@ -23,7 +23,7 @@ from jpipe.schedules._slots import in_turn, numbered
 
 
 def _order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """Chunk 0 is on the way down, chunk 1 on the way back."""
+    """Yield the order of a rank; chunk 0 is on the way down the V, chunk 1 on the way back."""
     ranks = len(plan.pipeline_ranks)
     count = max(len(microbatches), 2 * ranks - 1)
     slots = [

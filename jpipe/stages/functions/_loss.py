@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._layer import describe, key_spec
-from jpipe.model._losses import Loss, called
+from jpipe.model._losses import Loss, call_with_randomness
 
 Tree = Any
 
@@ -32,7 +32,7 @@ def call_loss(function: Loss, where: str, outputs: Tree, labels: Tree, key: jax.
     Raises:
         InputError: the result is not two real scalars.
     """
-    result = called(function, outputs, labels, key)
+    result = call_with_randomness(function, outputs, labels, key)
     of = "sum of the losses" if where == "loss" else "sum"
     if not (isinstance(result, tuple) and len(result) == 2 and all(_is_scalar(part) for part in result)):
         values = "losses" if where == "loss" else "values"

@@ -15,7 +15,7 @@ _WEIGHTS, _ARGUMENTS, _RNG, _HOST = (1 << bit for bit in range(4))  # what a lea
 
 
 class Source(NamedTuple):
-    """Where the backward finds one leaf of the VJP.
+    """The source of one leaf of the VJP for the backward.
 
     `saved`: position among the arrays that the forward returns for this. `argument`: the leaf is an argument of the forward, at this
     position in its flattened (state, x, labels). `output`: likewise in its flattened (y, new state). `weights`: computed from weights,
@@ -28,7 +28,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Residuals:
-    """For one stage, where its backward finds the VJP of a forward.
+    """The sources of the VJP of a stage's forward.
 
     Attributes:
         sources: of each leaf of the VJP.
@@ -45,11 +45,11 @@ class Residuals:
 
     @property
     def count(self) -> int:
-        """How many arrays the forward returns for the backward."""
+        """The number of arrays that the forward returns for the backward."""
         return len({source.position for source in self.sources if source.kind == "saved"})
 
     def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """The leaves of the VJP that the forward must return: each array once, in order of first use."""
+        """Return the leaves of the VJP that the forward must return: each array once, in order of first use."""
         kept: dict[int, Any] = {}
         for source, leaf in zip(self.sources, leaves, strict=True):
             if source.kind == "saved":
@@ -57,7 +57,7 @@ class Residuals:
         return tuple(kept.values())
 
     def keep(self, arguments: Tree, outputs: Tree) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The arrays (or specs) of (state, x, labels) and of (y, new state) that are kept until the backward."""
+        """Select the arrays (or specs) of (state, x, labels) and of (y, new state) that are kept until the backward."""
         kept_arguments: tuple[Any, ...] = ()
         kept_outputs: tuple[Any, ...] = ()
         if self.arguments:
@@ -74,20 +74,20 @@ class Residuals:
         return calls_host(self.forward.jaxpr)
 
     def vjp(self, params: Tree, rng: Tree, kept: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]) -> Any:
-        """The VJP of a forward. Of the forward only what depends on weights alone is computed again, and no side effects."""
+        """Return the VJP of a forward. Only what depends on weights alone is computed again, without side effects."""
         jaxpr = self.forward.jaxpr
-        given, drawn = jax.tree.leaves(params), jax.tree.leaves(rng)
-        arguments = [*given, *[None] * (len(jaxpr.invars) - len(given) - len(drawn)), *drawn]
+        weights, drawn = jax.tree.leaves(params), jax.tree.leaves(rng)
+        arguments = [*weights, *[None] * (len(jaxpr.invars) - len(weights) - len(drawn)), *drawn]
         others = len(jaxpr.outvars) - len(self.sources)
         wanted = [*[False] * others, *(source.kind == "weights" for source in self.sources)]
         again = evaluate_wanted(jaxpr, self.forward.consts, arguments, wanted)[others:]
-        found: dict[str, Any] = {
+        leaves_of_kind: dict[str, Any] = {
             "argument": dict(zip(self.arguments, kept[0], strict=True)),
             "output": dict(zip(self.outputs, kept[1], strict=True)),
             "saved": saved,
         }
         leaves = [
-            leaf if source.kind == "weights" else found[source.kind][source.position]
+            leaf if source.kind == "weights" else leaves_of_kind[source.kind][source.position]
             for leaf, source in zip(again, self.sources, strict=True)
         ]
         return jax.tree.unflatten(self.treedef, leaves)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
-from jpipe.model._losses import Loss, asked_for
+from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import PLAIN, LossScale, Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._subset import EVERYTHING, Subset
@@ -276,7 +276,7 @@ class StageFunctions:
     @cached_property
     def evaluation_rng(self) -> tuple[Any, Any]:
         """Specs of (microbatch, key) of an evaluation, or Nones if it draws no random numbers."""
-        asks = self.last and any(map(asked_for, (self.loss, *self.metrics.values())))
+        asks = self.last and any(map(random_parameter, (self.loss, *self.metrics.values())))
         return rng_spec() if asks or self.stack.is_stochastic(self.stage.layers, train=False) else (None, None)
 
     @cached_property
@@ -368,4 +368,4 @@ class StageFunctions:
     def draw_key(self, function: Loss, name: str, rng: tuple[Any, Any], *, train: bool, of_metric: bool = False) -> jax.Array | None:
         """Return the key of the loss or a metric for a microbatch, if it asks for one."""
         microbatch, key = rng
-        return self.stack.draw_key(key, name, microbatch, train, of_metric=of_metric) if asked_for(function) else None
+        return self.stack.draw_key(key, name, microbatch, train, of_metric=of_metric) if random_parameter(function) else None

@@ -199,14 +199,15 @@ def test_2bw_writes_the_new_version_into_the_memory_of_the_shadow():
 
 
 def test_init_verifies_the_programs(monkeypatch):
-    from jpipe.programs import ProgramError, _lower
+    from jpipe.programs import ProgramError
+    from jpipe.programs.lowering import _progress
 
-    write = _lower._Listing.write
+    write = _progress.Listing.write
 
     def forgets_an_update(listing, time, *instructions):
         write(listing, time, *(i for i in instructions if not (isinstance(i, Update) and i.batch == 1)))
 
-    monkeypatch.setattr(_lower._Listing, "write", forgets_an_update)
+    monkeypatch.setattr(_progress.Listing, "write", forgets_an_update)
     stack = plain_stack(2)
     with pytest.raises(ProgramError, match="rank 0"):
         Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), squares, momentum()).init(jax.random.key(0), batches_of(1, 4)[0])

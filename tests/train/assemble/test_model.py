@@ -14,7 +14,7 @@ from jpipe_train.config import config_file, entry_point
 from jpipe_train.config.config import Config, EvalConfig, LossConfig, ModelConfig
 
 import jpipe
-from jpipe.model._losses import asked_for, called
+from jpipe.model._losses import call_with_randomness, random_parameter
 from tests.train.run.test_loop import rows_of
 
 OWN = '''
@@ -340,8 +340,9 @@ def test_a_loss_and_a_metric_may_ask_for_random_numbers():
     key, (x, y) = jax.random.key(3), np.ones((2, 2, 1), np.float32)
     loss = model.loss(LossConfig(target="tests.train.metrics:drawn", arguments={"scale": 2.0}))
     metric = model.metrics(EvalConfig(metrics={"drawn": "tests.train.metrics:drawn"}))["drawn"]
-    assert (asked_for(loss), asked_for(metric)) == ("key", "key")
-    assert float(called(loss, x, y, key)[0]) == 2 * float(called(metric, x, y, key)[0]) == 2 * float(jax.random.uniform(key))
+    assert (random_parameter(loss), random_parameter(metric)) == ("key", "key")
+    draws = [float(call_with_randomness(function, x, y, key)[0]) for function in (loss, metric)]
+    assert draws[0] == 2 * draws[1] == 2 * float(jax.random.uniform(key))
     with pytest.raises(jpipe.InputError, match=r"loss\.arguments: 'key' of 'tests.train.metrics:drawn' is given by jpipe; leave it out"):
         model.loss(LossConfig(target="tests.train.metrics:drawn", arguments={"key": 1}))
 

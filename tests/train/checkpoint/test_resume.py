@@ -32,7 +32,7 @@ class Killed(Exception):
 
 def stop_before(monkeypatch, step):
     """Let the next run end before it feeds this batch, once all checkpoints begun are written."""
-    real = checkpoints.Checkpoints.arm
+    real = checkpoints.Checkpoints.schedule_snapshot
 
     def arm(self, at):
         if at == step:
@@ -40,7 +40,7 @@ def stop_before(monkeypatch, step):
             raise Killed
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
 
 
 def run_in_two(config, monkeypatch, step, **later):

@@ -46,14 +46,14 @@ def preempt():
 
 def preempt_at(monkeypatch, step):
     """Let it do so in this step of a run."""
-    real = checkpoints.Checkpoints.arm
+    real = checkpoints.Checkpoints.schedule_snapshot
 
     def arm(self, at):
         if at == step:
             preempt()
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
 
 
 class Mailbox(jpipe.processes.Processes):

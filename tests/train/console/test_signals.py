@@ -37,14 +37,14 @@ def saving(tiny, monkeypatch):
 
 def raise_at(monkeypatch, number, step):
     """Let the run get this signal in this step."""
-    real = checkpoints.Checkpoints.arm
+    real = checkpoints.Checkpoints.schedule_snapshot
 
     def arm(self, at):
         if at == step:
             signal.raise_signal(number)
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def saved(tiny):
 
 def before(monkeypatch, step, action):
     """Do something before the run feeds a batch, once all checkpoints begun are written."""
-    real = checkpoints.Checkpoints.arm
+    real = checkpoints.Checkpoints.schedule_snapshot
 
     def arm(self, at):
         if at == step:
@@ -46,7 +46,7 @@ def before(monkeypatch, step, action):
             action()
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "arm", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
 
 
 def test_a_run_whose_losses_never_come_does_not_end_well(saved, monkeypatch):
@@ -70,8 +70,8 @@ def test_a_run_without_its_last_checkpoint_does_not_end_well(cause, saved, monke
     if cause == "disk":
         monkeypatch.setattr(checkpoint_files, "write_layers", full)
     else:
-        arm = checkpoints.Checkpoints.arm
-        monkeypatch.setattr(checkpoints.Checkpoints, "arm", lambda self, step: None if step == 6 else arm(self, step))
+        arm = checkpoints.Checkpoints.schedule_snapshot
+        monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", lambda self, step: None if step == 6 else arm(self, step))
     config = changed(saved, checkpoint={"on_full_disk": "train"})
     with pytest.raises(RunStopped, match="the checkpoint of step 7 could not be written; the last good one is of step 6"):
         loop.main(config)

@@ -1,0 +1,5 @@
+"""From a plan to the instructions of all workers, in one total order."""
+
+from jpipe.programs.lowering._lower import batches_until_full, lower, lower_evaluation
+
+__all__ = ["batches_until_full", "lower", "lower_evaluation"]

@@ -1,0 +1,102 @@
+"""Lower a plan: insert loads, transfers, sums, updates and releases into the schedule's order of computations."""
+
+from collections.abc import Sequence
+from numbers import Integral
+
+from jpipe.errors import InputError, short
+from jpipe.plan import Plan
+from jpipe.programs._global_norm import transfer
+from jpipe.programs._instructions import Compute, Instruction, Program
+from jpipe.programs.lowering._run import Run, loads
+from jpipe.schedules import SCHEDULES
+
+
+def lower(
+    plan: Plan,
+    batches: int,
+    *,
+    begin: int = 0,
+    start: int = 0,
+    drain: bool = True,
+    global_norm: bool = False,
+    shared: Sequence[Sequence[int]] = (),
+) -> Program:
+    """Write the programs of all workers for the batches `begin` .. `batches` - 1.
+
+    Computations stand in the order of their simulated start (a forward takes 1, a backward 2, half of a backward 1, one more where
+    they recompute), transfers and sums where their producers end. All processes derive the same order from the same plan.
+
+    Args:
+        plan: what to run.
+        batches: one past the last batch whose data is loaded.
+        begin: the first batch whose data is loaded; microbatches of earlier batches may be in flight.
+        start: the batch before which the pipeline was last empty.
+        drain: whether to finish all microbatches; otherwise stop before the first computation that needs batch `batches`.
+        global_norm: whether updates use the norm of the gradients of all stages.
+        shared: for each group of shared parameters, the stages that hold them, in order.
+
+    Returns:
+        The program; the programs of successive steps, one after the other, are one run.
+
+    Raises:
+        InputError: batches out of order, the global norm with a schedule that cannot use it, or an order of the plan that deadlocks; then
+            the message ends with the grid up to the deadlock.
+        ProgramError: the order of a schedule deadlocks; likewise.
+    """
+    if not isinstance(plan, Plan):
+        raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")
+    if not all(not isinstance(number, bool) and isinstance(number, Integral) for number in (batches, begin, start)):
+        raise InputError(f"lower: expected integers, found start {short(start)}, begin {short(begin)}, batches {short(batches)}")
+    if not 0 <= start <= begin <= batches:
+        raise InputError(f"lower: expected 0 ≤ start ≤ begin ≤ batches, found start {start}, begin {begin}, batches {batches}")
+    if global_norm and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
+        raise InputError(f"lower: global_norm: {reason}")
+    groups = _checked_groups(shared, plan)
+    run = Run(plan, start, batches, drain, global_norm, groups)
+    instructions = run.listing.in_order()
+    if begin > start:
+        before = set(Run(plan, start, begin, False, global_norm, groups).listing.in_order())
+        instructions = [instruction for instruction in instructions if instruction not in before]
+    return Program(plan, start, begin, batches, drain, global_norm, groups, run.sets_aside(), run.versions(), tuple(instructions))
+
+
+def _checked_groups(shared: Sequence[Sequence[int]], plan: Plan) -> tuple[tuple[int, ...], ...]:
+    groups = tuple(tuple(stages) for stages in shared)
+    for stages in groups:
+        if len(stages) < 2 or list(stages) != sorted(set(stages)) or not set(stages) <= set(range(plan.depth)):
+            raise InputError(f"lower: shared: expected two or more stages of {plan.depth} in order, found {short(stages)}")
+    if groups and (reason := SCHEDULES[plan.schedule].norm_refusal(plan)):
+        raise InputError(f"lower: shared: {reason}")
+    return groups
+
+
+def batches_until_full(plan: Plan) -> int:
+    """Return how many batches after it was empty a pipeline is in steady state, where each step is the last one, a batch later.
+
+    By then n_s r_s microbatches are in flight at each stage s, and the first update is made or pending, as later ones are after a step.
+    """
+    in_flight = max(SCHEDULES[plan.schedule].in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
+    return plan.flush_first + -(-(in_flight - 1) // plan.microbatches) + 1
+
+
+def lower_evaluation(plan: Plan, microbatches: int, batch: int, *, first: int = 0, labels: bool = True) -> Program:
+    """Write the programs that run `microbatches` forward only through all stages, with the weights after `batch` batches.
+
+    Args:
+        plan: the plan.
+        microbatches: how many.
+        batch: number of batches.
+        first: the number of the first microbatch.
+        labels: whether the last stage loads labels.
+    """
+    instructions: list[Instruction] = []
+    versions = [batch * plan.updates_per_batch(s) for s in range(plan.depth)]
+    for diagonal in range(microbatches + plan.depth - 1):
+        for s in range(plan.depth):
+            k = first + diagonal - s
+            if first <= k < first + microbatches:
+                instructions += loads(plan, s, k, plan.depth - 1 if labels else None)
+                instructions.append(Compute("E", plan.worker(s, k), k, versions[s]))
+                if s < plan.depth - 1:
+                    instructions += transfer(plan.worker(s, k), plan.worker(s + 1, k), k, "activation")
+    return Program(plan, 0, 0, 1, True, False, (), (False,) * plan.depth, (), tuple(instructions))

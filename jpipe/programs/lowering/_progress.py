@@ -1,0 +1,185 @@
+"""The progress of a lowering: clocks of ranks, times of results, pending updates, and the instructions so far."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from jpipe.plan import Plan
+from jpipe.programs._global_norm import Route
+from jpipe.programs._instructions import AllReduce, Compute, Instruction, Load, Release, Update
+
+
+class Pending(NamedTuple):
+    """An update that waits for a sum or a norm, and the version that it retires, if any."""
+
+    batch: int
+    retires: int | None
+
+
+class Rank:
+    """The clock of a rank: when its last computation ends."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.clock = number, 0
+
+
+class Worker:
+    """The progress of one worker.
+
+    Attributes:
+        number: its number in the plan.
+        stage: its stage.
+        replica: its replica of the stage.
+        rank: its rank.
+        backwards: its backwards since the first batch of the run.
+        updates: its updates since then.
+        pending: its updates that wait for a sum or a norm, in order.
+        shared_due: the batches whose shared gradients it sends next.
+        squares_due: the batches whose squares it sums next.
+    """
+
+    def __init__(self, plan: Plan, number: int, start: int, rank: Rank) -> None:
+        self.number, self.rank = number, rank
+        self.stage, self.replica = plan.workers[number]
+        self.backwards = start * plan.microbatches // plan.replicas[self.stage]
+        self.updates = start * plan.updates_per_batch(self.stage)
+        self.pending: list[Pending] = []
+        self.shared_due: list[int] = []
+        self.squares_due: list[int] = []
+
+    @property
+    def clock(self) -> int:
+        """The end of the last computation of its rank."""
+        return self.rank.clock
+
+    @clock.setter
+    def clock(self, time: int) -> None:
+        self.rank.clock = time
+
+
+class Availability:
+    """The times from which outputs, gradients, sums and norms are available, and the ranks that wait for them.
+
+    Attributes:
+        woken: the ranks that can continue.
+    """
+
+    def __init__(self) -> None:
+        self.woken: deque[int] = deque()
+        self._times: dict[tuple[str, int, int], int] = {}  # by (what, stage or worker, microbatch or batch)
+        self._waiting: dict[tuple[str, int, int], list[int]] = {}
+
+    def announce(self, what: str, s: int, number: int, time: int) -> None:
+        """Store the time from which a result is available, and wake the ranks that wait for it."""
+        self._times[what, s, number] = time
+        self.woken.extend(self._waiting.pop((what, s, number), ()))
+
+    def known(self, what: str, s: int, number: int) -> bool:
+        """Return whether a result is available."""
+        return (what, s, number) in self._times
+
+    def time(self, what: str, s: int, number: int, worker: Worker) -> int | None:
+        """Return the time from which a result is available; None if it is not yet, and then wake the worker's rank when it is."""
+        time = self._times.get((what, s, number))
+        if time is None:
+            self._waiting.setdefault((what, s, number), []).append(worker.rank.number)
+        return time
+
+    def latest(self, wanted: Iterable[tuple[str, int, int]], worker: Worker) -> int | None:
+        """Return the time from which all results are available; None if one is not yet, and then wait for that one only."""
+        latest = 0
+        for what, s, number in wanted:
+            time = self.time(what, s, number, worker)
+            if time is None:
+                return None
+            latest = max(latest, time)
+        return latest
+
+
+class Listing:
+    """The instructions so far, with their times."""
+
+    def __init__(self) -> None:
+        self._instructions: list[Instruction] = []
+        self._keys: list[int] = []
+
+    def write(self, time: int, *instructions: Instruction) -> None:
+        self._instructions += instructions
+        self._keys += [2 * time + (type(instruction) in (Load, Compute)) for instruction in instructions]
+
+    def computations(self) -> list[tuple[Compute, int]]:
+        """Return the computations and their starts, in order for each rank."""
+        pairs = zip(self._instructions, self._keys, strict=True)
+        return [(instruction, key // 2) for instruction, key in pairs if isinstance(instruction, Compute)]
+
+    def in_order(self) -> list[Instruction]:
+        """Return the instructions in order of time; of equal times, transfers and sums come before computations, to overlap with them.
+
+        A stable sort keeps the topological order in which they were written.
+        """
+        return [self._instructions[i] for i in sorted(range(len(self._keys)), key=self._keys.__getitem__)]
+
+
+class PendingUpdates:
+    """Updates that wait for the sum over all replicas, or for other stages.
+
+    Those that wait only for a sum are at most two per worker: once there is a second one, the first is made before anything else, so that
+    a worker never holds the gradients of three batches. Those that wait for other stages are made when the route says.
+    """
+
+    def __init__(self, plan: Plan, available: Availability, listing: Listing, route: Route | None, waits: Sequence[bool]) -> None:
+        self.plan, self.available, self.listing = plan, available, listing
+        self.routed = [route is not None and wait for wait in waits]
+        self.arrived: dict[tuple[int, int], list[int]] = {}  # when each replica had its gradients, by stage and batch
+
+    def add(self, worker: Worker, batch: int | None, dead: int | None) -> None:
+        """Note the end of a backward.
+
+        Args:
+            worker: the worker that did it.
+            batch: the batch that it ends, whose update becomes pending, or None.
+            dead: the version that no microbatch reads any more, or None.
+        """
+        pending = worker.pending
+        if batch is not None:
+            pending.append(Pending(batch, None))
+        routed = self.routed[worker.stage]
+        is_due = len(pending) == 2 and not routed
+        if dead is not None and pending and pending[0].retires is None and (is_due or pending[0].batch == dead):
+            pending[0] = Pending(pending[0].batch, dead)  # the update that is due, or that starts from this version, takes its memory
+        elif dead is not None:
+            self.listing.write(worker.clock, Release(worker.number, dead))
+        if batch is not None and (len(pending) == 1 or routed):
+            self._begin_sum(worker, batch)
+
+    def settle(self, worker: Worker) -> bool:
+        """Make the first of two pending updates.
+
+        Returns:
+            Whether the worker can continue; False if that update waits for its sum.
+        """
+        if len(worker.pending) == 2 and not self.routed[worker.stage]:
+            summed = self.available.time("sum", worker.stage, worker.pending[0].batch, worker)
+            if summed is None:
+                return False
+            worker.clock = max(worker.clock, summed)
+            self.make(worker, worker.clock)
+            self._begin_sum(worker, worker.pending[0].batch)
+        return True
+
+    def make(self, worker: Worker, time: int) -> None:
+        """Make the first pending update of a worker."""
+        pending = worker.pending.pop(0)
+        self.listing.write(time, Update(worker.number, pending.batch, pending.retires))
+        worker.updates += 1
+
+    def _begin_sum(self, worker: Worker, batch: int) -> None:
+        """Note that a replica has all gradients of a batch; the sum begins with the last replica."""
+        s = worker.stage
+        arrived = self.arrived.setdefault((s, batch), [])
+        arrived.append(worker.clock)
+        if len(arrived) == self.plan.replicas[s]:
+            begins = max(self.arrived.pop((s, batch)))
+            if self.plan.replicas[s] > 1:
+                self.listing.write(begins, *(AllReduce(w, batch) for w in self.plan.stage_workers[s]))
+            self.available.announce("sum", s, batch, begins)
