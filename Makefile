@@ -21,7 +21,7 @@ else $(MAKE) --no-print-directory .venv-oldest/ready && .venv-oldest/bin/$(PYTES
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-oldest test-all check wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs pictures clean
+.PHONY: help train test test-slow test-oldest test-all check check-types check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -46,8 +46,15 @@ test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `olde
 check: .venv/ready ## Format, lint, types, directions of imports, and the wheel built and used in an empty folder
 	@$(VENV)/ruff format --check .
 	@$(VENV)/ruff check .
+	@$(MAKE) --no-print-directory -j 2 check-wheel check-types check-imports
+
+check-types: .venv/ready
 	@$(VENV)/mypy
+
+check-imports: .venv/ready
 	@$(VENV)/lint-imports --no-logo --no-cache
+
+check-wheel: .venv/ready
 	@.ci/check-wheel
 
 wheel: .venv/ready ## Build the wheel into dist/

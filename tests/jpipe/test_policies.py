@@ -1,10 +1,10 @@
 """Rules about the source itself."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
-from functools import cached_property
 from pathlib import Path
 
 import pydantic
@@ -17,10 +17,16 @@ ROOT = Path(jpipe.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, parsed once for all tests."""
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> set[str]:
-    """The names of all modules that a file imports, anywhere in it."""
+    """Return the names of all modules that a file imports, anywhere in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -45,9 +51,7 @@ def test_the_interpreter_knows_no_schedule_by_name():
     for name in (*interprets, "programs/_instructions"):
         path = ROOT / f"{name}.py"
         assert "jpipe.schedules" not in imported(path)
-        strings = {
-            node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
+        strings = {node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         assert not strings & set(jpipe.schedules.SCHEDULES), name
     text = (ROOT / "runtime" / "_interpreter.py").read_text().lower()
     for schedule in ("gpipe", "pipedream", "2bw", "naive", "vertical_sync"):
@@ -119,7 +123,7 @@ def test_jaxs_private_modules_are_imported_in_one_place():
 
 def test_no_code_runs_from_data():
     for path in FILES:
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         assert not called & {"eval", "exec", "__import__"}, path.name
         assert not imported(path) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, path.name
@@ -129,7 +133,7 @@ def test_no_function_is_longer_than_60_lines():
     """Documentation counts: what needs more to be explained does too much."""
     for package in ("jpipe", "planner", "train", "benchmarks", "docs", "examples", "tests"):
         for path in (ROOT.parent / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.FunctionDef):
                     length = node.end_lineno - node.lineno + 1
                     assert length <= 60, f"{path}: {node.name} has {length} lines"
@@ -143,7 +147,7 @@ def test_a_changed_copy_of_data_keeps_nothing_that_was_computed_from_the_old_fie
     caching = {
         kind
         for kind in classes
-        if issubclass(kind, pydantic.BaseModel) and any(isinstance(v, cached_property) for v in vars(kind).values())
+        if issubclass(kind, pydantic.BaseModel) and any(isinstance(v, functools.cached_property) for v in vars(kind).values())
     }
     assert caching == {jpipe.Plan}
     plan = jpipe.Plan.even("abcd", 2, "gpipe", 2)

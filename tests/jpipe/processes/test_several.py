@@ -20,7 +20,7 @@ LIMIT = 240  # seconds for all of them together; only a deadlock comes near
     [
         "2",
         *(pytest.param(group, marks=pytest.mark.slow) for group in ("2, others", "4", "2, meshes")),
-        pytest.param("4, meshes", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        *(pytest.param(group, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for group in ("2, more", "4, meshes")),
     ],
 )
 def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):

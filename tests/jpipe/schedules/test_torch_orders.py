@@ -43,7 +43,7 @@ def theirs(schedule, order, last, microbatches):
 
 
 def ours(entries):
-    """jpipe's order of a rank with what it computes as one program in its parts."""
+    """Return the order of a rank in jpipe, with each fused computation split into its parts."""
     return whole_at_stage_0([(op, s, k) for ops, s, k in entries for op in ops])
 
 

@@ -43,8 +43,11 @@ def test_the_closed_form_of_backwards_done_is_what_the_order_does_for_more_ranks
 
 
 def legal_by_counting(ranks, chunks, own, replicas):
-    """Whether two versions are enough: each forward of a batch t finds that all of batch t - 2 has been done at its stage, and with
-    several replicas one microbatch more, so that the sum over them has had time."""
+    """Return whether two versions are enough.
+
+    They are if all of batch t - 2 has been done at its stage before each forward of batch t, and with several replicas one microbatch more,
+    so that the sum over them has had time.
+    """
     plan = plan_of("looped_bfs", ranks, chunks, own * replicas, replicas=replicas)  # of the same shape, and legal for any m
     for p in range(ranks):
         done = dict.fromkeys(plan.pipeline_ranks[p], 0)

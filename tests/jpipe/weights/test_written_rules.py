@@ -17,7 +17,7 @@ STACK = models.plain_stack()
 
 
 def least_of_2bw(replicas, extra):
-    """m >= d, and at every stage m >= r_s (n_s - 1), or m >= r_s n_s where r_s > 1; a multiple of each r_s."""
+    """Return the least m: m >= d, and at every stage m >= r_s (n_s - 1), or m >= r_s n_s where r_s > 1; a multiple of each r_s."""
     ahead = [1]
     for after, own in zip(replicas[:0:-1], replicas[-2::-1], strict=True):
         ahead.insert(0, 1 + math.ceil(ahead[0] * after / own) + extra)

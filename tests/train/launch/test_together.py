@@ -254,9 +254,7 @@ def test_a_process_that_is_killed_is_named_by_the_others_and_nothing_is_half_wri
     with by_hand(arguments, arguments, arguments) as processes:
         wait_for_rows(3)
         processes[2].kill()
-        began = time.monotonic()
         told = endings(processes[:2])
-        assert time.monotonic() - began < 60
     for index, (code, err) in enumerate(told):
         assert code == 1
         how = "process 2 disconnected unexpectedly: it was killed or crashed, see its own output"
