@@ -114,7 +114,7 @@ class Executor:
             self._processes.barrier(f"{self._exchange.name}: connected")
 
     def compiled_for(self, functions: Sequence[StageFunctions]) -> dict[int, CompiledStage]:
-        """The stages of this process as compiled for microbatches that these functions are for, or else for those of the first bucket."""
+        """Return the stages of this process as compiled for the bucket of these functions, or else for the first bucket."""
         inputs = functions[0].specs.x
         return next((stages for stages, bucket in zip(self._compiled, self._buckets, strict=True) if bucket.spec[0] == inputs), self.stages)
 
@@ -124,7 +124,7 @@ class Executor:
         return None if self._processes is None else self._transport.way
 
     def state(self, workers: Iterable[WorkerState], batch: int, start: int, buckets: tuple[int, ...] = ()) -> State:
-        """The state before `batch` of a pipeline that was last empty before batch `start`, where the last batches were of these buckets."""
+        """Return the state before `batch` of a pipeline that was empty before batch `start`; `buckets` are those of the last batches."""
         return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint, buckets)
 
     def read(self, state: State, batch: Batch) -> tuple[Mapping[str, Tree], Data]:
@@ -153,7 +153,7 @@ class Executor:
         return self.state(workers, state.batch + 1, start, buckets), self._exchange.metrics(program, shift, found)
 
     def drain(self, state: State, observe: Observer | None = None) -> tuple[State, Metrics]:
-        """The state with nothing in flight, and what only now is known of batches; each replica keeps its own layer state."""
+        """Finish what is in flight and return the state and the metrics that it completes; each replica keeps its own layer state."""
         if state.start == state.batch:
             return state, Metrics.empty()
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
@@ -161,7 +161,7 @@ class Executor:
         return self.state(workers, state.batch, state.batch), self._exchange.metrics(program, shift, found)
 
     def drained_copy(self, state: State) -> State:
-        """A copy of the state with nothing in flight."""
+        """Return a copy of the state with nothing in flight."""
         state = copy(state)
         if state.start == state.batch:
             return state
@@ -170,7 +170,7 @@ class Executor:
         return self.state(workers, state.batch, state.batch)
 
     def average(self, state: State) -> State:
-        """The state with the mean of the replicas' layer state, if they average it when it is read: one sum per stage."""
+        """Return the state with the mean of the replicas' layer state, if they average it when it is read: one sum per stage."""
         if state.averaged:
             return state
         workers = dict(zip(self.stages, state.workers, strict=True))
@@ -211,7 +211,7 @@ class Executor:
         return self._exchange.evaluation(found, version, list(metrics))
 
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
-        """The outputs for any number of rows of a bucket; see `Pipeline.predict`."""
+        """Return the outputs for any number of rows of a bucket; see `Pipeline.predict`."""
         last = self._buckets[bucket].functions[-1]
         outputs = last.stack.specs(last.specs.x, last.stage.layers)[last.stage.layers[-1]].output
         rows_each, size = rows_of(self.specs[0]), rows_of(inputs)
@@ -263,7 +263,7 @@ class Executor:
         return found
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
-        """A copy of the parameters of this process's layers, at one version for all stages; the masters where there are any."""
+        """Copy the parameters of this process's layers, at one version for all stages; the masters where there are any."""
         has_masters = self.functions[0].precision.has_masters
         # A stage has masters of its newest version only, which is the same in all stages once nothing is in flight.
         state, version = (self.drained_copy(state), state.batch) if has_masters else self.settle(state, weights)
@@ -305,7 +305,7 @@ class Executor:
         return left.values(), found
 
     def _evaluating(self, bucket: int, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
-        """The stages of this process, with these metrics in the last one's evaluation; compiled at the first use of the metrics."""
+        """Return the stages of this process with these metrics in the last one's evaluation, compiled at their first use."""
         asked, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[bucket]
         if metrics and asked not in self._measuring:
             check_metrics(self._buckets[bucket].functions[-1], metrics)
@@ -315,7 +315,7 @@ class Executor:
 
 
 def copy(tree: Tree) -> Tree:
-    """A copy of the tree; waits for arrays that are still in transfer from another process."""
+    """Copy the tree, waiting for arrays that are still in transfer from another process."""
     return jax.tree.map(jnp.copy, jax.tree.map(arrived, tree))
 
 
@@ -324,7 +324,7 @@ def _on_host(batch: Batch) -> dict[str, Tree]:
 
 
 def _by_batch(buckets: Sequence[int], end: int) -> Callable[[int], int]:
-    """The bucket of each of the last batches before `end`, by its number; all are 0 where there is one."""
+    """Return the bucket of each of the last batches before `end`, by batch number; 0 for all where there is one bucket."""
     return (lambda batch: buckets[batch - end]) if buckets else (lambda _: 0)
 
 
@@ -360,13 +360,13 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
 
 
 def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
-    """What the replicas of each stage sum, as (first replica, specs of what it has)."""
+    """Return the first replica of each stage and the specs of what its replicas sum."""
     replicated = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers if len(workers) > 1]
     sums: list[tuple[int, Tree]] = [(first, a.reduced) for first, a in replicated]
     return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
 
 
 def _loads(own: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:
-    """The shardings of what the workers of this process load."""
+    """Return the shardings of what the workers of this process load."""
     found = {(w, name): tree for w in own for name, tree in (("inputs", arrays[w].x), ("labels", arrays[w].labels))}
     return {key: shardings_of(tree) for key, tree in found.items()}

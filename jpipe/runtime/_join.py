@@ -96,7 +96,7 @@ def _facts(batches: str, batch: Tree, checksums: Mapping[str, int]) -> dict[str,
 
 
 def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[str, int]:
-    """The checksums `before`, by array, with those of this batch added."""
+    """Return the checksums `before`, by array, with those of this batch added."""
     found = dict(before)
     for name, array in _by_name(batch).items():
         if isinstance(array, np.ndarray) and array.size:
@@ -106,5 +106,5 @@ def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[s
 
 
 def _by_name(batch: Tree) -> dict[str, Any]:
-    """The arrays by their names: `inputs`, or `inputs['tokens']` where the inputs are a dict."""
+    """Yield the arrays by their names: `inputs`, or `inputs['tokens']` where the inputs are a dict."""
     return {"".join((path[0].key, jax.tree_util.keystr(path[1:]))): leaf for path, leaf in jax.tree.leaves_with_path(batch)}

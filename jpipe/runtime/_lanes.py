@@ -46,7 +46,7 @@ class Lane:
 
 @functools.cache
 def lane_of(devices: Hashable) -> Lane:
-    """The thread of a link, or of the replicas on a set of devices: groups of the same devices in another order take turns."""
+    """Return the thread of a link, or of a set of devices, which all groups of replicas on these devices share."""
     return Lane()
 
 
@@ -94,7 +94,7 @@ class PendingTransfer:
         self._future = None
 
     def wait(self) -> Tree:
-        """The arrays.
+        """Return the arrays.
 
         Raises:
             PeerLost: a process of the run died, hung or stopped.
@@ -116,5 +116,5 @@ class PendingTransfer:
 
 
 def arrived(tree: Tree) -> Tree:
-    """The arrays of a message, waited for if they are still coming from another process."""
+    """Return the arrays of a message, waiting for those that are still in transfer from another process."""
     return tree.wait() if isinstance(tree, PendingTransfer) else tree

@@ -160,7 +160,7 @@ class MetricsExchange:
                 held[batch] = number
 
     def evaluation(self, found: Found, version: int, names: Sequence[str]) -> Evaluation:
-        """The evaluation over all microbatches, in their order, with the weights of `version`; `names` are those of the metrics."""
+        """Return the evaluation over all microbatches with the weights of `version`; `names` are those of the metrics."""
         last = self._plan.stage_workers[-1]
         if self._processes is None:
             parts = [found.evaluations[k] for k in sorted(found.evaluations)]
@@ -189,7 +189,7 @@ class MetricsExchange:
         return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)})
 
     def _finished(self, program: Program) -> tuple[list[int], list[int]]:
-        """The batches whose gradients are complete, and those whose updates are made, at the last stage; searched once per program."""
+        """Return the batches whose gradients, and those whose updates, the last stage completes; searched once per program."""
         if id(program) not in self._batches:
             s, worker = program.plan.depth - 1, program.plan.stage_workers[-1][0]
             rate, every = program.plan.updates_per_batch(s), program.plan.microbatches

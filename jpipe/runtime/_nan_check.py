@@ -22,7 +22,7 @@ def is_on() -> bool:
 
 
 def checked(plan: Plan, stages: Mapping[int, Sequence[CompiledStage]]) -> dict[int, list[CompiledStage]]:
-    """The stages of the workers with calls that wait for their results and look at them.
+    """Return the stages of the workers with calls that wait for their results and check them.
 
     JAX itself looks at what a compiled program returns the first time, and no more.
 
@@ -56,7 +56,7 @@ class _Checked:
         return results
 
     def _visible(self, results: Any) -> Any:
-        """The results without what a forward keeps for its backward, where an operation that is masked later may leave anything."""
+        """Drop what a forward keeps for its backward, which may hold NaN that is masked later."""
         if self._op is None or not self._op.trains or len(self._op.leaves) == 1:
             return results
         return [result for kind, result in zip(self._op.leaves, results[0], strict=True) if kind not in ("residuals", "stash")]

@@ -34,7 +34,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
 
 
 def place_on(device: jax.Device, mesh: FrozenMapping[int]) -> Place:
-    """A place for a mesh, on this device, or on the first ones of its kind in this process.
+    """Return a place for a mesh, on this device or on the first ones of its kind in this process.
 
     Raises:
         InputError: there are not so many.
@@ -50,7 +50,7 @@ def place_on(device: jax.Device, mesh: FrozenMapping[int]) -> Place:
 
 
 def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device] | None) -> list[tuple[jax.Device, ...]]:
-    """The devices of each rank, which needs so many."""
+    """Return the devices of each rank; `sizes` says how many it needs."""
     if devices is not None:
         if len(devices) != sum(sizes):
             each = "stage" if len(sizes) == plan.depth == len(plan.workers) else "rank"
@@ -72,7 +72,7 @@ def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device]
 
 
 def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.Device]) -> list[tuple[jax.Device, ...]]:
-    """The devices of each rank where the plan names none: in order, shared by neighbours where there are too few."""
+    """Return the devices of each rank where the plan names none: in order, shared by neighbours where there are too few."""
     processes, needed = jax.process_count(), sum(sizes)
     if processes > 1 and needed < len(everywhere):
         meshes = max(sizes) > 1
@@ -122,7 +122,7 @@ def _check_apart(plan: Plan, of_ranks: Sequence[tuple[jax.Device, ...]]) -> None
 
 
 def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
-    """The devices that a caller gave.
+    """Return the devices that a caller passed, checked.
 
     Raises:
         InputError: they are not a list of devices.
@@ -137,7 +137,7 @@ def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
 
 
 def placement_grid(plan: Plan, places: Sequence[Place]) -> str:
-    """The placement as text: a row for each stage, a column for each replica, with the numbers of worker (`w`) and process (`p`).
+    """Return the placement as text: rows are stages, columns replicas, with the numbers of worker (`w`) and process (`p`).
 
     Devices have the numbers that `placement` uses, counted over all processes.
 
@@ -195,7 +195,7 @@ def _one_kind(plan: Plan, places: tuple[Place, ...]) -> tuple[Place, ...]:
 
 
 def _both_grids(plan: Plan, devices: Sequence[jax.Device]) -> list[str]:
-    """The workers and the devices, as lines of text."""
+    """Return the workers and the devices, as lines of text."""
     workers = [f"  stage {s}: {' '.join(f'w{w}' for w in workers)}" for s, workers in enumerate(plan.stage_workers)]
     of: dict[int, list[str]] = {}
     for device, name in device_names(devices).items():

@@ -19,7 +19,7 @@ Flat = Sequence[tuple[Any, Any]]
 
 
 def to_plain(tree: Tree) -> Plain:
-    """A pytree as nested dicts, by the keys, names and numbers on the path to each leaf, as text. Random keys become their bits."""
+    """Return a pytree as nested dicts, by the keys, names and numbers on the path to each leaf. Random keys become their bits."""
     found: Plain = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         *outer, last = _names(path)
@@ -31,7 +31,7 @@ def to_plain(tree: Tree) -> Plain:
 
 
 def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of another model?") -> Tree:
-    """The pytree from which `to_plain` made `plain`.
+    """Return the pytree from which `to_plain` made `plain`.
 
     Args:
         specs: shapes and dtypes of its leaves.
@@ -47,7 +47,7 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
 
 
 def _leaves(flat: Flat, found: Mapping[Names, Any], left: Mapping[Names, Any], where: str, hint: str) -> list[Any]:
-    """The leaves in the order of their specs, checked; `left` are those that no spec is for."""
+    """Return the leaves in the order of their specs, checked; `left` are those without a spec."""
     leaves = []
     for path, spec in flat:
         name, leaf = "/".join(_names(path)), found.get(_names(path))
@@ -115,12 +115,12 @@ def without(plain: Plain, is_left_out: Callable[[Names], bool], above: Names = (
 
 
 def names_in(tree: Tree) -> set[Names]:
-    """The names on the path to each leaf of a tree, as in `to_plain` of it."""
+    """Return the names on the path to each leaf of a tree, as in `to_plain`."""
     return {_names(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, Any]]:
-    """The leaves of nested dicts by the names on their paths: those that specs are for, and the others.
+    """Return the leaves of nested dicts by the names on their paths: those that specs are for, and the remaining ones.
 
     A key may also be several names joined by "/". A parameter "a/b" and a parameter "b" inside of "a" are told apart.
     """
@@ -134,13 +134,13 @@ def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, A
 
 
 def _names(path: tuple[Any, ...]) -> Names:
-    """The names on a path; "array" if the leaf is the whole tree."""
+    """Return the names on a path; "array" if the leaf is the whole tree."""
     names = [str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path]
     return tuple(names or ["array"])
 
 
 def _paths(plain: Mapping[str, Any], before: Names = ()) -> dict[Names, Any]:
-    """The leaves by the names on their paths."""
+    """Return the leaves by the names on their paths."""
     found: dict[Names, Any] = {}
     for name, inner in plain.items():
         found |= _paths(inner, (*before, name)) if isinstance(inner, Mapping) else {(*before, name): inner}

@@ -83,7 +83,7 @@ class Snapshot:
         return all(part.complete for part in self._parts.values())
 
     def layers(self) -> dict[str, Plain]:
-        """What `Pipeline.restore` takes, by layer id: the arrays of the layers of this process, on their devices.
+        """Return the arrays of this process's layers by layer id, on their devices, as `Pipeline.restore` takes them.
 
         Each layer has `params`, with the newest version as "0", the one before as "1", and so on, frozen parameters in "0" only;
         `optimizer`, of the trained parameters; `state`; and with a dynamic
@@ -95,7 +95,7 @@ class Snapshot:
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
 
     def shared_copies(self) -> list[SharedCopy]:
-        """What the workers of this process hold of parameters that several stages share; it is copied to the host for that."""
+        """Return the checksums of this process's copies of shared parameters, which are copied to the host for that."""
         assert self.complete
         held = [(n, w, part) for n, name in enumerate(self.shared) for w, part in self._parts.items() if part.holds(name)]
         return [SharedCopy(n, w, part.checksum(self.shared[n])) for n, w, part in held]
@@ -111,7 +111,7 @@ _copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 def own_name(layer_id: str, replica: int) -> str:
-    """The name in a checkpoint of what a replica alone has of a layer."""
+    """Return the name of a replica's entry for a layer in a checkpoint."""
     return f"{layer_id} replica {replica}" if replica else layer_id
 
 
@@ -168,7 +168,7 @@ class _Part:
         return entry in self._optimizer
 
     def checksum(self, entry: str) -> int:
-        """CRC-32 of the newest version and the optimizer state of an entry."""
+        """Return the CRC-32 of the newest version and the optimizer state of an entry."""
         found = 0
         for leaf in jax.tree.leaves(to_plain((self._versions[self._newest][entry], self._optimizer[entry]))):
             found = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, found)
@@ -192,7 +192,7 @@ class _Part:
 
 
 def layer_of(name: str, ids: Iterable[str]) -> str | None:
-    """The layer in `ids` to which a name in `Snapshot.layers` belongs, or None."""
+    """Return the layer in `ids` to which a name in `Snapshot.layers` belongs, or None."""
     if name in ids:
         return name
     layer_id, _, replica = name.rpartition(" replica ")
@@ -200,13 +200,13 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
 
 
 def shared_place(name: str, layers: Mapping[str, Plain]) -> tuple[str, str] | None:
-    """(layer id, path) of the first place of a shared parameter, if a name in `Snapshot.layers` is that of one."""
+    """Return the layer id and path at which a shared parameter comes first, or None if the name is not that of one."""
     layer_id, _, path = name.partition(" shared ")
     return (layer_id, path) if path and layer_id in layers and "state" not in layers[name] and "params" in layers[name] else None
 
 
 def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
-    """The layers, each with its optimizer state, whichever replica has kept it (`Plan.shard_optimizer`).
+    """Return the layers, each with its optimizer state, whichever replica has kept it (`Plan.shard_optimizer`).
 
     Args:
         layers: as from `Snapshot.layers`, with any arrays.
@@ -223,7 +223,7 @@ def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
 ) -> tuple[dict[int, Tree], Tree, Tree]:
-    """What a worker takes from a snapshot: weights by version, optimizer state, layer state.
+    """Return a worker's weights by version, optimizer state and layer state from a snapshot.
 
     The newest version replaces a version that is missing in the snapshot. Layer state is the replica's own if the pipeline does not flush
     and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one of them.
@@ -279,7 +279,7 @@ def fitting(
 
 
 def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
-    """The optimizer state of a layer in a snapshot, without what an older jpipe kept for frozen parameters."""
+    """Return the optimizer state of a layer in a snapshot, without what an older jpipe kept for frozen parameters."""
     if layer_id not in f.trained.chosen or not isinstance(plain, dict):
         return plain
     if f.trained.excludes(layer_id):
@@ -292,7 +292,7 @@ def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
 def restored_worker(
     plan: Plan, worker: int, stage: CompiledStage, layers: Mapping[str, Plain], batch: int, key: jax.Array, fresh: bool
 ) -> WorkerState:
-    """A worker before `batch` with nothing in flight, with the arrays of a snapshot.
+    """Return a worker before `batch` with the arrays of a snapshot and nothing in flight.
 
     Args:
         plan: the plan of the restored run.
@@ -336,7 +336,7 @@ def restored_worker(
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:
-    """The dynamic loss scale of each version, if the run has one; the first if the snapshot has none.
+    """Return the dynamic loss scale of each version, if the run has one; the initial scale if the snapshot has none.
 
     Raises:
         InputError: what the snapshot has is no loss scale.
@@ -351,7 +351,7 @@ def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: I
 
 
 def masters_in(plain: Plain) -> Plain | None:
-    """The newest parameters of a layer in float32, if its entry in a snapshot has masters; frozen ones, which have none, are converted.
+    """Return a layer's newest parameters in float32, if its snapshot entry has masters; frozen ones, which have none, are converted.
 
     Args:
         plain: the entry, with any arrays.
@@ -379,7 +379,7 @@ def _fits(part: Any, whole: Any) -> bool:
 
 
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
-    """The layers of a snapshot with one layer state each, the mean over the replicas; the entries of single replicas are left out.
+    """Return the layers of a snapshot with the mean of the replicas' layer states, and without the entries of single replicas.
 
     Only floating-point numbers are averaged; others, such as counts, are taken from the first replica.
 
@@ -395,7 +395,7 @@ def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def _mean_state(layers: Mapping[str, Plain], layer_id: str) -> Plain:
-    """The mean of a layer's state over the replicas, added in their order. Arrays that are equal in all of them are not changed."""
+    """Return the mean of a layer's state over the replicas, added in their order. Arrays that are equal in all stay unchanged."""
     where = f"checkpoint: layer '{layer_id}', state"
     names = [own_name(layer_id, replica) for replica in range(_replicas(layers, layer_id))]
     first, *others = (checked_dict(layers[name].get("state", {}), where) for name in names)

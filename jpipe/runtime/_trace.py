@@ -194,7 +194,7 @@ class _Watcher:
         self._buffers.look(worker, state)
 
     def memory(self, ends: Mapping[_Key, float]) -> tuple[MemorySample, ...]:
-        """What the rank held after each computation; a worker that had not computed yet held what it held at its first instruction."""
+        """Return the memory of the rank after each computation; before its first one a worker counts as at its first instruction."""
         found = []
         for computation, (parts, residuals, buffers) in zip(self.computations, self._samples, strict=True):
             workers = [parts.get(w, first) for w, first in self._first_parts.items()]
@@ -206,7 +206,7 @@ class _Watcher:
 
 
 def _bytes_by_version(versions: Mapping[int, Any]) -> dict[int, int]:
-    """The bytes of each version; frozen parameters, which are the same arrays in all of them, count with the oldest one."""
+    """Return the bytes of each version; frozen parameters, which are the same arrays in all of them, count with the oldest one."""
     counted, found = set[int](), dict[int, int]()
     for version, held in sorted(versions.items()):
         leaves = {id(leaf): leaf for leaf in jax.tree.leaves(held)}
@@ -283,7 +283,7 @@ class _Buffers:
 
 
 def _on_each_device(leaf: Any) -> int:
-    """The bytes of an array that each of its devices holds; of one that is still coming from another process, those it will hold."""
+    """Return the bytes of an array on each of its devices; of one in transfer from another process, those it will have."""
     return shard_bytes(leaf) if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else leaf.nbytes
 
 
@@ -324,7 +324,7 @@ def _key(instruction: _Instruction) -> _Key:
 
 
 def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
-    """What may give a computation its input: its neighbour; for an update all replicas, with the global norm those of the first stage."""
+    """Return the computations that may produce a computation's input: a neighbour's; for an update those of all replicas."""
     worker, op, k = key
     s = plan.workers[worker][0]
     match OPS[op].reads if op in OPS else "":  # an update is no op
@@ -348,7 +348,7 @@ def _ops_leaving(what: Leaves) -> list[str]:
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
-    """The ends made consistent: a thread may record an end late, but a computation never ends before one that it waits for."""
+    """Correct ends that a thread recorded late: no computation ends before one that it waits for."""
     changed = True
     while changed:
         changed = False
@@ -361,7 +361,7 @@ def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> d
 
 
 def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None = None) -> tuple[StageCost, ...]:
-    """The costs with the median times of each stage's forwards, backwards and updates in a measured timeline, over its replicas.
+    """Replace the times in `costs` by each stage's median forward, backward and update times in a measured timeline.
 
     If two of these are one computation, its time is divided in the ratio of `costs`, or as `Pipeline.costs` has it if they are 0 there. A
     whole backward is the sum of its halves where only these were measured, which otherwise keep their ratio. Times without a measurement
@@ -408,7 +408,7 @@ def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
 
 
 def _share(one: float, other: float, usual: float) -> float:
-    """The share of one in the sum of both; the usual one if an earlier fit found no time for either."""
+    """Return the share of `one` in the sum of both, or `usual` if an earlier fit measured neither."""
     return one / (one + other) if one + other else usual
 
 

@@ -1,4 +1,4 @@
-"""The only code that knows how an array gets from one worker to another."""
+"""Transfers of arrays between workers: messages from stage to stage, sums over replicas, and host arrays."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -87,7 +87,7 @@ class Transport:
         self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
 
     def compile(self, sends: Iterable[Sent], sums: Iterable[tuple[int, Tree]], loads: Mapping[tuple[int, str], Tree]) -> None:
-        """Make ready for transfers between processes; the same in all of them, before any of them moves anything.
+        """Compile the transfers; all processes call it with the same kinds of messages, before any of them moves anything.
 
         Args:
             sends: the kinds of messages of all workers.
@@ -192,7 +192,7 @@ class Transport:
     def all_reduce(
         self, i: AllReduce, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled
     ) -> Mapping[int, Tree]:
-        """Give a replica's part of the sum of `batch`, which is used up.
+        """Contribute a replica's part to the sum of `batch`, consuming the part.
 
         Args:
             i: the instruction.
@@ -219,7 +219,7 @@ class Transport:
     def sum_replicas(
         self, replicas: Sequence[int], parts: dict[int, Tree], add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled, words: object
     ) -> Mapping[int, Tree]:
-        """Sum over the replicas of a stage what each of them has; all processes that hold some of them call it.
+        """Sum the parts of a stage's replicas; all processes that hold some of them call it.
 
         Args:
             replicas: the workers.
@@ -268,7 +268,7 @@ class Transport:
         return tuple(first.values())
 
     def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
-        """The sum on each worker's devices, in memory of its own: each will write into it."""
+        """Copy the sum to each worker's devices; each gets separate memory, because it will write into it."""
         copies, first = {workers[0]: total}, self._places[workers[0]]
         for w in workers[1:]:
             place = self._places[w]
@@ -285,7 +285,7 @@ class Transport:
         join: Callable[[Mapping[Any, Tree]], Tree],
         specs: Callable[[], Tree],
     ) -> Tree:
-        """What `join` makes of the results of these transfers, by lane."""
+        """Start these transfers and return what `join` makes of their results, by lane."""
         assert self._processes is not None
         if not calls:  # a message without arrays
             return join({})
@@ -335,7 +335,7 @@ class _Words(NamedTuple):
 
 
 def progress() -> int:
-    """A number that grows as long as this process moves anything, or begins to."""
+    """Return a number that grows as long as this process moves anything, or begins to."""
     return Collective.done + Transport.calls
 
 
@@ -365,7 +365,7 @@ def _rows_of_leaf(leaf: Any, start: int, stop: int) -> np.ndarray:
 
 
 def to_host(batch: Tree) -> Tree:
-    """The batch with its JAX arrays as NumPy arrays; anything else that has rows is left, to be read a microbatch at a time.
+    """Convert the JAX arrays of a batch to NumPy; anything else with rows stays, to be read a microbatch at a time.
 
     Raises:
         InputError: it has no rows that can be read: only a shape, or arrays that were deleted.

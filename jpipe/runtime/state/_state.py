@@ -136,7 +136,7 @@ def is_consumed(state: State) -> bool:
 
 
 def _difference(made_by: Fingerprint, own: Fingerprint) -> str:
-    """The first entry in which two fingerprints differ."""
+    """Return the first entry in which two fingerprints differ."""
     there, here = dict(made_by), dict(own)
     name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
     return f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
