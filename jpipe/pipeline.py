@@ -68,7 +68,7 @@ _LOG = logging.getLogger("jpipe")
 
 
 class Pipeline:
-    """Trains `stack` as `plan` says. Holds compiled programs, and nothing that changes from step to step.
+    """Trains `stack` as `plan` says; holds compiled programs, and nothing that changes from step to step.
 
     `init` verifies the programs (see `simulate`) before it compiles what they use. In a run of several processes (after
     `jax.distributed.initialize`) every process makes the same pipeline and calls the same methods in the same order; each runs the
@@ -176,7 +176,7 @@ class Pipeline:
         return self.skip_nonfinite or self.precision.dynamic_scale is not None
 
     def _shared_stages(self) -> tuple[tuple[int, ...], ...]:
-        """For each group of shared parameters the stages that hold them.
+        """Return, for each group of shared parameters, the stages that hold them.
 
         Raises:
             InputError: the schedule cannot sum their gradients in time.
@@ -602,11 +602,11 @@ class Pipeline:
         return SCHEDULES[self.plan.schedule].versions_alive(self.plan, stage.functions.number)
 
     def _undivided(self) -> contextlib.AbstractContextManager[None]:
-        """In a run of several processes, hold back Ctrl-C in what changes no state, too: other processes wait for all of it."""
+        """Delay Ctrl-C in a run of several processes, even where no state changes: other processes wait for the whole call."""
         return contextlib.nullcontext() if self.transfers is None else held_signals()
 
     def _running(self, state: State) -> tuple[Executor, State, Metrics]:
-        """Return what runs a state, and the state to run with its metrics: those that an interrupted call has made of it, or itself.
+        """Return the executor, and the state to run with its metrics: the results of an interrupted call on it, or the state itself.
 
         Raises:
             InputError: the state is not of this pipeline, or consumed, or lost.

@@ -27,7 +27,7 @@ class Lane:
         threading.Thread(target=self._work, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
 
     def put(self, transfer: Callable[[], Tree], needs: Tree, fail: Callable[[BaseException], None]) -> "Future[Tree]":
-        """Have a transfer done after those before it, once the arrays it needs are computed; `fail` gets an error: perhaps nobody waits."""
+        """Queue a transfer that runs once the arrays it needs are computed; `fail` gets its error, since perhaps nobody waits for it."""
         future: Future[Tree] = Future()
         self._queue.put((transfer, needs, fail, future))
         return future
@@ -51,11 +51,11 @@ def lane_of(devices: Hashable) -> Lane:
 
 
 class PendingTransfer:
-    """What another process sends, while it is on its way.
+    """A message in transfer from another process.
 
     Args:
         future: the arrays.
-        words: what is waited for; its text is taken when it is needed.
+        words: what is waited for; converted to text only when it is printed.
         on: the processes waited for.
         processes: of the run.
         specs: gives the shapes and dtypes of the arrays.
