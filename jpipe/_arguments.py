@@ -13,6 +13,7 @@ from jpipe.errors import InputError, nearest
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._losses import Loss
 from jpipe.model._precision import Precision
+from jpipe.model._stack import LayerStack
 from jpipe.plan import Plan
 from jpipe.runtime._executor import To, Weights
 from jpipe.runtime._plain import filled
@@ -66,6 +67,22 @@ def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:
             f"params: layer '{layer_id}': expected its parameters, found the key 'params' of all variables; give ['params'] of it"
         )
     return params
+
+
+def check_model(stack: Any, plan: Any, loss: Any) -> None:
+    """Check that the plan fits the model, and that both and the loss have the right types."""
+    if not isinstance(stack, LayerStack):
+        raise InputError(f"stack: expected a jpipe.LayerStack, found {type(stack).__name__}; wrap the layers in LayerStack(…)")
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(stack.ids, …)")
+    if not callable(loss):
+        raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
+    plan.check_layers(stack.ids)
+    if stack.carries_rows and max(plan.replicas) > 1:
+        raise InputError(
+            f"plan.replicas: expected 1 for each stage of layers that carry a state of each row from batch to batch, found "
+            f"{max(plan.replicas)}; use more stages instead, or layers that carry none"
+        )
 
 
 def check_observer(observe: Any) -> None:

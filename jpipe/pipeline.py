@@ -1,7 +1,6 @@
 """The user's object: a pipeline over a model, a plan, a loss and an optimizer; functional, state in and state out."""
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
@@ -14,6 +13,7 @@ import optax
 from jpipe._arguments import (
     as_key,
     check_ema_decay,
+    check_model,
     check_norm_options,
     check_observer,
     check_to,
@@ -54,11 +54,11 @@ from jpipe.stages._batch import (
     rows_of,
 )
 from jpipe.stages._builder import StageBuilder
-from jpipe.stages._bytes import kept_by_both, measure_bytes
+from jpipe.stages._bytes import measure_stages
 from jpipe.stages._compile import CompiledPrograms, compile_stages
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._initializers import compile_initializers
-from jpipe.stages._shares import shares_of, with_shares
+from jpipe.stages._shares import shares_of
 from jpipe.stages.functions._evaluation import check_metrics
 from jpipe.stages.functions._stage import StageFunctions
 
@@ -123,18 +123,7 @@ class Pipeline:
         ema_decay: float | None = None,
         precision: Precision = PLAIN,
     ) -> None:
-        if not isinstance(stack, LayerStack):
-            raise InputError(f"stack: expected a jpipe.LayerStack, found {type(stack).__name__}; wrap the layers in LayerStack(…)")
-        if not isinstance(plan, Plan):
-            raise InputError(f"plan: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(stack.ids, …)")
-        if not callable(loss):
-            raise InputError(f"loss: expected a function (outputs, labels) -> (sum, weight), found {type(loss).__name__}")
-        plan.check_layers(stack.ids)
-        if stack.carries_rows and max(plan.replicas) > 1:
-            raise InputError(
-                f"plan.replicas: expected 1 for each stage of layers that carry a state of each row from batch to batch, found "
-                f"{max(plan.replicas)}; use more stages instead, or layers that carry none"
-            )
+        check_model(stack, plan, loss)
         check_precision(precision)
         check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
         check_ema_decay(ema_decay, plan)
@@ -521,7 +510,6 @@ class Pipeline:
             InputError: a batch or layers that do not fit; see `check`.
         """
         functions = self.stage_functions(batch)
-        splits = [SCHEDULES[self.plan.schedule].splits(self.plan, s) for s in range(self.plan.depth)]
         shares = [shares_of(self.plan, f) for f in functions]
         compiled: dict[int, CompiledStage] = {}
         for w, stage in {} if self._executor is None else self._executor.compiled_for(functions).items():
@@ -531,18 +519,7 @@ class Pipeline:
             places = {s: place_on(compiled_for, functions[s].partition.mesh) for s in wanted}
             firsts = [share for share, *_ in shares]
             compiled = compile_stages(self.plan, functions, self._steps_of(functions).verified_runs, places, firsts, programs)
-        chosen = [compiled[s].chosen if s in compiled else {} for s in range(self.plan.depth)]
-        recompute = [f.stage.recompute != "none" for f in functions]
-        costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
-        costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
-        for own in self.plan.pipeline_ranks:
-            for s in own:
-                if s + 1 in own:
-                    passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))
-                    costs[s + 1] = dataclasses.replace(costs[s + 1], passed=passed)
-        for s, stage in compiled.items():
-            costs[s] = dataclasses.replace(costs[s], temporary=stage.temporary_bytes)
-        return tuple(costs)
+        return measure_stages(self.plan, functions, shares, compiled)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

@@ -14,8 +14,7 @@ import jax
 import pytest
 from jpipe_train.assemble import build, model
 
-from jpipe import pipeline
-from jpipe.stages import _builder, _compile, _initializers
+from jpipe.stages import _builder, _bytes, _compile, _initializers
 from tests.jpipe import running
 
 SETTINGS = (
@@ -86,7 +85,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
         lambda stack, layers, first, loss, labels, trained: ((first, *layers), stack, layers, loss, labels, trained.chosen),
     )
     share(_builder, "find_layerwise", lambda rule, params, masters, ties: ((tuple(params), masters), rule, params, ties))
-    share(pipeline, "measure_bytes", lambda f, recomputes, splits, chosen: ((f.stage.layers, recomputes, splits), f, chosen))
+    share(_bytes, "measure_bytes", lambda f, recomputes, splits=False, chosen=None: ((f.stage.layers, recomputes, splits), f, chosen))
     share(_builder, "check_loss", lambda loss, where, layer_id, y, labels: ((where, layer_id), loss, y, labels))
     # What users name may be another function in the next test: only what is built in is shared.
     share(

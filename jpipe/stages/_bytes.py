@@ -1,17 +1,47 @@
-"""The bytes of the arrays of a stage, from shapes alone."""
+"""The bytes of the arrays of stages, from shapes alone."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
 
 from jpipe.meshes._partition import shard_bytes
 from jpipe.meshes._place import NoPlace
+from jpipe.plan import Plan
 from jpipe.programs._costs import Passed, StageCost
-from jpipe.stages._arrays import Arrays
+from jpipe.schedules import SCHEDULES
+from jpipe.stages._arrays import Arrays, Share
+from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._gradients import has_gradient
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._update import squares_spec
+
+
+def measure_stages(
+    plan: Plan, functions: Sequence[StageFunctions], shares: Sequence[tuple[Share | None, ...]], compiled: Mapping[int, CompiledStage]
+) -> tuple[StageCost, ...]:
+    """Return the bytes of all stages of a plan, as `measure_bytes` measures each.
+
+    Args:
+        plan: the plan.
+        functions: of each stage.
+        shares: of the replicas of each stage, from `shares_of`.
+        compiled: by stage, those whose temporaries and shardings are known.
+    """
+    splits = [SCHEDULES[plan.schedule].splits(plan, s) for s in range(plan.depth)]
+    chosen = [compiled[s].chosen if s in compiled else {} for s in range(plan.depth)]
+    recompute = [f.stage.recompute != "none" for f in functions]
+    costs = [measure_bytes(*parts) for parts in zip(functions, recompute, splits, chosen, strict=True)]
+    costs = [with_shares(*parts) for parts in zip(costs, functions, shares, strict=True)]
+    for stages_of_rank in plan.pipeline_ranks:
+        for s in stages_of_rank:
+            if s + 1 in stages_of_rank:
+                passed = kept_by_both(functions[s], functions[s + 1], (splits[s], splits[s + 1]))
+                costs[s + 1] = replace(costs[s + 1], passed=passed)
+    for s, stage in compiled.items():
+        costs[s] = replace(costs[s], temporary=stage.temporary_bytes)
+    return tuple(costs)
 
 
 def measure_bytes(
@@ -101,6 +131,15 @@ def kept_by_both(before: StageFunctions, after: StageFunctions, splits: tuple[bo
             )
             passed.append(Passed(size, "W" if late else "I", receiver))
     return tuple(passed)
+
+
+def with_shares(cost: StageCost, f: StageFunctions, shares: tuple[Share | None, ...]) -> StageCost:
+    """Return the costs of a stage whose replicas have these shares."""
+    present, arrays = [share for share in shares if share is not None], arrays_of(f)
+    if not present:
+        return cost
+    optimizer = max(nbytes(share.part(arrays.optimizer)) for share in present)
+    return replace(cost, optimizer=optimizer, updated=tuple(nbytes(share.outgoing(arrays.trained)) for share in present))
 
 
 def nbytes(tree: Any) -> int:

@@ -1,9 +1,7 @@
 """The shares of the replicas in the optimizer state and the update of their stage (ZeRO stage 1)."""
 
-from dataclasses import replace
-
 from jpipe.plan import Plan
-from jpipe.programs._costs import StageCost, deal
+from jpipe.programs._costs import deal
 from jpipe.stages._arrays import Share
 from jpipe.stages._bytes import arrays_of, nbytes
 from jpipe.stages.functions._stage import StageFunctions
@@ -30,12 +28,3 @@ def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
     for owner, part in zip(owners, parts.values(), strict=True):
         entries[owner] += part
     return tuple(Share(tuple(own), tuple(common)) for own in entries)
-
-
-def with_shares(cost: StageCost, f: StageFunctions, shares: tuple[Share | None, ...]) -> StageCost:
-    """Return the costs of a stage whose replicas have these shares."""
-    present, arrays = [share for share in shares if share is not None], arrays_of(f)
-    if not present:
-        return cost
-    optimizer = max(nbytes(share.part(arrays.optimizer)) for share in present)
-    return replace(cost, optimizer=optimizer, updated=tuple(nbytes(share.outgoing(arrays.trained)) for share in present))
