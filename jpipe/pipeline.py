@@ -68,7 +68,7 @@ _LOG = logging.getLogger("jpipe")
 
 
 class Pipeline:
-    """Trains `stack` as `plan` says. Holds compiled programs, and nothing that changes from step to step.
+    """Trains `stack` as `plan` says; holds compiled programs, and nothing that changes from step to step.
 
     `init` verifies the programs (see `simulate`) before it compiles what they use. In a run of several processes (after
     `jax.distributed.initialize`) every process makes the same pipeline and calls the same methods in the same order; each runs the
@@ -176,7 +176,7 @@ class Pipeline:
         return self.skip_nonfinite or self.precision.dynamic_scale is not None
 
     def _shared_stages(self) -> tuple[tuple[int, ...], ...]:
-        """For each group of shared parameters the stages that hold them.
+        """Return, for each group of shared parameters, the stages that hold them.
 
         Raises:
             InputError: the schedule cannot sum their gradients in time.
@@ -191,7 +191,7 @@ class Pipeline:
 
     @own_context()
     def check(self, batch: Batch, metrics: Mapping[str, Loss] | None = None) -> None:
-        """Refuse what would not run with batches like this one; the optimizer is tried on tiny arrays, nothing else is computed.
+        """Raise InputError if batches like this one would not run; only the optimizer computes, on tiny arrays.
 
         Args:
             batch: as in `init`.
@@ -205,7 +205,7 @@ class Pipeline:
 
     @own_context()
     def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None, *, buckets: Sequence[Batch] = ()) -> State:
-        """Fresh weights on their devices, or those that are given, and everything compiled for batches like this one.
+        """Compile for batches like this one, and put fresh weights, or those in `params`, on their devices.
 
         Logs a warning, once, if a layer computes with several rows together, as batch normalization does, or the loss is more than a sum
         over rows: such a layer or loss sees the rows of a microbatch, not those of a batch.
@@ -253,7 +253,7 @@ class Pipeline:
         fresh_optimizer: bool = False,
         buckets: Sequence[Batch] = (),
     ) -> State:
-        """The state before batch `at` of the run that a `Snapshot` was made of, and everything compiled, as `init` does.
+        """Compile as `init` does and return the state before batch `at` of the run that a `Snapshot` was made of.
 
         Under the same plan the run goes on as if it had not ended, bit for bit. The plan may be another one: other cuts, replicas,
         schedule, recomputation, processes. Weight versions that the snapshot has not, which another schedule or depth may read, are
@@ -278,7 +278,7 @@ class Pipeline:
 
     @own_context()
     def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> None:
-        """Refuse the layers that `restore` would refuse; nothing is compiled, and no other process is waited for.
+        """Raise InputError for layers that `restore` cannot use, without compiling or waiting for other processes.
 
         Args:
             batch: (inputs, labels); only shapes and dtypes are used.
@@ -295,7 +295,7 @@ class Pipeline:
                 fitting(self.plan, w, functions[s], shares_of(self.plan, functions[s])[replica], layers, at, fresh_optimizer)
 
     def snapshot(self, batch: int) -> Snapshot:
-        """What a checkpoint of this run before `batch` is taken with; see `Snapshot`. `init` or `restore` comes first.
+        """Return the `Snapshot` that copies a checkpoint of this run before `batch`; call `init` or `restore` first.
 
         Raises:
             InputError: neither has been called, or `batch` is no integer of 0 or more.
@@ -475,7 +475,7 @@ class Pipeline:
 
     @own_context()
     def params(self, state: State, *, weights: Weights = "newest") -> dict[str, Tree]:
-        """The parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
+        """Return the parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
         They are copies: the next step may write into the memory of the originals. In a run of several processes each gets the layers of
         its own workers. Where `precision` keeps masters, these are returned, in float32. There are none of older versions: if microbatches
@@ -503,7 +503,7 @@ class Pipeline:
         stages: Collection[int] | None = None,
         programs: CompiledPrograms | None = None,
     ) -> tuple[StageCost, ...]:
-        """What the stages hold and move for batches like this one, in exact bytes, for `jpipe.simulate`; from shapes alone.
+        """Return the exact bytes that the stages hold and move for batches like this one, for `jpipe.simulate`, from shapes alone.
 
         Times are units: a forward takes 1, a backward 2, each of its halves 1, and 1 more where they recompute. Temporaries are known
         once `init` has compiled, or with `compiled_for`. Of a stage on a mesh the bytes are those of each of its devices. How XLA shards
@@ -569,7 +569,7 @@ class Pipeline:
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
 
     def _compile(self, batch: Batch, others: Sequence[Batch], facts: Mapping[str, str]) -> Executor:
-        """Everything compiled; `facts` have to be the same in all processes, and so has what this pipeline was made with."""
+        """Compile the stages; `facts` and the arguments of this pipeline have to be the same in all processes."""
         specs = [microbatch_spec(each, self.plan.microbatches) for each in (batch, *others)]
         distinct = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
         buckets = [Bucket(spec, self._builder.build(spec)) for spec in distinct]
@@ -585,14 +585,14 @@ class Pipeline:
         return Executor(self.plan, self._steps_of(buckets[0].functions), buckets, self.places, join_processes(), facts)
 
     def _steps_of(self, functions: Sequence[StageFunctions]) -> Steps:
-        """The programs of the plan; of shared parameters that are frozen the stages sum no gradients."""
+        """Return the programs of the plan, in which stages sum no gradients of shared parameters that are frozen."""
         shared = tuple(stages for stages, _ in functions[0].sharing.groups)
         if shared != self._steps.shared:
             self._steps = Steps(self.plan, self.uses_global_norm, shared)
         return self._steps
 
     def _start(self, executor: Executor, workers: Sequence[WorkerState], batch: int) -> State:
-        """The state of a run that begins with `batch`; all processes are ready for it."""
+        """Connect the processes and return the state of a run that begins with `batch`."""
         executor.connect()
         self._executor = executor
         return executor.state(workers, batch, batch)
@@ -602,11 +602,11 @@ class Pipeline:
         return SCHEDULES[self.plan.schedule].versions_alive(self.plan, stage.functions.number)
 
     def _undivided(self) -> contextlib.AbstractContextManager[None]:
-        """In a run of several processes, hold back Ctrl-C in what changes no state, too: other processes wait for all of it."""
+        """Delay Ctrl-C in a run of several processes, even where no state changes: other processes wait for the whole call."""
         return contextlib.nullcontext() if self.transfers is None else held_signals()
 
     def _running(self, state: State) -> tuple[Executor, State, Metrics]:
-        """Return what runs a state, and the state to run with its metrics: those that an interrupted call has made of it, or itself.
+        """Return the executor, and the state to run with its metrics: the results of an interrupted call on it, or the state itself.
 
         Raises:
             InputError: the state is not of this pipeline, or consumed, or lost.
@@ -619,5 +619,5 @@ class Pipeline:
 
 
 def _bits(key: jax.Array) -> str:
-    """The kind of a random key and its bits, as text."""
+    """Return the kind of a random key and its bits, as text."""
     return f"{key.dtype} {np.asarray(jax.random.key_data(key)).tobytes().hex()}"

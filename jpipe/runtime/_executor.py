@@ -21,7 +21,7 @@ from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
-from jpipe.runtime._worker import Found
+from jpipe.runtime._worker import RunResults
 from jpipe.runtime.state import Latest, State, WorkerState, fingerprint, model_of
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of
@@ -77,16 +77,16 @@ class Executor:
             )
         self.functions, self._buckets = functions, buckets
         self._plan, self._steps, self._places, self._processes = plan, steps, places, processes
-        shares = [shares_of(plan, f) for f in functions]
+        shares, process = [shares_of(plan, f) for f in functions], jax.process_index()
         arrays = [
             [Arrays(bucket.functions[s], places[w], share=shares[s][replica]) for w, (s, replica) in enumerate(plan.workers)]
             for bucket in buckets
         ]
         self._compiled: list[dict[int, CompiledStage]] = []  # by bucket
         for of_bucket in arrays:
-            own = {w: (a.functions, places[w], a.share) for w, a in enumerate(of_bucket) if places[w].process_index == jax.process_index()}
+            local = {w: (a.functions, places[w], a.share) for w, a in enumerate(of_bucket) if places[w].process_index == process}
             like = self._compiled[0] if self._compiled else None
-            self._compiled.append(compile_workers(own, steps.verified_runs, [len(f.counted) for f in functions], like))
+            self._compiled.append(compile_workers(local, steps.verified_runs, [len(f.counted) for f in functions], like))
         self.stages = self._compiled[0]
         self._by_bucket = {w: [stages[w] for stages in self._compiled] for w in self.stages}
         self._transport = Transport(places, plan.stage_workers, processes)
@@ -114,7 +114,7 @@ class Executor:
             self._processes.barrier(f"{self._exchange.name}: connected")
 
     def compiled_for(self, functions: Sequence[StageFunctions]) -> dict[int, CompiledStage]:
-        """The stages of this process as compiled for microbatches that these functions are for, or else for those of the first bucket."""
+        """Return the stages of this process as compiled for the bucket of these functions, or else for the first bucket."""
         inputs = functions[0].specs.x
         return next((stages for stages, bucket in zip(self._compiled, self._buckets, strict=True) if bucket.spec[0] == inputs), self.stages)
 
@@ -124,7 +124,7 @@ class Executor:
         return None if self._processes is None else self._transport.way
 
     def state(self, workers: Iterable[WorkerState], batch: int, start: int, buckets: tuple[int, ...] = ()) -> State:
-        """The state before `batch` of a pipeline that was last empty before batch `start`, where the last batches were of these buckets."""
+        """Return the state before `batch` of a pipeline that was empty before batch `start`; `buckets` are those of the last batches."""
         return State(tuple(workers), batch, start, self.functions[0].average_state != "read", self.fingerprint, buckets)
 
     def read(self, state: State, batch: Batch) -> tuple[Mapping[str, Tree], Data]:
@@ -147,21 +147,21 @@ class Executor:
         if self._comparison is not None:
             self._comparison.step(state.batch, host)
         buckets = (*state.buckets, bucket)[-self._steps.in_flight :] if len(self.specs) > 1 else ()
-        workers, found = self._run(program, shift, state.workers, data, _by_batch(buckets, state.batch + 1), observe)
+        workers, results = self._run(program, shift, state.workers, data, _by_batch(buckets, state.batch + 1), observe)
         is_empty = SCHEDULES[self._plan.schedule].flushes_after(self._plan, state.batch)
         start = state.batch + 1 if is_empty else state.start
-        return self.state(workers, state.batch + 1, start, buckets), self._exchange.metrics(program, shift, found)
+        return self.state(workers, state.batch + 1, start, buckets), self._exchange.metrics(program, shift, results)
 
     def drain(self, state: State, observe: Observer | None = None) -> tuple[State, Metrics]:
-        """The state with nothing in flight, and what only now is known of batches; each replica keeps its own layer state."""
+        """Finish what is in flight and return the state and the metrics that it completes; each replica keeps its own layer state."""
         if state.start == state.batch:
             return state, Metrics.empty()
         program, shift = self._steps.program(state.batch - state.start, state.batch, True)
-        workers, found = self._run(program, shift, state.workers, {}, _by_batch(state.buckets, state.batch), observe)
-        return self.state(workers, state.batch, state.batch), self._exchange.metrics(program, shift, found)
+        workers, results = self._run(program, shift, state.workers, {}, _by_batch(state.buckets, state.batch), observe)
+        return self.state(workers, state.batch, state.batch), self._exchange.metrics(program, shift, results)
 
     def drained_copy(self, state: State) -> State:
-        """A copy of the state with nothing in flight."""
+        """Return a copy of the state with nothing in flight."""
         state = copy(state)
         if state.start == state.batch:
             return state
@@ -170,7 +170,7 @@ class Executor:
         return self.state(workers, state.batch, state.batch)
 
     def average(self, state: State) -> State:
-        """The state with the mean of the replicas' layer state, if they average it when it is read: one sum per stage."""
+        """Return the state with the mean of the replicas' layer state, if they average it when it is read: one sum per stage."""
         if state.averaged:
             return state
         workers = dict(zip(self.stages, state.workers, strict=True))
@@ -187,7 +187,7 @@ class Executor:
         return dataclasses.replace(state, workers=tuple(workers.values()), averaged=True)
 
     def settle(self, state: State, weights: Weights) -> tuple[State, int]:
-        """(state, the newest version, in batches, that all workers of all processes hold); if there is none, for a drained copy.
+        """Return the state and the newest version, in batches, that all workers of all processes hold; if none, of a drained copy.
 
         The moving average is held of the newest version of each stage only: with updates in flight there is no common one.
         """
@@ -207,18 +207,18 @@ class Executor:
             self._comparison.evaluation(host, {"the names of the metrics": ", ".join(metrics) or "none", "the kind of weights": weights})
         state, version = self.settle(state, weights)
         stages = self._evaluating(bucket, metrics)
-        found = self._forward(self.average(state), version, host, range(count), bucket, stages, weights)
-        return self._exchange.evaluation(found, version, list(metrics))
+        results = self._forward(self.average(state), version, host, range(count), bucket, stages, weights)
+        return self._exchange.evaluation(results, version, list(metrics))
 
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
-        """The outputs for any number of rows of a bucket; see `Pipeline.predict`."""
+        """Return the outputs for any number of rows of a bucket; see `Pipeline.predict`."""
         last = self._buckets[bucket].functions[-1]
         outputs = last.stack.specs(last.specs.x, last.stage.layers)[last.stage.layers[-1]].output
         rows_each, size = rows_of(self.specs[0]), rows_of(inputs)
         check_outputs(outputs, rows_each, last.stage.layers[-1])
         if bucket not in self._predicting:
-            own = {w: stage for w, stage in self._compiled[bucket].items() if stage.functions.last}
-            self._predicting[bucket] = self._compiled[bucket] | with_outputs(own)
+            last_stages = {w: stage for w, stage in self._compiled[bucket].items() if stage.functions.last}
+            self._predicting[bucket] = self._compiled[bucket] | with_outputs(last_stages)
             if self._processes is not None:
                 self._processes.barrier(f"{self._exchange.name}: predictions of bucket {bucket} compiled")
         count = -(-size // rows_each)
@@ -229,8 +229,8 @@ class Executor:
         at_once = max(self._plan.microbatches, _FILLS * self._plan.depth * max(self._plan.replicas))  # the devices hold their outputs
         for first in range(0, count, at_once):
             numbers = range(first, min(first + at_once, count))
-            found = self._forward(state, version, {"inputs": padded}, numbers, bucket, self._predicting[bucket], weights)
-            parts |= {k: jax.tree.map(np.asarray, found.evaluations.pop(k)) for k in sorted(found.evaluations)}
+            results = self._forward(state, version, {"inputs": padded}, numbers, bucket, self._predicting[bucket], weights)
+            parts |= {k: jax.tree.map(np.asarray, results.evaluations.pop(k)) for k in sorted(results.evaluations)}
         if self._processes is not None:
             sources = [self._places[self._plan.worker(self._plan.depth - 1, k)].process_index for k in range(count)]
             self._predictions += 1
@@ -249,25 +249,25 @@ class Executor:
         bucket: int,
         stages: Mapping[int, CompiledStage],
         weights: Weights,
-    ) -> Found:
+    ) -> RunResults:
         """Forward these microbatches of a bucket through these stages, with the weights of one version, in batches."""
         program = lower_evaluation(self._plan, len(numbers), version, first=numbers.start, labels="labels" in data)
-        held = self._weights(state, version, weights)
+        read_weights = self._weights(state, version, weights)
         workers = {
-            w: dataclasses.replace(worker, weights=held[w], microbatches={}, updates={}, loss_scales={})
+            w: dataclasses.replace(worker, weights=read_weights[w], microbatches={}, updates={}, loss_scales={})
             for w, worker in zip(self.stages, state.workers, strict=True)
         }
         loads = read_data(program, workers, data, rows_of(self.specs[0]))
-        by_bucket = {w: [*those[:bucket], stages[w], *those[bucket + 1 :]] for w, those in self._by_bucket.items()}
-        _, found = run(program, 0, by_bucket, lambda _: bucket, workers, self._transport, loads, consume=False)
-        return found
+        by_bucket = {w: [*compiled[:bucket], stages[w], *compiled[bucket + 1 :]] for w, compiled in self._by_bucket.items()}
+        _, results = run(program, 0, by_bucket, lambda _: bucket, workers, self._transport, loads, consume=False)
+        return results
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
-        """A copy of the parameters of this process's layers, at one version for all stages; the masters where there are any."""
+        """Copy the parameters of this process's layers, at one version for all stages; the masters where there are any."""
         has_masters = self.functions[0].precision.has_masters
         # A stage has masters of its newest version only, which is the same in all stages once nothing is in flight.
         state, version = (self.drained_copy(state), state.batch) if has_masters else self.settle(state, weights)
-        found: dict[str, Tree] = {}
+        params: dict[str, Tree] = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             f, (s, _) = stage.functions, self._plan.workers[w]
             if weights == "ema":
@@ -276,20 +276,20 @@ class Executor:
                 entries = master_params(f, worker.optimizer, worker.weights.read(worker.weights.newest))
             else:
                 entries = worker.weights.read(version * self._plan.updates_per_batch(s))
-            layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in found)  # replicas hold the same
-            found |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in layers}
-        return copy({layer_id: found[layer_id] for layer_id in self._plan.layers if layer_id in found})
+            layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in params)  # replicas hold the same
+            params |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in layers}
+        return copy({layer_id: params[layer_id] for layer_id in self._plan.layers if layer_id in params})
 
     def _weights(self, state: State, version: int, weights: Weights) -> dict[int, Latest]:
-        """For each worker of this process the weights of one version, in batches, or the average at that version, by its own number."""
-        found = {}
+        """Return the weights of one version, in batches, or the average at that version, for each worker of this process."""
+        latest = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             number, f = version * self._plan.updates_per_batch(self._plan.workers[w][0]), stage.functions
             is_average = weights == "ema"
             newest = worker.weights.read(worker.weights.newest)
             params = average_params(f, worker.optimizer, newest, f.specs.params) if is_average else worker.weights.read(number)
-            found[w] = Latest(params, number)
-        return found
+            latest[w] = Latest(params, number)
+        return latest
 
     def _run(
         self,
@@ -299,23 +299,23 @@ class Executor:
         data: Data,
         buckets: Callable[[int], int],
         observe: Observer | None,
-    ) -> tuple[Iterable[WorkerState], Found]:
+    ) -> tuple[Iterable[WorkerState], RunResults]:
         states = dict(zip(self.stages, workers, strict=True))
-        left, found = run(program, shift, self._by_bucket, buckets, states, self._transport, data, observe)
-        return left.values(), found
+        new_states, results = run(program, shift, self._by_bucket, buckets, states, self._transport, data, observe)
+        return new_states.values(), results
 
     def _evaluating(self, bucket: int, metrics: Mapping[str, Loss]) -> dict[int, CompiledStage]:
-        """The stages of this process, with these metrics in the last one's evaluation; compiled at the first use of the metrics."""
-        asked, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[bucket]
-        if metrics and asked not in self._measuring:
+        """Return the stages of this process with these metrics in the last one's evaluation, compiled at their first use."""
+        key, stages = (bucket, tuple((name, id(metric)) for name, metric in metrics.items())), self._compiled[bucket]
+        if metrics and key not in self._measuring:
             check_metrics(self._buckets[bucket].functions[-1], metrics)
-            own = {w: stage for w, stage in stages.items() if stage.functions.last}
-            self._measuring[asked] = with_metrics(own, metrics)
-        return stages | self._measuring.get(asked, {})
+            last_stages = {w: stage for w, stage in stages.items() if stage.functions.last}
+            self._measuring[key] = with_metrics(last_stages, metrics)
+        return stages | self._measuring.get(key, {})
 
 
 def copy(tree: Tree) -> Tree:
-    """A copy of the tree; waits for arrays that are still in transfer from another process."""
+    """Copy the tree, waiting for arrays that are still in transfer from another process."""
     return jax.tree.map(jnp.copy, jax.tree.map(arrived, tree))
 
 
@@ -324,12 +324,12 @@ def _on_host(batch: Batch) -> dict[str, Tree]:
 
 
 def _by_batch(buckets: Sequence[int], end: int) -> Callable[[int], int]:
-    """The bucket of each of the last batches before `end`, by its number; all are 0 where there is one."""
+    """Return the bucket of each of the last batches before `end`, by batch number; 0 for all where there is one bucket."""
     return (lambda batch: buckets[batch - end]) if buckets else (lambda _: 0)
 
 
 def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Program]) -> list[Sent]:
-    """One send of each kind between each pair of workers, with what it moves; of each bucket `buckets` has the arrays of each worker."""
+    """Return one send of each kind between each pair of workers, with what it moves; `buckets` has each worker's arrays by bucket."""
     evaluation = lower_evaluation(plan, math.lcm(*plan.replicas), 0)
     sends = (i for program in (*runs, evaluation) for i in program.instructions if type(i) is Send)
     kinds = {(i.worker, i.to, i.message): i for i in sends}
@@ -337,7 +337,7 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
     def sent(i: Send, bucket: int) -> Sent:
         arrays = buckets[bucket]
         source, to = arrays[i.worker], arrays[i.to]
-        s, other = plan.workers[i.worker][0], plan.workers[i.to][0]
+        s, to_stage = plan.workers[i.worker][0], plan.workers[i.to][0]
         match i.message:
             case "activation":
                 return Sent(i, bucket, source.outputs, to.x)
@@ -352,7 +352,7 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
                 assert source.share is not None
                 return Sent(i, bucket, source.share.outgoing(source.trained), source.share.outgoing(to.trained))
         gradients = source.accumulators["gradients"], to.accumulators["gradients"]
-        return Sent(i, bucket, *(shared_with(source.functions, other, own) for own in gradients))
+        return Sent(i, bucket, *(shared_with(source.functions, to_stage, gradient) for gradient in gradients))
 
     ordered = [i for _, i in sorted(kinds.items())]
     of_shape = [i for i in ordered if i.message in ("activation", "gradient")]
@@ -360,13 +360,13 @@ def _sends(plan: Plan, buckets: Sequence[Sequence[Arrays]], runs: Iterable[Progr
 
 
 def _replica_sums(plan: Plan, arrays: Sequence[Arrays]) -> list[tuple[int, Tree]]:
-    """What the replicas of each stage sum, as (first replica, specs of what it has)."""
+    """Return the first replica of each stage and the specs of what its replicas sum."""
     replicated = [(workers[0], arrays[workers[0]]) for workers in plan.stage_workers if len(workers) > 1]
     sums: list[tuple[int, Tree]] = [(first, a.reduced) for first, a in replicated]
     return sums + [(first, a.averaged) for first, a in replicated if a.functions.averages_when_read]
 
 
-def _loads(own: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:
-    """The shardings of what the workers of this process load."""
-    found = {(w, name): tree for w in own for name, tree in (("inputs", arrays[w].x), ("labels", arrays[w].labels))}
-    return {key: shardings_of(tree) for key, tree in found.items()}
+def _loads(workers: Iterable[int], arrays: Sequence[Arrays]) -> dict[tuple[int, str], Tree]:
+    """Return the shardings of what the workers of this process load."""
+    specs = {(w, name): tree for w in workers for name, tree in (("inputs", arrays[w].x), ("labels", arrays[w].labels))}
+    return {key: shardings_of(tree) for key, tree in specs.items()}

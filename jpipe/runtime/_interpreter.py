@@ -23,7 +23,7 @@ from jpipe.programs._instructions import (
 )
 from jpipe.runtime._nan_check import checked, is_on
 from jpipe.runtime._transport import Transport, rows
-from jpipe.runtime._worker import ConsumedArrays, Found, Worker
+from jpipe.runtime._worker import ConsumedArrays, RunResults, Worker
 from jpipe.runtime.state import WorkerState
 from jpipe.stages._compiled_stage import CompiledStage
 
@@ -60,7 +60,7 @@ def run(
     observe: Observer | None = None,
     *,
     consume: bool = True,
-) -> tuple[dict[int, WorkerState], Found]:
+) -> tuple[dict[int, WorkerState], RunResults]:
     """Dispatch all instructions of `program` that are for workers of this process, `shift` batches later than it was lowered for.
 
     Args:
@@ -77,15 +77,15 @@ def run(
     Returns:
         The new states, and the losses, norms and evaluations.
     """
-    plan, found, consumed = program.plan, Found({}, {}, {}), ConsumedArrays()
+    plan, results, consumed = program.plan, RunResults({}, {}, {}), ConsumedArrays()
     if is_on():
         stages = checked(plan, stages)
-    workers = {w: Worker(program, w, shift, stages[w], buckets, state, transport, found, consumed) for w, state in states.items()}
-    crowded = crowded_meshes(own.compiled.place for own in workers.values())
-    for own in workers.values():
-        own.takes_turns = own.compiled.place in crowded
+    workers = {w: Worker(program, w, shift, stages[w], buckets, state, transport, results, consumed) for w, state in states.items()}
+    crowded = crowded_meshes(each.compiled.place for each in workers.values())
+    for each in workers.values():
+        each.takes_turns = each.compiled.place in crowded
         if consume:
-            own.count_arrays()
+            each.count_arrays()
     try:
         for instruction in program.instructions:
             worker = workers.get(instruction.worker)
@@ -95,15 +95,15 @@ def run(
             if worker.takes_turns:
                 worker.settle()
             if observe is not None:
-                observe(Event(shifted(instruction, plan, shift), worker.done, worker.held.state()))
+                observe(Event(shifted(instruction, plan, shift), worker.done, worker.state.freeze()))
                 worker.done = None
     except BaseException:
         transport.forget()
         consumed.delete()
-        for own in workers.values() if consume else ():
-            own.delete_state()
+        for each in workers.values() if consume else ():
+            each.delete_state()
         raise
-    return {w: worker.held.state() for w, worker in workers.items()}, found
+    return {w: worker.state.freeze() for w, worker in workers.items()}, results
 
 
 def _dispatch(instruction: Instruction, workers: "Mapping[int, Worker]", data: Data) -> None:
@@ -132,12 +132,12 @@ def read_data(program: Program, workers: Container[int], batches: Mapping[str, T
     Raises:
         InputError: a part of a batch has other rows than its shape and dtype say.
     """
-    found: Data = {}
+    data: Data = {}
     for i in program.instructions:
         if type(i) is Load and i.worker in workers:
             row = (i.microbatch - program.begin * program.plan.microbatches) * rows_each
-            found[i.data, i.microbatch] = rows(batches[i.data], row, row + rows_each)
-    return found
+            data[i.data, i.microbatch] = rows(batches[i.data], row, row + rows_each)
+    return data
 
 
 _METHODS: dict[type, Callable[[Worker, Any], None]] = {

@@ -1,4 +1,4 @@
-"""How this process joins the others of its run, and compares its batches with theirs."""
+"""Joining the processes of a run, and comparing their batches."""
 
 import atexit
 import zlib
@@ -96,15 +96,15 @@ def _facts(batches: str, batch: Tree, checksums: Mapping[str, int]) -> dict[str,
 
 
 def _checksums(batch: Tree, rows_each: int, before: Mapping[str, int]) -> dict[str, int]:
-    """The checksums `before`, by array, with those of this batch added."""
-    found = dict(before)
+    """Return the checksums `before`, by array, with those of this batch added."""
+    checksums = dict(before)
     for name, array in _by_name(batch).items():
         if isinstance(array, np.ndarray) and array.size:
             rows = array[::rows_each][: max(_MOST_BYTES // array[0].nbytes, 1)]
-            found[name] = zlib.crc32(rows.ravel().view(np.uint8)[:_MOST_BYTES].tobytes(), found.get(name, 0))
-    return found
+            checksums[name] = zlib.crc32(rows.ravel().view(np.uint8)[:_MOST_BYTES].tobytes(), checksums.get(name, 0))
+    return checksums
 
 
 def _by_name(batch: Tree) -> dict[str, Any]:
-    """The arrays by their names: `inputs`, or `inputs['tokens']` where the inputs are a dict."""
+    """Yield the arrays by their names: `inputs`, or `inputs['tokens']` where the inputs are a dict."""
     return {"".join((path[0].key, jax.tree_util.keystr(path[1:]))): leaf for path, leaf in jax.tree.leaves_with_path(batch)}

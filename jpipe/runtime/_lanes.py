@@ -27,7 +27,7 @@ class Lane:
         threading.Thread(target=self._work, daemon=True).start()  # a daemon: a collective whose peer is gone never ends
 
     def put(self, transfer: Callable[[], Tree], needs: Tree, fail: Callable[[BaseException], None]) -> "Future[Tree]":
-        """Have a transfer done after those before it, once the arrays it needs are computed; `fail` gets an error: perhaps nobody waits."""
+        """Queue a transfer that runs once the arrays it needs are computed; `fail` gets its error, since perhaps nobody waits for it."""
         future: Future[Tree] = Future()
         self._queue.put((transfer, needs, fail, future))
         return future
@@ -46,16 +46,16 @@ class Lane:
 
 @functools.cache
 def lane_of(devices: Hashable) -> Lane:
-    """The thread of a link, or of the replicas on a set of devices: groups of the same devices in another order take turns."""
+    """Return the thread of a link, or of a set of devices, which all groups of replicas on these devices share."""
     return Lane()
 
 
 class PendingTransfer:
-    """What another process sends, while it is on its way.
+    """A message in transfer from another process.
 
     Args:
         future: the arrays.
-        words: what is waited for; its text is taken when it is needed.
+        words: what is waited for; converted to text only when it is printed.
         on: the processes waited for.
         processes: of the run.
         specs: gives the shapes and dtypes of the arrays.
@@ -94,7 +94,7 @@ class PendingTransfer:
         self._future = None
 
     def wait(self) -> Tree:
-        """The arrays.
+        """Return the arrays.
 
         Raises:
             PeerLost: a process of the run died, hung or stopped.
@@ -116,5 +116,5 @@ class PendingTransfer:
 
 
 def arrived(tree: Tree) -> Tree:
-    """The arrays of a message, waited for if they are still coming from another process."""
+    """Return the arrays of a message, waiting for those that are still in transfer from another process."""
     return tree.wait() if isinstance(tree, PendingTransfer) else tree

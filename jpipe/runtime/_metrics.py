@@ -18,7 +18,7 @@ from jpipe.plan import Plan
 from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import AllReduce, Compute, Program, Update
 from jpipe.runtime._lanes import arrived
-from jpipe.runtime._worker import Found
+from jpipe.runtime._worker import RunResults
 
 Tree = Any
 Number = jax.Array | np.ndarray
@@ -58,7 +58,7 @@ class Metrics(NamedTuple):
 
     @classmethod
     def empty(cls) -> "Metrics":
-        """Those of a step that finished no batch."""
+        """Return the metrics of a step that finished no batch."""
         return cls(*({} for _ in cls._fields))
 
 
@@ -128,51 +128,51 @@ class MetricsExchange:
         last = self._plan.stage_workers[-1][0]
         return self._devices[last].process_index == jax.process_index()
 
-    def metrics(self, program: Program, shift: int, found: Found) -> Metrics:
-        """Metrics of the batches that the program, run `shift` batches later, finishes; `found` is from the workers of this process."""
+    def metrics(self, program: Program, shift: int, results: RunResults) -> Metrics:
+        """Return the metrics of the batches that the program finishes, run `shift` batches later, from this process's `results`."""
         metrics = Metrics.empty()
-        losses = {batch: functools.partial(_mean_loss, updates) for batch, updates in found.losses.items()}
-        norms = {batch: functools.partial(tuple, norm) for batch, norm in found.norms.items()}
+        losses = {batch: functools.partial(_mean_loss, updates) for batch, updates in results.losses.items()}
+        norms = {batch: functools.partial(tuple, norm) for batch, norm in results.norms.items()}
         ended, updated = ([batch + shift for batch in batches] for batches in self._finished(program))
         if self._computes_losses:
-            _check_complete("loss", ended, found.losses)
-            _check_complete("gradient norm", updated if self._with_updates else [], found.norms)
+            _check_complete("loss", ended, results.losses)
+            _check_complete("gradient norm", updated if self._with_updates else [], results.norms)
         self._share("loss", ended, losses, metrics[:2])
         if self._with_updates:
             self._share("gradient norm", updated, norms, metrics[2 : 2 + self._with_updates])
         return metrics
 
     def _share(
-        self, what: str, batches: Sequence[int], own: Mapping[int, Callable[[], Sequence[Number]]], into: Sequence[dict[int, Any]]
+        self, what: str, batches: Sequence[int], local: Mapping[int, Callable[[], Sequence[Number]]], into: Sequence[dict[int, Any]]
     ) -> None:
-        """Put the numbers of these batches into the dicts, wherever they are computed; `own` are those of this process."""
+        """Put the numbers of these batches into the dicts, wherever they are computed; `local` are those of this process."""
         last = self._plan.stage_workers[-1][0]
         for batch in batches:
             if self._processes is None:
-                numbers = own[batch]()
+                numbers = local[batch]()
             else:
                 name, words = f"{self.name}: {what} of batch {batch}", f"the {what} of batch {batch}"
-                if batch in own:
-                    _send(self._processes, name, own[batch])
+                if batch in local:
+                    _send(self._processes, name, local[batch])
                 read = functools.cache(functools.partial(self._processes.receive, name, self._devices[last].process_index, words))
                 numbers = [RemoteScalar(lambda i=i, read=read: read()[i]) for i in range(len(into))]  # type: ignore[misc]  # mypy takes i and read for arguments
-            for held, number in zip(into, numbers, strict=True):
-                held[batch] = number
+            for values, number in zip(into, numbers, strict=True):
+                values[batch] = number
 
-    def evaluation(self, found: Found, version: int, names: Sequence[str]) -> Evaluation:
-        """The evaluation over all microbatches, in their order, with the weights of `version`; `names` are those of the metrics."""
+    def evaluation(self, results: RunResults, version: int, names: Sequence[str]) -> Evaluation:
+        """Return the evaluation over all microbatches with the weights of `version`; `names` are those of the metrics."""
         last = self._plan.stage_workers[-1]
         if self._processes is None:
-            parts = [found.evaluations[k] for k in sorted(found.evaluations)]
+            parts = [results.evaluations[k] for k in sorted(results.evaluations)]
             placed = parts if len(last) == 1 else jax.device_put(parts, self._devices[last[0]])
             (loss, weight), *metrics = (Mean(*_mean(list(pairs))) for pairs in zip(*placed, strict=True))
             return Evaluation(loss, weight, version, dict(zip(names, metrics, strict=True)))
         self._evaluations += 1
         processes, topics = self._processes, [f"{self.name}: evaluation {self._evaluations}, worker {w}" for w in last]
         for replica, topic in enumerate(topics):
-            own = [found.evaluations[k] for k in sorted(found.evaluations) if k % len(last) == replica]
-            if own:
-                _send(processes, topic, functools.partial(jax.tree.leaves, own))
+            local = [results.evaluations[k] for k in sorted(results.evaluations) if k % len(last) == replica]
+            if local:
+                _send(processes, topic, functools.partial(jax.tree.leaves, local))
 
         @functools.cache
         def read() -> list[tuple[float, float]]:
@@ -189,16 +189,16 @@ class MetricsExchange:
         return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)})
 
     def _finished(self, program: Program) -> tuple[list[int], list[int]]:
-        """The batches whose gradients are complete, and those whose updates are made, at the last stage; searched once per program."""
+        """Return the batches whose gradients, and those whose updates, the last stage completes; searched once per program."""
         if id(program) not in self._batches:
             s, worker = program.plan.depth - 1, program.plan.stage_workers[-1][0]
             rate, every = program.plan.updates_per_batch(s), program.plan.microbatches
-            own = [i for i in program.instructions if i.worker == worker]
-            updated = [i.batch // rate for i in own if type(i) is Update and (i.batch + 1) % rate == 0]
+            instructions = [i for i in program.instructions if i.worker == worker]
+            updated = [i.batch // rate for i in instructions if type(i) is Update and (i.batch + 1) % rate == 0]
             if program.plan.replicas[s] > 1:
-                ended = [i.batch // rate for i in own if type(i) is AllReduce and (i.batch + 1) % rate == 0]
+                ended = [i.batch // rate for i in instructions if type(i) is AllReduce and (i.batch + 1) % rate == 0]
             elif program.sets_aside[s]:
-                last = (i.microbatch for i in own if type(i) is Compute and OPS[i.op].finishes)
+                last = (i.microbatch for i in instructions if type(i) is Compute and OPS[i.op].finishes)
                 ended = [k // every for k in last if (k + 1) % every == 0]
             else:
                 ended = updated
@@ -209,15 +209,15 @@ class MetricsExchange:
 _pipelines = itertools.count()
 
 
-def _check_complete(what: str, expected: Sequence[int], found: Collection[int]) -> None:
+def _check_complete(what: str, expected: Sequence[int], reported: Collection[int]) -> None:
     """Compare the batches that a program finishes with those that have results.
 
     Raises:
         RuntimeError: they differ.
     """
-    if sorted(found) != sorted(expected):
+    if sorted(reported) != sorted(expected):
         raise RuntimeError(
-            f"internal error: expected the {what} of the batches {list(expected)} from this program, found {sorted(found)}; "
+            f"internal error: expected the {what} of the batches {list(expected)} from this program, found {sorted(reported)}; "
             "please report it with the plan"
         )
 
@@ -237,7 +237,7 @@ def _send(processes: Processes, name: str, numbers: Callable[[], Sequence[Number
 
 
 def _mean_loss(updates: Sequence[Tree]) -> tuple[jax.Array, jax.Array]:
-    """(mean loss, weight) of a batch from those of its updates."""
+    """Return (mean loss, weight) of a batch from those of its updates."""
     parts = [arrived(part) for part in updates]
     return parts[0] if len(parts) == 1 else _mean([(loss * jnp.where(weight == 0, 1, weight), weight) for loss, weight in parts])
 

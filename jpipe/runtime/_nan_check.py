@@ -17,12 +17,12 @@ Tree = Any
 
 
 def is_on() -> bool:
-    """Whether JAX is set to look for NaN or infinity."""
+    """Return whether JAX is set to look for NaN or infinity."""
     return bool(_wanted())
 
 
 def checked(plan: Plan, stages: Mapping[int, Sequence[CompiledStage]]) -> dict[int, list[CompiledStage]]:
-    """The stages of the workers with calls that wait for their results and look at them.
+    """Return the stages of the workers with calls that wait for their results and check them.
 
     JAX itself looks at what a compiled program returns the first time, and no more.
 
@@ -50,13 +50,13 @@ class _Checked:
         wanted = _wanted()
         with jax.debug_nans(False), jax.debug_infs(False):
             results = self.call(*arguments)
-            if found := _found(self._visible(results), wanted):
+            if values := _nonfinite(self._visible(results), wanted):
                 where = f"stage {self.number} (layers {shortened(self.stage.functions.stage.layers)})"
-                raise FloatingPointError(f"{where}: {found} in what its {self.name} computes; {self._begins(arguments, results, wanted)}")
+                raise FloatingPointError(f"{where}: {values} in what its {self.name} computes; {self._begins(arguments, results, wanted)}")
         return results
 
     def _visible(self, results: Any) -> Any:
-        """The results without what a forward keeps for its backward, where an operation that is masked later may leave anything."""
+        """Drop what a forward keeps for its backward, which may hold NaN that is masked later."""
         if self._op is None or not self._op.trains or len(self._op.leaves) == 1:
             return results
         return [result for kind, result in zip(self._op.leaves, results[0], strict=True) if kind not in ("residuals", "stash")]
@@ -67,14 +67,14 @@ class _Checked:
         return next((op for op in OPS.values() if op.function == self.name), None)
 
     def _begins(self, arguments: tuple[Any, ...], results: Any, wanted: "Wanted") -> str:
-        """Where it begins: the layer, if it is one of this stage."""
+        """Return where the value begins: the layer, if it is one of this stage."""
         op = self._op
-        if op is not None and op.begins and (found := self._in_forward(op, arguments, wanted)):
-            return found
+        if op is not None and op.begins and (origin := self._in_forward(op, arguments, wanted)):
+            return origin
         sums: Mapping[str, Any] = {}
         if op is not None and op.finishes:
             sums = results[0] if len(op.leaves) == 1 else results[0][op.leaves.index("accumulators")]
-        layers = [entry for entry, gradient in sums.get("gradients", {}).items() if _found(gradient, wanted)]
+        layers = [entry for entry, gradient in sums.get("gradients", {}).items() if _nonfinite(gradient, wanted)]
         if layers:
             return f"the last layer with it in its gradients is '{layers[-1]}'"
         return "it begins in its backward" if "backward" in self.name else "it begins there"
@@ -84,17 +84,17 @@ class _Checked:
         f, (params, state, x) = self.stage.functions, arguments[:3]
         number, train = 5 if op.finishes else 4, op.trains
         microbatch, key = arguments[number] if number < len(arguments) else (None, None)
-        if _found(x, wanted):
+        if _nonfinite(x, wanted):
             return "its input has it already"
         for layer_id in f.stage.layers:
             whole = f.stack.ties.whole(layer_id, params)
-            if _found(whole, wanted):
+            if _nonfinite(whole, wanted):
                 return f"the parameters of layer '{layer_id}' have it already"
             try:
                 x, new_state = f.stack.apply([layer_id], {layer_id: whole}, state, x, key=key, microbatch=microbatch, train=train)
             except Exception:  # a layer may run only where it is compiled
                 return ""
-            if _found((x, new_state), wanted):
+            if _nonfinite((x, new_state), wanted):
                 return f"it begins in the forward of layer '{layer_id}'"
         return "it begins in the loss" if f.last and not train else ""
 
@@ -109,8 +109,8 @@ def _wanted() -> Wanted:
     return {name: test for name, (is_asked, test) in known.items() if is_asked}
 
 
-def _found(tree: Tree, wanted: Wanted) -> str:
-    """Which of the wanted is in the floating-point arrays of a tree; "" if none."""
+def _nonfinite(tree: Tree, wanted: Wanted) -> str:
+    """Return which of the wanted values is in the floating-point arrays of a tree; "" if none."""
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             for name, test in wanted.items():

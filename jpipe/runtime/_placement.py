@@ -14,7 +14,7 @@ from jpipe.plan import Plan
 
 
 def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Place, ...]:
-    """Where each worker computes, which is where its rank does.
+    """Return where each worker computes, which is where its rank does.
 
     Args:
         plan: the plan, with `placement` or `keep_together`.
@@ -34,7 +34,7 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
 
 
 def place_on(device: jax.Device, mesh: FrozenMapping[int]) -> Place:
-    """A place for a mesh, on this device, or on the first ones of its kind in this process.
+    """Return a place for a mesh, on this device or on the first ones of its kind in this process.
 
     Raises:
         InputError: there are not so many.
@@ -50,29 +50,29 @@ def place_on(device: jax.Device, mesh: FrozenMapping[int]) -> Place:
 
 
 def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device] | None) -> list[tuple[jax.Device, ...]]:
-    """The devices of each rank, which needs so many."""
+    """Return the devices of each rank; `sizes` says how many it needs."""
     if devices is not None:
         if len(devices) != sum(sizes):
             each = "stage" if len(sizes) == plan.depth == len(plan.workers) else "rank"
             per = f"one for each {each}" if max(sizes) == 1 else f"{shortened([str(size) for size in sizes])} for the meshes of the {each}s"
             raise InputError(f"devices: expected {sum(sizes)}, {per}, found {len(devices)}")
-        rest = iter(devices)
-        return [tuple(itertools.islice(rest, size)) for size in sizes]
+        remaining = iter(devices)
+        return [tuple(itertools.islice(remaining, size)) for size in sizes]
     everywhere = _everywhere()
     if plan.placement is not None:
         firsts = [number for ranks in plan.placement for number in ranks]
         last = max(first + size - 1 for first, size in zip(firsts, sizes, strict=True))
         if last >= len(everywhere):
-            found = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1})"
+            actual = f"there are {len(everywhere)} devices (0 to {len(everywhere) - 1})"
             names = f"names device {last}" if max(sizes) == 1 else f"has a mesh that ends at device {last}"
             change = "name one of them" if max(sizes) == 1 else "begin it at another one"
-            raise InputError(f"plan: placement {names}, but {found}; {change}", *_both_grids(plan, everywhere))
+            raise InputError(f"plan: placement {names}, but {actual}; {change}", *_both_grids(plan, everywhere))
         return [tuple(everywhere[first : first + size]) for first, size in zip(firsts, sizes, strict=True)]
     return _place_in_order(plan, sizes, everywhere)
 
 
 def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.Device]) -> list[tuple[jax.Device, ...]]:
-    """The devices of each rank where the plan names none: in order, shared by neighbours where there are too few."""
+    """Return the devices of each rank where the plan names none: in order, shared by neighbours where there are too few."""
     processes, needed = jax.process_count(), sum(sizes)
     if processes > 1 and needed < len(everywhere):
         meshes = max(sizes) > 1
@@ -122,22 +122,22 @@ def _check_apart(plan: Plan, of_ranks: Sequence[tuple[jax.Device, ...]]) -> None
 
 
 def checked_devices(devices: Any) -> tuple[jax.Device, ...]:
-    """The devices that a caller gave.
+    """Return the devices that a caller passed, checked.
 
     Raises:
         InputError: they are not a list of devices.
     """
     if not isinstance(devices, Iterable) or isinstance(devices, str):
         raise InputError(f"devices: expected a list of devices, found {type(devices).__name__}; give some of jax.devices()")
-    found = tuple(devices)
-    for device in found:
+    checked = tuple(devices)
+    for device in checked:
         if not isinstance(device, jax.Device):
             raise InputError(f"devices: expected devices such as jax.devices()[0], found {short(device)}; give some of jax.devices()")
-    return found
+    return checked
 
 
 def placement_grid(plan: Plan, places: Sequence[Place]) -> str:
-    """The placement as text: a row for each stage, a column for each replica, with the numbers of worker (`w`) and process (`p`).
+    """Return the placement as text: rows are stages, columns replicas, with the numbers of worker (`w`) and process (`p`).
 
     Devices have the numbers that `placement` uses, counted over all processes.
 
@@ -156,35 +156,35 @@ def placement_grid(plan: Plan, places: Sequence[Place]) -> str:
 
 
 def _everywhere() -> list[jax.Device]:
-    """All devices of all processes, in the order in which `placement` counts them."""
+    """Return all devices of all processes, in the order in which `placement` counts them."""
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 
 
 def device_names(devices: Sequence[jax.Device]) -> dict[jax.Device, str]:
-    """Platform and number of each device. JAX's own numbers have gaps on CPUs: 2048 is the first of the second process."""
+    """Return platform and number of each device. JAX's own numbers have gaps on CPUs: 2048 is the first of the second process."""
     numbers = {device: number for number, device in enumerate(_everywhere())}
     return {device: f"{device.platform}:{numbers.get(device, device.id)}" for device in devices}
 
 
 def place_names(places: Sequence[Place]) -> list[str]:
-    """Each place in a few words: `cpu:3`, or `cpu:0-3 (data 2, model 2)`."""
+    """Return the name of each place: `cpu:3`, or `cpu:0-3 (data 2, model 2)`."""
     names = device_names([device for place in places for device in place.devices])
-    found = []
+    names_of_places = []
     for place in places:
         numbers = [names[device].partition(":")[2] for device in place.devices]
         follow = [int(number) - i for i, number in enumerate(numbers)]
         shown = f"{numbers[0]}-{numbers[-1]}" if len(set(follow)) == 1 else ",".join(numbers)
         mesh = ", ".join(f"{axis} {size}" for axis, size in place.mesh.items())
-        found.append(f"{place.first.platform}:{shown} ({mesh})" if mesh else names[place.first])
-    return found
+        names_of_places.append(f"{place.first.platform}:{shown} ({mesh})" if mesh else names[place.first])
+    return names_of_places
 
 
 def _one_kind(plan: Plan, places: tuple[Place, ...]) -> tuple[Place, ...]:
     devices = [device for place in places for device in place.devices]
     kinds = {device.device_kind: device for device in reversed(devices)}
     if len(kinds) > 1:
-        found = " and ".join(f"'{kind}' (process {device.process_index})" for kind, device in sorted(kinds.items()))
-        raise InputError(f"devices: expected devices of one kind, found {found}; run on one kind of device")
+        actual = " and ".join(f"'{kind}' (process {device.process_index})" for kind, device in sorted(kinds.items()))
+        raise InputError(f"devices: expected devices of one kind, found {actual}; run on one kind of device")
     idle = set(range(jax.process_count())) - {device.process_index for device in devices}
     if idle and jax.process_count() > 1:
         raise InputError(
@@ -195,7 +195,7 @@ def _one_kind(plan: Plan, places: tuple[Place, ...]) -> tuple[Place, ...]:
 
 
 def _both_grids(plan: Plan, devices: Sequence[jax.Device]) -> list[str]:
-    """The workers and the devices, as lines of text."""
+    """Return the workers and the devices, as lines of text."""
     workers = [f"  stage {s}: {' '.join(f'w{w}' for w in workers)}" for s, workers in enumerate(plan.stage_workers)]
     of: dict[int, list[str]] = {}
     for device, name in device_names(devices).items():

@@ -19,19 +19,19 @@ Flat = Sequence[tuple[Any, Any]]
 
 
 def to_plain(tree: Tree) -> Plain:
-    """A pytree as nested dicts, by the keys, names and numbers on the path to each leaf, as text. Random keys become their bits."""
-    found: Plain = {}
+    """Return a pytree as nested dicts, by the keys, names and numbers on the path to each leaf. Random keys become their bits."""
+    plain: Plain = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         *outer, last = _names(path)
-        inner = found
+        inner = plain
         for name in outer:
             inner = inner.setdefault(name, {})
         inner[last] = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    return found
+    return plain
 
 
 def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of another model?") -> Tree:
-    """The pytree from which `to_plain` made `plain`.
+    """Return the pytree from which `to_plain` made `plain`.
 
     Args:
         specs: shapes and dtypes of its leaves.
@@ -46,11 +46,11 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
     return jax.tree.unflatten(treedef, _leaves(flat, *_by_names(flat, checked_dict(plain, where)), where, hint))
 
 
-def _leaves(flat: Flat, found: Mapping[Names, Any], left: Mapping[Names, Any], where: str, hint: str) -> list[Any]:
-    """The leaves in the order of their specs, checked; `left` are those that no spec is for."""
+def _leaves(flat: Flat, values: Mapping[Names, Any], left: Mapping[Names, Any], where: str, hint: str) -> list[Any]:
+    """Return the leaves in the order of their specs, checked; `left` are those without a spec."""
     leaves = []
     for path, spec in flat:
-        name, leaf = "/".join(_names(path)), found.get(_names(path))
+        name, leaf = "/".join(_names(path)), values.get(_names(path))
         if leaf is None:
             raise InputError(f"{where}: '{name}', {describe(spec)} in the model, is not in it; {hint}")
         is_key = jnp.issubdtype(spec.dtype, jax.dtypes.prng_key)
@@ -65,7 +65,7 @@ def _leaves(flat: Flat, found: Mapping[Names, Any], left: Mapping[Names, Any], w
 
 
 def checked_dict(plain: Any, where: str) -> Plain:
-    """`plain`, if it is a dict.
+    """Return `plain`, if it is a dict.
 
     Args:
         plain: a value from any source.
@@ -79,34 +79,34 @@ def checked_dict(plain: Any, where: str) -> Plain:
     return plain
 
 
-def filled(specs: Tree, given: Tree, where: str) -> Tree:
-    """`specs` with the given arrays instead of their specs.
+def filled(specs: Tree, arrays: Tree, where: str) -> Tree:
+    """Replace specs by arrays.
 
     Args:
         specs: shapes and dtypes of the leaves, none of them a random key.
-        given: a pytree of the same structure, or plain dicts; leaves may be missing.
+        arrays: a pytree of the same structure, or plain dicts; leaves may be missing.
         where: what this is, for error messages.
 
     Raises:
-        InputError: `specs` does not have a given leaf, it has another shape or dtype, or it is not an array.
+        InputError: `specs` does not have one of the leaves, it has another shape or dtype, or it is not an array.
     """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arrays)[0]:
         if not isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
             raise InputError(f"{where}: expected an array as '{'/'.join(_names(path))}', found {type(leaf).__name__}")
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
-    found, left = _by_names(flat, to_plain(given))
+    values, left = _by_names(flat, to_plain(arrays))
     fresh = {_names(path): spec for path, spec in flat}
-    return jax.tree.unflatten(treedef, _leaves(flat, fresh | found, left, where, "is it of another model?"))
+    return jax.tree.unflatten(treedef, _leaves(flat, fresh | values, left, where, "is it of another model?"))
 
 
 def overlaid(plain: Plain, above: Plain) -> Plain:
-    """Nested dicts with the leaves of two of them; those of `above` where both have one."""
+    """Return nested dicts with the leaves of both; those of `above` where both have one."""
     both = {name: overlaid(plain[name], above[name]) for name in plain.keys() & above.keys() if isinstance(above[name], dict)}
     return {**plain, **above, **both}
 
 
 def without(plain: Plain, is_left_out: Callable[[Names], bool], above: Names = ()) -> Plain:
-    """Nested dicts without some of their leaves, by the names on the path to each."""
+    """Return nested dicts without some of their leaves, by the names on the path to each."""
     return {
         name: without(inner, is_left_out, (*above, name)) if isinstance(inner, dict) else inner
         for name, inner in plain.items()
@@ -115,33 +115,33 @@ def without(plain: Plain, is_left_out: Callable[[Names], bool], above: Names = (
 
 
 def names_in(tree: Tree) -> set[Names]:
-    """The names on the path to each leaf of a tree, as in `to_plain` of it."""
+    """Return the names on the path to each leaf of a tree, as in `to_plain`."""
     return {_names(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, Any]]:
-    """The leaves of nested dicts by the names on their paths: those that specs are for, and the others.
+    """Return the leaves of nested dicts by the names on their paths: those that specs are for, and the remaining ones.
 
-    A key may also be several names joined by "/". A parameter "a/b" and a parameter "b" inside of "a" are told apart.
+    A key may also be several names joined by "/". A parameter "a/b" and a parameter "b" inside of "a" are different.
     """
     wanted, left = [_names(path) for path, _ in flat], _paths(plain)
-    found = {names: left.pop(names) for names in wanted if names in left}
+    leaves = {names: left.pop(names) for names in wanted if names in left}
     joined = {"/".join(names): names for names in left}
     for names in wanted:
-        if names not in found and (other := joined.pop("/".join(names), None)) is not None:
-            found[names] = left.pop(other)
-    return found, left
+        if names not in leaves and (other := joined.pop("/".join(names), None)) is not None:
+            leaves[names] = left.pop(other)
+    return leaves, left
 
 
 def _names(path: tuple[Any, ...]) -> Names:
-    """The names on a path; "array" if the leaf is the whole tree."""
+    """Return the names on a path; "array" if the leaf is the whole tree."""
     names = [str(next(getattr(key, kind) for kind in ("key", "name", "idx") if hasattr(key, kind))) for key in path]
     return tuple(names or ["array"])
 
 
 def _paths(plain: Mapping[str, Any], before: Names = ()) -> dict[Names, Any]:
-    """The leaves by the names on their paths."""
-    found: dict[Names, Any] = {}
+    """Return the leaves by the names on their paths."""
+    leaves: dict[Names, Any] = {}
     for name, inner in plain.items():
-        found |= _paths(inner, (*before, name)) if isinstance(inner, Mapping) else {(*before, name): inner}
-    return found
+        leaves |= _paths(inner, (*before, name)) if isinstance(inner, Mapping) else {(*before, name): inner}
+    return leaves

@@ -1,4 +1,4 @@
-"""Snapshots of a running pipeline: what each worker holds after its own update, as arrays by layer id; and workers restored from them."""
+"""Snapshots of a running pipeline: what each worker holds after its update, as arrays by layer id; and workers restored from them."""
 
 import zlib
 from collections.abc import Iterable, Mapping
@@ -49,7 +49,7 @@ class Snapshot:
     """Copies what a checkpoint before one batch needs while the run continues. It does not drain or pause the run, or change its numbers.
 
     Pass it to `Pipeline.step` (and `drain`) as `observe`, from the step before that batch on, until it is `complete`. Each worker is
-    copied right after its own last update before the batch. Microbatches in flight are not copied: after `Pipeline.restore` they are
+    copied right after its last update before the batch. Microbatches in flight are not copied: after `Pipeline.restore` they are
     computed again, from the weight versions that they read. Layer state is that before the first forward of the batch, for each
     replica. The copies need memory as long as this object exists.
 
@@ -61,7 +61,7 @@ class Snapshot:
         workers: the stage of each worker of this process.
 
     Attributes:
-        plan: as given.
+        plan: the plan of the run.
         batch: the first batch of a restored run.
         shared: the parameters that several stages share, by name, in an order that all processes have.
     """
@@ -83,7 +83,7 @@ class Snapshot:
         return all(part.complete for part in self._parts.values())
 
     def layers(self) -> dict[str, Plain]:
-        """What `Pipeline.restore` takes, by layer id: the arrays of the layers of this process, on their devices.
+        """Return the arrays of this process's layers by layer id, on their devices, as `Pipeline.restore` takes them.
 
         Each layer has `params`, with the newest version as "0", the one before as "1", and so on, frozen parameters in "0" only;
         `optimizer`, of the trained parameters; `state`; and with a dynamic
@@ -95,10 +95,10 @@ class Snapshot:
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
 
     def shared_copies(self) -> list[SharedCopy]:
-        """What the workers of this process hold of parameters that several stages share; it is copied to the host for that."""
+        """Return the checksums of this process's copies of shared parameters, which are copied to the host for that."""
         assert self.complete
-        held = [(n, w, part) for n, name in enumerate(self.shared) for w, part in self._parts.items() if part.holds(name)]
-        return [SharedCopy(n, w, part.checksum(self.shared[n])) for n, w, part in held]
+        copies = [(n, w, part) for n, name in enumerate(self.shared) for w, part in self._parts.items() if part.holds(name)]
+        return [SharedCopy(n, w, part.checksum(self.shared[n])) for n, w, part in copies]
 
 
 _OTHER_OPTIMIZER = (
@@ -110,8 +110,8 @@ _OTHER_OPTIMIZER = (
 _copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
-def own_name(layer_id: str, replica: int) -> str:
-    """The name in a checkpoint of what a replica alone has of a layer."""
+def entry_name(layer_id: str, replica: int) -> str:
+    """Return the name of a replica's entry for a layer in a checkpoint."""
     return f"{layer_id} replica {replica}" if replica else layer_id
 
 
@@ -134,7 +134,7 @@ class _Part:
         self._has_begun = False  # whether the first forward of the batch has run
 
     @property
-    def _given(self) -> tuple[str, ...]:
+    def _updated_entries(self) -> tuple[str, ...]:
         """The entries that no other replica updates."""
         return () if self._share is None else self._share.own
 
@@ -168,31 +168,31 @@ class _Part:
         return entry in self._optimizer
 
     def checksum(self, entry: str) -> int:
-        """CRC-32 of the newest version and the optimizer state of an entry."""
-        found = 0
+        """Return the CRC-32 of the newest version and the optimizer state of an entry."""
+        checksum = 0
         for leaf in jax.tree.leaves(to_plain((self._versions[self._newest][entry], self._optimizer[entry]))):
-            found = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, found)
-        return found
+            checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, checksum)
+        return checksum
 
     def layers(self) -> dict[str, Plain]:
-        found: dict[str, Plain] = {layer_id: {} for layer_id in (*self._entries, *self._ids)}
-        for layer_id, plain in found.items():
+        layers: dict[str, Plain] = {layer_id: {} for layer_id in (*self._entries, *self._ids)}
+        for layer_id, plain in layers.items():
             if self._replica == 0:
                 older = {v: self._trained.part(params) for v, params in self._versions.items() if v != self._newest}
                 versions = older | {self._newest: self._versions[self._newest]}
                 ages = {str(self._newest - v): to_plain(params[layer_id]) for v, params in versions.items()}
                 plain["params"] = {age: params for age, params in ages.items() if params}
                 plain["loss_scale"] = {str(self._newest - v): to_plain(scale) for v, scale in self._scales.items()}
-            if layer_id in (self._optimizer if self._replica == 0 else self._given):
+            if layer_id in (self._optimizer if self._replica == 0 else self._updated_entries):
                 plain["optimizer"] = to_plain(self._optimizer[layer_id])
             if layer_id in self._state:
                 plain["state"] = to_plain(self._state[layer_id])
-        named = {own_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in found.items()}
+        named = {entry_name(layer_id, self._replica): _without_empty(plain) for layer_id, plain in layers.items()}
         return {name: plain for name, plain in named.items() if plain or self._replica == 0}
 
 
 def layer_of(name: str, ids: Iterable[str]) -> str | None:
-    """The layer in `ids` to which a name in `Snapshot.layers` belongs, or None."""
+    """Return the layer in `ids` to which a name in `Snapshot.layers` belongs, or None."""
     if name in ids:
         return name
     layer_id, _, replica = name.rpartition(" replica ")
@@ -200,33 +200,33 @@ def layer_of(name: str, ids: Iterable[str]) -> str | None:
 
 
 def shared_place(name: str, layers: Mapping[str, Plain]) -> tuple[str, str] | None:
-    """(layer id, path) of the first place of a shared parameter, if a name in `Snapshot.layers` is that of one."""
+    """Return the layer id and path at which a shared parameter comes first, or None if the name is not that of one."""
     layer_id, _, path = name.partition(" shared ")
     return (layer_id, path) if path and layer_id in layers and "state" not in layers[name] and "params" in layers[name] else None
 
 
 def with_optimizers(layers: Mapping[str, Plain]) -> dict[str, Plain]:
-    """The layers, each with its optimizer state, whichever replica has kept it (`Plan.shard_optimizer`).
+    """Return the layers, each with its optimizer state, whichever replica has kept it (`Plan.shard_optimizer`).
 
     Args:
         layers: as from `Snapshot.layers`, with any arrays.
     """
-    found = dict(layers)
+    merged = dict(layers)
     for name, plain in layers.items():
         layer_id, between, replica = name.rpartition(" replica ")
         # A layer of the model may be called like the entry of a replica, but then it has parameters, or no optimizer state.
         if between and replica.isdecimal() and layer_id in layers and "optimizer" in plain and "params" not in plain:
-            found[layer_id] = {**found[layer_id], "optimizer": plain["optimizer"]}
-    return found
+            merged[layer_id] = {**merged[layer_id], "optimizer": plain["optimizer"]}
+    return merged
 
 
 def fitting(
     plan: Plan, worker: int, f: StageFunctions, share: Share | None, layers: Mapping[str, Plain], batch: int, fresh: bool
 ) -> tuple[dict[int, Tree], Tree, Tree]:
-    """What a worker takes from a snapshot: weights by version, optimizer state, layer state.
+    """Return a worker's weights by version, optimizer state and layer state from a snapshot.
 
-    The newest version replaces a version that is missing in the snapshot. Layer state is the replica's own if the pipeline does not flush
-    and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one of them.
+    The newest version replaces a version that is missing in the snapshot. Layer state is that of the same replica if the pipeline does not
+    flush and the number of replicas is the same, otherwise the mean over the saved replicas; without `sync_state` it is that of one.
 
     Args:
         plan: the plan of the restored run, which may differ from that of the snapshot.
@@ -257,10 +257,10 @@ def fitting(
 
     def state_of(layer_id: str) -> Tree:
         spec, count, where = f.specs.state[layer_id], _replicas(layers, layer_id), f"checkpoint: layer '{layer_id}', state"
-        own = from_plain(spec, layers[own_name(layer_id, replica % count)].get("state", {}), where)
+        state = from_plain(spec, layers[entry_name(layer_id, replica % count)].get("state", {}), where)
         if f.average_state is None or (f.average_state == "read" and count == plan.replicas[s]):
-            return own
-        return with_floats(own, floats_of(from_plain(spec, _mean_state(layers, layer_id), where)))
+            return state
+        return with_floats(state, floats_of(from_plain(spec, _mean_state(layers, layer_id), where)))
 
     versions = {v: {entry: params_of(entry, newest - v) for entry in entries} for v in range(oldest, newest + 1)}
     optimizer = None
@@ -279,20 +279,20 @@ def fitting(
 
 
 def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
-    """The optimizer state of a layer in a snapshot, without what an older jpipe kept for frozen parameters."""
+    """Return the optimizer state of a layer in a snapshot, without what an older jpipe kept for frozen parameters."""
     if layer_id not in f.trained.chosen or not isinstance(plain, dict):
         return plain
     if f.trained.excludes(layer_id):
         return {}
     params, kept = f.specs.params[layer_id], names_in(f.optimizer_spec[layer_id])
     frozen = names_in(params) - names_in(f.trained.of(layer_id, params))
-    return without(plain, lambda names: names not in kept and any(names[-len(own) :] == own for own in frozen))
+    return without(plain, lambda names: names not in kept and any(names[-len(path) :] == path for path in frozen))
 
 
 def restored_worker(
     plan: Plan, worker: int, stage: CompiledStage, layers: Mapping[str, Plain], batch: int, key: jax.Array, fresh: bool
 ) -> WorkerState:
-    """A worker before `batch` with nothing in flight, with the arrays of a snapshot.
+    """Return a worker before `batch` with the arrays of a snapshot and nothing in flight.
 
     Args:
         plan: the plan of the restored run.
@@ -315,8 +315,8 @@ def restored_worker(
         where = "checkpoint: layer '{}', masters of its parameters"
         precise = {
             layer_id: params
-            if (found := masters[layer_id]) is None
-            else from_plain(jax.eval_shape(masters_of, f.specs.params[layer_id]), found, where.format(layer_id))
+            if (saved := masters[layer_id]) is None
+            else from_plain(jax.eval_shape(masters_of, f.specs.params[layer_id]), saved, where.format(layer_id))
             for layer_id, params in newest.items()
         }
         placed = jax.device_put(precise, shardings_of(place.specs(precise, f.partition.of_params(precise))))
@@ -325,8 +325,8 @@ def restored_worker(
     scales = _restored_scales(f, layers, versions)
     last = max(versions)
     parts = {v: params if v == last else f.trained.part(params) for v, params in versions.items()}
-    held = {v: a.params if v == last else a.trained for v in versions}
-    specs: Tree = held, a.optimizer, a.state, a.accumulators, a.whole(key), dict.fromkeys(scales, a.scale)
+    param_specs = {v: a.params if v == last else a.trained for v in versions}
+    specs: Tree = param_specs, a.optimizer, a.state, a.accumulators, a.whole(key), dict.fromkeys(scales, a.scale)
     # Copied, because a CPU device shares the memory of NumPy arrays, into which an update cannot write.
     placed = jax.device_put((parts, optimizer, state, accumulators, key, scales), shardings_of(specs))
     copied, optimizer, state, accumulators, key, scales = jax.tree.map(jnp.copy, placed)
@@ -336,7 +336,7 @@ def restored_worker(
 
 
 def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: Iterable[int]) -> dict[int, LossScale]:
-    """The dynamic loss scale of each version, if the run has one; the first if the snapshot has none.
+    """Return the dynamic loss scale of each version, if the run has one; the initial scale if the snapshot has none.
 
     Raises:
         InputError: what the snapshot has is no loss scale.
@@ -351,13 +351,13 @@ def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: I
 
 
 def masters_in(plain: Plain) -> Plain | None:
-    """The newest parameters of a layer in float32, if its entry in a snapshot has masters; frozen ones, which have none, are converted.
+    """Return a layer's newest parameters in float32, if its snapshot entry has masters; frozen ones, which have none, are converted.
 
     Args:
         plain: the entry, with any arrays.
     """
-    newest, held = plain.get("params", {}).get("0", {}), plain.get("optimizer")
-    masters = held.get("masters") if isinstance(held, dict) else None
+    newest, optimizer = plain.get("params", {}).get("0", {}), plain.get("optimizer")
+    masters = optimizer.get("masters") if isinstance(optimizer, dict) else None
     if masters is not None and not isinstance(masters, dict):
         masters = {"array": masters}  # the parameters are one array
     # In the state of optax, trees of parameters have the layer's id above them: they are not mistaken for these.
@@ -372,14 +372,14 @@ def _in_float32(leaf: Any) -> Any:
 
 
 def _fits(part: Any, whole: Any) -> bool:
-    """Whether each leaf of a tree of nested dicts is in another one, of the same shape."""
+    """Return whether each leaf of nested dicts is in another tree, with the same shape."""
     if isinstance(part, dict):
         return isinstance(whole, dict) and all(name in whole and _fits(inner, whole[name]) for name, inner in part.items())
     return not isinstance(whole, dict) and part.shape == whole.shape
 
 
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
-    """The layers of a snapshot with one layer state each, the mean over the replicas; the entries of single replicas are left out.
+    """Return the layers of a snapshot with the mean of the replicas' layer states, and without the entries of single replicas.
 
     Only floating-point numbers are averaged; others, such as counts, are taken from the first replica.
 
@@ -390,14 +390,14 @@ def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
         InputError: the replicas of a layer hold different arrays.
     """
     layers = with_optimizers(layers)
-    own = [layer_id for layer_id in layers if layer_of(layer_id, layers.keys() - {layer_id}) is None]
-    return {layer_id: layers[layer_id] | ({"state": state} if (state := _mean_state(layers, layer_id)) else {}) for layer_id in own}
+    ids = [layer_id for layer_id in layers if layer_of(layer_id, layers.keys() - {layer_id}) is None]
+    return {layer_id: layers[layer_id] | ({"state": state} if (state := _mean_state(layers, layer_id)) else {}) for layer_id in ids}
 
 
 def _mean_state(layers: Mapping[str, Plain], layer_id: str) -> Plain:
-    """The mean of a layer's state over the replicas, added in their order. Arrays that are equal in all of them are not changed."""
+    """Return the mean of a layer's state over the replicas, added in their order. Arrays that are equal in all stay unchanged."""
     where = f"checkpoint: layer '{layer_id}', state"
-    names = [own_name(layer_id, replica) for replica in range(_replicas(layers, layer_id))]
+    names = [entry_name(layer_id, replica) for replica in range(_replicas(layers, layer_id))]
     first, *others = (checked_dict(layers[name].get("state", {}), where) for name in names)
     specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), first)
     for name, other in zip(names[1:], others, strict=True):
@@ -413,8 +413,8 @@ def _mean(*parts: Any) -> Any:
 
 
 def _replicas(layers: Mapping[str, Plain], layer_id: str) -> int:
-    """How many replicas have an entry with layer state."""
-    return next(replica for replica in count(1) if own_name(layer_id, replica) not in layers)
+    """Return how many replicas have an entry with layer state."""
+    return next(replica for replica in count(1) if entry_name(layer_id, replica) not in layers)
 
 
 def _without_empty(plain: Plain) -> Plain:

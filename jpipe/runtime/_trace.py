@@ -28,7 +28,7 @@ from jpipe.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class Trace:
-    """A measurement.
+    """The measured timeline and memory of some steps.
 
     Attributes:
         timeline: the spans of each rank, in seconds from the start of the trace.
@@ -110,7 +110,7 @@ _usual_interval = sys.getswitchinterval()
 
 
 def _switch_often(begin: bool) -> None:
-    """While any tracer is open, let threads switch more often, so that they record the end of a computation without delay."""
+    """Let threads switch more often while any tracer is open, so that they record the end of a computation without delay."""
     global _tracers, _usual_interval
     if begin and _tracers == 0:
         _usual_interval = sys.getswitchinterval()
@@ -183,7 +183,7 @@ class _Watcher:
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))
-        versions = tuple((version, len(held)) for version, held in state.versions.items())  # of a new one parts may still be to come
+        versions = tuple((version, len(params)) for version, params in state.versions.items())  # of a new one parts may still be to come
         known, weights = self._weights.get(worker, ((), {}))
         if versions != known:
             weights = _bytes_by_version(state.versions)
@@ -194,25 +194,25 @@ class _Watcher:
         self._buffers.look(worker, state)
 
     def memory(self, ends: Mapping[_Key, float]) -> tuple[MemorySample, ...]:
-        """What the rank held after each computation; a worker that had not computed yet held what it held at its first instruction."""
-        found = []
+        """Return the memory of the rank after each computation; before its first one a worker counts as at its first instruction."""
+        samples = []
         for computation, (parts, residuals, buffers) in zip(self.computations, self._samples, strict=True):
             workers = [parts.get(w, first) for w, first in self._first_parts.items()]
             numbers = sorted({version for part in workers for version in part.weights})
             weights = {version: sum(part.weights.get(version, 0) for part in workers) for version in numbers}
             optimizer, accumulators, state = (sum(sizes) for sizes in zip(*(part[1:] for part in workers), strict=True))
-            found.append(MemorySample(ends[_key(computation.instruction)], weights, optimizer, accumulators, residuals, buffers + state))
-        return tuple(found)
+            samples.append(MemorySample(ends[_key(computation.instruction)], weights, optimizer, accumulators, residuals, buffers + state))
+        return tuple(samples)
 
 
 def _bytes_by_version(versions: Mapping[int, Any]) -> dict[int, int]:
-    """The bytes of each version; frozen parameters, which are the same arrays in all of them, count with the oldest one."""
-    counted, found = set[int](), dict[int, int]()
-    for version, held in sorted(versions.items()):
-        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(held)}
-        found[version] = sum(_on_each_device(leaf) for key, leaf in leaves.items() if key not in counted)
+    """Return the bytes of each version; frozen parameters, which are the same arrays in all of them, count with the oldest one."""
+    counted, sizes = set[int](), dict[int, int]()
+    for version, params in sorted(versions.items()):
+        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(params)}
+        sizes[version] = sum(_on_each_device(leaf) for key, leaf in leaves.items() if key not in counted)
         counted |= leaves.keys()
-    return found
+    return sizes
 
 
 class _Parts(NamedTuple):
@@ -225,7 +225,7 @@ class _Parts(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """What a rank holds: the parts of its workers, so far as they are known, and its buffers."""
+    """What a rank holds: the known parts of its workers, and its buffers."""
 
     parts: dict[int, _Parts]
     residuals: int
@@ -283,7 +283,7 @@ class _Buffers:
 
 
 def _on_each_device(leaf: Any) -> int:
-    """The bytes of an array that each of its devices holds; of one that is still coming from another process, those it will hold."""
+    """Return the bytes of an array on each of its devices; of one in transfer from another process, those it will have."""
     return shard_bytes(leaf) if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 else leaf.nbytes
 
 
@@ -324,7 +324,7 @@ def _key(instruction: _Instruction) -> _Key:
 
 
 def _inputs(key: _Key, plan: Plan, global_norm: bool) -> list[_Key]:
-    """What may give a computation its input: its neighbour; for an update all replicas, with the global norm those of the first stage."""
+    """Return the computations that may produce a computation's input: a neighbour's; for an update those of all replicas."""
     worker, op, k = key
     s = plan.workers[worker][0]
     match OPS[op].reads if op in OPS else "":  # an update is no op
@@ -348,7 +348,7 @@ def _ops_leaving(what: Leaves) -> list[str]:
 
 
 def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> dict[_Key, float]:
-    """The ends made consistent: a thread may record an end late, but a computation never ends before one that it waits for."""
+    """Correct ends that a thread recorded late: no computation ends before one that it waits for."""
     changed = True
     while changed:
         changed = False
@@ -361,7 +361,7 @@ def _consistent(ends: dict[_Key, float], waits_for: dict[_Key, list[_Key]]) -> d
 
 
 def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None = None) -> tuple[StageCost, ...]:
-    """The costs with the median times of each stage's forwards, backwards and updates in a measured timeline, over its replicas.
+    """Replace the times in `costs` by each stage's median forward, backward and update times in a measured timeline.
 
     If two of these are one computation, its time is divided in the ratio of `costs`, or as `Pipeline.costs` has it if they are 0 there. A
     whole backward is the sum of its halves where only these were measured, which otherwise keep their ratio. Times without a measurement
@@ -375,41 +375,41 @@ def fit_costs(costs: Sequence[StageCost], timeline: Timeline, plan: Plan | None 
     Raises:
         InputError: the number of costs or ranks differs from that of the plan, or of the timeline.
     """
-    ranks = [(s,) for s in range(len(costs))] if plan is None else [tuple(plan.workers[w][0] for w in own) for own in plan.rank_workers]
+    ranks = [(s,) for s in range(len(costs))] if plan is None else [tuple(plan.workers[w][0] for w in row) for row in plan.rank_workers]
     stages = len(costs) if plan is None else plan.depth
     if len(costs) != stages or len(ranks) != len(timeline):
         raise InputError(
             f"fit_costs: expected one cost for each of {stages} stages and a timeline of {len(ranks)} ranks, "
             f"found {len(costs)} costs and {len(timeline)} rows"
         )
-    own: list[list[Span]] = [[] for _ in costs]
+    spans: list[list[Span]] = [[] for _ in costs]
     for stages_of_rank, row in zip(ranks, timeline, strict=True):
         for span in row:
-            own[stages_of_rank[span.chunk]].append(span)
-    return tuple(map(_fit, costs, own))
+            spans[stages_of_rank[span.chunk]].append(span)
+    return tuple(map(_fit, costs, spans))
 
 
 def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
     pieces = {op.pieces for op in OPS.values()}
-    of = {"".join(those): _median([span.end - span.start for span in spans if OPS[span.op].pieces == those]) for those in pieces}
+    times = {"".join(parts): _median([span.end - span.start for span in spans if OPS[span.op].pieces == parts]) for parts in pieces}
     update = _median([span.update_time for span in spans if span.updates])
-    if of["W"]:
-        forward, first = of["F"], of["I"]
-        if of["FI"] and not forward:
+    if times["W"]:
+        forward, first = times["F"], times["I"]
+        if times["FI"] and not forward:
             share = _share(cost.forward, cost.backward_input, 1 / 2)
-            forward, first = of["FI"] * share, of["FI"] * (1 - share)
-        return replace(cost, forward=forward, backward=first + of["W"], backward_input=first, backward_weight=of["W"], update=update)
-    forward, whole = of["F"], of["B"]
-    if of["FB"]:
+            forward, first = times["FI"] * share, times["FI"] * (1 - share)
+        return replace(cost, forward=forward, backward=first + times["W"], backward_input=first, backward_weight=times["W"], update=update)
+    forward, whole = times["F"], times["B"]
+    if times["FB"]:
         share = _share(cost.forward, cost.backward, 1 / 3)
-        forward, whole = of["FB"] * share, of["FB"] * (1 - share)
+        forward, whole = times["FB"] * share, times["FB"] * (1 - share)
     first = cost.backward_input / ((cost.backward_input + cost.backward_weight) or 1.0)
     return replace(cost, forward=forward, backward=whole, backward_input=whole * first, backward_weight=whole * (1 - first), update=update)
 
 
-def _share(one: float, other: float, usual: float) -> float:
-    """The share of one in the sum of both; the usual one if an earlier fit found no time for either."""
-    return one / (one + other) if one + other else usual
+def _share(part: float, other: float, usual: float) -> float:
+    """Return the share of `one` in the sum of both, or `usual` if an earlier fit measured neither."""
+    return part / (part + other) if part + other else usual
 
 
 def _median(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""The only code that knows how an array gets from one worker to another."""
+"""Transfers of arrays between workers: messages from stage to stage, sums over replicas, and host arrays."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -26,7 +26,7 @@ _Key = tuple[int, int, str, int]  # of a kind of message: its sender, its receiv
 
 
 class Sent(NamedTuple):
-    """A kind of message.
+    """A kind of message, with the specs of its arrays at both ends.
 
     Attributes:
         send: one of the sends of it.
@@ -42,20 +42,20 @@ class Sent(NamedTuple):
 
 
 class Transport:
-    """Between workers of one process: `jax.device_put`, asynchronous. Between processes: collectives over just the devices concerned.
+    """Moves arrays between workers: in one process by `jax.device_put`, between processes by collectives over just their devices.
 
     Workers on meshes send each other shards, from device to device (`Route`), and replicas sum shard by shard (`Shards`).
 
     On CPUs such a collective blocks the thread that calls it until all have come, so each directed link and each group of replicas
-    has a thread of its own, and transfers overlap computations. On GPUs it is one more entry of the device's queue: all are called
+    has its thread, and transfers overlap computations. On GPUs it is one more entry of the device's queue: all are called
     in the order of the program, which is the same in all processes, and never from two threads. Where JAX's own `device_put` moves
-    arrays between processes, as a probe at the start finds out, messages go that way instead.
+    arrays between processes, as a probe at the start shows, messages go that way instead.
 
     Args:
         places: of each worker; those of this process are served.
         stage_workers: the workers of each stage, replica by replica.
         processes: the processes of the run; None where there is one.
-        threads: whether collectives have threads of their own; by default on CPUs only.
+        threads: whether collectives run in threads; by default on CPUs only.
 
     Attributes:
         calls: how many messages this process has loaded, sent, received or summed, by all transports: while it grows, nothing hangs.
@@ -71,11 +71,11 @@ class Transport:
         processes: Processes | None = None,
         threads: bool | None = None,
     ) -> None:
-        own = jax.process_index()
+        process_index = jax.process_index()
         self._places = places
         self._processes = processes
         self._threads = all(place.first.platform == "cpu" for place in places) if threads is None else threads
-        self._local = frozenset(w for w, place in enumerate(places) if place.process_index == own)
+        self._local = frozenset(w for w, place in enumerate(places) if place.process_index == process_index)
         self._replicas = {worker: tuple(workers) for workers in stage_workers for worker in workers}
         self._used: dict[Hashable, Connection | Reduction] = {}  # by lane, in the order in which all processes connect
         self._routes: dict[_Key, Route] = {}  # to and from other processes, to other shards
@@ -83,11 +83,11 @@ class Transport:
         self._targets: dict[_Key, Any] = {}  # of messages in this process: a device or shardings, None: they stay
         self._loads: dict[tuple[int, str], Any] = {}  # likewise of host arrays, by worker and name
         self.way: Literal["collectives", "device_put"] = "collectives"
-        self._mailbox: dict[tuple[int, str, int], Tree] = {}  # what was sent inside this process and not yet received
+        self._mailbox: dict[tuple[int, str, int], Tree] = {}  # messages in this process that are not yet received
         self._parts: dict[tuple[int, int], dict[int, Tree]] = {}  # of a sum, by first replica and batch
 
     def compile(self, sends: Iterable[Sent], sums: Iterable[tuple[int, Tree]], loads: Mapping[tuple[int, str], Tree]) -> None:
-        """Make ready for transfers between processes; the same in all of them, before any of them moves anything.
+        """Compile the transfers; all processes call it with the same kinds of messages, before any of them moves anything.
 
         Args:
             sends: the kinds of messages of all workers.
@@ -139,7 +139,7 @@ class Transport:
             self._probe(self._processes, name)
 
     def _probe(self, processes: Processes, name: str) -> None:
-        """Find out whether `device_put` moves arrays over all links of all processes; only then do they use it."""
+        """Check whether `device_put` moves arrays over all links of all processes; only then do they use it."""
         if all(place.first.platform == "cpu" for place in self._places):
             return  # it is not dependable there
         pairs = dict.fromkeys(pair for pair in self._used if isinstance(pair, tuple))
@@ -192,7 +192,7 @@ class Transport:
     def all_reduce(
         self, i: AllReduce, batch: int, part: Tree, add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled
     ) -> Mapping[int, Tree]:
-        """Give a replica's part of the sum of `batch`, which is used up.
+        """Contribute a replica's part to the sum of `batch`, consuming the part.
 
         Args:
             i: the instruction.
@@ -202,24 +202,24 @@ class Transport:
             finish: what the replicas get of the sum.
 
         Returns:
-            When the last replica of this process has given its part: for each of them `finish` of the sum over all replicas, perhaps
+            After the last replica of this process has called: for each of them `finish` of the sum over all replicas, perhaps
             a `PendingTransfer`; added in the order of the replicas, or where several are in a process in the order of processes.
             Before: nothing.
         """
         replicas = self._replicas[i.worker]
-        own = [w for w in replicas if w in self._local]
+        local = [w for w in replicas if w in self._local]
         parts = self._parts.setdefault((replicas[0], batch), {})
         parts[i.worker] = part, add, finish
-        if len(parts) < len(own):
+        if len(parts) < len(local):
             return {}
         del self._parts[replicas[0], batch]
-        _, add, finish = parts[own[0]]
-        return self.sum_replicas(replicas, {w: parts.pop(w)[0] for w in own}, add, finish, _Words(i, batch))
+        _, add, finish = parts[local[0]]
+        return self.sum_replicas(replicas, {w: parts.pop(w)[0] for w in local}, add, finish, _Words(i, batch))
 
     def sum_replicas(
         self, replicas: Sequence[int], parts: dict[int, Tree], add: Callable[[Tree, Tree], Tree], finish: jax.stages.Compiled, words: object
     ) -> Mapping[int, Tree]:
-        """Sum over the replicas of a stage what each of them has; all processes that hold some of them call it.
+        """Sum the parts of a stage's replicas; all processes that hold some of them call it.
 
         Args:
             replicas: the workers.
@@ -231,13 +231,13 @@ class Transport:
         Returns:
             As `all_reduce`, for each of them in this process.
         """
-        own, group = list(parts), self._group(replicas)
-        first, total = self._places[own[0]], parts.pop(own[0])
-        for w in own[1:]:
+        local, group = list(parts), self._group(replicas)
+        first, total = self._places[local[0]], parts.pop(local[0])
+        for w in local[1:]:
             total = add(total, jax.device_put(parts[w], first.like(parts[w]) if first.mesh else first.first))
             del parts[w]
         if len(group) == 1:
-            return self._copies(finish(total), own)
+            return self._copies(finish(total), local)
         others = tuple(place.process_index for place in group if place.process_index != jax.process_index())
         shards, shardings = Shards(total, first.devices), [leaf.sharding for leaf in jax.tree.leaves(total)]
         cut = shards.cut(total, first.devices)
@@ -250,10 +250,10 @@ class Transport:
 
         def join(sums: Mapping[Any, list[jax.Array]]) -> Tree:
             whole = shards.join({numbers[lane]: arrays for lane, arrays in sums.items()}, shardings)
-            return self._copies(finish(whole), own)
+            return self._copies(finish(whole), local)
 
-        coming = self._call_all(calls, cut, words, others, join, lambda: dict.fromkeys(own, finish.out_info))
-        return {w: coming[w] for w in own}
+        coming = self._call_all(calls, cut, words, others, join, lambda: dict.fromkeys(local, finish.out_info))
+        return {w: coming[w] for w in local}
 
     # Inside ------------------------------------------------------------------------------------------------------------
 
@@ -261,14 +261,14 @@ class Transport:
         return link_between(*pair) if self.way == "collectives" else handover_between(*pair)
 
     def _group(self, replicas: Sequence[int]) -> tuple[Place, ...]:
-        """In each process that holds some of the replicas, the place of its first one."""
+        """Return the place of the first of these replicas in each process that holds some."""
         first: dict[int, Place] = {}
         for w in replicas:
             first.setdefault(self._places[w].process_index, self._places[w])
         return tuple(first.values())
 
     def _copies(self, total: Tree, workers: Sequence[int]) -> dict[int, Tree]:
-        """The sum on each worker's devices, in memory of its own: each will write into it."""
+        """Copy the sum to each worker's devices; each gets separate memory, because it will write into it."""
         copies, first = {workers[0]: total}, self._places[workers[0]]
         for w in workers[1:]:
             place = self._places[w]
@@ -285,7 +285,7 @@ class Transport:
         join: Callable[[Mapping[Any, Tree]], Tree],
         specs: Callable[[], Tree],
     ) -> Tree:
-        """What `join` makes of the results of these transfers, by lane."""
+        """Start these transfers and return what `join` makes of their results, by lane."""
         assert self._processes is not None
         if not calls:  # a message without arrays
             return join({})
@@ -309,7 +309,7 @@ class Transport:
         on: tuple[int, ...],
         specs: Callable[[], Tree] = tuple,
     ) -> Tree:
-        """Do a transfer at once, or have the lane's thread do it when it has done those before and what it needs is there."""
+        """Do a transfer at once, or queue it in the lane's thread, which waits for what the transfer needs."""
         assert self._processes is not None
         if not self._threads:
             with self._processes.waiting(words, on):
@@ -319,7 +319,7 @@ class Transport:
 
 
 class _Words(NamedTuple):
-    """What a process waits for, put into words only when somebody asks."""
+    """The description of what a process waits for, as text only when it is printed."""
 
     instruction: Send | Receive | AllReduce
     number: int
@@ -335,7 +335,7 @@ class _Words(NamedTuple):
 
 
 def progress() -> int:
-    """A number that grows as long as this process moves anything, or begins to."""
+    """Return a number that grows as long as this process moves anything, or begins to."""
     return Collective.done + Transport.calls
 
 
@@ -346,26 +346,26 @@ handover_between = cache(Handover)
 
 
 def rows(batch: Tree, start: int, stop: int) -> Tree:
-    """Rows start .. stop - 1 of every array of a batch, copied: `device_put` reads late, and the caller may overwrite its batch at once.
+    """Copy rows start .. stop - 1 of every array of a batch: `device_put` reads late, and the caller may overwrite the batch.
 
     Raises:
-        InputError: they are not of the array's own dtype and shape.
+        InputError: they are not of the array's dtype and shape.
     """
     return jax.tree.map(lambda leaf: _rows_of_leaf(leaf, start, stop), batch)
 
 
 def _rows_of_leaf(leaf: Any, start: int, stop: int) -> np.ndarray:
-    found = np.array(leaf[start:stop])
+    array = np.array(leaf[start:stop])
     expected = jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
-    if found.dtype == object or (found.shape, jax.dtypes.canonicalize_dtype(found.dtype)) != (expected.shape, expected.dtype):
+    if array.dtype == object or (array.shape, jax.dtypes.canonicalize_dtype(array.dtype)) != (expected.shape, expected.dtype):
         raise InputError(
-            f"batch: expected rows {start} to {stop - 1} as {describe(expected)}, as its shape and dtype say, found {describe(found)}"
+            f"batch: expected rows {start} to {stop - 1} as {describe(expected)}, as its shape and dtype say, found {describe(array)}"
         )
-    return found
+    return array
 
 
 def to_host(batch: Tree) -> Tree:
-    """The batch with its JAX arrays as NumPy arrays; anything else that has rows is left, to be read a microbatch at a time.
+    """Convert the JAX arrays of a batch to NumPy; anything else with rows stays, to be read a microbatch at a time.
 
     Raises:
         InputError: it has no rows that can be read: only a shape, or arrays that were deleted.
@@ -396,13 +396,13 @@ def share_rows(
     """
     processes.barrier(name)  # all have computed: no process waits in a collective for another's computation
     blank = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), outputs)
-    found = {}
+    results = {}
     for k, source in enumerate(sources):
-        own = parts.get(k, blank)
+        part = parts.get(k, blank)
         with processes.waiting("the outputs of a prediction", source):
             # As bytes: a sum of numbers would make 0 of -0.
-            sent = jax.tree.map(lambda leaf: np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), own)
+            sent = jax.tree.map(lambda leaf: np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), part)
             received = multihost_utils.broadcast_one_to_all(sent, is_source=source == processes.index)
         if keep:
-            found[k] = jax.tree.map(lambda leaf, like: np.asarray(leaf).view(like.dtype).reshape(like.shape), received, blank)
-    return found
+            results[k] = jax.tree.map(lambda leaf, like: np.asarray(leaf).view(like.dtype).reshape(like.shape), received, blank)
+    return results

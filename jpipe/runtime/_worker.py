@@ -31,7 +31,7 @@ from jpipe.stages.functions._sums import shared_with
 Tree = Any
 
 
-class Found(NamedTuple):
+class RunResults(NamedTuple):
     """The losses, norms and evaluations that the workers of this process computed, as arrays that may not be ready.
 
     Attributes:
@@ -50,8 +50,8 @@ ConsumedArrays = Consumed[_Part]
 
 
 @dataclass
-class _Held:
-    """What a worker holds while a program runs: the fields of its state, which instructions change."""
+class _MutableState:
+    """The state of a worker while a program runs, with fields that instructions change."""
 
     weights: Weights
     optimizer: Tree
@@ -63,12 +63,12 @@ class _Held:
     loss_scales: dict[int, LossScale]
 
     @classmethod
-    def of(cls, state: WorkerState) -> "_Held":
+    def of(cls, state: WorkerState) -> "_MutableState":
         """Return the fields of a state, its dicts copied."""
         fields: dict[str, Any] = {name: dict(value) if name in _DICTS else value for name, value in vars(state).items()}
         return cls(**fields)
 
-    def state(self) -> WorkerState:
+    def freeze(self) -> WorkerState:
         """Return the state that holds these fields, its dicts copied."""
         fields: dict[str, Any] = {name: dict(value) if name in _DICTS else value for name, value in vars(self).items()}
         return WorkerState(**fields)
@@ -97,8 +97,8 @@ class Worker:
         stages, buckets: as given to `run`, for its stage.
         transport: to and from other workers.
         frozen: the frozen parameters, which all versions share.
-        held: what instructions change.
-        found: what they compute besides; shared by the workers of this process.
+        state: the state, which instructions change.
+        results: losses, norms and evaluations; shared by the workers of this process.
         consumed: counts the arrays of the consumed states; shared by the workers of this process.
         changed_parts: of the state, by the present instruction.
         done: of the last computation, see `Event`.
@@ -114,7 +114,7 @@ class Worker:
         buckets: Callable[[int], int],
         state: WorkerState,
         transport: Transport,
-        found: Found,
+        results: RunResults,
         consumed: ConsumedArrays,
     ) -> None:
         self.number, self.consumed = worker, consumed
@@ -127,14 +127,14 @@ class Worker:
         self.microbatch_shift, self.version_shift = shift * plan.microbatches, shift * plan.updates_per_batch(self.stage)
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
-        self.held = _Held.of(state)
-        self.frozen = {} if self.functions.trained.is_all else self.functions.trained.others(self.held.all_entries())
-        self.found = found
+        self.state = _MutableState.of(state)
+        self.frozen = {} if self.functions.trained.is_all else self.functions.trained.others(self.state.all_entries())
+        self.results = results
         self.done: jax.Array | None = None
         self.takes_turns = False
 
     def rng(self, k: int) -> tuple[Any, Any]:
-        return (np.uint32(k), self.held.key) if self.functions.specs.rng[1] is not None else (None, None)
+        return (np.uint32(k), self.state.key) if self.functions.specs.rng[1] is not None else (None, None)
 
     def bucket(self, k: int) -> int:
         """Return the bucket of a microbatch."""
@@ -146,27 +146,27 @@ class Worker:
 
     def settle(self) -> None:
         """Wait for all that the worker has computed."""
-        arrays = (leaf for leaf in jax.tree.leaves(vars(self.held)) if isinstance(leaf, jax.Array))
+        arrays = (leaf for leaf in jax.tree.leaves(vars(self.state)) if isinstance(leaf, jax.Array))
         jax.block_until_ready([leaf for leaf in arrays if not leaf.is_deleted()])
 
     def count_arrays(self) -> None:
         """Count the arrays of the state that is consumed. Donation deletes the optimizer state and accumulators."""
-        held = self.held
-        numbers = {"weights": held.weights.versions, "microbatch": held.microbatches, "update": held.updates, "layer state": (0,)}
+        state = self.state
+        numbers = {"weights": state.weights.versions, "microbatch": state.microbatches, "update": state.updates, "layer state": (0,)}
         for part in [(self.number, kind, number) for kind, own in numbers.items() for number in own]:
             self.consumed.add(part, self.read_part(part))
 
     def read_part(self, part: _Part) -> Tree:
         """Return a part of the state as it is now, without the arrays that are not deleted: frozen parameters, and numbers for metrics."""
-        held, (_, kind, number) = self.held, part
+        state, (_, kind, number) = self.state, part
         if kind == "weights":
-            return self.functions.trained.part(held.weights.read(number)) if number in held.weights.versions else None
+            return self.functions.trained.part(state.weights.read(number)) if number in state.weights.versions else None
         if kind == "microbatch":
-            return held.microbatches.get(number)
+            return state.microbatches.get(number)
         if kind == "update":
-            pending = held.updates.get(number)
+            pending = state.updates.get(number)
             return None if pending is None else (pending.sums, pending.squares, pending.shared, pending.received)
-        return held.layer_state
+        return state.layer_state
 
     def delete_unused(self) -> None:
         """Delete the arrays of consumed states that the last instruction was the last to need."""
@@ -175,23 +175,23 @@ class Worker:
 
     def delete_state(self) -> None:
         """Delete the arrays of the state that are not counted, since the run has failed."""
-        for leaf in jax.tree.leaves((self.held.optimizer, self.held.accumulators)):
+        for leaf in jax.tree.leaves((self.state.optimizer, self.state.accumulators)):
             leaf.delete()
 
     def change_microbatch(self, k: int, **fields: Tree) -> None:
         """Set fields of a microbatch in flight."""
         self.changed_parts.append((self.number, "microbatch", k))
-        change(self.held.microbatches, Microbatch, k, **fields)
+        change(self.state.microbatches, Microbatch, k, **fields)
 
     def change_update(self, update: int, **fields: Tree) -> None:
         """Set fields of a pending update."""
         self.changed_parts.append((self.number, "update", update))
-        change(self.held.updates, PendingUpdate, update, **fields)
+        change(self.state.updates, PendingUpdate, update, **fields)
 
     def change_layer_state(self, state: Tree) -> None:
         """Replace the layer state."""
         self.changed_parts.append((self.number, "layer state", 0))
-        self.held.layer_state = state
+        self.state.layer_state = state
 
     @property
     def averages(self) -> bool:
@@ -203,15 +203,15 @@ class Worker:
 
     def compute(self, i: Compute) -> None:
         """Run an op on what it reads, and keep what it leaves."""
-        op, held = OPS[i.op], self.held
+        op, state = OPS[i.op], self.state
         if not op.trains:
             self.evaluate(i)
             return
         k, version = i.microbatch + self.microbatch_shift, i.version + self.version_shift
-        params, before, stage = held.weights.read(version), held.layer_state, self.of(k)
+        params, before, stage = state.weights.read(version), state.layer_state, self.of(k)
         functions, reads = stage.functions, self.read(op, k)
         sums = (self.donated_accumulators(params),) if op.finishes else ()
-        scale = (held.scale(version),) if op.parts != "F" else ()
+        scale = (state.scale(version),) if op.parts != "F" else ()
         results, self.done = stage.calls[op.function](params, *reads, *sums, self.rng(k), *scale)
         left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
         fields: dict[str, Tree] = dict.fromkeys(_READ_FIELDS[op.reads])
@@ -220,31 +220,31 @@ class Worker:
         if "output" in left:
             fields["message" if self.functions.last else "output"] = left["output"]
         if "residuals" in left:
-            fields["residuals"] = functions.residuals.keep(reads, (left["output"], held.layer_state)), left["residuals"]
+            fields["residuals"] = functions.residuals.keep(reads, (left["output"], state.layer_state)), left["residuals"]
         if "stash" in left and op.begins:
-            fields["stash"] = functions.halves.stash_of(reads, held.layer_state, left["stash"])
+            fields["stash"] = functions.halves.stash_of(reads, state.layer_state, left["stash"])
         elif "stash" in left:
             fields["stash"] = functions.halves.late_inputs(*reads), left["stash"]
         if op.gives_gradient and not self.functions.first:
             fields["gradient"] = left["gradient"]
         self.change_microbatch(k, **fields)
         if op.finishes:
-            held.accumulators = left["accumulators"]
+            state.accumulators = left["accumulators"]
             self.after_backward(k)
 
     def read(self, op: Op, k: int) -> tuple[Any, ...]:
-        """Return what an op reads: (state, x, labels), (kept arguments and outputs, saved arrays, gradient message) or (rest, stash)."""
-        microbatch = self.held.microbatches[k]
+        """Return what an op reads: state, x, labels; or kept arguments and outputs, saved arrays, message; or arguments, stash."""
+        microbatch = self.state.microbatches[k]
         if op.reads == "inputs":
-            return self.held.layer_state, arrived(microbatch.inputs), microbatch.labels
+            return self.state.layer_state, arrived(microbatch.inputs), microbatch.labels
         if op.reads == "residuals":
             return *microbatch.residuals, arrived(microbatch.message)
-        rest, stash = microbatch.stash
-        return rest, stash
+        arguments, stash = microbatch.stash
+        return arguments, stash
 
     def donated_accumulators(self, params: Tree) -> Tree:
         """Return the gradient accumulators to donate, new ones if the last were set aside."""
-        return self.held.accumulators if self.held.accumulators is not None else self.calls["zero_accumulators"](params)
+        return self.state.accumulators if self.state.accumulators is not None else self.calls["zero_accumulators"](params)
 
     def after_backward(self, k: int) -> None:
         """Set the accumulators aside if they are complete and wait for their update."""
@@ -252,20 +252,20 @@ class Worker:
             every = self.plan.microbatches_per_update(self.stage)
             if (k + self.replicas) // every > k // every:
                 if self.functions.last and self.replicas == 1:
-                    self.finish(k // every, self.calls["mean_loss"](self.held.accumulators))
-                self.change_update(k // every, sums=self.held.accumulators)
-                self.held.accumulators = None
+                    self.finish(k // every, self.calls["mean_loss"](self.state.accumulators))
+                self.change_update(k // every, sums=self.state.accumulators)
+                self.state.accumulators = None
 
     def all_reduce(self, i: AllReduce) -> Mapping[int, Tree]:
-        held, update = self.held, i.batch + self.version_shift
-        part = held.updates[update].sums, self.functions.averaged_state(held.layer_state) if self.averages else []
+        state, update = self.state, i.batch + self.version_shift
+        part = state.updates[update].sums, self.functions.averaged_state(state.layer_state) if self.averages else []
         return self.transport.all_reduce(i, update, part, self.calls["add"], self.calls["finish"])
 
     def take_sum(self, i: AllReduce, total: Tree) -> None:
         """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
         update = i.batch + self.version_shift
         if isinstance(total, PendingTransfer):
-            self.consumed.keep(self.held.updates[update].sums)  # the transfer may read them later
+            self.consumed.keep(self.state.updates[update].sums)  # the transfer may read them later
         self.change_update(update, sums=None, summed=total)
         if self.functions.last and self.replica == 0:
             self.finish(update, total[2])
@@ -273,9 +273,9 @@ class Worker:
     def complete(self, update: int) -> Tree:
         """Return the accumulators of a whole batch, which stay where they are."""
         if self.replicas > 1:
-            self.change_update(update, summed=arrived(self.held.updates[update].summed))
-            return self.held.updates[update].summed[0]
-        return self.held.updates[update].sums if self.sets_aside else self.held.accumulators
+            self.change_update(update, summed=arrived(self.state.updates[update].summed))
+            return self.state.updates[update].summed[0]
+        return self.state.updates[update].sums if self.sets_aside else self.state.accumulators
 
     def take_shared(self, i: TakeShared) -> None:
         update = i.batch + self.version_shift
@@ -283,23 +283,23 @@ class Worker:
 
     def add_shared(self, i: AddShared) -> None:
         """Add the shared gradients of the other stages; the computation writes into the memory of the accumulators."""
-        held, update = self.held, i.batch + self.version_shift
+        state, update = self.state, i.batch + self.version_shift
         accumulators = self.complete(update)
-        received = held.updates[update].received or {}
+        received = state.updates[update].received or {}
         gradients = {s: arrived(received[s]) for s in self.shared[i.group] if s != self.stage}
         self.change_update(update, received={**received, **gradients})
         added = self.calls[f"add_shared {i.group}"](accumulators, gradients)
         if self.replicas > 1:
-            self.change_update(update, summed=(added, *held.updates[update].summed[1:]))
+            self.change_update(update, summed=(added, *state.updates[update].summed[1:]))
         elif self.sets_aside:
             self.change_update(update, sums=added)
         else:
-            held.accumulators = added
+            state.accumulators = added
 
     def sum_squares(self, i: SumSquares) -> None:
-        held, update = self.held, i.batch + self.version_shift
+        state, update = self.state, i.batch + self.version_shift
         accumulators = self.complete(update)
-        later = arrived(held.updates[update].squares) if update in held.updates else None
+        later = arrived(state.updates[update].squares) if update in state.updates else None
         squares = self.calls["sum_squares"](accumulators), *(later or ())
         if self.functions.first:
             self.change_update(update, squares=None, norm=self.calls["norm"](squares))
@@ -307,116 +307,116 @@ class Worker:
             self.change_update(update, squares=squares)
 
     def send(self, i: Send) -> None:
-        held, k, bucket = self.held, i.microbatch + self.microbatch_shift, 0
+        state, k, bucket = self.state, i.microbatch + self.microbatch_shift, 0
         update = k // self.plan.microbatches
         tree: Tree
         match i.message:
             case "norm":
-                tree = arrived(held.updates[update].norm)
+                tree = arrived(state.updates[update].norm)
             case "squares":
-                tree = held.updates[update].squares
+                tree = state.updates[update].squares
                 self.change_update(update, squares=None)
             case "shared":
-                tree = shared_with(self.functions, self.plan.workers[i.to][0], held.updates[update].shared)
+                tree = shared_with(self.functions, self.plan.workers[i.to][0], state.updates[update].shared)
             case "weights":
                 assert self.compiled.share is not None
-                tree = self.compiled.share.outgoing(self.functions.trained.part(held.weights.read(update + 1)))
+                tree = self.compiled.share.outgoing(self.functions.trained.part(state.weights.read(update + 1)))
             case message:
                 field = "output" if message == "activation" else "gradient"
-                tree, bucket = getattr(held.microbatches[k], field), self.bucket(k)
+                tree, bucket = getattr(state.microbatches[k], field), self.bucket(k)
                 self.change_microbatch(k, **{field: None})
         self.consumed.keep(tree)
         self.transport.send(i, k, tree, bucket)
 
     def receive(self, i: Receive) -> None:
-        held, k = self.held, i.microbatch + self.microbatch_shift
+        state, k = self.state, i.microbatch + self.microbatch_shift
         update = k // self.plan.microbatches
         tree = self.transport.receive(i, k, self.bucket(k) if i.message in ("activation", "gradient") else 0)
         match i.message:
             case "norm" | "squares":
                 self.change_update(update, **{i.message: tree})
             case "shared":
-                before = (held.updates[update].received if update in held.updates else None) or {}
+                before = (state.updates[update].received if update in state.updates else None) or {}
                 self.change_update(update, received={**before, self.plan.workers[i.source][0]: tree})
             case "weights":
-                params = held.weights.read(update + 1) | self.functions.trained.joined(arrived(tree), self.frozen)
-                held.weights = held.weights.with_params(update + 1, params)
+                params = state.weights.read(update + 1) | self.functions.trained.joined(arrived(tree), self.frozen)
+                state.weights = state.weights.with_params(update + 1, params)
             case message:
                 self.change_microbatch(k, **{"inputs" if message == "activation" else "message": tree})
 
     def update(self, i: Update) -> None:
-        held, update, kind = self.held, i.batch + self.version_shift, update_kind(i)
+        state, update, kind = self.state, i.batch + self.version_shift, update_kind(i)
         accumulators, norm = self.gradients(update), self.norm(update)
-        if held.loss_scales:
-            held.loss_scales[update + 1] = self.calls["next_scale"](held.loss_scales[update], norm)
+        if state.loss_scales:
+            state.loss_scales[update + 1] = self.calls["next_scale"](state.loss_scales[update], norm)
         retires = None if i.retires is None else i.retires + self.version_shift
-        memory = (held.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
-        new, self.done = self.compiled.update(kind, memory, held.weights.read(update), held.optimizer, accumulators, norm)
-        params, held.optimizer, zeros, found = new
-        held.weights = held.weights.with_update(params, retires)
+        memory = (state.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
+        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, norm)
+        params, state.optimizer, zeros, loss = new
+        state.weights = state.weights.with_update(params, retires)
         if retires is not None:
             self.changed_parts.append((self.number, "weights", retires))
-            held.loss_scales.pop(retires, None)
-        if held.accumulators is None or not self.sets_aside:
-            held.accumulators = zeros
+            state.loss_scales.pop(retires, None)
+        if state.accumulators is None or not self.sets_aside:
+            state.accumulators = zeros
         if self.functions.last and not self.sets_aside:
-            self.finish(update, found)
+            self.finish(update, loss)
         if self.functions.last and self.replica == 0 and self.global_norm:
-            scale = held.scale(update + 1)
-            self.found.norms[update] = norm if scale is None else (*norm, scale)
+            scale = state.scale(update + 1)
+            self.results.norms[update] = norm if scale is None else (*norm, scale)
 
     def norm(self, update: int) -> Tree:
         """Return the norm of the gradients of all stages, if updates use it, and keep it, since it may have to be sent on."""
         if not self.global_norm:
             return None
-        if update - 1 in self.held.updates:
+        if update - 1 in self.state.updates:
             self.change_update(update - 1, norm=None)
-        norm = arrived(self.held.updates[update].norm)
+        norm = arrived(self.state.updates[update].norm)
         self.change_update(update, norm=norm)
         return norm
 
     def gradients(self, update: int) -> Tree:
         """Return the accumulators of a whole batch for its update, and average the layer state if replicas average it with each update."""
-        if self.shared and update in self.held.updates:
+        if self.shared and update in self.state.updates:
             self.change_update(update, shared=None, received=None)
         if not self.sets_aside:
-            return self.held.accumulators
-        pending = self.held.updates[update]
+            return self.state.accumulators
+        pending = self.state.updates[update]
         self.change_update(update, sums=None, summed=None)
         if self.replicas == 1:
             return pending.sums
         accumulators, means, _ = arrived(pending.summed)
         if self.averages:
-            self.change_layer_state(self.functions.with_averages(self.held.layer_state, means))
+            self.change_layer_state(self.functions.with_averages(self.state.layer_state, means))
         return accumulators
 
-    def finish(self, update: int, found: Tree) -> None:
+    def finish(self, update: int, loss: Tree) -> None:
         """Keep (mean loss, weight) of an update; the last one of a batch reports those of all its updates."""
         rate = self.plan.updates_per_batch(self.stage)
-        self.change_update(update, loss=found)
+        self.change_update(update, loss=loss)
         if (update + 1) % rate == 0:
             updates = range(update + 1 - rate, update + 1)
-            self.found.losses[update // rate] = [self.held.updates[g].loss for g in updates]
+            self.results.losses[update // rate] = [self.state.updates[g].loss for g in updates]
             for g in updates:
                 self.change_update(g, loss=None)
 
     def release(self, i: Release) -> None:
         version = i.version + self.version_shift
         self.changed_parts.append((self.number, "weights", version))
-        self.held.weights = self.held.weights.without(version)
-        self.held.loss_scales.pop(version, None)
+        self.state.weights = self.state.weights.without(version)
+        self.state.loss_scales.pop(version, None)
 
     def evaluate(self, i: Compute) -> None:
         """Run an evaluation; the last stage reports its results."""
-        held, k, stage = self.held, i.microbatch, self.of(i.microbatch)
+        state, k, stage = self.state, i.microbatch, self.of(i.microbatch)
         inputs = self.read(OPS[i.op], k)
-        rng = (np.uint32(k), held.key) if stage.functions.evaluation_rng[1] is not None else (None, None)
-        y = stage.calls["evaluate"](held.weights.read(i.version), *inputs, rng)
+        rng = (np.uint32(k), state.key) if stage.functions.evaluation_rng[1] is not None else (None, None)
+        y = stage.calls["evaluate"](state.weights.read(i.version), *inputs, rng)
         if self.takes_turns:
             jax.block_until_ready(y)
         self.change_microbatch(k, inputs=None, labels=None, output=None if self.functions.last else y)
         if self.functions.last:
-            self.found.evaluations[k] = y
+            self.results.evaluations[k] = y
 
 
 _READ_FIELDS = {"inputs": ("inputs", "labels"), "residuals": ("residuals", "message"), "stash": ("stash",)}

@@ -54,8 +54,8 @@ class Consumed(Generic[Part]):
             self._arrays[key].delete()
 
     def _hold(self, part: Part, keys: Iterable[int]) -> None:
-        held = list(keys)
-        for key in held:
+        counted = list(keys)
+        for key in counted:
             self._uses[key] = self._uses.get(key, 0) + 1
-        if held:
-            self._parts[part] = held
+        if counted:
+            self._parts[part] = counted

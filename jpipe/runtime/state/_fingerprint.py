@@ -46,7 +46,7 @@ def fingerprint(plan: Plan, places: Sequence[Place], specs: Sequence[Batch], fun
 
 
 def model_of(functions: Sequence[StageFunctions]) -> str:
-    """The layers, and a hash of the shapes of their parameters, state and optimizer state, whatever the cut into stages is."""
+    """Return the layers and a hash of their parameter, state and optimizer state shapes, which no cut into stages changes."""
     layers: dict[str, Tree] = {}
     for f in functions:
         for kind, entries in (("parameters", f.specs.params), ("state", f.specs.state), ("optimizer", f.optimizer_spec)):
@@ -55,6 +55,6 @@ def model_of(functions: Sequence[StageFunctions]) -> str:
 
 
 def _shapes(tree: Tree) -> str:
-    """A hash of a tree's structure, shapes and dtypes."""
+    """Return a hash of a tree's structure, shapes and dtypes."""
     leaves = [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in jax.tree.leaves_with_path(tree)]
     return f"of shapes with the hash {hashlib.sha256(repr(leaves).encode()).hexdigest()[:8]}"

@@ -111,19 +111,19 @@ class State:
         return f"before batch {self.batch}, {flight}, {len(self.workers)} workers"
 
 
-def check_state(state: State, own: Fingerprint | None) -> None:
-    """Refuse a state that a call has consumed, or that a pipeline with another fingerprint than `own` made.
+def check_state(state: State, expected: Fingerprint | None) -> None:
+    """Refuse a state that a call has consumed, or that a pipeline with another fingerprint than `expected` made.
 
     Raises:
         InputError: the message says how the two pipelines differ.
     """
     if not isinstance(state, State):
         raise InputError(f"state: expected a jpipe.State, found {type(state).__name__}")
-    if own is None:
+    if expected is None:
         raise InputError("state: this pipeline did not make it; call init first")
-    if state.made_by != own:
+    if state.made_by != expected:
         raise InputError(
-            f"state: another pipeline made it: {_difference(state.made_by, own)}; "
+            f"state: another pipeline made it: {_difference(state.made_by, expected)}; "
             "make one with init, or take a snapshot of the other run and restore it here"
         )
     if is_consumed(state):
@@ -135,9 +135,9 @@ def is_consumed(state: State) -> bool:
     return any(worker.is_consumed for worker in state.workers)
 
 
-def _difference(made_by: Fingerprint, own: Fingerprint) -> str:
-    """The first entry in which two fingerprints differ."""
-    there, here = dict(made_by), dict(own)
+def _difference(made_by: Fingerprint, expected: Fingerprint) -> str:
+    """Return the first entry in which two fingerprints differ."""
+    there, here = dict(made_by), dict(expected)
     name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
     return f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
 
