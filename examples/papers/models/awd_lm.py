@@ -19,6 +19,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 import jpipe
+from examples.papers.arguments import MODEL, MOST_LAYERS, MOST_SYMBOLS, MOST_WIDTH, check_choice, check_fractions, check_integers
 from examples.papers.models.recurrent import LSTM, Embedding
 
 Stream = dict[str, Any]
@@ -59,7 +60,16 @@ def awd_lm(
         dropout_weights: of the weights from hidden state to hidden state.
         carries: each row continues from the state in which that row of the batch before ended; otherwise rows begin with zeros, and stages
             may have replicas.
+
+    Raises:
+        InputError: an argument is out of range.
     """
+    check_integers(MODEL, 2, MOST_SYMBOLS, vocab_size=vocab_size)
+    check_integers(MODEL, 1, MOST_WIDTH, width=width, hidden=hidden)
+    check_integers(MODEL, 1, MOST_LAYERS, depth=depth)
+    check_fractions(MODEL, dropout_words=dropout_words, dropout_input=dropout_input, dropout_hidden=dropout_hidden)
+    check_fractions(MODEL, dropout_output=dropout_output, dropout_weights=dropout_weights)
+    check_choice(MODEL, (True, False), tied=tied, carries=carries)
     sizes = [hidden] * (depth - 1) + [width if tied else hidden]
     dropped = [dropout_hidden] * (depth - 1) + [dropout_output]
     recurrent = {

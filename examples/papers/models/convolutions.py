@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from examples.papers.arguments import MODEL, MOST_PIXELS, MOST_SYMBOLS, check_integers, check_positive
 from jpipe import InputError
 
 HE = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
@@ -56,16 +57,21 @@ class Conv:
         return nnx.Conv(inputs, self.outputs, self.kernel, self.stride, padding=padding, rngs=rngs, **options)
 
 
-def check_image_size(size: int, least: int) -> None:
-    """Check that images are large enough for a model.
+def check_images(size: int, least: int, classes: int, width: float) -> None:
+    """Check the arguments that all models of images have.
 
     Args:
         size: pixels per side.
         least: the size that leaves one pixel behind the last pooling or stride.
+        classes: of the images.
+        width: channels relative to the published ones.
 
     Raises:
-        InputError: they are smaller.
+        InputError: one is out of range; it is named.
     """
+    check_integers(MODEL, 2, MOST_SYMBOLS, classes=classes)
+    check_positive(MODEL, 16, width=width)
+    check_integers(MODEL, 1, MOST_PIXELS, image_size=size)
     if size < least:
         raise InputError(f"model.arguments.image_size: expected at least {least} pixels per side, found {size}; change it")
 
@@ -78,11 +84,13 @@ def check_blocks(blocks: Sequence[int], most: Sequence[int]) -> None:
         most: that each may have.
 
     Raises:
-        InputError: another number of groups, or a group without blocks or with too many.
+        InputError: no list of integers, another number of groups, or a group without blocks or with too many.
     """
-    if len(blocks) != len(most) or not all(1 <= count <= limit for count, limit in zip(blocks, most, strict=True)):
+    are_integers = isinstance(blocks, list | tuple) and all(type(count) is int for count in blocks)
+    if not are_integers or len(blocks) != len(most) or not all(1 <= count <= limit for count, limit in zip(blocks, most, strict=True)):
         expected = ", ".join(f"1 to {limit}" for limit in most)
-        raise InputError(f"model.arguments.blocks: expected {len(most)} numbers of blocks: {expected}, found {list(blocks)}; change it")
+        shown = list(blocks) if isinstance(blocks, tuple) else blocks
+        raise InputError(f"model.arguments.blocks: expected {len(most)} numbers of blocks: {expected}, found {shown}; change it")
 
 
 def channels(count: int, width: float) -> int:

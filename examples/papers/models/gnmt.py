@@ -17,6 +17,7 @@ from flax import linen
 from jaxtyping import Array, Bool, Float
 
 import jpipe
+from examples.papers.arguments import MODEL, MOST_LAYERS, MOST_SYMBOLS, MOST_WIDTH, check_choice, check_fractions, check_integers
 from examples.papers.models.recurrent import LSTM, Embedding, below
 
 Stream = dict[str, Any]
@@ -40,8 +41,13 @@ def gnmt(
         share_embeddings: both languages have the same vectors.
 
     Raises:
-        InputError: the depth is odd, or less than 4.
+        InputError: an argument is out of range; the depth is odd, or less than 4.
     """
+    check_integers(MODEL, 2, MOST_SYMBOLS, vocab_size=vocab_size)
+    check_integers(MODEL, 1, MOST_WIDTH, width=width)
+    check_integers(MODEL, 1, MOST_LAYERS, depth=depth)
+    check_fractions(MODEL, dropout=dropout)
+    check_choice(MODEL, (True, False), share_embeddings=share_embeddings)
     if depth < 4 or depth % 2:
         raise jpipe.InputError(f"model.arguments.depth: expected an even number from 4 on, half of it for the encoder, found {depth}")
     half = depth // 2

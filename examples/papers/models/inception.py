@@ -13,7 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import jpipe
-from examples.papers.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, average_pool, check_blocks, check_image_size
+from examples.papers.arguments import MODEL, check_fractions
+from examples.papers.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, average_pool, check_blocks, check_images
 
 Step = Conv | Callable[[Any], Any] | tuple[Conv, Conv]
 """Of a branch: a convolution, a pooling, or two convolutions of the same input, put beside each other."""
@@ -110,9 +111,10 @@ def inception_v3(
         dropout: before the last layer.
 
     Raises:
-        InputError: images that are too small, or numbers of blocks that do not fit.
+        InputError: an argument is out of range; images are too small; numbers of blocks do not fit.
     """
-    check_image_size(image_size, 75)
+    check_images(image_size, 75, classes, width)
+    check_fractions(MODEL, dropout=dropout)
     check_blocks(blocks, tuple(map(len, GROUPS)))
     layers: dict[str, Any] = {}
     inputs = 3

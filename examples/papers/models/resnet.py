@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import jpipe
-from examples.papers.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, channels, check_blocks, check_image_size
+from examples.papers.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, channels, check_blocks, check_images
 
 _MOST_BLOCKS = 64  # of a group
 
@@ -59,9 +59,9 @@ def resnet50(image_size: int = 224, classes: int = 1000, width: float = 1.0, blo
         blocks: how many there are in each of the four groups, of which each but the first halves the image.
 
     Raises:
-        InputError: images that are too small, or numbers of blocks that do not fit.
+        InputError: an argument is out of range; images are too small; numbers of blocks do not fit.
     """
-    check_image_size(image_size, 32)
+    check_images(image_size, 32, classes, width)
     check_blocks(blocks, (_MOST_BLOCKS,) * 4)
     inputs = channels(64, width)
     layers: dict[str, Any] = {"conv1": partial(Stem, inputs)}
