@@ -1,6 +1,7 @@
 """Checks of the arguments that a config passes to the papers' models, data and losses."""
 
-from typing import TypeGuard
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 from jpipe import InputError
 
@@ -53,6 +54,33 @@ def check_choice(section: str, choices: tuple[object, ...], **arguments: object)
     for name, value in arguments.items():
         if type(value) not in map(type, choices) or value not in choices:
             raise InputError(f"{section}.{name}: expected {' or '.join(map(repr, choices))}, found {value!r}; change it")
+
+
+def check_fields(model: str, data: str, inputs: Any, *names: str) -> None:
+    """Check that the inputs of a model have the fields that it reads.
+
+    Args:
+        model: the name of the model.
+        data: `module:function` of the data that has these fields.
+        inputs: of a batch.
+        names: of the fields.
+
+    Raises:
+        InputError: the data is made for another model.
+    """
+    if not isinstance(inputs, Mapping) or not all(name in inputs for name in names):
+        fields = " and ".join(f"'{name}'" for name in names)
+        raise InputError(
+            f"data.target: expected inputs with {fields}, which {model} reads, such as those of {data}, found {described(inputs)}; "
+            "change data.target or model.target"
+        )
+
+
+def described(inputs: Any) -> str:
+    """Describe the inputs of a batch by their fields, or by dtype and shape."""
+    if isinstance(inputs, Mapping):
+        return f"the fields {', '.join(map(repr, sorted(inputs)))}"
+    return f"{inputs.dtype}{list(inputs.shape)}" if hasattr(inputs, "shape") else f"a {type(inputs).__name__}"
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -19,7 +19,16 @@ from flax import linen
 from jaxtyping import Array, Float
 
 import jpipe
-from examples.papers.arguments import MODEL, MOST_LAYERS, MOST_SYMBOLS, MOST_WIDTH, check_choice, check_fractions, check_integers
+from examples.papers.arguments import (
+    MODEL,
+    MOST_LAYERS,
+    MOST_SYMBOLS,
+    MOST_WIDTH,
+    check_choice,
+    check_fields,
+    check_fractions,
+    check_integers,
+)
 from examples.papers.models.recurrent import LSTM, Embedding
 
 Stream = dict[str, Any]
@@ -93,6 +102,7 @@ class Embed(linen.Module):
 
     @linen.compact
     def __call__(self, inputs: dict[str, Any], train: bool = False) -> Stream:
+        check_fields("awd_lm", "examples.papers.data.words:load", inputs, "tokens", "continues")
         x = Embedding(self.vocab_size, self.width, self.width**-0.5, self.dropout_words, name="words")(inputs["tokens"], train=train)
         return {"x": variational(self.dropout_input, train)(x), "continues": inputs["continues"]}
 

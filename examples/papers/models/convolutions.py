@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from examples.papers.arguments import MODEL, MOST_PIXELS, MOST_SYMBOLS, check_integers, check_positive
+from examples.papers.arguments import MODEL, MOST_PIXELS, MOST_SYMBOLS, check_integers, check_positive, described
 from jpipe import InputError
 
 HE = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
@@ -76,6 +76,32 @@ def check_images(size: int, least: int, classes: int, width: float) -> None:
         raise InputError(f"model.arguments.image_size: expected at least {least} pixels per side, found {size}; change it")
 
 
+def check_batch(images: Any, size: int | None) -> None:
+    """Check that the inputs of a model are images of the size in its arguments.
+
+    Args:
+        images: the inputs.
+        size: pixels per side; None, of layers that do not come first: anything.
+
+    Raises:
+        InputError: they are of another size, or no images.
+    """
+    if size is None:
+        return
+    shape: tuple[int, ...] = getattr(images, "shape", ())
+    if len(shape) != 4 or shape[-1] != 3:
+        raise InputError(
+            f"data.target: expected images, an array (rows, {size}, {size}, 3), which the model reads, found {described(images)}; "
+            "change data.target or model.target"
+        )
+    if shape[1:3] != (size, size):
+        found = f"{shape[1]} × {shape[2]}"
+        raise InputError(
+            f"data.arguments.image_size: expected images of {size} × {size} pixels, model.arguments.image_size, found {found}; "
+            "change one of them"
+        )
+
+
 def check_blocks(blocks: Sequence[int], most: Sequence[int]) -> None:
     """Check the number of blocks of each group.
 
@@ -99,19 +125,23 @@ def channels(count: int, width: float) -> int:
 
 
 class Convolution(nnx.Module):
-    """A convolution, a ReLU, and optional pooling."""
+    """A convolution, a ReLU, and optional pooling; a first layer checks the `image_size` of the batch."""
 
-    def __init__(self, inputs: int, conv: Conv, pool: MaxPool | None = None, *, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, conv: Conv, pool: MaxPool | None = None, image_size: int | None = None, *, rngs: nnx.Rngs):
         self.conv = conv.module(inputs, kernel_init=HE, rngs=rngs)
-        self.pool = pool
+        self.pool, self.image_size = pool, image_size
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
+        check_batch(x, self.image_size)
         x = nnx.relu(self.conv(x))
         return x if self.pool is None else self.pool(x)
 
 
 class NormedConvolution(nnx.Module):
-    """A convolution without bias, a batch norm, a ReLU unless `activate` is false, and optional pooling."""
+    """A convolution without bias, a batch norm, a ReLU unless `activate` is false, and optional pooling.
+
+    A first layer checks the `image_size` of the batch.
+    """
 
     def __init__(
         self,
@@ -123,13 +153,15 @@ class NormedConvolution(nnx.Module):
         epsilon: float = 1e-5,
         activate: bool = True,
         pool: MaxPool | None = None,
+        image_size: int | None = None,
         rngs: nnx.Rngs,
     ):
         self.conv = conv.module(inputs, use_bias=False, kernel_init=init, rngs=rngs)
         self.norm = nnx.BatchNorm(conv.outputs, momentum=0.9, epsilon=epsilon, scale_init=scale_init, rngs=rngs)
-        self.activate, self.pool = activate, pool
+        self.activate, self.pool, self.image_size = activate, pool, image_size
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
+        check_batch(x, self.image_size)
         x = self.norm(self.conv(x))
         x = nnx.relu(x) if self.activate else x
         return x if self.pool is None else self.pool(x)

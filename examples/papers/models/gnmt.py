@@ -17,7 +17,16 @@ from flax import linen
 from jaxtyping import Array, Bool, Float
 
 import jpipe
-from examples.papers.arguments import MODEL, MOST_LAYERS, MOST_SYMBOLS, MOST_WIDTH, check_choice, check_fractions, check_integers
+from examples.papers.arguments import (
+    MODEL,
+    MOST_LAYERS,
+    MOST_SYMBOLS,
+    MOST_WIDTH,
+    check_choice,
+    check_fields,
+    check_fractions,
+    check_integers,
+)
 from examples.papers.models.recurrent import LSTM, Embedding, below
 
 Stream = dict[str, Any]
@@ -75,6 +84,7 @@ class EmbedSource(linen.Module):
 
     @linen.compact
     def __call__(self, inputs: dict[str, Any]) -> Stream:
+        check_fields("gnmt", "examples.papers.data.translation:load", inputs, "source", "source_length", "target")
         x = Embedding(self.vocab_size, self.width, name="embedding")(inputs["source"])
         return {"x": x, "length": inputs["source_length"], "target": inputs["target"]}
 

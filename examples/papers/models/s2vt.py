@@ -15,7 +15,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 import jpipe
-from examples.papers.arguments import MODEL, MOST_SYMBOLS, MOST_WIDTH, check_fractions, check_integers
+from examples.papers.arguments import MODEL, MOST_SYMBOLS, MOST_WIDTH, check_fields, check_fractions, check_integers
 from examples.papers.models.recurrent import LSTM, Embedding
 
 Stream = dict[str, Any]
@@ -60,6 +60,7 @@ class Frames(linen.Module):
 
     @linen.compact
     def __call__(self, inputs: dict[str, Any], train: bool = False) -> Stream:
+        check_fields("s2vt", "examples.papers.data.captions:load", inputs, "features", "tokens")
         x = linen.Dense(self.width, name="embed")(inputs["features"])
         return {"x": linen.Dropout(self.dropout, deterministic=not train)(x), "tokens": inputs["tokens"]}
 

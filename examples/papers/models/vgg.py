@@ -76,9 +76,11 @@ def _with_dense_layers(
     """Stack convolutions of one kind, then `fc6`, `fc7` and `fc8`, the first of them over all remaining pixels."""
     layers: dict[str, Any] = {}
     inputs = 3
+    image_size: int | None = size
     for layer_id, conv, pool in convolutions:
         scaled = conv.scaled(width)
-        layers[layer_id] = partial(kind, inputs, scaled, pool=pool)
+        layers[layer_id] = partial(kind, inputs, scaled, pool=pool, image_size=image_size)
+        image_size = None
         inputs, size = scaled.outputs, _size_after(conv, pool, size)
     hidden = channels(4096, width)
     layers["fc6"] = partial(Dense, size * size * inputs, hidden, dropout)

@@ -1,6 +1,8 @@
-"""Arguments of the papers' models, data and losses that are out of range raise an error of one line that names the argument."""
+"""Arguments of the papers' models, data and losses that are out of range, and data of another model, give an error of one line."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from examples.papers.data import captions, images, translation, words
@@ -69,3 +71,29 @@ def test_an_argument_out_of_range_is_named(function, name, value, expected):
     assert message.startswith(f"{section}.arguments.{name}: expected {expected}")
     assert "\n" not in message
     assert f"found {value!r}" in message
+
+
+IMAGES = jax.ShapeDtypeStruct((2, 96, 96, 3), np.float32)
+TOKENS = {"tokens": jax.ShapeDtypeStruct((2, 5), np.int32)}
+SIZE = r"data\.arguments\.image_size: expected images of 80 × 80 pixels, model\.arguments\.image_size, found 96 × 96; change one of them"
+NO_IMAGES = r"data\.target: expected images, an array \(rows, 80, 80, 3\), which the model reads, found the fields 'tokens'"
+
+
+@pytest.mark.parametrize("model", [alexnet, vgg16, resnet50, inception_v3])
+@pytest.mark.parametrize(("inputs", "message"), [(IMAGES, SIZE), (TOKENS, NO_IMAGES)])
+def test_a_model_of_images_checks_the_images_of_a_batch(model, inputs, message):
+    with pytest.raises(InputError, match=message):
+        model(image_size=80, width=0.03, classes=3).specs(inputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "fields"),
+    [
+        (gnmt, "translation", "'source' and 'source_length' and 'target'"),
+        (awd, "words", "'tokens' and 'continues'"),
+        (s2vt, "captions", "'features' and 'tokens'"),
+    ],
+)
+def test_a_model_of_sequences_checks_the_fields_of_a_batch(model, data, fields):
+    with pytest.raises(InputError, match=rf"data\.target: expected inputs with {fields}, .*data\.{data}:load, found float32\[2, 96"):
+        model(width=8).specs(IMAGES)
