@@ -114,14 +114,14 @@ def load(
     check_choice(DATA, ("refuse", "drop"), unusable=unusable)
     sizes = Sizes(frames, words, features)
     lines = {part: _split(folder, f"{part}.tsv") for part in ("train", "validation")}
-    captions = {part: [caption.split() for _, caption in found] for part, found in lines.items()}
+    captions = {part: [caption.split() for _, caption in pairs] for part, pairs in lines.items()}
     vocabulary = Words.of(captions["train"], vocab_size)
-    place = expanded(folder, FOLDER) / "features"
+    features_folder = expanded(folder, FOLDER) / "features"
     parts, remarks = {}, []
-    for part, found in lines.items():
+    for part, pairs in lines.items():
         lengths = np.asarray([len(caption) for caption in captions[part]], np.int64)
         kept, remark = usable([lengths], [words], [f"{part}.tsv"], unusable)
-        files = [place / f"{found[i][0]}.npz" for i in kept]
+        files = [features_folder / f"{pairs[i][0]}.npz" for i in kept]
         parts[part] = Captions(files, [vocabulary.numbers(captions[part][i]) for i in kept], vocabulary.end, sizes)
         remarks.append(remark)
     files = sorted({file for part in parts.values() for file in part.files})
