@@ -22,7 +22,7 @@ from jpipe.runtime.state import CONSUMED, State, is_consumed
 
 Tree = Any
 
-_HELD = signal.SIGINT, signal.SIGTERM
+_DEFERRED = signal.SIGINT, signal.SIGTERM
 _PATIENCE = 3.0  # seconds after which a user who presses Ctrl-C again means it: the step may wait for something that never comes
 
 
@@ -38,7 +38,7 @@ def held_signals() -> Iterator[None]:
         return
     received: list[tuple[int, FrameType | None]] = []
     first = math.inf  # when the first one came
-    handlers = {number: handler for number in _HELD if callable(handler := signal.getsignal(number))}
+    handlers = {number: handler for number in _DEFERRED if callable(handler := signal.getsignal(number))}
 
     def hold(number: int, frame: FrameType | None) -> None:
         nonlocal first
@@ -186,13 +186,13 @@ _Consuming = Callable[[State, Observer | None], tuple[State, Metrics]]
 
 
 def consume(
-    results: Results, given: State, current: State, carried: Metrics, call: _Consuming, observe: Observer | None
+    results: Results, before: State, current: State, carried: Metrics, call: _Consuming, observe: Observer | None
 ) -> tuple[Kept, tuple[State, Metrics]]:
     """Run a call that consumes a state to its end, in spite of interrupts, and keep the result.
 
     Args:
         results: keeps it.
-        given: the state that the caller holds.
+        before: the state that the caller passed.
         current: the state to consume: the same, or the one that an earlier call made of it.
         carried: the metrics of that call.
         call: consumes the state, calls the observer and returns the next state and metrics.
@@ -210,10 +210,10 @@ def consume(
             state, metrics = call(current, observer)
         except BaseException as error:
             if is_consumed(current):
-                results.lose(given, error)
+                results.lose(before, error)
             raise
         result = state, merged(carried, metrics)
-        kept = results.keep(given, result)
+        kept = results.keep(before, result)
         if observer is not None and observer.error is not None:
             raise observer.error
     return kept, result

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from jpipe_train.models import cross_entropy
 
+from examples.papers.arguments import LOSS, check_fractions
+
 
 def smoothed_cross_entropy(outputs: Any, labels: Any, smoothing: float = 0.1) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum the cross-entropy with smoothed labels (Szegedy et al. 2016): (1 - ε) · nats of the label + ε · mean nats of all symbols.
@@ -18,7 +20,11 @@ def smoothed_cross_entropy(outputs: Any, labels: Any, smoothing: float = 0.1) ->
 
     Returns:
         The sum over the labels, and how many are counted.
+
+    Raises:
+        InputError: the smoothing is not from 0 to less than 1.
     """
+    check_fractions(LOSS, smoothing=smoothing)
     share = jnp.asarray(smoothing, jnp.float32)
     nats, count = cross_entropy.loss(outputs, labels)
     logs = jax.nn.log_softmax(outputs.astype(cross_entropy.wider(outputs.dtype)))

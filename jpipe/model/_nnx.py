@@ -88,7 +88,7 @@ class _Functions:
         """Return the output, and the module after it."""
         specs = self.params_specs, self.rng_specs, self.state_specs
         leaves = jax.tree.leaves(params), self._rng_state(key), jax.tree.leaves(state)
-        parts = (jax.tree.unflatten(jax.tree.structure(spec), own) for spec, own in zip(specs, leaves, strict=True))
+        parts = (jax.tree.unflatten(jax.tree.structure(spec), values) for spec, values in zip(specs, leaves, strict=True))
         module = nnx.merge(self.graphs[train], *parts)
         before, variables = _static_attributes(module), _variables(module)
         y = module(x, **self.mode(train))

@@ -127,8 +127,8 @@ class Coordinator:
 
     def _may_wait(self, culprit: int, overdue: Beat) -> bool:
         """Return whether a process has said that its work may take longer than others may wait."""
-        own = self._beats.get(culprit, overdue)
-        return bool(own.what) and own.limit > overdue.limit and own.seconds < own.limit and not [*self._awaited(culprit)]
+        beat = self._beats.get(culprit, overdue)
+        return bool(beat.what) and beat.limit > overdue.limit and beat.seconds < beat.limit and not [*self._awaited(culprit)]
 
     def _blame(self, waiter: int, culprit: int) -> str:
         beat = self._beats[waiter]
@@ -150,9 +150,9 @@ class Coordinator:
 def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
     """Return a line for each fact in which a process differs from process 0."""
     lines = []
-    for name in dict.fromkeys(name for own in facts.values() for name in own):
+    for name in dict.fromkeys(name for values in facts.values() for name in values):
         first = facts[0].get(name, "")
-        others = [process for process, own in sorted(facts.items()) if own.get(name, "") != first]
+        others = [process for process, values in sorted(facts.items()) if values.get(name, "") != first]
         if others:
             other = facts[others[0]].get(name, "")
             same = next((place for place, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
@@ -168,8 +168,8 @@ def _outliers(facts: Mapping[int, Mapping[str, str]]) -> str:
 
     An empty fact is one that its process does not know.
     """
-    for name in dict.fromkeys(name for own in facts.values() for name in own):
-        known = {process: own[name] for process, own in sorted(facts.items()) if own.get(name)}
+    for name in dict.fromkeys(name for values in facts.values() for name in values):
+        known = {process: values[name] for process, values in sorted(facts.items()) if values.get(name)}
         usual, _ = Counter(known.values()).most_common(1)[0] if known else ("", 0)  # of equally many, that of the first process
         others = [process for process, fact in known.items() if fact != usual]
         if others:

@@ -58,7 +58,7 @@ class Prediction:
 
         That is the scratch memory of its programs (`StageCost.temporary`), and results that exist before their inputs are freed.
         """
-        return tuple(peak - held for peak, held in zip(self.peak_bytes, self.held_bytes, strict=True))
+        return tuple(peak - kept for peak, kept in zip(self.peak_bytes, self.held_bytes, strict=True))
 
     def grid(self, tick: float | None = None) -> str:
         """Return the timeline as text; `tick` in seconds, by default the shortest computation."""
@@ -254,21 +254,21 @@ class Predictor:
         op, cost, memory, k = OPS[i.op], worker.cost, worker.memory, i.microbatch
         is_last = worker.stage == self._plan.depth - 1
         worker.compute(i, _MESSAGES[op.reads], cost.seconds(i.op))
-        made = cost.gradient if op.gives_gradient else 0
+        allocated = cost.gradient if op.gives_gradient else 0
         if "output" in op.leaves:
-            made += cost.message if is_last else cost.outputs - cost.kept_outputs
+            allocated += cost.message if is_last else cost.outputs - cost.kept_outputs
             if not is_last:
                 worker.ready["activation", k] = worker.rank.clock
         for kind, size in (("residuals", cost.residuals), ("stash", cost.stash)):
             if kind in op.leaves:
                 memory.waiting[kind] += 1
-                made += size
+                allocated += size
         if op.begins:
             freed = cost.inputs + cost.labels
         else:
             memory.waiting[op.reads] -= 1
             freed = cost.residuals + cost.message if op.reads == "residuals" else cost.stash
-        memory.compute(made, freed - self._kept_by_other(worker, k, op.parts))
+        memory.compute(allocated, freed - self._kept_by_other(worker, k, op.parts))
         if op.gives_gradient and worker.stage > 0:
             worker.ready["gradient", k] = worker.rank.clock
         if op.finishes:

@@ -68,11 +68,11 @@ def check_gradients(
     for number, (layer_id, spec) in enumerate(layers.items()):
         moves = in_layers.has_any(before) or (number >= first_stage and has_gradient(in_layers, before))
         before[layer_id] = spec.params
-        own = in_layers.of(layer_id, spec.params)
-        if moves or jax.tree.leaves(own):
+        trained = in_layers.of(layer_id, spec.params)
+        if moves or jax.tree.leaves(trained):
             with callers_code(lambda error, layer_id=layer_id: f"layer '{layer_id}': its backward fails: {cause(error)}; {_REMEDY}"):  # type: ignore[misc]  # layer_id has a default
                 backward = partial(_backward, stack.layers[layer_id], moves, partial(in_layers.filled, layer_id))
-                jax.eval_shape(backward, own, spec.params, spec.state, spec.x, key_spec())
+                jax.eval_shape(backward, trained, spec.params, spec.state, spec.x, key_spec())
     outputs = layers[stack.ids[-1]].output
     with callers_code(lambda error: f"loss: its backward fails: {cause(error)}; {_REMEDY}"):
         jax.eval_shape(partial(_loss_backward, loss), outputs, labels, key_spec())

@@ -10,6 +10,7 @@ from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
 from jpipe_train.data.data import Data
 
+from examples.papers.arguments import DATA, MOST_POSITIONS, MOST_SYMBOLS, check_choice, check_integers
 from examples.papers.data import npz_file
 from examples.papers.data.sentences import FOLDER, Unusable, Words, data_of, in_order, lines_of, shifted, shown, usable
 from jpipe import InputError
@@ -104,19 +105,23 @@ def load(
         unusable: refuse a caption that is empty or longer, or drop it.
 
     Raises:
-        InputError: a file is missing, truncated or no such file, a line is no name with a caption, or captions that cannot be used are
-            refused; there is less than a batch for validation.
+        InputError: an argument is out of range; a file is missing, truncated or no such file, a line is no name with a caption, or
+            captions that cannot be used are refused; there is less than a batch for validation.
     """
+    check_integers(DATA, 1, MOST_POSITIONS, frames=frames, words=words, features=features)
+    if vocab_size is not None:
+        check_integers(DATA, 2, MOST_SYMBOLS, vocab_size=vocab_size)
+    check_choice(DATA, ("refuse", "drop"), unusable=unusable)
     sizes = Sizes(frames, words, features)
     lines = {part: _split(folder, f"{part}.tsv") for part in ("train", "validation")}
-    captions = {part: [caption.split() for _, caption in found] for part, found in lines.items()}
+    captions = {part: [caption.split() for _, caption in pairs] for part, pairs in lines.items()}
     vocabulary = Words.of(captions["train"], vocab_size)
-    place = expanded(folder, FOLDER) / "features"
+    features_folder = expanded(folder, FOLDER) / "features"
     parts, remarks = {}, []
-    for part, found in lines.items():
+    for part, pairs in lines.items():
         lengths = np.asarray([len(caption) for caption in captions[part]], np.int64)
         kept, remark = usable([lengths], [words], [f"{part}.tsv"], unusable)
-        files = [place / f"{found[i][0]}.npz" for i in kept]
+        files = [features_folder / f"{pairs[i][0]}.npz" for i in kept]
         parts[part] = Captions(files, [vocabulary.numbers(captions[part][i]) for i in kept], vocabulary.end, sizes)
         remarks.append(remark)
     files = sorted({file for part in parts.values() for file in part.files})

@@ -171,7 +171,7 @@ def _check_folders(path: str, where: str, names: tuple[str, ...], classes: tuple
         )
 
 
-class _Found(NamedTuple):
+class _ClassFiles(NamedTuple):
     """The files of a class: images, files with other names, and entries that are named like images but are no regular files."""
 
     images: list[str]
@@ -179,9 +179,9 @@ class _Found(NamedTuple):
     special: list[str]
 
 
-def _files(root: Path, name: str) -> _Found:
+def _files(root: Path, name: str) -> _ClassFiles:
     """List the files of a class, without hidden ones and links to folders."""
-    files = _Found([], [], [])
+    files = _ClassFiles([], [], [])
     folders = [root / name]
     while folders:
         interrupt.check()

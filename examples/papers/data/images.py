@@ -4,6 +4,7 @@ from jpipe_train.console.terminal import count
 from jpipe_train.data.data import Data
 from jpipe_train.data.rows import BatchesOfRows
 
+from examples.papers.arguments import DATA, MOST_PIXELS, check_choice, check_fractions, check_integers, check_positive
 from examples.papers.data import image_folders
 from examples.papers.data.image_rows import FOLDER, Crops, Rows, row_spec
 from jpipe import InputError
@@ -36,9 +37,15 @@ def load(
         shapes_only: read nothing, because only the shapes of a batch are needed; jpipe says so.
 
     Raises:
-        InputError: see `examples.papers.data.image_folders.read`; there is less than a batch for training or for validation;
-            both ways to get images for validation are named.
+        InputError: an argument is out of range; see `examples.papers.data.image_folders.read`; there is less than a batch for training or
+            for validation; both ways to get images for validation are named.
     """
+    check_integers(DATA, 1, MOST_PIXELS, image_size=image_size)
+    check_positive(DATA, 1, smallest_crop=smallest_crop)
+    check_choice(DATA, (True, False), flip=flip, skip_broken=skip_broken)
+    if validation_fraction is not None:
+        check_positive(DATA, 1, validation_fraction=validation_fraction)
+        check_fractions(DATA, validation_fraction=validation_fraction)
     spec = row_spec(image_size)
     if shapes_only:
         nothing = BatchesOfRows([], batch_size, spec)

@@ -14,6 +14,7 @@ from jaxtyping import Int32
 from jpipe_train.data import tokenizer as tokenizers
 from jpipe_train.data.data import Data
 
+from examples.papers.arguments import DATA, MOST_POSITIONS, check_choice, check_integers
 from examples.papers.data.buckets import batches_of, bucket_of, shapes_of
 from examples.papers.data.sentences import FOLDER, Unusable, digest_of, lines_of, present, shifted, shown, usable
 from jpipe import InputError
@@ -96,14 +97,17 @@ def load(
         unusable: refuse a sentence that is empty or longer, or drop the pair.
 
     Raises:
-        InputError: a file is missing or is no text, two of them have not the same number of lines, or pairs that cannot be used are
-            refused; there is less than a batch for validation.
+        InputError: an argument is out of range; a file is missing or is no text, two of them have not the same number of lines, or pairs
+            that cannot be used are refused; there is less than a batch for validation.
     """
+    check_integers(DATA, 1, MOST_POSITIONS, source_length=source_length, target_length=target_length)
+    check_choice(DATA, ("refuse", "drop"), unusable=unusable)
     longest = max(source_length, target_length)
-    if any(later <= earlier for earlier, later in itertools.pairwise((0, *buckets, longest))):
+    is_list = isinstance(buckets, list | tuple) and all(type(each) is int for each in buckets)
+    if not is_list or any(later <= earlier for earlier, later in itertools.pairwise((0, *buckets, longest))):
         raise InputError(
             f"data.arguments.buckets: expected lengths that grow, below {longest} (the larger of source_length and target_length), found "
-            f"{list(buckets)}"
+            f"{list(buckets) if isinstance(buckets, tuple) else buckets}"
         )
     tokenizer = load_tokenizer(folder)
     lengths = source_length, target_length

@@ -9,6 +9,7 @@ from jaxtyping import Int32
 from jpipe_train.console.terminal import count
 from jpipe_train.data.data import Data
 
+from examples.papers.arguments import DATA, MOST_POSITIONS, MOST_SYMBOLS, check_integers
 from examples.papers.data.sentences import END, FOLDER, Words, data_of, lines_of, shown
 from jpipe import InputError
 
@@ -69,8 +70,11 @@ def load(seed: int, batch_size: int, folder: str, length: int = 70, vocab_size: 
         vocab_size: the number of the most frequent words to keep; None: all.
 
     Raises:
-        InputError: a file is missing or is no text, or has less than one window for each row.
+        InputError: an argument is out of range; a file is missing or is no text, or has less than one window for each row.
     """
+    check_integers(DATA, 1, MOST_POSITIONS, length=length)
+    if vocab_size is not None:
+        check_integers(DATA, 2, MOST_SYMBOLS, vocab_size=vocab_size)
     texts = [[line.split() for line in lines_of(folder, f"{part}.txt")] for part in ("train", "validation")]
     sentences = [[line for line in lines if line] for lines in texts]
     vocabulary = Words.of(sentences[0], vocab_size)

@@ -19,6 +19,16 @@ from flax import linen
 from jaxtyping import Array, Float
 
 import jpipe
+from examples.papers.arguments import (
+    MODEL,
+    MOST_LAYERS,
+    MOST_SYMBOLS,
+    MOST_WIDTH,
+    check_choice,
+    check_fields,
+    check_fractions,
+    check_integers,
+)
 from examples.papers.models.recurrent import LSTM, Embedding
 
 Stream = dict[str, Any]
@@ -59,7 +69,16 @@ def awd_lm(
         dropout_weights: of the weights from hidden state to hidden state.
         carries: each row continues from the state in which that row of the batch before ended; otherwise rows begin with zeros, and stages
             may have replicas.
+
+    Raises:
+        InputError: an argument is out of range.
     """
+    check_integers(MODEL, 2, MOST_SYMBOLS, vocab_size=vocab_size)
+    check_integers(MODEL, 1, MOST_WIDTH, width=width, hidden=hidden)
+    check_integers(MODEL, 1, MOST_LAYERS, depth=depth)
+    check_fractions(MODEL, dropout_words=dropout_words, dropout_input=dropout_input, dropout_hidden=dropout_hidden)
+    check_fractions(MODEL, dropout_output=dropout_output, dropout_weights=dropout_weights)
+    check_choice(MODEL, (True, False), tied=tied, carries=carries)
     sizes = [hidden] * (depth - 1) + [width if tied else hidden]
     dropped = [dropout_hidden] * (depth - 1) + [dropout_output]
     recurrent = {
@@ -83,6 +102,7 @@ class Embed(linen.Module):
 
     @linen.compact
     def __call__(self, inputs: dict[str, Any], train: bool = False) -> Stream:
+        check_fields("awd_lm", "examples.papers.data.words:load", inputs, "tokens", "continues")
         x = Embedding(self.vocab_size, self.width, self.width**-0.5, self.dropout_words, name="words")(inputs["tokens"], train=train)
         return {"x": variational(self.dropout_input, train)(x), "continues": inputs["continues"]}
 

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from examples.papers.arguments import MODEL, MOST_PIXELS, MOST_SYMBOLS, check_integers, check_positive, described
 from jpipe import InputError
 
 HE = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
@@ -56,18 +57,49 @@ class Conv:
         return nnx.Conv(inputs, self.outputs, self.kernel, self.stride, padding=padding, rngs=rngs, **options)
 
 
-def check_image_size(size: int, least: int) -> None:
-    """Check that images are large enough for a model.
+def check_images(size: int, least: int, classes: int, width: float) -> None:
+    """Check the arguments that all models of images have.
 
     Args:
         size: pixels per side.
         least: the size that leaves one pixel behind the last pooling or stride.
+        classes: of the images.
+        width: channels relative to the published ones.
 
     Raises:
-        InputError: they are smaller.
+        InputError: one is out of range; it is named.
     """
+    check_integers(MODEL, 2, MOST_SYMBOLS, classes=classes)
+    check_positive(MODEL, 16, width=width)
+    check_integers(MODEL, 1, MOST_PIXELS, image_size=size)
     if size < least:
         raise InputError(f"model.arguments.image_size: expected at least {least} pixels per side, found {size}; change it")
+
+
+def check_batch(images: Any, size: int | None) -> None:
+    """Check that the inputs of a model are images of the size in its arguments.
+
+    Args:
+        images: the inputs.
+        size: pixels per side; None, of layers that do not come first: anything.
+
+    Raises:
+        InputError: they are of another size, or no images.
+    """
+    if size is None:
+        return
+    shape: tuple[int, ...] = getattr(images, "shape", ())
+    if len(shape) != 4 or shape[-1] != 3:
+        raise InputError(
+            f"data.target: expected images, an array (rows, {size}, {size}, 3), which the model reads, found {described(images)}; "
+            "change data.target or model.target"
+        )
+    if shape[1:3] != (size, size):
+        found = f"{shape[1]} × {shape[2]}"
+        raise InputError(
+            f"data.arguments.image_size: expected images of {size} × {size} pixels, model.arguments.image_size, found {found}; "
+            "change one of them"
+        )
 
 
 def check_blocks(blocks: Sequence[int], most: Sequence[int]) -> None:
@@ -78,11 +110,13 @@ def check_blocks(blocks: Sequence[int], most: Sequence[int]) -> None:
         most: that each may have.
 
     Raises:
-        InputError: another number of groups, or a group without blocks or with too many.
+        InputError: no list of integers, another number of groups, or a group without blocks or with too many.
     """
-    if len(blocks) != len(most) or not all(1 <= count <= limit for count, limit in zip(blocks, most, strict=True)):
+    are_integers = isinstance(blocks, list | tuple) and all(type(count) is int for count in blocks)
+    if not are_integers or len(blocks) != len(most) or not all(1 <= count <= limit for count, limit in zip(blocks, most, strict=True)):
         expected = ", ".join(f"1 to {limit}" for limit in most)
-        raise InputError(f"model.arguments.blocks: expected {len(most)} numbers of blocks: {expected}, found {list(blocks)}; change it")
+        shown = list(blocks) if isinstance(blocks, tuple) else blocks
+        raise InputError(f"model.arguments.blocks: expected {len(most)} numbers of blocks: {expected}, found {shown}; change it")
 
 
 def channels(count: int, width: float) -> int:
@@ -91,19 +125,23 @@ def channels(count: int, width: float) -> int:
 
 
 class Convolution(nnx.Module):
-    """A convolution, a ReLU, and optional pooling."""
+    """A convolution, a ReLU, and optional pooling; a first layer checks the `image_size` of the batch."""
 
-    def __init__(self, inputs: int, conv: Conv, pool: MaxPool | None = None, *, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, conv: Conv, pool: MaxPool | None = None, image_size: int | None = None, *, rngs: nnx.Rngs):
         self.conv = conv.module(inputs, kernel_init=HE, rngs=rngs)
-        self.pool = pool
+        self.pool, self.image_size = pool, image_size
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
+        check_batch(x, self.image_size)
         x = nnx.relu(self.conv(x))
         return x if self.pool is None else self.pool(x)
 
 
 class NormedConvolution(nnx.Module):
-    """A convolution without bias, a batch norm, a ReLU unless `activate` is false, and optional pooling."""
+    """A convolution without bias, a batch norm, a ReLU unless `activate` is false, and optional pooling.
+
+    A first layer checks the `image_size` of the batch.
+    """
 
     def __init__(
         self,
@@ -115,13 +153,15 @@ class NormedConvolution(nnx.Module):
         epsilon: float = 1e-5,
         activate: bool = True,
         pool: MaxPool | None = None,
+        image_size: int | None = None,
         rngs: nnx.Rngs,
     ):
         self.conv = conv.module(inputs, use_bias=False, kernel_init=init, rngs=rngs)
         self.norm = nnx.BatchNorm(conv.outputs, momentum=0.9, epsilon=epsilon, scale_init=scale_init, rngs=rngs)
-        self.activate, self.pool = activate, pool
+        self.activate, self.pool, self.image_size = activate, pool, image_size
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
+        check_batch(x, self.image_size)
         x = self.norm(self.conv(x))
         x = nnx.relu(x) if self.activate else x
         return x if self.pool is None else self.pool(x)

@@ -17,6 +17,16 @@ from flax import linen
 from jaxtyping import Array, Bool, Float
 
 import jpipe
+from examples.papers.arguments import (
+    MODEL,
+    MOST_LAYERS,
+    MOST_SYMBOLS,
+    MOST_WIDTH,
+    check_choice,
+    check_fields,
+    check_fractions,
+    check_integers,
+)
 from examples.papers.models.recurrent import LSTM, Embedding, below
 
 Stream = dict[str, Any]
@@ -40,8 +50,13 @@ def gnmt(
         share_embeddings: both languages have the same vectors.
 
     Raises:
-        InputError: the depth is odd, or less than 4.
+        InputError: an argument is out of range; the depth is odd, or less than 4.
     """
+    check_integers(MODEL, 2, MOST_SYMBOLS, vocab_size=vocab_size)
+    check_integers(MODEL, 1, MOST_WIDTH, width=width)
+    check_integers(MODEL, 1, MOST_LAYERS, depth=depth)
+    check_fractions(MODEL, dropout=dropout)
+    check_choice(MODEL, (True, False), share_embeddings=share_embeddings)
     if depth < 4 or depth % 2:
         raise jpipe.InputError(f"model.arguments.depth: expected an even number from 4 on, half of it for the encoder, found {depth}")
     half = depth // 2
@@ -69,6 +84,7 @@ class EmbedSource(linen.Module):
 
     @linen.compact
     def __call__(self, inputs: dict[str, Any]) -> Stream:
+        check_fields("gnmt", "examples.papers.data.translation:load", inputs, "source", "source_length", "target")
         x = Embedding(self.vocab_size, self.width, name="embedding")(inputs["source"])
         return {"x": x, "length": inputs["source_length"], "target": inputs["target"]}
 

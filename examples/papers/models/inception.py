@@ -13,7 +13,17 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import jpipe
-from examples.papers.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, average_pool, check_blocks, check_image_size
+from examples.papers.arguments import MODEL, check_fractions
+from examples.papers.models.convolutions import (
+    Classifier,
+    Conv,
+    MaxPool,
+    NormedConvolution,
+    average_pool,
+    check_batch,
+    check_blocks,
+    check_images,
+)
 
 Step = Conv | Callable[[Any], Any] | tuple[Conv, Conv]
 """Of a branch: a convolution, a pooling, or two convolutions of the same input, put beside each other."""
@@ -87,12 +97,14 @@ class Pair(nnx.Module):
 
 
 class Mixed(nnx.Module):
-    """Branches of the same input, concatenated."""
+    """Branches of the same input, concatenated; a first layer checks the `image_size` of the batch."""
 
-    def __init__(self, inputs: int, branches: tuple[Branch, ...], *, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, branches: tuple[Branch, ...], image_size: int | None = None, *, rngs: nnx.Rngs):
+        self.image_size = image_size
         self.branches = nnx.List([_branch(inputs, branch, rngs) for branch in branches])
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h2 w2 c2"]:
+        check_batch(x, self.image_size)
         return jnp.concatenate([branch(x) for branch in self.branches], axis=-1)
 
 
@@ -102,7 +114,7 @@ def inception_v3(
     """Return the layers `conv_1a` … `conv_4a`, `mixed_5b` … `mixed_7c`, `fc`, as constructors.
 
     Args:
-        image_size: as in `examples.papers.models.vgg.alexnet`; the layers do not depend on it.
+        image_size: as in `examples.papers.models.vgg.alexnet`; only the check of the batches depends on it.
         classes: as in `alexnet`.
         width: as in `alexnet`.
         blocks: how many of the published blocks that keep the image's size there are in each of the three groups, from the first one on:
@@ -110,9 +122,10 @@ def inception_v3(
         dropout: before the last layer.
 
     Raises:
-        InputError: images that are too small, or numbers of blocks that do not fit.
+        InputError: an argument is out of range; images are too small; numbers of blocks do not fit.
     """
-    check_image_size(image_size, 75)
+    check_images(image_size, 75, classes, width)
+    check_fractions(MODEL, dropout=dropout)
     check_blocks(blocks, tuple(map(len, GROUPS)))
     layers: dict[str, Any] = {}
     inputs = 3
@@ -121,7 +134,7 @@ def inception_v3(
         if layer_id in left_out:
             continue
         branches = tuple(tuple(_scaled(step, width) for step in branch) for branch in published)
-        layers[layer_id] = partial(Mixed, inputs, branches)
+        layers[layer_id] = partial(Mixed, inputs, branches, None if layers else image_size)
         inputs = sum(_outputs(branch, inputs) for branch in branches)
     return jpipe.LayerStack({**layers, "fc": partial(Classifier, inputs, classes, dropout)})
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import jpipe
-from examples.papers.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, channels, check_blocks, check_image_size
+from examples.papers.models.convolutions import Classifier, Conv, MaxPool, NormedConvolution, channels, check_blocks, check_images
 
 _MOST_BLOCKS = 64  # of a group
 
@@ -20,8 +20,8 @@ _MOST_BLOCKS = 64  # of a group
 class Stem(nnx.Module):
     """The first convolution, with pooling."""
 
-    def __init__(self, outputs: int, *, rngs: nnx.Rngs):
-        self.conv = NormedConvolution(3, Conv(outputs, (7, 7), 2), rngs=rngs)
+    def __init__(self, outputs: int, image_size: int, *, rngs: nnx.Rngs):
+        self.conv = NormedConvolution(3, Conv(outputs, (7, 7), 2), image_size=image_size, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b h w 3"]) -> Float[Array, "b h2 w2 c"]:
         return MaxPool(3, 2, 1)(self.conv(x))
@@ -53,18 +53,18 @@ def resnet50(image_size: int = 224, classes: int = 1000, width: float = 1.0, blo
     The blocks of the four groups have 64, 128, 256 and 512 channels inside, and four times as many outside.
 
     Args:
-        image_size: as in `examples.papers.models.vgg.alexnet`; the layers do not depend on it.
+        image_size: as in `examples.papers.models.vgg.alexnet`; only the check of the batches depends on it.
         classes: as in `alexnet`.
         width: as in `alexnet`.
         blocks: how many there are in each of the four groups, of which each but the first halves the image.
 
     Raises:
-        InputError: images that are too small, or numbers of blocks that do not fit.
+        InputError: an argument is out of range; images are too small; numbers of blocks do not fit.
     """
-    check_image_size(image_size, 32)
+    check_images(image_size, 32, classes, width)
     check_blocks(blocks, (_MOST_BLOCKS,) * 4)
     inputs = channels(64, width)
-    layers: dict[str, Any] = {"conv1": partial(Stem, inputs)}
+    layers: dict[str, Any] = {"conv1": partial(Stem, inputs, image_size)}
     for group, count in enumerate(blocks):
         inner, outputs = (channels(size * 2**group, width) for size in (64, 256))
         same = partial(Block, outputs, inner, outputs, 1)  # one object, so that jpipe traces it once

@@ -15,6 +15,7 @@ from flax import linen
 from jaxtyping import Array, Float
 
 import jpipe
+from examples.papers.arguments import MODEL, MOST_SYMBOLS, MOST_WIDTH, check_fields, check_fractions, check_integers
 from examples.papers.models.recurrent import LSTM, Embedding
 
 Stream = dict[str, Any]
@@ -33,7 +34,13 @@ def s2vt(vocab_size: int = 13010, width: int = 500, hidden: int = 1000, dropout:
         width: w, of embedded frames and words.
         hidden: h, of both LSTMs.
         dropout: of embedded frames and words, and of the outputs of the second LSTM.
+
+    Raises:
+        InputError: an argument is out of range.
     """
+    check_integers(MODEL, 2, MOST_SYMBOLS, vocab_size=vocab_size)
+    check_integers(MODEL, 1, MOST_WIDTH, width=width, hidden=hidden)
+    check_fractions(MODEL, dropout=dropout)
     return jpipe.LayerStack(
         {
             "frames": Frames(width, dropout),
@@ -53,6 +60,7 @@ class Frames(linen.Module):
 
     @linen.compact
     def __call__(self, inputs: dict[str, Any], train: bool = False) -> Stream:
+        check_fields("s2vt", "examples.papers.data.captions:load", inputs, "features", "tokens")
         x = linen.Dense(self.width, name="embed")(inputs["features"])
         return {"x": linen.Dropout(self.dropout, deterministic=not train)(x), "tokens": inputs["tokens"]}
 

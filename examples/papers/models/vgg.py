@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import jpipe
-from examples.papers.models.convolutions import Classifier, Conv, Convolution, Dense, MaxPool, NormedConvolution, channels, check_image_size
+from examples.papers.arguments import MODEL, check_choice, check_fractions
+from examples.papers.models.convolutions import Classifier, Conv, Convolution, Dense, MaxPool, NormedConvolution, channels, check_images
 
 Convolutions = tuple[tuple[str, Conv, MaxPool | None], ...]
 """The id of each layer, what it is like, and how it is pooled."""
@@ -41,9 +42,10 @@ def alexnet(image_size: int = 224, classes: int = 1000, width: float = 1.0, drop
         dropout: of the outputs of the first two dense layers.
 
     Raises:
-        InputError: images are so small that none of their pixels reaches the dense layers.
+        InputError: an argument is out of range; images are so small that none of their pixels reaches the dense layers.
     """
-    check_image_size(image_size, 63)
+    check_images(image_size, 63, classes, width)
+    check_fractions(MODEL, dropout=dropout)
     return _with_dense_layers(ALEXNET, Convolution, image_size, classes, width, dropout)
 
 
@@ -58,8 +60,13 @@ def vgg16(
         width: as in `alexnet`.
         dropout: as in `alexnet`.
         batch_norm: put a batch norm behind each convolution, as torchvision's `vgg16_bn` has it: small models then learn sooner.
+
+    Raises:
+        InputError: as in `alexnet`.
     """
-    check_image_size(image_size, 32)
+    check_images(image_size, 32, classes, width)
+    check_fractions(MODEL, dropout=dropout)
+    check_choice(MODEL, (True, False), batch_norm=batch_norm)
     return _with_dense_layers(VGG_16, NormedConvolution if batch_norm else Convolution, image_size, classes, width, dropout)
 
 
@@ -69,9 +76,11 @@ def _with_dense_layers(
     """Stack convolutions of one kind, then `fc6`, `fc7` and `fc8`, the first of them over all remaining pixels."""
     layers: dict[str, Any] = {}
     inputs = 3
+    image_size: int | None = size
     for layer_id, conv, pool in convolutions:
         scaled = conv.scaled(width)
-        layers[layer_id] = partial(kind, inputs, scaled, pool=pool)
+        layers[layer_id] = partial(kind, inputs, scaled, pool=pool, image_size=image_size)
+        image_size = None
         inputs, size = scaled.outputs, _size_after(conv, pool, size)
     hidden = channels(4096, width)
     layers["fc6"] = partial(Dense, size * size * inputs, hidden, dropout)

@@ -79,10 +79,10 @@ def undivided(backward: Callable[..., Sequence[Any]], specs: Sequence[Any], in_f
 
     def first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         results = backward(*arguments)
-        parts = ([result for result, own in zip(results, in_first, strict=True) if own == half] for half in (True, False))
+        parts = ([result for result, is_first in zip(results, in_first, strict=True) if is_first == half] for half in (True, False))
         return next(parts), next(parts)
 
-    stash = tuple(spec for spec, own in zip(outputs, in_first, strict=True) if not own)
+    stash = tuple(spec for spec, is_first in zip(outputs, in_first, strict=True) if not is_first)
     return Halves(first, lambda arguments, stashed: list(stashed), (), stash)
 
 
@@ -129,14 +129,14 @@ def _with_scans_cut(closed: Any, in_first: Sequence[bool], free: Sequence[bool])
     """Return the jaxpr with two scans in place of each scan that both halves need."""
     jaxpr, replaced = closed.jaxpr, {}
     first, second = (
-        needed(jaxpr, [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half], inside=True)[0]
+        needed(jaxpr, [var for var, is_first in zip(jaxpr.outvars, in_first, strict=True) if is_first == half], inside=True)[0]
         for half in (True, False)
     )
     for number, equation in enumerate(jaxpr.eqns):
         if equation.primitive.name == "scan":
             for_first, for_second = ([var in half for var in equation.outvars] for half in (first, second))
             results, _ = scan_needs(equation, for_first)
-            if any(for_first) and any(wanted and not own for wanted, own in zip(for_second, results, strict=True)):
+            if any(for_first) and any(wanted and not is_first for wanted, is_first in zip(for_second, results, strict=True)):
                 replaced[number] = _two_scans(equation, results)
     if not replaced:
         return closed
@@ -178,7 +178,7 @@ def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]],
         scanned = {i: xs[i - count - carried] for i in halves.arguments if i >= count + carried}
         carry_2, ys_2 = scan_like(equation, second, [start[i] for i in carry_of_second], (scanned, stash, kept))
         outputs = {True: iter([*carry, *ys]), False: iter([*carry_2, *ys_2])}
-        return [next(outputs[own]) for own in in_first]
+        return [next(outputs[is_first]) for is_first in in_first]
 
     return both
 
@@ -189,7 +189,7 @@ def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]],
 def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent: Collection[int] = ()) -> Halves:
     """Cut a jaxpr without scans that both halves need; the first half does not have the arguments `absent`."""
     jaxpr = closed.jaxpr
-    wanted = {half: [var for var, own in zip(jaxpr.outvars, in_first, strict=True) if own == half] for half in (True, False)}
+    wanted = {half: [var for var, is_first in zip(jaxpr.outvars, in_first, strict=True) if is_first == half] for half in (True, False)}
     position = {var: i for i, var in enumerate(jaxpr.invars)}
     free_vars = {*jaxpr.constvars, *(var for var, is_free in zip(jaxpr.invars, free, strict=True) if is_free)}
     kept, made_before = _kept_between(jaxpr, wanted, free_vars, {jaxpr.invars[i] for i in absent})
@@ -200,14 +200,14 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
     present = [var for i, var in enumerate(jaxpr.invars) if i not in absent]
     first = _function(closed, present, [*wanted[True], *stash], of_first)
     second = _function(closed, [*read, *stash], wanted[False], of_second)
-    places, count = [position[var] for var in present], len(wanted[True])
+    positions, count = [position[var] for var in present], len(wanted[True])
 
     def first_half(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        results = first(*(arguments[i] for i in places))
+        results = first(*(arguments[i] for i in positions))
         return results[:count], results[count:]
 
     specs = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in stash)
-    return Halves(first_half, lambda own, stashed: second(*own, *stashed), tuple(position[var] for var in read), specs)
+    return Halves(first_half, lambda inputs, stashed: second(*inputs, *stashed), tuple(position[var] for var in read), specs)
 
 
 def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:

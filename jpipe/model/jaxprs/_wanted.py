@@ -31,7 +31,7 @@ def without_effects(function: Callable[..., Tree], made_up: Sequence[bool] | Non
         closed, outputs = jax.make_jaxpr(function, return_shape=True)(*arguments)
         leaves, treedef = jax.tree.flatten(outputs)
         trees = None if made_up is None else zip(arguments, made_up, strict=True)
-        marks = None if trees is None else [own for tree, own in trees for _ in jax.tree.leaves(tree)]
+        marks = None if trees is None else [mark for tree, mark in trees for _ in jax.tree.leaves(tree)]
         results = evaluate_wanted(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), [True] * len(leaves), marks)
         return jax.tree.unflatten(treedef, results)
 
@@ -55,7 +55,9 @@ def evaluate_wanted(
         The wanted results; None in place of the others.
     """
     doubtful = None if made_up is None else _made_up(jaxpr, made_up)
-    needs, numbers = needed(jaxpr, [var for var, own in zip(jaxpr.outvars, wanted, strict=True) if own], inside=True, doubtful=doubtful)
+    needs, numbers = needed(
+        jaxpr, [var for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted], inside=True, doubtful=doubtful
+    )
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
     def read(var: Any) -> Any:
@@ -72,7 +74,7 @@ def evaluate_wanted(
         else:
             outputs = bind(equation, inputs)
         values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(var) if own else None for var, own in zip(jaxpr.outvars, wanted, strict=True)]
+    return [read(var) if is_wanted else None for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True)]
 
 
 def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> list[Any]:
@@ -92,7 +94,7 @@ def _scan_wanted(equation: Any, inputs: list[Any], results: Sequence[bool]) -> l
 
     carry, ys = scan_like(equation, step, [inputs[count + i] for i in carries], tuple(inputs[i] for i in scanned))
     outputs = iter([*carry, *ys])
-    return [next(outputs) if own else None for own in results]
+    return [next(outputs) if is_wanted else None for is_wanted in results]
 
 
 def scan_like(equation: Any, step: Callable[..., Any], carry: Sequence[Any], xs: Any) -> Any:
@@ -142,7 +144,7 @@ def _inputs_needed(equation: Any, results: list[bool], inside: bool, doubtful: C
     stays = _stays(equation, doubtful)
     if inside and is_call(equation) and (any(results) or (equation.effects and doubtful is not None)):
         body, _ = body_of(equation)
-        wanted = [var for var, own in zip(body.outvars, results, strict=True) if own]
+        wanted = [var for var, is_wanted in zip(body.outvars, results, strict=True) if is_wanted]
         marks = None if doubtful is None else _made_up(body, [var in doubtful for var in _variables(equation)])
         needs, numbers = needed(body, wanted, inside=True, doubtful=marks)
         return [var in needs for var in body.invars] if numbers or any(results) else None
@@ -174,11 +176,11 @@ def _stays(equation: Any, doubtful: Collection[Any] | None) -> bool:
 
 def _made_up(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
     """Return the variables of a jaxpr whose values depend on made-up arguments."""
-    made_up = {var for var, own in zip(jaxpr.invars, arguments, strict=True) if own}
+    made_up = {var for var, is_made_up in zip(jaxpr.invars, arguments, strict=True) if is_made_up}
     for equation in jaxpr.eqns:
         into = [int(var in made_up) for var in _variables(equation)]
         if any(into):
-            made_up.update(var for var, own in zip(equation.outvars, propagate(equation, into), strict=True) if own)
+            made_up.update(var for var, is_made_up in zip(equation.outvars, propagate(equation, into), strict=True) if is_made_up)
     return made_up
 
 

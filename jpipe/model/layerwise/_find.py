@@ -92,7 +92,7 @@ def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str
 
 def _trained(ties: Ties, specs: Mapping[str, Tree], frozen: Sequence[bool]) -> Subset:
     """Return the trained parameters, by entry."""
-    flags = jax.tree.unflatten(jax.tree.structure(dict(specs)), [not own for own in frozen])
+    flags = jax.tree.unflatten(jax.tree.structure(dict(specs)), [not is_frozen for is_frozen in frozen])
     by_entry = {entry: tuple(jax.tree.leaves(part)) for entry, part in ties.parts(flags).items()}
     return Subset({entry: leaves for entry, leaves in by_entry.items() if not all(leaves)})
 

@@ -83,8 +83,8 @@ class LayerwiseOptimizer:
         with optax_promotion():
             place, placed = self._placed(layer_id, params)
             updates, state = self.transformation.update(self._placed(layer_id, gradient)[1], state, placed)
-            own = updates[place] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[place])
-            params = with_structure(params, optax.apply_updates(placed[place], own))
+            update = updates[place] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[place])
+            params = with_structure(params, optax.apply_updates(placed[place], update))
         return params, state if average is None else Averaged(state, self._moved(average, params))
 
     def average(self, state: Tree) -> Tree:
@@ -93,8 +93,8 @@ class LayerwiseOptimizer:
 
     def _placed(self, entry: str, tree: Tree) -> tuple[str, dict[str, Tree]]:
         """Return the layer id of an entry, and its tree as the transformation sees it."""
-        layer_id, own = self.structured[entry](tree) if entry in self.structured else (entry, tree)
-        return layer_id, {**self.blank, layer_id: own}
+        layer_id, tree = self.structured[entry](tree) if entry in self.structured else (entry, tree)
+        return layer_id, {**self.blank, layer_id: tree}
 
     @property
     def _without_masters(self) -> "LayerwiseOptimizer":
@@ -135,4 +135,6 @@ def entries_of(ties: Ties, params: Mapping[str, Tree], trained: Subset) -> dict[
 
 def _without(tree: Tree, trained: tuple[bool, ...]) -> Tree:
     leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.unflatten(treedef, [leaf if own else optax.MaskedNode() for leaf, own in zip(leaves, trained, strict=True)])
+    return jax.tree.unflatten(
+        treedef, [leaf if is_trained else optax.MaskedNode() for leaf, is_trained in zip(leaves, trained, strict=True)]
+    )

@@ -52,9 +52,9 @@ def coupled_layers(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> tuple[
     """Return a layer whose update depends on another layer, at any step, and that other layer; or None."""
     ids = sorted(specs)  # as the leaves of a dict come
     marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
-    for own, mark in zip(marks, _reached(traced, marks), strict=True):
-        if others := mark & ~own:
-            return ids[own.bit_length() - 1], ids[others.bit_length() - 1]
+    for layer, mark in zip(marks, _reached(traced, marks), strict=True):
+        if others := mark & ~layer:
+            return ids[layer.bit_length() - 1], ids[others.bit_length() - 1]
     return None
 
 
@@ -67,7 +67,7 @@ def frozen_leaves(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> list[bo
     count, update = len(jax.tree.leaves(dict(specs))), traced.update
     zeros = always_zero(traced.init.jaxpr, traced.init.consts, [False] * count)
     is_kept = [source == count + i for i, source in enumerate(passed_on(update.jaxpr)[count:])]
-    state = [zero and own and not kept for zero, own, kept in zip(zeros, traced.of_parameter, is_kept, strict=True)]
+    state = [zero and is_of_parameter and not kept for zero, is_of_parameter, kept in zip(zeros, traced.of_parameter, is_kept, strict=True)]
     while True:
         results = always_zero(update.jaxpr, update.consts, [False] * count + state + [False] * count)
         still = [before and after for before, after in zip(state, results[count:], strict=True)]
@@ -80,10 +80,10 @@ def used_while_frozen(traced: TracedOptimizer, frozen: Sequence[bool]) -> list[b
     """Return for each parameter whether it is frozen and the update of a trained one depends on it."""
     if not any(frozen):
         return list(frozen)
-    marks = [1 << bit if own else 0 for bit, own in enumerate(frozen)]
+    marks = [1 << bit if is_frozen else 0 for bit, is_frozen in enumerate(frozen)]
     used = 0
-    for own, mark in zip(frozen, _reached(traced, marks), strict=True):
-        used |= 0 if own else mark
+    for is_frozen, mark in zip(frozen, _reached(traced, marks), strict=True):
+        used |= 0 if is_frozen else mark
     return [bool(mark & used) for mark in marks]
 
 

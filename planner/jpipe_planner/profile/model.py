@@ -173,8 +173,8 @@ class Model:
     @cached_property
     def _layerwise(self) -> jpipe.model.LayerwiseOptimizer:
         params = {layer_id: spec.params for layer_id, spec in self._first_specs.items()}
-        found = jpipe.model.find_layerwise(self.optimizer, params, self.precision.has_masters, self.stack.ties)
-        return dataclasses.replace(found, ema_decay=self.ema_decay)
+        optimizer = jpipe.model.find_layerwise(self.optimizer, params, self.precision.has_masters, self.stack.ties)
+        return dataclasses.replace(optimizer, ema_decay=self.ema_decay)
 
 
 class Meter:

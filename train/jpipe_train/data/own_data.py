@@ -92,17 +92,17 @@ class OwnBatches:
 
     @cached_property
     def _specs(self) -> Batch:
-        specs: Batch = _specs(self.made(0))
+        specs: Batch = _specs(self.make(0))
         return specs
 
     def _of_same_shape(self, index: int) -> Batch:
-        batch = self.made(index)
+        batch = self.make(index)
         if _specs(batch) != self._specs:
             first, here = (jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._specs, _specs(batch)))
             raise InputError(f"data.target: expected {self.name}[{index}] to be like {self.name}[0], {first}, found {here}; fix it")
         return batch
 
-    def made(self, index: int) -> Batch:
+    def make(self, index: int) -> Batch:
         """Return batch `index` as the user's code makes it.
 
         Raises:
@@ -128,7 +128,7 @@ def _specs(batch: Batch) -> Any:
 def digest(train: OwnBatches, validation: OwnBatches) -> str:
     """Hash the first batch of each part: if the function ignores its seed, processes differ."""
     hasher = hashlib.sha256()
-    for leaf in jax.tree.leaves((train.made(0), validation.made(0))):
+    for leaf in jax.tree.leaves((train.make(0), validation.make(0))):
         hasher.update(np.ascontiguousarray(leaf).tobytes())
     return hasher.hexdigest()
 

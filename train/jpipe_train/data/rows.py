@@ -116,8 +116,8 @@ class BatchesOfRows:
         def rows(start: int, stop: int) -> list[list[Any]]:
             return [jax.tree.leaves(self.elements[first + i]) for i in range(start, stop)]
 
-        found = [Rows((self.batch_size, *leaf.shape), leaf.dtype, partial(_stacked, rows, i, leaf)) for i, leaf in enumerate(specs)]
-        batch: Batch = jax.tree.unflatten(structure, found)
+        leaves = [Rows((self.batch_size, *leaf.shape), leaf.dtype, partial(_stacked, rows, i, leaf)) for i, leaf in enumerate(specs)]
+        batch: Batch = jax.tree.unflatten(structure, leaves)
         return batch
 
 
