@@ -4,8 +4,8 @@ References: Merity et al. 2017, "Regularizing and Optimizing LSTM Language Model
 Application of Dropout in Recurrent Neural Networks". The penalties on activations (AR, TAR), the averaged SGD and the drawn lengths of the
 first are left out.
 
-Row i of microbatch j goes on where row i of microbatch j of the batch before has ended. So each layer keeps one state for each microbatch
-of a batch, as layer state, and takes them by turns. Gradients end at the beginning of a row (truncated backpropagation through time). In
+Row i of microbatch j continues where row i of microbatch j of the batch before ended. So each layer keeps one state for each microbatch
+of a batch, as layer state, and uses them in turn. Gradients end at the beginning of a row (truncated backpropagation through time). In
 evaluation each row begins with zeros, and in training too if `carries` is false.
 
 The letters in the shapes: b rows, s positions, w width, h hidden width, v words.
@@ -52,7 +52,7 @@ def awd_lm(
 ) -> jpipe.LayerStack:
     """Return the layers `embed`, `lstm_0` …, `head`. Nothing is allocated here.
 
-    Inputs are {"tokens": words (b, s), "continues": (b) 1 where the row goes on from the batch before, otherwise 0}; outputs are the
+    Inputs are {"tokens": words (b, s), "continues": (b) 1 where the row continues from the batch before, otherwise 0}; outputs are the
     logits (b, s, v) of the next words.
 
     Args:

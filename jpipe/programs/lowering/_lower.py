@@ -41,7 +41,7 @@ def lower(
     Raises:
         InputError: batches out of order, the global norm with a schedule that cannot use it, or an order of the plan that deadlocks; then
             the message ends with the grid up to the deadlock.
-        ProgramError: the order of a schedule deadlocks; the message ends likewise.
+        ProgramError: the order of a schedule deadlocks; the message ends with the same grid.
     """
     if not isinstance(plan, Plan):
         raise InputError(f"lower: expected a jpipe.Plan, found {type(plan).__name__}; make one with Plan.even(…)")

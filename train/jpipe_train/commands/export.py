@@ -26,7 +26,7 @@ def export(
         folder: The folder of the run, such as runs/0001. With --layout huggingface also a config, for the weights that its run begins with.
         to: What to write, a new file. It holds the parameters and the layer state, by layer id and path. With --layout a new folder.
         out: The same as an option.
-        step: Of the checkpoint after so many steps; by default of the newest that is whole.
+        step: The checkpoint after this number of steps; by default the newest that is complete.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         layout: Orbax's (orbax) is one tree that ocp.StandardCheckpointer restores, by the same names.
             Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for GPT-2, Llama and BERT.

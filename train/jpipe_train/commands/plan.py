@@ -26,7 +26,7 @@ def plan(
     explain: Flag = False,
     allow_code: Flag = False,
 ) -> int:
-    """Find the plan that trains a model fastest on given machines, and fits. Nothing is trained.
+    """Find the plan that trains a model fastest on these machines and fits into their memory. Nothing is trained.
 
     Args:
         config: The YAML file of a run, such as configs/gpt-bytes.yaml; its plan is ignored.

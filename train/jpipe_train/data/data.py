@@ -45,7 +45,7 @@ class Data:
         amount: a phrase that says how much that is.
         digest: its result is the same in two processes only if their data is, up to what can be known without making all of it.
         remarks: lines that say what was left out.
-        vocab_size: numbers that tokens or classes may have, where built-in data tells; otherwise they are looked at when they are read.
+        vocab_size: the number of tokens or classes, if the loader knows it; otherwise each batch is checked when it is read.
         shapes: where batches have several shapes, these, as shapes and dtypes; the largest first.
         first: the first batch to learn from that can be read; those before it are of an earlier part of a resumed run.
     """
