@@ -100,6 +100,7 @@ class Pipeline:
         InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; a decay that is none.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> stack = LayerStack({"double": lambda x: 2 * x, "add": lambda x: x + 1})
         >>> plan = Plan.even(stack.ids, num_stages=2, schedule="gpipe", microbatches=2)
         >>> pipe = Pipeline(stack, plan, lambda y, labels: (((y - labels) ** 2).sum(), y.size), optax.sgd(0.1))
@@ -446,6 +447,7 @@ class Pipeline:
                 of the inputs, or weights="ema" without `ema_decay`.
 
         Example:
+            >>> import jax.numpy as jnp
             >>> stack = LayerStack({"double": lambda x: 2 * x, "add": lambda x: {"y": x + 1}})
             >>> plan = Plan.even(stack.ids, num_stages=2, schedule="gpipe", microbatches=2)
             >>> pipe = Pipeline(stack, plan, lambda y, labels: (((y["y"] - labels) ** 2).sum(), labels.size), optax.sgd(0.1))
