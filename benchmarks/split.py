@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jpipe_train.models.cross_entropy import loss
-from jpipe_train.models.layers import layers
 
 import jpipe
 from benchmarks.single_stage import MODEL, ROWS
 from jpipe.stages import StandaloneStage
+from jpipe_train.models.cross_entropy import loss
+from jpipe_train.models.layers import layers
 
 REPEATS = 25
 BLOCKS = ("block_1", "block_2")

@@ -4,15 +4,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jpipe
+from docs import imports
 from jpipe_planner import draw_choice
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
 from jpipe_train.plan.inputs import Request, read_topology
 from jpipe_train.plan.profiling import Parts, profile_of
 from jpipe_train.plan.search import search
-
-import jpipe
-from docs import imports
 
 FOLDER = Path(__file__).parent / "pictures"
 CONFIGS = Path(__file__).parents[1] / "configs"

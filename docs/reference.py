@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jpipe_planner
 import pdoc.doc
 import pdoc.render
 import pdoc.render_helpers
 
 import jpipe
+import jpipe_planner
 
 MODULES = (
     "jpipe",

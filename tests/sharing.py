@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import pytest
-from jpipe_train.assemble import build, model
 
 from jpipe.stages import _builder, _bytes, _compile, _initializers
+from jpipe_train.assemble import build, model
 from tests.jpipe import running
 
 SETTINGS = (

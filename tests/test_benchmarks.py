@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jpipe_planner import Placed, Problem, Profile, Topology, evaluate_partition
 from matplotlib.figure import Figure
 
 import jpipe
@@ -31,6 +30,7 @@ from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
 from benchmarks.sizes import GPU, PEERS, TINY
 from examples.papers.samples import make
+from jpipe_planner import Placed, Problem, Profile, Topology, evaluate_partition
 
 CORE = min(os.sched_getaffinity(0))
 DENSE = jpipe.Layer(

@@ -20,11 +20,11 @@ import jax
 import pydantic
 import pytest
 import yaml
-from jpipe_train.cli import main
-from jpipe_train.config.config import Config
 
 import jpipe
 from docs import reference
+from jpipe_train.cli import main
+from jpipe_train.config.config import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "papers" / "README.md"]

@@ -6,14 +6,14 @@ import shutil
 
 import numpy as np
 import pytest
-from jpipe_train.checkpoint.resume import find
-from jpipe_train.config.config import Config
-from jpipe_train.launch.together import Together
-from jpipe_train.run import loop
 
 from benchmarks.faults import damage, kills
 from benchmarks.faults.runs import EVERY, KINDS, config_of, difference, end_of
 from jpipe.checkpoints import files as checkpoint_files
+from jpipe_train.checkpoint.resume import find
+from jpipe_train.config.config import Config
+from jpipe_train.launch.together import Together
+from jpipe_train.run import loop
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ import types
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
-from jpipe_train import commands
 
 import jpipe
 from examples.papers.samples.make import SAMPLES
+from jpipe_train import commands
 from tests.packages import PACKAGES, ROOT
 
 

@@ -4,10 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
+import jpipe
 from jpipe_planner import Profile
 from jpipe_train.cli import main
-
-import jpipe
 from tests.train.conftest import SENTENCE
 
 WRITTEN = Path(__file__).parent / "written_by_0_1"

@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
+
+import jpipe
+from benchmarks.faults.runs import ROOT
+from benchmarks.planner.markdown import print_table
+from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.assemble.build import prepare_devices
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import find
@@ -19,12 +25,6 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
 from jpipe_train.launch.together import Together
 from jpipe_train.run import loop, starting
-from rich.console import Console
-
-import jpipe
-from benchmarks.faults.runs import ROOT
-from benchmarks.planner.markdown import print_table
-from jpipe.checkpoints import files as checkpoint_files
 
 SCHEDULES = "pipedream_2bw", "pipedream", "gpipe"  # whose bytes are counted; the first is the default
 ALONE = Together(None)

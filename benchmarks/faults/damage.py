@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jpipe_train.config.config import Config
-from jpipe_train.run import loop
-
 from benchmarks.faults.runs import EVERY, KINDS, End, config_of, difference, end_of
 from benchmarks.planner.markdown import print_table
 from jpipe.checkpoints.files import steps
+from jpipe_train.config.config import Config
+from jpipe_train.run import loop
 
 HOW = "cut off", "deleted", "changed"
 PLAN = KINDS["2BW"] | {"num_stages": 2}

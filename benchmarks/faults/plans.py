@@ -11,18 +11,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jpipe_train.checkpoint.resume import find
-from jpipe_train.config.config import Config
-from jpipe_train.console.progress import Reporter
-from jpipe_train.data import data
-from jpipe_train.launch.together import Together
-from jpipe_train.run import loop, starting
 from rich.console import Console
 
 import jpipe
 from benchmarks.faults.runs import KINDS, LIMIT, config_of, difference, end_of, last_words, launched
 from benchmarks.planner.markdown import print_table
 from jpipe.checkpoints import files as checkpoint_files
+from jpipe_train.checkpoint.resume import find
+from jpipe_train.config.config import Config
+from jpipe_train.console.progress import Reporter
+from jpipe_train.data import data
+from jpipe_train.launch.together import Together
+from jpipe_train.run import loop, starting
 
 PLANS: dict[str, dict[str, Any]] = {
     "data parallel, 4": {"schedule": "pipedream_flush", "num_stages": 1, "replicas": 4, "microbatches": 4},

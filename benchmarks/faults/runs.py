@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jpipe_train.report.metrics_log import repeatable
 
 from jpipe.checkpoints import files as checkpoint_files
+from jpipe_train.report.metrics_log import repeatable
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0  # seconds, for a run of some

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jpipe_planner import Profile, Ranked
 
 import jpipe
 from benchmarks.hosts import accuracy_draw
@@ -28,6 +27,7 @@ from benchmarks.machine import describe
 from benchmarks.papers.document import Table, write
 from benchmarks.programs import Program, ProgramFailed, python_module
 from examples.papers.samples import make
+from jpipe_planner import Profile, Ranked
 
 PLACE = "time to accuracy"  # in the document
 PICTURE = "time-to-accuracy.png"

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jpipe_train.report.metrics_log import mean_loss
 
 import jpipe
 from benchmarks.hosts.network import sent_bytes
 from benchmarks.hosts.tasks import TASKS, load, pipeline
 from benchmarks.serve import now, serve
+from jpipe_train.report.metrics_log import mean_loss
 
 
 class Trainer:

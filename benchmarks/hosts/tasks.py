@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+
+import jpipe
 from jpipe_planner import Profile, Ranked, Topology, measure
 from jpipe_train.assemble import model
 from jpipe_train.assemble.build import build
@@ -13,9 +16,6 @@ from jpipe_train.data.data import Data
 from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import search
-from rich.console import Console
-
-import jpipe
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "papers"
 SCHEDULES = ("pipedream", "pipedream_2bw", "pipedream_flush")  # those of the papers; data parallelism is the last one with one stage

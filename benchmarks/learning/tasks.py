@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+
+import jpipe
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.data.splits import read_bytes
 from jpipe_train.data.windows import Windows
 from jpipe_train.models import cross_entropy, layers
-
-import jpipe
 
 Batch = tuple[np.ndarray, np.ndarray]
 

@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from rich.console import Console
+
+import jpipe
+from examples.papers.samples import make
 from jpipe_planner import LayerProfile, Level, Profile, Topology, analyze
 from jpipe_train.config import config_file
 from jpipe_train.config.config import ModelConfig
@@ -21,10 +25,6 @@ from jpipe_train.config.presets import PRESETS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.models import cross_entropy, layers
 from jpipe_train.plan.profiling import Parts
-from rich.console import Console
-
-import jpipe
-from examples.papers.samples import make
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FEATURES = 4096  # of a frame, as in the paper; the sample has fewer

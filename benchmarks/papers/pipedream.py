@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from jpipe_planner import Partition, Problem, Profile, Topology, evaluate_partition, search_paper, search_pipedream
-
 from benchmarks.papers import stages
 from benchmarks.papers.document import Table
 from benchmarks.papers.models import PIPEDREAM, pipedream_profile, servers, topology
+from jpipe_planner import Partition, Problem, Profile, Topology, evaluate_partition, search_paper, search_pipedream
 
 SHARED_PCIE = 10e9 / 4
 """Bytes per second of each of four GPUs that share the PCIe of `cluster-a.yaml`, as those of the paper do."""

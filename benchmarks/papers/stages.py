@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+import jpipe
 from jpipe_planner import (
     Device,
     Partition,
@@ -20,8 +21,6 @@ from jpipe_planner import (
     placed_seconds,
     simulate_plan,
 )
-
-import jpipe
 
 
 def scaled(profile: Profile, seconds: float, size: float = 1.0) -> Profile:

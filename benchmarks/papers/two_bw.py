@@ -9,10 +9,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jpipe_planner import Candidate, Profile, Simulated, Topology, search_parallel, simulate_plan
-
 from benchmarks.papers.document import Table
 from benchmarks.papers.models import topology, transformer_profile, two_blocks, with_blocks
+from jpipe_planner import Candidate, Profile, Simulated, Topology, search_parallel, simulate_plan
 
 SCHEDULES = ("naive", "gpipe", "pipedream_flush", "pipedream_2bw")
 POLICIES = ("none", "full")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jpipe_planner import Candidate, Profile, Ranked, Topology, choose, find_candidates, read_graph_txt, simulate_plan
 
 from benchmarks.planner.markdown import print_table
+from jpipe_planner import Candidate, Profile, Ranked, Topology, choose, find_candidates, read_graph_txt, simulate_plan
 
 TOPOLOGIES = ("cluster-a", "cluster-b")  # of 16 devices
 MICROBATCHES = (16, 64)  # of a batch

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jpipe_planner import Profile, Simulated, Topology, choose, find_candidates, is_planned, simulate_plan
-from jpipe_train.models import layers
 
 import jpipe
 from benchmarks.peers.__main__ import ENVIRONMENT
 from benchmarks.planner.plan_runner import BATCH, MODEL, SIZES
 from benchmarks.programs import Program, ProgramFailed, free_port, python_module
+from jpipe_planner import Profile, Simulated, Topology, choose, find_candidates, is_planned, simulate_plan
+from jpipe_train.models import layers
 
 COUNTS = (2, 4)
 SECONDS = 2.5  # that a plan is measured for, at least eight steps

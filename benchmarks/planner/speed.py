@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from jpipe_planner import Problem, Profile, Topology, search_parallel, search_pipedream
 
 import jpipe
 from benchmarks.planner.markdown import print_table
+from jpipe_planner import Problem, Profile, Topology, search_parallel, search_pipedream
 
 ETHERNET, NVLINK = 25e9 / 8, 30e9
 SHARE = 0.7  # of the memory that the fastest plan takes: the limit of the runs with one

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from jpipe_train.models import cross_entropy
 
 from examples.papers.arguments import LOSS, check_fractions
+from jpipe_train.models import cross_entropy
 
 
 def smoothed_cross_entropy(outputs: Any, labels: Any, smoothing: float = 0.1) -> tuple[Float[Array, ""], Float[Array, ""]]:

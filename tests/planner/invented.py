@@ -1,6 +1,7 @@
 """Profiles and machines that are drawn at random, and what simulating every candidate says."""
 
 import numpy as np
+
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile

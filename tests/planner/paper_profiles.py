@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
+from benchmarks.papers import models, two_bw
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
-
-from benchmarks.papers import models, two_bw
 
 FOLDER = Path(__file__).parent / "paper_profiles"
 

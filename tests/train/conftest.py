@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+
 from jpipe_train.config.config import Config
 
 SENTENCE = b"the quick brown fox jumps over the lazy dog; "

@@ -17,12 +17,12 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+
+import jpipe
 from jpipe_train import cli
 from jpipe_train.checkpoint import run_folder
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.models import layers
-
-import jpipe
 
 ROOT = Path(__file__).parents[2]
 COMPILATIONS, COMPILED_BY_OPTAX = [], []

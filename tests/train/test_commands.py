@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from jpipe_train import cli, commands
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
+
+import jpipe
 from jpipe_planner import Topology, read_graph_txt
 from jpipe_planner.machine.plain_yaml import dump, parse
 from jpipe_train import cli
 from jpipe_train.plan.profiling import sizes_for
 from jpipe_train.report.metrics_log import mean_loss, means
-
-import jpipe
 
 COMMANDS = {
     "train": ["train", "{}.yaml"],

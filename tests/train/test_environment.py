@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from jpipe_train import cli
 
 from jpipe.files import shown
+from jpipe_train import cli
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from jpipe_train.cli import main
 from jpipe_train.config import shipped_configs
 

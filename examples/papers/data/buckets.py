@@ -9,11 +9,11 @@ from typing import Protocol
 
 import jax
 import numpy as np
+
+from examples.papers.data.sentences import check_held_out, in_order, nothing_to_learn
 from jpipe_train.data import position
 from jpipe_train.data.position import Position
 from jpipe_train.data.rows import AllRows, Batch, BatchesOfRows, Elements
-
-from examples.papers.data.sentences import check_held_out, in_order, nothing_to_learn
 
 Place = tuple[int, int]  # a bucket, and the number of a batch of it
 

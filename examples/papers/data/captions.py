@@ -6,15 +6,15 @@ from pathlib import Path
 import jax
 import numpy as np
 from jaxtyping import Float32, Int32
-from jpipe_train.console.terminal import count
-from jpipe_train.data import sources
-from jpipe_train.data.data import Data
 
 from examples.papers.arguments import DATA, MOST_POSITIONS, MOST_SYMBOLS, check_choice, check_integers
 from examples.papers.data import npz_file
 from examples.papers.data.sentences import FOLDER, Unusable, Words, data_of, in_order, lines_of, shifted, shown, usable
 from jpipe import InputError
 from jpipe.files import expanded
+from jpipe_train.console.terminal import count
+from jpipe_train.data import sources
+from jpipe_train.data.data import Data
 
 ARRAY = "features"
 _MOST_FRAMES = 10**6

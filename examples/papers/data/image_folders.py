@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
-from jpipe_train.console import interrupt
-from jpipe_train.console.terminal import count
-from jpipe_train.data import sources
-from jpipe_train.data.rows import THREADS
 
 from examples.papers.data.image_rows import FOLDER, reason_not_to_decode
 from jpipe import InputError
 from jpipe.files import expanded, open_to_read
+from jpipe_train.console import interrupt
+from jpipe_train.console.terminal import count
+from jpipe_train.data import sources
+from jpipe_train.data.rows import THREADS
 
 ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 """Of the names of images, in lower or upper case."""

@@ -1,13 +1,12 @@
 """Folders of images, one folder per class, as `data.target`."""
 
-from jpipe_train.console.terminal import count
-from jpipe_train.data.data import Data
-from jpipe_train.data.rows import BatchesOfRows
-
 from examples.papers.arguments import DATA, MOST_PIXELS, check_choice, check_fractions, check_integers, check_positive
 from examples.papers.data import image_folders
 from examples.papers.data.image_rows import FOLDER, Crops, Rows, row_spec
 from jpipe import InputError
+from jpipe_train.console.terminal import count
+from jpipe_train.data.data import Data
+from jpipe_train.data.rows import BatchesOfRows
 
 
 def load(

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from jpipe_train.console.terminal import first_line
 
 from jpipe import InputError
 from jpipe.files import open_to_read
+from jpipe_train.console.terminal import first_line
 
 
 def header(path: Path, name: str, where: str) -> tuple[tuple[int, ...], np.dtype[Any]]:

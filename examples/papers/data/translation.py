@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Int32
-from jpipe_train.data import tokenizer as tokenizers
-from jpipe_train.data.data import Data
 
 from examples.papers.arguments import DATA, MOST_POSITIONS, check_choice, check_integers
 from examples.papers.data.buckets import batches_of, bucket_of, shapes_of
 from examples.papers.data.sentences import FOLDER, Unusable, digest_of, lines_of, present, shifted, shown, usable
 from jpipe import InputError
 from jpipe.files import expanded
+from jpipe_train.data import tokenizer as tokenizers
+from jpipe_train.data.data import Data
 
 Inputs = dict[str, Int32[np.ndarray, "..."]]
 Row = tuple[Any, Any]

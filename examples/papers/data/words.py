@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 from jaxtyping import Int32
-from jpipe_train.console.terminal import count
-from jpipe_train.data.data import Data
 
 from examples.papers.arguments import DATA, MOST_POSITIONS, MOST_SYMBOLS, check_integers
 from examples.papers.data.sentences import END, FOLDER, Words, data_of, lines_of, shown
 from jpipe import InputError
+from jpipe_train.console.terminal import count
+from jpipe_train.data.data import Data
 
 Row = tuple[dict[str, Int32[np.ndarray, "..."]], Int32[np.ndarray, " s"]]
 

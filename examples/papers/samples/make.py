@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from jpipe_train.console.exit_codes import failed
-from jpipe_train.console.terminal import printable
-
 from examples.papers.samples import images, sentences
 from jpipe import InputError
 from jpipe.errors import nearest
 from jpipe.files import new_folder, unused
+from jpipe_train.console.exit_codes import failed
+from jpipe_train.console.terminal import printable
 
 Maker = Callable[[Path, int], str]
 """Writes a data set into an empty folder, depending only on the seed, from 0 to 2**32 - 1, and returns a description."""

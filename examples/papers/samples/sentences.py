@@ -6,11 +6,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from jpipe_train.console.progress import Reporter
-from jpipe_train.data import prepare, texts, tokenizer
 from rich.console import Console
 
 from jpipe.files import create
+from jpipe_train.console.progress import Reporter
+from jpipe_train.data import prepare, texts, tokenizer
 
 PAIRS = {"train": 4000, "validation": 256}
 LINES = {"train": 4000, "validation": 1000}

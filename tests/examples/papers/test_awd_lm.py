@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jpipe_train.models.cross_entropy import loss
 
 import jpipe
 from examples.papers.models.awd_lm import Embed, awd_lm, variational
+from jpipe_train.models.cross_entropy import loss
 from tests.train.models.running import params_of
 
 DROPS = ("words", "input", "hidden", "output", "weights")

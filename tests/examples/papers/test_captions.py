@@ -4,11 +4,11 @@ import io
 
 import numpy as np
 import pytest
-from jpipe_train.config.config import Config
-from jpipe_train.data import data
 
 from examples.papers.data.captions import Sizes, features_of
 from jpipe import InputError
+from jpipe_train.config.config import Config
+from jpipe_train.data import data
 
 
 @pytest.fixture

@@ -9,6 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from rich.console import Console
+
+import jpipe
+from examples.papers.models.awd_lm import awd_lm
+from examples.papers.samples import make
 from jpipe_planner import analyze
 from jpipe_train import cli
 from jpipe_train.config import config_file
@@ -18,11 +23,6 @@ from jpipe_train.plan.inputs import Request, read_topology
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import search
 from jpipe_train.plan.simulate import plan_and_costs
-from rich.console import Console
-
-import jpipe
-from examples.papers.models.awd_lm import awd_lm
-from examples.papers.samples import make
 from tests.examples.papers import test_vision_configs as vision_configs
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from jpipe_train import cli
 
 from examples.papers.models.gnmt import Attention, gnmt
 from examples.papers.samples import make
+from jpipe_train import cli
 from tests.examples.papers.test_recurrent import plain_lstm
 from tests.train.models.running import params_of
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jpipe_train.config.config import Config
-from jpipe_train.data import data
 from PIL import Image
 
 from examples.papers.data import images
 from examples.papers.data.image_rows import DEVIATION, MEAN, Crops
 from jpipe import InputError
+from jpipe_train.config.config import Config
+from jpipe_train.data import data
 
 CLASSES = {"cat": 12, "dog": 9, "eel": 11}
 SIZE = 6

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from jpipe_train import cli
-from jpipe_train.console.terminal import printable
 
 from examples.papers import translate
 from examples.papers.models.gnmt import gnmt
 from examples.papers.samples import make
+from jpipe_train import cli
+from jpipe_train.console.terminal import printable
 from tests.train.models.running import params_of
 
 

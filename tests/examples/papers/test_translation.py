@@ -5,14 +5,14 @@ import collections
 import jax
 import numpy as np
 import pytest
-from jpipe_train.assemble import labels
-from jpipe_train.config.config import Config
-from jpipe_train.data import data
 
 from examples.papers.data import translation
 from examples.papers.data.buckets import AllBatches
 from examples.papers.samples import make
 from jpipe import InputError
+from jpipe_train.assemble import labels
+from jpipe_train.config.config import Config
+from jpipe_train.data import data
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,10 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from rich.console import Console
+
+import jpipe
+from examples.papers.samples import make
 from jpipe_planner import analyze
 from jpipe_train import cli
 from jpipe_train.config import config_file
@@ -14,10 +18,6 @@ from jpipe_train.plan.inputs import Request, read_topology
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import search
 from jpipe_train.plan.simulate import plan_and_costs
-from rich.console import Console
-
-import jpipe
-from examples.papers.samples import make
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FULL = {"alexnet": (15, 1), "vgg16": (15, 1), "resnet50": (16,), "inception-v3": (8,)}

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from jpipe_train.config.config import Config
-from jpipe_train.data import data
 
 from examples.papers.data.sentences import Words
 from jpipe import InputError
+from jpipe_train.config.config import Config
+from jpipe_train.data import data
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jpipe_train.config import optax_names
 
 from docs import optimizers
 from jpipe import InputError, Tie
 from jpipe.model._ties import Ties
 from jpipe.model.layerwise._find import find_layerwise
+from jpipe_train.config import optax_names
 
 RATE = 1e-2
 

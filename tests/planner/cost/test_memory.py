@@ -4,11 +4,11 @@ import math
 import random
 
 import pytest
+
+import jpipe
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
-
-import jpipe
 
 
 def shares(replicas, rng):

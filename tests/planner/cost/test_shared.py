@@ -7,6 +7,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+import jpipe
+from jpipe import InputError
 from jpipe_planner.cost.bound import port_seconds
 from jpipe_planner.cost.simulated import network, simulate_plan
 from jpipe_planner.machine.topology import Topology
@@ -15,9 +18,6 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.search.candidates import find_candidates, sharing_refusal
 from jpipe_planner.search.parallel import search_parallel
-
-import jpipe
-from jpipe import InputError
 from tests.planner.invented import invented_profile
 
 WORDS, WIDTH = 12, 4

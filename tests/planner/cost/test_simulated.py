@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from jpipe_planner.cost.simulated import device_numbers, simulate_plan
-from jpipe_planner.machine.topology import Topology
 
 import jpipe
+from jpipe_planner.cost.simulated import device_numbers, simulate_plan
+from jpipe_planner.machine.topology import Topology
 
 
 def _plan(replicas=1, schedule="pipedream", microbatches=4, stages=2, **fields):

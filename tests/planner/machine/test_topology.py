@@ -4,9 +4,9 @@ import pathlib
 import re
 
 import pytest
-from jpipe_planner.machine.topology import Level, Topology
 
 import jpipe
+from jpipe_planner.machine.topology import Level, Topology
 
 FILES = sorted((pathlib.Path(__file__).parents[3] / "configs" / "topologies").glob("*.yaml"))
 WORKERS = {

@@ -9,13 +9,13 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+
+import jpipe
+from jpipe import InputError
 from jpipe_planner.machine.topology import Device
 from jpipe_planner.profile.analyze import analyze
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.models.layers import layers
-
-import jpipe
-from jpipe import InputError
 
 DEVICE = Device(name="toy", flops={"float32": 1e9}, efficiency=0.5, memory_bandwidth=1e8)
 

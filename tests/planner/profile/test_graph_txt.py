@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from jpipe_planner.profile.graph_txt import read_graph_txt
 
 from jpipe import InputError
+from jpipe_planner.profile.graph_txt import read_graph_txt
 
 
 def node(name, forward=1.0, backward=2.0, size="8.0", weights=0.0, what="Conv2d(3, 64, kernel_size=(3, 3))"):

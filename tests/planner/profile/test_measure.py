@@ -5,12 +5,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+import jpipe
 from jpipe_planner.machine.topology import Device
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.measure import measure, short_groups, split
 from jpipe_planner.profile.model import Model
-
-import jpipe
 
 LIKE = {"a": "a", "b": "b", "c": "b", "d": "d", "e": "b", "f": "f"}
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile
 
 import jpipe
 from jpipe import InputError
+from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile
 
 
 def layer(name, factor=1, **fields):

@@ -3,11 +3,11 @@
 import re
 
 import pytest
+
+import jpipe
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile, SharedProfile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes, mesh_refusal, possible_degrees, shard_profile
-
-import jpipe
 
 HALF = {"weights": 0.5, "compute": 0.5, "outputs": 0.0, "residuals": {"none": 0.5, "full": 0.0}, "divides": 12}
 SUMS = {"reduced": 800.0, "reductions": 2}

@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+import jpipe
 from jpipe_planner.machine.topology import Device, Topology
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.sharded import Degrees, shard_profile
@@ -13,8 +15,6 @@ from jpipe_planner.profile.tensor import Walk, sharded_params, tensor_profile
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import loss
 from jpipe_train.models.layers import layers
-
-import jpipe
 
 CONFIG = ModelConfig(preset="llama-tiny")
 ROWS, SEQ, WIDTH, HEADS, KV, INNER = 2, 16, 16, 4, 2, 40

@@ -2,8 +2,10 @@
 
 import dataclasses
 
-import jpipe_planner.ranking.choose
 import pytest
+
+import jpipe
+import jpipe_planner.ranking.choose
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
@@ -11,8 +13,6 @@ from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.draw import draw_choice
 from jpipe_planner.search.candidates import find_candidates
-
-import jpipe
 from tests.planner.invented import simulate_all
 
 

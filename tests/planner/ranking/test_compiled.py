@@ -8,14 +8,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+import jpipe
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.ranking import compiled as module
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.compiled import compile_stages
 from jpipe_planner.search.candidates import find_candidates
-
-import jpipe
 
 STACK = jpipe.LayerStack({f"dense_{n}": lambda rngs: nnx.Linear(16, 16, rngs=rngs) for n in range(4)})
 FLOPS = {"flops": {"float32": 1e9}, "memory": 1e9}

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+import jpipe
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
@@ -18,8 +20,6 @@ from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.compiled import Compiled, compile_stages
 from jpipe_planner.ranking.confirm import confirm
 from jpipe_planner.search.candidates import find_candidates
-
-import jpipe
 
 MB = 10**6
 

@@ -3,13 +3,13 @@
 import statistics
 
 import pytest
+
+import jpipe
 from jpipe_planner.cost.bound import busy_seconds, port_seconds, unhindered_seconds
 from jpipe_planner.cost.simulated import network, window
 from jpipe_planner.ranking.choose import choose
 from jpipe_planner.ranking.table import HEAD, rows
 from jpipe_planner.search.candidates import find_candidates
-
-import jpipe
 from tests.planner.invented import invented_profile, invented_topology, simulate_all
 
 _SHOWN = HEAD.index("simulated")

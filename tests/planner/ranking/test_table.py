@@ -3,14 +3,14 @@
 import dataclasses
 
 import pytest
+
+import jpipe
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking import table
 from jpipe_planner.ranking.choose import Choice, choose
 from jpipe_planner.ranking.draw import draw_choice, look
 from jpipe_planner.search.candidates import find_candidates
-
-import jpipe
 
 
 def chosen(weights: int, residuals: int, memory: float) -> Choice:

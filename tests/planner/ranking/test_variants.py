@@ -4,14 +4,14 @@ import dataclasses
 import itertools
 
 import pytest
+
+import jpipe
 from jpipe_planner.cost.shape import planned_schedules
 from jpipe_planner.cost.simulated import forwards, simulate_plan
 from jpipe_planner.ranking import table, variants
 from jpipe_planner.ranking.choose import Ranked, choose
 from jpipe_planner.ranking.variants import MOST_CHUNKS, find_variants, variant_schedules
 from jpipe_planner.search.candidates import find_candidates
-
-import jpipe
 from tests.jpipe.schedules.pricing import most_held, order_of
 from tests.planner.search.test_parallel import gpt, levels
 

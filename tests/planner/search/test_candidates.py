@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+
 from jpipe_planner.cost.simulated import simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile, TensorProfile

@@ -5,11 +5,11 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import jpipe
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.search.paper import search_paper
 from jpipe_planner.search.partition import Problem
-
-import jpipe
 
 NUMBERS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0, 1, 5, 30]), st.sampled_from([0, 2, 20]))
 

@@ -6,6 +6,8 @@ import random
 
 import numpy as np
 import pytest
+
+import jpipe
 from jpipe_planner.cost.crossings import Crossings
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.shape import planned_schedules
@@ -15,8 +17,6 @@ from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.balance import balance
 from jpipe_planner.search.parallel import EXTRA, search_parallel
 from jpipe_planner.search.stages import Layers
-
-import jpipe
 
 POLICIES = ("none", "dots_saveable", "full")
 ONE_STAGE = ("pipedream_flush", "pipedream", "pipedream_2bw")  # the first stands for all that flush

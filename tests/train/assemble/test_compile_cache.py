@@ -6,11 +6,11 @@ from pathlib import Path
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from jpipe import InputError
 from jpipe_train.assemble import compile_cache
 from jpipe_train.report.metrics_log import repeatable
 from jpipe_train.run import loop
-
-from jpipe import InputError
 from tests.train.conftest import changed
 from tests.train.run.test_loop import rows_of
 

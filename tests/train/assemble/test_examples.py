@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+
 from jpipe_train import cli
 
 pytestmark = pytest.mark.usefixtures("as_a_reader_has_it")

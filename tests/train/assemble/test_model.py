@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 import yaml
+
+import jpipe
+from jpipe.model._losses import call_with_randomness, random_parameter
 from jpipe_train import cli
 from jpipe_train.assemble import model
 from jpipe_train.config import config_file, entry_point
 from jpipe_train.config.config import Config, EvalConfig, LossConfig, ModelConfig
-
-import jpipe
-from jpipe.model._losses import call_with_randomness, random_parameter
 from tests.train.run.test_loop import rows_of
 
 OWN = '''

@@ -11,6 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
+
+import jpipe
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.runtime._plain import to_plain
 from jpipe_train.assemble.model import layers
 from jpipe_train.checkpoint import huggingface as folder_of
 from jpipe_train.checkpoint.export import by_path
@@ -18,11 +23,6 @@ from jpipe_train.checkpoint.huggingface.names import layout
 from jpipe_train.config import config_file, huggingface
 from jpipe_train.config.config import Config, ModelConfig
 from jpipe_train.models import cross_entropy
-from safetensors.numpy import load_file, save_file
-
-import jpipe
-from jpipe.checkpoints import files as checkpoint_files
-from jpipe.runtime._plain import to_plain
 from tests.train.models.running import applied
 
 GOLDEN = Path(__file__).parent / "golden"

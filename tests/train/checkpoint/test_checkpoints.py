@@ -4,12 +4,12 @@ import contextlib
 import time
 
 import pytest
-from jpipe_train.checkpoint.checkpoints import Checkpoints
-from jpipe_train.config.config import CheckpointConfig
-from jpipe_train.launch.together import Together
 
 import jpipe
 from jpipe.checkpoints import files as checkpoint_files
+from jpipe_train.checkpoint.checkpoints import Checkpoints
+from jpipe_train.config.config import CheckpointConfig
+from jpipe_train.launch.together import Together
 
 
 class Heard(jpipe.processes.Processes):

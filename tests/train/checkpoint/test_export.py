@@ -11,17 +11,17 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from rich.console import Console
+from safetensors.numpy import load_file, save_file
+
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train import cli
 from jpipe_train.assemble import build
 from jpipe_train.checkpoint import export, warm_start
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.run import loop
-from rich.console import Console
-from safetensors.numpy import load_file, save_file
-
-from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import SENTENCE, changed
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"

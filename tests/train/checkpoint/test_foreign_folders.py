@@ -6,6 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints.folders import discard, unfinished_folder
 from jpipe_train.assemble.build import make_plan
 from jpipe_train.checkpoint.export import main as export
 from jpipe_train.checkpoint.resume import find
@@ -14,10 +18,6 @@ from jpipe_train.data.splits import read_bytes
 from jpipe_train.launch.together import Together
 from jpipe_train.report.tensorboard import TensorBoard
 from jpipe_train.run import loop
-
-from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
-from jpipe.checkpoints.folders import discard, unfinished_folder
 from tests.train.conftest import changed
 
 NAMES = ("config.yaml", "plan.json", "metrics.jsonl", ".job", ".lock", "trace.json", "report.html", "loss.png", "planned.json")

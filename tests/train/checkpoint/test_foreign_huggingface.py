@@ -9,11 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from jpipe_train.checkpoint import huggingface, safetensors_file, warm_start
-from jpipe_train.checkpoint.huggingface.folder import INDEX, WHOLE
 from safetensors.numpy import save_file
 
 from jpipe import InputError
+from jpipe_train.checkpoint import huggingface, safetensors_file, warm_start
+from jpipe_train.checkpoint.huggingface.folder import INDEX, WHOLE
 from tests.train.checkpoint import folders
 from tests.train.checkpoint.folders import GOLDEN
 

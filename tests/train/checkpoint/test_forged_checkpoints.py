@@ -12,6 +12,13 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import yaml
+from rich.console import Console
+
+import jpipe
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints.files import complete, layer_specs, newest_good, read_layers, verify, write_layers
+from jpipe.checkpoints.records import Damaged, describe, marker_text
+from jpipe.runtime._plain import to_plain
 from jpipe_train.assemble.build import build, param_specs
 from jpipe_train.checkpoint import export
 from jpipe_train.checkpoint.resume import Facts, Resumed, find
@@ -20,13 +27,6 @@ from jpipe_train.config.config_file import to_yaml
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.run.starting import read_checkpoint
-from rich.console import Console
-
-import jpipe
-from jpipe.checkpoints import files as checkpoint_files
-from jpipe.checkpoints.files import complete, layer_specs, newest_good, read_layers, verify, write_layers
-from jpipe.checkpoints.records import Damaged, describe, marker_text
-from jpipe.runtime._plain import to_plain
 from tests.train.conftest import changed
 
 LAYERS = {"layer": {"params": {"0": {"w": np.arange(6.0).reshape(2, 3), "large": np.zeros((40, 40))}}}}

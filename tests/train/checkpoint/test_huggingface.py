@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
+from safetensors.numpy import load_file
+
 from jpipe_train import cli
 from jpipe_train.assemble.build import build
 from jpipe_train.assemble.model import layers
@@ -25,9 +28,6 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.run import loop
-from rich.console import Console
-from safetensors.numpy import load_file
-
 from tests.train.checkpoint import folders
 from tests.train.checkpoint.folders import GOLDEN, NAMES
 from tests.train.conftest import SENTENCE

@@ -7,6 +7,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from rich.console import Console
+from safetensors.numpy import save_file
+
+from jpipe import InputError
+from jpipe.checkpoints.files import complete, write_layers
 from jpipe_train.assemble.build import build, param_specs
 from jpipe_train.checkpoint import export, orbax_checkpoint, warm_start
 from jpipe_train.checkpoint.name_map import name_in_file, renamed
@@ -15,11 +20,6 @@ from jpipe_train.checkpoint.warm_start import fitting
 from jpipe_train.config.config import Config, WarmStartConfig
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
-from rich.console import Console
-from safetensors.numpy import save_file
-
-from jpipe import InputError
-from jpipe.checkpoints.files import complete, write_layers
 from tests.train.conftest import changed
 
 W, B = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(3, np.float32)

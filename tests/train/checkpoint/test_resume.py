@@ -8,6 +8,10 @@ from pathlib import Path
 
 import jax
 import pytest
+
+import jpipe
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.checkpoint import checkpoints
 from jpipe_train.checkpoint.resume import Facts, Resumed
 from jpipe_train.checkpoint.run_folder import RunFolder, write_atomically
@@ -18,10 +22,6 @@ from jpipe_train.launch.together import Together
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import loop
 from jpipe_train.run.starting import check_shared
-
-import jpipe
-from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
 from tests.jpipe.running import check_equal
 from tests.train.run.test_loop import changed, rows_of
 

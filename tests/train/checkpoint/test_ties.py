@@ -7,17 +7,17 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
+
+import jpipe
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.runtime import _snapshot
 from jpipe_train.assemble.build import build
 from jpipe_train.checkpoint import export, warm_start
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch.together import Together
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import loop
-from safetensors.numpy import load_file
-
-import jpipe
-from jpipe.checkpoints import files as checkpoint_files
-from jpipe.runtime import _snapshot
 from tests.jpipe.running import check_equal
 from tests.train.checkpoint.test_resume import run_in_two, stop_before
 from tests.train.conftest import changed

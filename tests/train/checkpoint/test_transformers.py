@@ -6,9 +6,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jpipe_train.checkpoint.huggingface import writing
 from safetensors.numpy import load_file, save_file
 
+from jpipe_train.checkpoint.huggingface import writing
 from tests.train.checkpoint import folders
 from tests.train.models.running import applied
 
@@ -86,7 +86,6 @@ BATCH = ("tokens", "labels", "types", "mask", "next")
 
 def make_tokenizer(path: Path) -> None:
     from jpipe_train import cli
-
     from tests.train.conftest import SENTENCE
 
     text = path.with_name("text.txt")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+import jpipe
+from jpipe import InputError, Plan
 from jpipe_planner.machine.plain_yaml import parse
 from jpipe_train.assemble.build import make_plan
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, PlanConfig
-
-import jpipe
-from jpipe import InputError, Plan
 
 GPT_BYTES = Path(__file__).parents[3] / "configs" / "gpt-bytes.yaml"
 

@@ -6,10 +6,10 @@ import sys
 import jax
 import pytest
 import yaml
-from jpipe_train import cli
 
 import jpipe
 from jpipe import files
+from jpipe_train import cli
 
 OWN = """
 import jax.numpy as jnp

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jpipe_train.plan.simulate
 import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 from hypothesis import given as examples
 from hypothesis import strategies as st
+
+import jpipe
+import jpipe_train.plan.simulate
 from jpipe_train import cli
 from jpipe_train.config import config_file, optax_names
 from jpipe_train.config.arguments import parameters_of
@@ -23,8 +25,6 @@ from jpipe_train.config.config import Config
 from jpipe_train.config.presets import PRESETS
 from jpipe_train.report.summary import Summary
 from jpipe_train.run import loop
-
-import jpipe
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = [path.read_text() for path in (*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "examples").glob("*.yaml")))]

@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+
+from jpipe import InputError
 from jpipe_train.config import config_file, huggingface
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.config.presets import PRESETS
-
-from jpipe import InputError
 from tests.train.checkpoint.folders import GOLDEN, copied
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

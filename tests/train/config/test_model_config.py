@@ -4,9 +4,9 @@ import re
 
 import pytest
 import yaml
-from jpipe_train.config import config_file
 
 from jpipe import InputError
+from jpipe_train.config import config_file
 
 SCALING = "rope_scaling: {factor: 8, low_frequency_factor: 4, high_frequency_factor: 4, original_positions: 64}"
 

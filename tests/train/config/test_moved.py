@@ -3,9 +3,10 @@
 import importlib
 
 import pytest
+from pydantic import ValidationError
+
 from jpipe_train.config.config import Config
 from jpipe_train.config.section import MOVED
-from pydantic import ValidationError
 
 
 @pytest.mark.parametrize("name", MOVED)

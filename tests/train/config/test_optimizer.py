@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+
+import jpipe
+from jpipe import InputError
 from jpipe_train.assemble.build import check_accumulation
 from jpipe_train.assemble.optimizer import learning_rate, lr_schedule, optimizer
 from jpipe_train.config import optax_names
 from jpipe_train.config.config import OptimizerConfig
-
-import jpipe
-from jpipe import InputError
 from tests.jpipe.running import check_equal
 from tests.optimizers import lenient
 

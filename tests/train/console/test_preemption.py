@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+import jpipe
+from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.checkpoint import checkpoints
 from jpipe_train.console.preemption import Preemption
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import loop
-
-import jpipe
-from jpipe.checkpoints import files as checkpoint_files
 from tests.jpipe.running import check_equal
 from tests.train.conftest import changed
 from tests.train.launch.test_launch import launched, pids, wait_until_gone

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import jax
 import pytest
+
+from jpipe import Plan
+from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train import cli
 from jpipe_train.checkpoint import checkpoints
 from jpipe_train.config.config_file import to_yaml
@@ -19,9 +22,6 @@ from jpipe_train.console.preemption import Preemption
 from jpipe_train.launch import jax_runtime, launch, process_group
 from jpipe_train.launch.rendezvous import Address
 from jpipe_train.run import loop
-
-from jpipe import Plan
-from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
 
 ROOT = Path(__file__).parents[3]

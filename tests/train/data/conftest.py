@@ -5,9 +5,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
+
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import prepare
-from rich.console import Console
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "a second document, with other words in it", "and a third one; it is short"]
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from jpipe import InputError
 from jpipe_train.data import data, sources, splits
 from jpipe_train.data.documents import Documents
 from jpipe_train.data.rows import BatchesOfRows
 from jpipe_train.data.windows import Windows
-
-from jpipe import InputError
 from tests.train.conftest import changed
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jpipe_train.data.documents import Documents, Shard
-from jpipe_train.data.windows import Examples, Windows
 
 from jpipe import InputError
+from jpipe_train.data.documents import Documents, Shard
+from jpipe_train.data.windows import Examples, Windows
 
 
 def sharded(shards: list[list[int]]) -> tuple[Documents, list[int]]:

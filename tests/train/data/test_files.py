@@ -9,6 +9,10 @@ import zipfile
 
 import numpy as np
 import pytest
+from PIL import Image
+
+from examples.papers.data import captions, image_rows, images, npz_file
+from jpipe import InputError
 from jpipe_train.config.config import Config
 from jpipe_train.data import data, prepare, sources, splits, texts
 from jpipe_train.data import tokenizer as tokenizers
@@ -16,10 +20,6 @@ from jpipe_train.data.documents import Documents, Shard
 from jpipe_train.data.files import token_files
 from jpipe_train.data.files.file_array import FileArray
 from jpipe_train.data.prepare import Files
-from PIL import Image
-
-from examples.papers.data import captions, image_rows, images, npz_file
-from jpipe import InputError
 from tests.train.data.conftest import quiet, whole
 
 SPECIAL = {"fifo": os.mkfifo, "folder": os.mkdir, "link": lambda path: os.symlink("nowhere", path)}

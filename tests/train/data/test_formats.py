@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers as library
+
+from jpipe import InputError
 from jpipe_train.data import data, masked, prepare
 from jpipe_train.data import tokenizer as tokenizers
 from jpipe_train.data.documents import Documents
 from jpipe_train.data.files import token_files
 from jpipe_train.data.prepare import Files
-
-from jpipe import InputError
 from tests.train.conftest import changed
 from tests.train.data.conftest import quiet, same, whole
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jpipe_train.data import data, prepare
-from jpipe_train.data.rows import AllRows, like_a_batch
 
 from jpipe import InputError
+from jpipe_train.data import data, prepare
+from jpipe_train.data.rows import AllRows, like_a_batch
 from tests.train.conftest import SENTENCE, changed
 from tests.train.data.conftest import quiet, same
 

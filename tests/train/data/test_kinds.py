@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from jpipe_train.config.config import Config
-from jpipe_train.data import data, prepare
-from jpipe_train.data.files import kinds
-from jpipe_train.data.prepare import Files
 from PIL import Image
 from tensorboardX.crc32c import crc32c
 
 from jpipe import InputError
+from jpipe_train.config.config import Config
+from jpipe_train.data import data, prepare
+from jpipe_train.data.files import kinds
+from jpipe_train.data.prepare import Files
 from tests.train.data.conftest import quiet
 
 ROWS = [{"prompt": f"what is {i}, or {i + 1}?", "answer": f'the "number"\nis {i}', "n": i} for i in range(40)]

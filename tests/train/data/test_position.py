@@ -7,6 +7,10 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+
+import jpipe
+from examples.papers.data.buckets import TrainingBatches
+from examples.papers.data.words import Streams
 from jpipe_train.checkpoint.resume import DataFacts, Facts, Resumed
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import to_yaml
@@ -14,10 +18,6 @@ from jpipe_train.data import data
 from jpipe_train.data.own_data import OwnBatches
 from jpipe_train.data.position import Position, start
 from jpipe_train.data.rows import BatchesOfRows
-
-import jpipe
-from examples.papers.data.buckets import TrainingBatches
-from examples.papers.data.words import Streams
 from tests.train.conftest import changed
 
 SPEC = (jax.ShapeDtypeStruct((), np.dtype(np.int64)), jax.ShapeDtypeStruct((), np.dtype(np.int64)))

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers as library
+
+from jpipe import InputError
 from jpipe_train import cli
 from jpipe_train.data import prepare, texts
 from jpipe_train.data.files import token_files
 from jpipe_train.data.prepare import Files
 from jpipe_train.data.texts import Keys
-
-from jpipe import InputError
 from tests.train.data.conftest import SENTENCES, quiet
 
 ROOT = Path(__file__).parents[3]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import jax
 import pytest
+
 from jpipe_train.data import data, prepare
 from jpipe_train.data.documents import Documents
 from jpipe_train.data.files import token_files
 from jpipe_train.data.prepare import Files
-
 from tests.train.conftest import changed
 from tests.train.data.conftest import quiet
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers as library
+
+from jpipe import InputError
 from jpipe_train.data import texts
 from jpipe_train.data import tokenizer as tokenizers
 from jpipe_train.data.texts import Assembler, Keys, Piece
-
-from jpipe import InputError
 
 
 def load(path, end_of_text="auto"):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from jpipe_train import cli
 from jpipe_train.config.config import Config
 from jpipe_train.data import data, prepare
 from jpipe_train.data.prepare import Files
 from jpipe_train.report.metrics_log import repeatable
 from jpipe_train.run import loop
-
 from tests.train.conftest import changed
 from tests.train.data.conftest import SENTENCES, quiet
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.generate import decoder, origin
 from jpipe_train.generate.decoder import Decoder, bytes_of
@@ -13,8 +15,6 @@ from jpipe_train.generate.generate import sequences
 from jpipe_train.generate.placement import place
 from jpipe_train.generate.sampling import Sampling
 from jpipe_train.models.layers import layers
-from safetensors.numpy import load_file
-
 from tests.train.models.running import LLAMA, SMALL, outputs_of, params_of
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from safetensors.numpy import load_file, save_file
+
 from jpipe_train import cli
 from jpipe_train.generate import command, origin
 from jpipe_train.models.layers import layers
-from safetensors.numpy import load_file, save_file
-
 from tests.train.conftest import changed
 from tests.train.models.running import applied
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jpipe_train.generate.sampling import Sampling, choose, with_temperature, with_top_k, with_top_p
 
 CHOOSE = jax.jit(choose, static_argnums=1)

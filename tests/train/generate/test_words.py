@@ -2,10 +2,11 @@
 
 import pytest
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
 from jpipe_train.data import tokenizer
 from jpipe_train.generate import words
 from jpipe_train.generate.words import Stream
-from tokenizers import decoders, models, pre_tokenizers
 
 TEXT = "naïve  – 🙂🙃 日本\n end"
 

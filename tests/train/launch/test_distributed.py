@@ -15,15 +15,15 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+
+from jpipe import InputError, PeerLost, join_processes
+from jpipe.processes import Processes
 from jpipe_train.cli import main
 from jpipe_train.commands import train
 from jpipe_train.launch import distributed, rendezvous
 from jpipe_train.launch.distributed import Membership, membership
 from jpipe_train.launch.rendezvous import Address, host, join
 from jpipe_train.run import loop
-
-from jpipe import InputError, PeerLost, join_processes
-from jpipe.processes import Processes
 
 ROOT = Path(__file__).parents[3]
 LIMIT = 60.0  # seconds, for what should take one

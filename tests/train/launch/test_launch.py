@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from benchmarks.faults.runs import difference, end_of
+from jpipe import InputError, Plan
 from jpipe_train.checkpoint.run_folder import RunFolder, of_same_job
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
 from jpipe_train.launch import launch
 from jpipe_train.launch.process_group import ProcessGroup
 from jpipe_train.run import loop
-
-from benchmarks.faults.runs import difference, end_of
-from jpipe import InputError, Plan
 from tests.train.conftest import changed
 
 ROOT = Path(__file__).parents[3]

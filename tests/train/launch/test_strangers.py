@@ -15,9 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 from jax.extend import backend
-from jpipe_train.launch import distributed, jax_runtime, rendezvous
-from jpipe_train.launch.numeric_settings import _MAY_DIFFER, numeric_settings
-from jpipe_train.launch.rendezvous import Address, Meeting
 
 from jpipe import InputError
 from jpipe.processes import handshake, jax_internals
@@ -25,6 +22,9 @@ from jpipe.processes._channel import Channel, Limits
 from jpipe.processes._coordinator import Beat
 from jpipe.processes._finding import JaxStore
 from jpipe.processes.addresses import is_loopback, own_loopback
+from jpipe_train.launch import distributed, jax_runtime, rendezvous
+from jpipe_train.launch.numeric_settings import _MAY_DIFFER, numeric_settings
+from jpipe_train.launch.rendezvous import Address, Meeting
 
 LIMIT = 30.0  # seconds, for what should take a fraction of one
 SECRET = b"known to the processes"

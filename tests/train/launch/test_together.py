@@ -19,16 +19,16 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+
+from jpipe import InputError, PeerLost, Plan
+from jpipe.processes import Processes
+from jpipe.processes._coordinator import Coordinator, _differences
 from jpipe_train import cli
 from jpipe_train.config import config_file
 from jpipe_train.console.exit_codes import code_of
 from jpipe_train.launch import distributed, together
 from jpipe_train.report.metrics_log import RunStopped, repeatable
 from jpipe_train.run import loop
-
-from jpipe import InputError, PeerLost, Plan
-from jpipe.processes import Processes
-from jpipe.processes._coordinator import Coordinator, _differences
 from tests.train.conftest import changed
 
 ROOT = Path(__file__).parents[3]

@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+
+import jpipe
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import loss
 from jpipe_train.models.layers import layers
-
-import jpipe
 
 SMALL = {"depth": 2, "width": 16, "heads": 2, "seq_len": 8}
 LLAMA = {"positions": "rope", "norm": "rms", "activation": "silu", "gated_mlp": True, "bias": False, "kv_heads": 1, "init": "normal"}

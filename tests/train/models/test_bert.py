@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import jpipe
 from jpipe_train.assemble.model import metrics
 from jpipe_train.config.config import EvalConfig
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import Unprojected, correct, loss
 from jpipe_train.models.layers import layers
-
-import jpipe
 from tests.train.models.running import applied, params_of, trained
 
 CONFIG = ModelConfig(preset="bert-tiny", width=8, heads=2, depth=1)

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
+
+import jpipe
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import loss
 from jpipe_train.models.layers import layers
-
-import jpipe
 from tests.train.models.running import SMALL, applied, params_of, trained
 
 SHAPES = {

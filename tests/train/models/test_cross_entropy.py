@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models.cross_entropy import Unprojected, all_logits, correct, loss, vocab_size
-from jpipe_train.models.layers import layers
 
 import jpipe
 from jpipe.stages import StandaloneStage
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models.cross_entropy import Unprojected, all_logits, correct, loss, vocab_size
+from jpipe_train.models.layers import layers
 from tests.train.models.running import SMALL, trained
 
 ROWS, POSITIONS, WIDTH, SYMBOLS = 2, 5, 4, 11

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+
+import jpipe
 from jpipe_train.config.model_config import ModelConfig, RopeScaling
 from jpipe_train.config.presets import PRESETS
 from jpipe_train.models import transformer
 from jpipe_train.models.attention import attend, frequencies, positions_of, rotated
 from jpipe_train.models.layers import layers
-
-import jpipe
 from tests.train.models.running import LLAMA, SMALL, outputs_of
 
 

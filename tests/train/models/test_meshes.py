@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jpipe.plan import RULES
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import loss
 from jpipe_train.models.layers import layers
-
-from jpipe.plan import RULES
 from tests.train.models.running import LLAMA, SMALL, params_of
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 8)), jnp.int32)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models.transformer import Block
 
 from jpipe import InputError
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models.transformer import Block
 
 SEGMENTS = np.asarray([[1, 1, 1, 2, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3, 3, 3]], np.int32)
 BASE = 100.0

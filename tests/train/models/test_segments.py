@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models.layers import layers
 
 import jpipe
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models.layers import layers
 from tests.train.models.running import LLAMA, SMALL, applied, params_of, trained
 
 LENGTHS = (3, 4)  # and one position of padding

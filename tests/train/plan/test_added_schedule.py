@@ -4,12 +4,12 @@ import random
 
 import pytest
 import yaml
+
+import jpipe
 from jpipe_planner import choose, draw_choice, find_candidates, planned_schedules, search_parallel
 from jpipe_planner.ranking import table
 from jpipe_train import cli
 from jpipe_train.run import loop
-
-import jpipe
 from tests.planner.search.test_parallel import gpt, levels, price
 from tests.train.conftest import changed
 

@@ -9,6 +9,9 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from rich.console import Console
+
+import jpipe
 from jpipe_planner import Profile, Topology
 from jpipe_planner.ranking import variants
 from jpipe_train import cli
@@ -19,9 +22,6 @@ from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.plan import attention_words
 from jpipe_train.plan.profiling import sizes_for
 from jpipe_train.plan.search import search
-from rich.console import Console
-
-import jpipe
 
 IDS = ("embed", "block_0", "head")
 MEASURED = "--set=train.steps=8", "--set=train.eval_every=8"  # long enough for a window that is traced

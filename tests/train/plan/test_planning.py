@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
+
+import jpipe
 from jpipe_planner import Compiled, Profile, Topology, find_candidates, find_variants
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
@@ -21,9 +24,6 @@ from jpipe_train.plan.confirm import confirm
 from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import SearchResult, search
-from rich.console import Console
-
-import jpipe
 
 IDS = ("first", "second", "third")
 LAYERS = {i: lambda x: x + 1 for i in IDS}

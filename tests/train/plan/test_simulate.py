@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from jpipe_train import cli
 
 import jpipe
+from jpipe_train import cli
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+
+import jpipe
+from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train.assemble import optimizer
 from jpipe_train.checkpoint import history, resume
 from jpipe_train.config.config import Config, OptimizerConfig
 from jpipe_train.run import loop
-
-import jpipe
-from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import changed
 from tests.train.report.test_report import Page
 from tests.train.report.test_tensorboard import read

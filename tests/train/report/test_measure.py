@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+
+import jpipe
+from jpipe.processes import _channel
 from jpipe_train.assemble import build
 from jpipe_train.console.progress import Reporter
 from jpipe_train.launch import gather
 from jpipe_train.report.measure import Measure
 from jpipe_train.run import loop
-
-import jpipe
-from jpipe.processes import _channel
 from tests.train.conftest import changed
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
+
 from jpipe_planner import count_products
 from jpipe_train.assemble.build import build
 from jpipe_train.console.progress import Reporter
 from jpipe_train.report import mfu
 from jpipe_train.report.metrics_log import repeatable
 from jpipe_train.run import loop
-from rich.console import Console
-
 from tests.train.conftest import changed
 from tests.train.report.test_tensorboard import read
 

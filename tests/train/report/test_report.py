@@ -8,14 +8,14 @@ from html.parser import HTMLParser
 import matplotlib.image
 import numpy as np
 import pytest
+
+import jpipe
 from jpipe_train.checkpoint.history import Part
 from jpipe_train.report import comparison, loss_curve, stage_times
 from jpipe_train.report import report as report_module
 from jpipe_train.report.comparison import Comparison, as_predicted, compare, compare_with_plan, why_slower
 from jpipe_train.report.report import Report, write_report
 from jpipe_train.report.stage_times import Stage
-
-import jpipe
 from tests.train import browser
 
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' $title $no_such ${x} <img src=http://127.0.0.1:9/x> \udcff ✓"

@@ -6,10 +6,11 @@ import signal
 from contextlib import contextmanager
 
 import pytest
-from jpipe_train.console import interrupt
-from jpipe_train.report.tensorboard import TensorBoard
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboardX.record_writer import RecordWriter
+
+from jpipe_train.console import interrupt
+from jpipe_train.report.tensorboard import TensorBoard
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+
+from jpipe import InputError
 from jpipe_train.report import logs, wandb
 from jpipe_train.report.wandb import Wandb
 from jpipe_train.run import loop
-
-from jpipe import InputError
 from tests.train.conftest import changed
 
 

@@ -8,6 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+
+import jpipe
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe.checkpoints.records import File, marker_text
 from jpipe_train.checkpoint import checkpoints
 from jpipe_train.checkpoint.run_folder import RunFolder
 from jpipe_train.console.exit_codes import code_of
@@ -15,11 +20,6 @@ from jpipe_train.data import data, documents
 from jpipe_train.launch.together import ReportedElsewhere
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import job, loop
-
-import jpipe
-from jpipe import InputError
-from jpipe.checkpoints import files as checkpoint_files
-from jpipe.checkpoints.records import File, marker_text
 from tests.train.conftest import changed
 from tests.train.run.test_loop import rows_of
 

@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
+
+from jpipe.checkpoints import files as checkpoint_files
 from jpipe_train import cli
 from jpipe_train.checkpoint import export
 from jpipe_train.config import config_file
@@ -24,9 +27,6 @@ from jpipe_train.data.sources import validation_names
 from jpipe_train.models import cross_entropy, layers
 from jpipe_train.run import loop
 from jpipe_train.run.evaluate import Request, Result, main
-from rich.console import Console
-
-from jpipe.checkpoints import files as checkpoint_files
 from tests.train.conftest import SENTENCE, changed
 from tests.train.models.running import applied
 

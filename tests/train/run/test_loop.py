@@ -14,6 +14,9 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from rich.console import Console
+
+import jpipe
 from jpipe_train.assemble import build
 from jpipe_train.assemble.optimizer import optimizer
 from jpipe_train.checkpoint.run_folder import RunFolder
@@ -25,9 +28,6 @@ from jpipe_train.models import layers as built_in
 from jpipe_train.report import metrics_log, report
 from jpipe_train.report.metrics_log import mean_loss, repeatable
 from jpipe_train.run import loop
-from rich.console import Console
-
-import jpipe
 from tests.train.conftest import SENTENCE, changed
 
 FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import optax
-from jpipe_planner import balance, host_memory, usable_cores
 
 import jpipe
 from jpipe.files import expanded, read_text
+from jpipe_planner import balance, host_memory, usable_cores
 from jpipe_train.assemble import labels, meshes, model
 from jpipe_train.assemble.optimizer import optimizer
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 import jax
 import pydantic
-from jpipe_planner.machine.plain_yaml import parse
 
 import jpipe
 from jpipe import InputError
 from jpipe.files import shown
+from jpipe_planner.machine.plain_yaml import parse
 from jpipe_train.checkpoint.history import MOST_PARTS, Count, History, Part, part, updates_before
 from jpipe_train.checkpoint.run_folder import folder_of, is_of_this_job
 from jpipe_train.config import config_file

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-from jpipe_planner.machine.plain_yaml import dump, parse
 
 from jpipe import InputError
 from jpipe.errors import explain
 from jpipe.files import expanded, read_text, resolved
+from jpipe_planner.machine.plain_yaml import dump, parse
 from jpipe_train.config import huggingface
 from jpipe_train.config.config import Config
 from jpipe_train.config.model_config import OF_THE_RUN

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import grain
 import jax
 import numpy as np
-from jpipe_planner import usable_cores
 
+from jpipe_planner import usable_cores
 from jpipe_train.data import position
 from jpipe_train.data.position import Position
 

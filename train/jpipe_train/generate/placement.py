@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
-from jpipe_planner import balance
 
 from jpipe import InputError
+from jpipe_planner import balance
 
 _USED = 0.9  # fraction of a device's memory; the remainder is for activations
 

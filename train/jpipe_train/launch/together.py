@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import jax
-import jpipe_planner
 
 import jpipe
+import jpipe_planner
 from jpipe_train.assemble.build import start_devices
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config

@@ -3,10 +3,10 @@
 import os
 
 import jax
-from jpipe_planner import Profile, local_topology
-from jpipe_planner.ranking import table
 
 import jpipe
+from jpipe_planner import Profile, local_topology
+from jpipe_planner.ranking import table
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
 import jpipe_planner
+from jpipe import InputError
 from jpipe_planner import Attempt, Choice, Compiled, Ranked, Topology, compile_stages
 from jpipe_planner.ranking import table
-
-from jpipe import InputError
 from jpipe_train.console.terminal import count
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import SearchResult

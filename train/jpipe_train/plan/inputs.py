@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jpipe_planner import Degrees, Profile, Topology, Updates, read_graph_txt, usable_cores
 
 import jpipe
 from jpipe import InputError, files
 from jpipe.files import expanded
+from jpipe_planner import Degrees, Profile, Topology, Updates, read_graph_txt, usable_cores
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
 
 LOCAL = "local"

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
-from jpipe_planner import NO_MESH, Choice, Compiled, Profile, Ranked, Topology, draw_choice, local_topology
-from jpipe_planner.ranking import table
 from rich.console import Console
 
 import jpipe
 from jpipe import InputError
 from jpipe.files import expanded, write_atomically
+from jpipe_planner import NO_MESH, Choice, Compiled, Profile, Ranked, Topology, draw_choice, local_topology
+from jpipe_planner.ranking import table
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS

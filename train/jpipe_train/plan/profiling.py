@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jpipe_planner import Profile, Topology, analyze, measure
 
 import jpipe
+from jpipe_planner import Profile, Topology, analyze, measure
 from jpipe_train.assemble import model
 from jpipe_train.assemble.build import precision
 from jpipe_train.assemble.optimizer import optimizer

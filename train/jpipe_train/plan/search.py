@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jpipe
+from jpipe import InputError
 from jpipe_planner import (
     Attempt,
     Candidate,
@@ -25,9 +27,6 @@ from jpipe_planner import (
     sharing_refusal,
 )
 from jpipe_planner.ranking import table
-
-import jpipe
-from jpipe import InputError
 from jpipe_train.config.config import MOST_MICROBATCHES
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import TracebackType
 
 from jpipe_planner.machine.plain_yaml import parse
-
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.report import wandb

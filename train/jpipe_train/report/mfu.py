@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jpipe_planner import count_products
 
 import jpipe
+from jpipe_planner import count_products
 from jpipe_train.assemble.build import layer_specs
 from jpipe_train.assemble.meshes import device_kinds
 
