@@ -334,7 +334,7 @@ import jax, jax.numpy as jnp, numpy as np
 import jpipe
 from flax import nnx
 
-dead, saved = pathlib.Path("dead"), pathlib.Path("runs/0001/checkpoints/00000002/checkpoint.json")
+dead, saved = pathlib.Path("dead"), pathlib.Path("runs/0001/checkpoints/2/checkpoint.json")
 
 
 def model():
@@ -388,7 +388,7 @@ def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_
     assert [row["step"] for row in found.rows] == [0, 1, 2, 3, 4, 5]
     assert difference(found, end_of(alone)) is None
     # Only process 0 has a layer that is another one now: that is bad input, not a run that failed and is started again.
-    shutil.rmtree(tmp_path / "runs" / "0001" / "checkpoints" / "00000006")
+    shutil.rmtree(tmp_path / "runs" / "0001" / "checkpoints" / "6")
     (tmp_path / "parts.py").write_text(PARTS.replace("Linear(2, 2,", "Linear(2, 2, use_bias=False,"))
     command += ["--set", "run.dir=runs/0001"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)

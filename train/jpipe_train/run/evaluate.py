@@ -96,12 +96,13 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
         quiet = None if together.is_first else Console(quiet=True)
         lines: list[str] = []
         folder = together.run_on_all(lambda: _run_folder(request))
-        step = int(together.from_first("the checkpoint", lambda: str(step_of(folder, request.step, "evaluate", lines.append))))
         config = together.run_on_all(lambda: _config(folder, request))
-        together.agree(lambda: facts(config) | {"what is evaluated": f"step {step}, {request}"})
+        together.agree(lambda: facts(config) | {"what is evaluated": str(request)})
         together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
         cache_problem = together.run_on_all(lambda: compile_cache.use(config.compile_cache))
         together.start_devices(connect_limit)
+        # Orbax starts the devices, which waits for all processes, so no checkpoint is read before.
+        step = int(together.from_first("the checkpoint", lambda: str(step_of(folder, request.step, "evaluate", lines.append))))
         reporter = Reporter(1, *data.portion(config), quiet)
         for line in (*lines, cache_problem):
             if line:
