@@ -333,6 +333,7 @@ def main(what: str, group: str, address: str, count: int, index: int, file: str)
 @contextlib.contextmanager
 def started(what: str, group: str, count: int, folder: Path) -> Iterator[list[subprocess.Popen]]:
     """`count` processes of this program, which write to FOLDER/COUNT.INDEX.npz and .txt; killed in the end, whatever happened."""
+    traced = os.environ | {"PYTHONFAULTHANDLER": "1"}  # a process that crashes prints where
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
@@ -342,7 +343,7 @@ def started(what: str, group: str, count: int, folder: Path) -> Iterator[list[su
         for index in range(count):
             with open(folder / f"{count}.{index}.txt", "w") as told:
                 command = [*program, str(index), str(folder / f"{count}.{index}.npz")]
-                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=told, stderr=subprocess.STDOUT))
+                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=told, stderr=subprocess.STDOUT, env=traced))
         yield processes
     finally:
         for process in processes:
