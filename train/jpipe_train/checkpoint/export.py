@@ -173,6 +173,24 @@ def step_of(folder: Path, step: int | None, where: str, report: Callable[[str], 
     Raises:
         InputError: no such run or checkpoint.
     """
+    check_steps(folder, step, where)
+    chosen = checkpoint_files.newest_good(folder, report) if step is None else step
+    if chosen is None:
+        raise InputError(f"{where}: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; take another run")
+    return chosen
+
+
+def check_steps(folder: Path, step: int | None, where: str) -> None:
+    """Check that a run has checkpoints, and the one of a step if it is given. No checkpoint is read.
+
+    Args:
+        folder: the run's.
+        step: of the checkpoint; None: any.
+        where: the config key or command, for messages.
+
+    Raises:
+        InputError: no such run or checkpoint.
+    """
     try:
         with contextlib.suppress(FileNotFoundError):
             os.stat(folder / "checkpoints")
@@ -186,10 +204,6 @@ def step_of(folder: Path, step: int | None, where: str, report: Callable[[str], 
         )
     if step is not None and step not in steps:
         raise InputError(f"--step: expected one of {', '.join(map(str, steps))}, the checkpoints in '{shown(folder)}', found {step}")
-    chosen = checkpoint_files.newest_good(folder, report) if step is None else step
-    if chosen is None:
-        raise InputError(f"{where}: none of the checkpoints in '{shown(folder / 'checkpoints')}' is whole; take another run")
-    return chosen
 
 
 def _new_file(out: str) -> Path:

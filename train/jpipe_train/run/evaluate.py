@@ -15,7 +15,7 @@ from jpipe.files import resolved
 from jpipe_train.assemble import compile_cache, model
 from jpipe_train.assemble.build import build, check, prepare_devices
 from jpipe_train.checkpoint import resume
-from jpipe_train.checkpoint.export import Weights, step_of
+from jpipe_train.checkpoint.export import Weights, check_steps, step_of
 from jpipe_train.config import config_file
 from jpipe_train.config.config import Config, OptimizerConfig, ResumeConfig
 from jpipe_train.console import interrupt
@@ -96,6 +96,7 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
         quiet = None if together.is_first else Console(quiet=True)
         lines: list[str] = []
         folder = together.run_on_all(lambda: _run_folder(request))
+        together.run_on_all(lambda: check_steps(folder, request.step, "evaluate") if together.is_first else None)
         config = together.run_on_all(lambda: _config(folder, request))
         together.agree(lambda: facts(config) | {"what is evaluated": str(request)})
         together.run_on_all(lambda: prepare_devices(config.plan, num_processes))
