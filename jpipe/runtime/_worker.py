@@ -170,8 +170,9 @@ class Worker:
 
     def delete_unused(self) -> None:
         """Delete the arrays of consumed states that the last instruction was the last to need."""
-        self.consumed.refresh(self.changed_parts, self.read_part)
-        self.changed_parts.clear()
+        if self.changed_parts:
+            self.consumed.refresh(self.changed_parts, self.read_part)
+            self.changed_parts.clear()
 
     def delete_state(self) -> None:
         """Delete the arrays of the state that are not counted, since the run has failed."""

@@ -1,6 +1,6 @@
 """Deletes the arrays of a consumed state when the run needs them no longer, however long the caller keeps the state."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -27,12 +27,12 @@ class Consumed(Generic[Part]):
         self._arrays.update((id(leaf), leaf) for leaf in leaves)
         self._hold(part, map(id, leaves))
 
-    def refresh(self, parts: Iterable[Part], read: Callable[[Part], Tree]) -> None:
+    def refresh(self, parts: Sequence[Part], read: Callable[[Part], Tree]) -> None:
         """Delete what is no longer held after an instruction that has changed these parts, which `read` returns."""
+        if self._parts.keys().isdisjoint(parts):
+            return  # none of them held an array of a consumed state, so none does now
         changed = dict.fromkeys(parts)
         before = [self._parts.pop(part) for part in changed if part in self._parts]
-        if not before:
-            return  # none of them held an array of a consumed state, so none does now
         for part in changed:
             self._hold(part, [id(leaf) for leaf in jax.tree.leaves(read(part)) if id(leaf) in self._uses])
         for keys in before:

@@ -1,7 +1,7 @@
 """What a worker holds of each microbatch in flight and of each update that waits for gradients."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -63,8 +63,10 @@ _NOTHING: Any = {kind: kind() for kind in (Microbatch, PendingUpdate)}
 
 def change(entries: dict[int, _Entry], kind: type[_Entry], number: int, **fields: Tree) -> None:
     """Set fields of an entry of a dict by number; an entry of which nothing is left is removed."""
-    changed = replace(entries.get(number, _NOTHING[kind]), **fields)
-    if all(value is None for value in vars(changed).values()):
+    values = {**vars(entries.get(number, _NOTHING[kind])), **fields}
+    if all(value is None for value in values.values()):
         entries.pop(number, None)
     else:
+        changed = object.__new__(kind)  # `dataclasses.replace` takes ten times as long, and this is called at each instruction
+        vars(changed).update(values)
         entries[number] = changed
