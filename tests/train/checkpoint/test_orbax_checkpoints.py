@@ -104,6 +104,13 @@ def test_shapes_are_compared_with_the_model_before_an_array_is_read(tmp_path, mo
         fitting(source, MODEL, strict=True)
 
 
+def test_a_name_that_the_file_lacks_is_told_as_the_map_has_it(tmp_path):
+    item, names = saved(tmp_path / "item", PLAIN), NAMES | {"block_{n}/dense/b": "layers/{n}/offset"}
+    source = renamed(orbax_checkpoint.source(item), names, [name for specs in MODEL.values() for name in specs])
+    with pytest.raises(InputError, match=r"expected 'block_0/dense/b' .*, found no 'layers/0/offset', its name by warm_start\.names"):
+        fitting(source, MODEL, strict=True)
+
+
 def test_names_by_whole_parts_and_numbers():
     names = {"block_{n}/qkv": "h/{n}/attn/c_attn", "block_{i}": "h/{i}", "embed/token": "wte"}
     assert name_in_file("block_12/qkv/kernel", names) == "h/12/attn/c_attn/kernel"

@@ -49,4 +49,4 @@ def renamed(source: Source, names: Mapping[str, str], wanted: list[str]) -> Sour
     def digest() -> str:
         return hashlib.sha256((source.digest() + json.dumps(names)).encode()).hexdigest()
 
-    return Source(source.where, specs, read, digest, source.converts, source.optional)
+    return Source(source.where, specs, read, digest, source.converts, source.optional, in_file)

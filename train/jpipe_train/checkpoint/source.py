@@ -1,7 +1,7 @@
 """Sources of the parameters that a run begins with: their names, shapes and dtypes, and functions that read them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors; parameters have no other dtypes
@@ -36,6 +36,7 @@ class Source:
         digest: returns a hash that differs from those of other sources.
         converts: whether arrays of another floating-point dtype than the model's are accepted.
         optional: the names of arrays that may be missing.
+        in_file: what the arrays are called in the file, where that is another name.
     """
 
     where: str
@@ -44,3 +45,4 @@ class Source:
     digest: Callable[[], str]
     converts: bool = False
     optional: frozenset[str] = frozenset()
+    in_file: Mapping[str, str] = field(default_factory=dict)

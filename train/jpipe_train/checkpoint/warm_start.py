@@ -121,7 +121,9 @@ def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str,
         if stored is None and name in source.optional:
             continue
         if stored is None or not (stored.fits(spec) if source.converts else stored == spec):
-            raise InputError(f"{source.where}: expected '{name}' as in the model, {spec}, found {stored or 'no such name'}; {_HINT}")
+            other = source.in_file.get(name, name)
+            absent = "no such name" if other == name else f"no '{other}', its name by warm_start.names"
+            raise InputError(f"{source.where}: expected '{name}' as in the model, {spec}, found {stored or absent}; {_HINT}")
     for name, spec in source.specs.items():
         if name not in wanted and not name.startswith(ignored):
             raise InputError(f"{source.where}: expected only parameters of the model, found '{name}', {spec}; {_HINT}")
