@@ -49,7 +49,7 @@ def save(
 
     Args:
         folder: of the run, which all processes share; or, in a run of one process, an `ocp.CheckpointManager`, whose options decide
-            whether the checkpoint is written and which are kept.
+            whether the checkpoint is written, which are kept, and whether this waits until it is on disk. Its folder is not a run's.
         snapshot: from `Pipeline.snapshot`, complete.
         facts: of any JSON types, for `files.read_facts`; a manager keeps them as custom metadata.
         rows: returns the metrics so far, for `files.read_metrics`; process 0 calls it when the parts are written. Not used by a manager.
@@ -68,7 +68,7 @@ def save(
     _check(snapshot, keep)
     processes = processes or join_processes()
     if isinstance(folder, ocp.CheckpointManager):
-        managers.check_alone(processes, keep)
+        managers.check_can_save(folder, processes, keep)
         _check_copies(snapshot, snapshot.shared_copies())
         return managers.save(folder, snapshot.batch, snapshot.layers(), facts)
     run, index = folders.run_folder(folder), 0 if processes is None else processes.index

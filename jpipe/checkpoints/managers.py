@@ -16,22 +16,37 @@ from jpipe.processes._membership import Processes
 from jpipe.runtime._snapshot import layer_of, with_optimizers
 
 
-def check_alone(processes: Processes | None, keep: int | None) -> None:
+def check_can_save(manager: ocp.CheckpointManager, processes: Processes | None, keep: int | None) -> None:
     """Check that a manager can save: it writes the arrays of process 0 only, and removes checkpoints by options of its own.
 
     Raises:
-        InputError: there are several processes, or `keep` is given.
+        InputError: there are several processes, `keep` is given, or the manager's folder has checkpoints that a run wrote.
     """
     if processes is not None and processes.count > 1:
         raise InputError("folder: expected the folder of the run, because there are several processes, found an ocp.CheckpointManager")
     if keep is not None:
         raise InputError("keep: expected None, because an ocp.CheckpointManager has max_to_keep among its options; set it there")
+    if (run := run_of(manager)) is not None:
+        raise InputError(
+            f"folder: expected an ocp.CheckpointManager of a folder of its own, found one of the checkpoints of the run '{run}', "
+            f"which have hashes; pass '{run}', or a manager of another folder"
+        )
 
 
 def save(manager: ocp.CheckpointManager, step: int, layers: Mapping[str, Tree], facts: Any) -> None:
-    """Save layers, as `Snapshot.layers` returns them, if the manager's options want a checkpoint of this step."""
+    """Save layers, as `Snapshot.layers` returns them, if the manager's options want a checkpoint of this step.
+
+    Raises:
+        InputError: the manager expects other items than one tree.
+    """
     tree = escape_names(jax.tree.map(np.asarray, jax.device_get(dict(layers))))
-    manager.save(step, args=ocp.args.PyTreeSave(tree), custom_metadata=None if facts is None else {"facts": facts})
+    try:
+        manager.save(step, args=ocp.args.PyTreeSave(tree), custom_metadata=None if facts is None else {"facts": facts})
+    except ValueError:  # whose text may have all arrays
+        raise InputError(
+            f"folder: expected an ocp.CheckpointManager that saves one tree, found one of '{manager.directory}' that refuses "
+            "ocp.args.PyTreeSave; make it without item_names, item_handlers and handler_registry"
+        ) from None
 
 
 def run_of(manager: ocp.CheckpointManager) -> Path | None:

@@ -194,6 +194,11 @@ def test_a_checkpoint_manager_saves_and_restores_by_its_options(tmp_path):
             checkpoints.load(Pipeline(other, plan, models.squares, models.momentum()), manager, jax.random.key(KEY), batches[0])
     with ocp.CheckpointManager(tmp_path / "none") as manager:
         assert checkpoints.load(pipe, manager, jax.random.key(KEY), batches[0]) is None
+    with (
+        ocp.CheckpointManager(tmp_path / "of items", item_names=("params", "optimizer")) as manager,
+        pytest.raises(InputError, match=r"that refuses ocp\.args\.PyTreeSave; make it without item_names"),
+    ):
+        checkpoints.save(manager, finished_snapshot(pipe, batches))
 
 
 def finished_snapshot(pipe, batches):
@@ -212,6 +217,9 @@ def test_a_checkpoint_manager_restores_a_run_and_its_hashes_are_verified(tmp_pat
         tree = manager.restore(step)
         assert tree.keys() == files.read_layers(tmp_path, step).keys()
         assert checkpoints.load(pipe, manager, jax.random.key(KEY), batches[0]).batch == step
+        with pytest.raises(InputError, match=r"expected an ocp\.CheckpointManager of a folder of its own, found one of the"):
+            checkpoints.save(manager, finished_snapshot(pipe, batches))
+        assert list(manager.all_steps()) == [step]
         (tmp_path / "checkpoints" / str(step) / "metrics.jsonl").write_text("changed")
         with pytest.raises(InputError, match="none of its checkpoints is whole"):
             checkpoints.load(pipe, manager, jax.random.key(KEY), batches[0])
