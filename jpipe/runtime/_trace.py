@@ -408,7 +408,7 @@ def _fit(cost: StageCost, spans: Sequence[Span]) -> StageCost:
 
 
 def _share(part: float, other: float, usual: float) -> float:
-    """Return the share of `one` in the sum of both, or `usual` if an earlier fit measured neither."""
+    """Return the share of `part` in the sum of both, or `usual` if an earlier fit measured neither."""
     return part / (part + other) if part + other else usual
 
 
