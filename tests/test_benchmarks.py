@@ -51,7 +51,7 @@ def promotion():
 
 
 def program(body, processes=1):
-    """A program of the benchmarks whose processes run `body`."""
+    """Return a benchmark program whose processes run `body`."""
     command = [sys.executable, "-c", "from benchmarks.serve import *\nimport sys\n" + textwrap.dedent(body)]
     return Program("tried", [command] * processes, [CORE] * processes)
 

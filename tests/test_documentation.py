@@ -32,7 +32,7 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(jpipe.__path__,
 
 
 def blocks(language: str) -> list[str]:
-    """The code blocks of the README in one language."""
+    """Return the code blocks of the README in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -200,7 +200,7 @@ def test_the_list_of_public_names_is_complete_and_names_the_right_files():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, str]:
-    """The pages of the API reference by module, built without a warning."""
+    """Build the API reference without warnings and return its pages by module."""
     folder = tmp_path_factory.mktemp("reference")
     command = [sys.executable, "-W", "error", "-m", "docs.reference", str(folder)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """The folder of a run that has three checkpoints, to be copied."""
+    """Return the folder of a run with three checkpoints, for tests to copy."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("jpipe_train.run.loop.write_report", lambda *_: None)  # which takes longer than the run
         return damage.trained(tmp_path_factory.mktemp("stopped"), damage.STOPPED)

@@ -16,7 +16,7 @@ from tests.packages import PACKAGES, ROOT
 
 
 def git(*words: str) -> list[str]:
-    """The lines that git prints."""
+    """Return the lines that a git command prints, or skip the test outside a clone."""
     if not (ROOT / ".git").exists():
         pytest.skip("this is no clone")
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()

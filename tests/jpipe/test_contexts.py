@@ -19,7 +19,7 @@ def built(**options):
 
 
 def everything(pipe, key):
-    """What all methods return: (loss in training, loss in evaluation, the parameters)."""
+    """Call the methods of a pipeline and return the evaluation loss, the parameters and the weights of its costs."""
     pipe.check(BATCH)
     state = pipe.init(key, BATCH)
     snapshot = pipe.snapshot(1)

@@ -13,7 +13,7 @@ from tests.packages import PACKAGES
 
 @pytest.fixture
 def victim(tmp_path):
-    """A file of the user's, outside of the folder that is written to."""
+    """Return a file of the user's outside the folder that is written to."""
     (tmp_path / "folder").mkdir()
     file = tmp_path / "profile.sh"
     file.write_text("mine")

@@ -40,7 +40,7 @@ def fresh(pipe, batches):
 
 @pytest.fixture(scope="module")
 def begun(pipe, batches, fresh):
-    """A state before the last batch, with microbatches in flight."""
+    """Return a state before the last batch, with microbatches in flight."""
     state, _ = trained(pipe, models.copied(fresh), batches[:-1])
     return state
 
@@ -52,7 +52,7 @@ def expected(pipe, batches, begun):
 
 
 def trained(pipe, state, batches, metrics=None):
-    """The state after the other batches, and all metrics; `state.batch` says which is next, as after an interruption."""
+    """Train from `state.batch` to the last batch, as after an interruption, and return the state and all metrics."""
     metrics = metrics or Metrics.empty()
     while state.batch < len(batches):
         state, more = pipe.step(state, batches[state.batch])
@@ -97,7 +97,7 @@ CODE = pathlib.Path(interrupts.__file__).parent
 
 
 def undecorated(function):
-    """The function without the checks of its annotations that the tests have put around it."""
+    """Return the function without the annotation checks that the tests wrap around it."""
     return inspect.unwrap(function)
 
 
@@ -127,7 +127,7 @@ def test_ctrl_c_at_any_moment_of_a_step(pipe, begun, batches, expected, function
 
 
 def raising(error, after=5):
-    """An observer that fails when it has seen some instructions."""
+    """Return an observer that raises `error` after it sees more than `after` instructions, and the list of those it sees."""
     seen = []
 
     def observe(event):

@@ -21,7 +21,7 @@ ROWS = 4
 
 
 def split(x):
-    """Outputs of several kinds."""
+    """Return a pytree of outputs with several dtypes."""
     return {"values": x, "which": (jnp.argmax(x, -1), x > 0)}
 
 
@@ -33,7 +33,7 @@ STACK = LayerStack({**models.wide_stack().layers, "split": split})
 
 
 def whole(pipe, state, x):
-    """What the layers give one after the other; the layer state is that of the last replica."""
+    """Apply the layers one after the other, with the layer state of the last replica."""
     params, layer_state = models.on_first_device((pipe.params(state), running.layer_state(state)))
     return STACK.apply(STACK.ids, params, layer_state, x, key=None, microbatch=None, train=False)[0]
 

@@ -51,7 +51,7 @@ def test_every_command_is_known(capsys):
 
 
 def completions(script: str, *words: str) -> set[str]:
-    """What bash offers behind these words."""
+    """Return the completions that bash offers for these words."""
     listed = " ".join(f"'{word}'" for word in words)
     program = f"""{script}
 COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; COMP_LINE="${{COMP_WORDS[*]}}"; COMP_POINT=${{#COMP_LINE}}

@@ -31,7 +31,7 @@ def test_an_error_of_another_kind_is_not_taken_for_one_of_jaxs_variables():
 
 @pytest.fixture
 def gone(tmp_path, monkeypatch):
-    """The current folder, which somebody has removed."""
+    """Change to a folder and remove it."""
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

@@ -46,7 +46,7 @@ CONSOLE = Path(sysconfig.get_path("scripts"), "jpipe")
 
 @pytest.fixture
 def home(tmp_path):
-    """The folder with a user's files."""
+    """Return a folder with a user's files."""
     for name, text in FILES.items():
         (tmp_path / "home" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "home" / name).write_text(text)

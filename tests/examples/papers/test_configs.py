@@ -36,7 +36,7 @@ QUICK = "s2vt", "gpt"
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
-    """The folder in which a user has made the samples."""
+    """Create the samples and a BERT tokenizer, as a user would, and return their folder."""
     folder = tmp_path_factory.mktemp("papers")
     for name in ("translation", "words", "captions"):
         (folder / "samples" / name).mkdir(parents=True)

@@ -43,7 +43,7 @@ def load(folder: Path | str, batch_size: int = 4, seed: int = 0, **arguments: ob
 
 
 def which(row: np.ndarray) -> tuple[int, ...]:
-    """The color of a row of one color."""
+    """Return the color of a row whose pixels all have the same one."""
     pixels = np.rint((row * DEVIATION + MEAN) * 255).astype(int).reshape(-1, 3)
     assert (pixels == pixels[0]).all()
     return tuple(pixels[0].tolist())

@@ -61,7 +61,7 @@ def test_what_is_masked_changes_nothing():
 
 
 def dropped(module, x, name, **options):
-    """(what a module gives in training, what came out of a dropout in it, its parameters)."""
+    """Return a module's output in training, the output of one of its dropouts and its parameters."""
     variables = module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x, train=True)
     kept = {"capture_intermediates": lambda part, _: type(part).__name__ == "Dropout", "mutable": ["intermediates"]}
     y, found = module.apply(variables, x, train=True, rngs={"dropout": jax.random.key(2)}, **kept, **options)

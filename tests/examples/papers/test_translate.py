@@ -36,7 +36,7 @@ def test_greedy_is_the_likeliest_token_after_token():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of one step on a few sentences, both languages with the same vectors."""
+    """Train one step on a few sentences with shared embeddings and return the folder of the text, the config and the run."""
     folder = tmp_path_factory.mktemp("translate")
     (folder / "text").mkdir()
     make.SAMPLES["translation"](folder / "text", 0)

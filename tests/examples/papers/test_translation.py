@@ -24,7 +24,7 @@ def sample(tmp_path_factory):
 
 @pytest.fixture
 def folder(sample, tmp_path):
-    """A copy of the sample with few sentences."""
+    """Return a folder with the JSON files and the first eight lines of each other file of the sample."""
     for file in sample.iterdir():
         lines = file.read_text(encoding="utf-8")
         (tmp_path / file.name).write_text(lines if file.suffix == ".json" else "".join(lines.splitlines(True)[:8]), encoding="utf-8")

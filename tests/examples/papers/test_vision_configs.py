@@ -26,7 +26,7 @@ FULL = {"alexnet": (15, 1), "vgg16": (15, 1), "resnet50": (16,), "inception-v3":
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
-    """The folder in which a user has made the sample."""
+    """Create the image sample, as a user would, and return its folder."""
     folder = tmp_path_factory.mktemp("papers")
     (folder / "samples" / "images").mkdir(parents=True)
     make.SAMPLES["images"](folder / "samples" / "images", 0)

@@ -30,7 +30,7 @@ def load(folder, **arguments):
 
 
 def numbers(folder, part):
-    """The whole text."""
+    """Return the token ids of one part of the text, with the vocabulary of the training part."""
     lines = [[line.split() for line in (folder / f"{name}.txt").read_text().splitlines()] for name in ("train", part)]
     words = Words.of(lines[0])
     return words.numbers([word for line in lines[1] for word in (*line, "<eos>")])

@@ -131,7 +131,7 @@ def test_a_bound_linen_module_is_refused():
 
 @functools.cache
 def numbers():
-    """Computed when it is first needed, maybe while a layer is traced."""
+    """Compute an array at its first use, possibly while a layer is traced."""
     with jax.ensure_compile_time_eval():
         return np.asarray(jnp.arange(models.WIDTH * 1.0))
 

@@ -95,7 +95,7 @@ class Attends(nnx.Module):
 
 
 def outputs(layer: Any, x: jax.Array, *, train: bool, microbatch: int = 0) -> jax.Array:
-    """What a layer computes with its first parameters."""
+    """Initialize a layer and return its output for `x`."""
     stack = LayerStack({"a": layer})
     params, state = stack.init_layer("a", jax.random.key(0), x)
     everything = {"a": params}, {"a": state}
@@ -133,7 +133,7 @@ def test_modes_are_set_as_the_module_says():
 
 
 def linen_block(trains: Any, call: Any) -> linen.Module:
-    """A norm and dropout behind a `__call__` whose signature is `call`."""
+    """Return a Linen module of a dense layer, batch norm and dropout, whose `__call__` is `call` of its forward."""
 
     def block(module: linen.Module, x: jax.Array, train: bool) -> jax.Array:
         x = linen.BatchNorm(use_running_average=not train)(linen.Dense(3)(x))
@@ -208,7 +208,7 @@ def check(layers: dict[str, Any], loss: Any = squares, depth: int = 1) -> None:
 
 
 def changing(change: Any, **attributes: Any) -> Any:
-    """The constructor of a module whose forward calls `change` with itself and its input."""
+    """Return the class of a module whose forward calls `change` with the module and its input."""
 
     class Changes(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

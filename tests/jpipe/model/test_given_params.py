@@ -53,7 +53,7 @@ def test_what_is_left_out_is_fresh():
 
 
 def nested() -> jpipe.Layer:
-    """A dense layer whose parameters are a list in a dict."""
+    """Return a dense layer whose parameters are a list in a dict."""
     inner = models.dense()
 
     def init(key, x):
@@ -127,7 +127,7 @@ def test_what_else_flax_has_besides_parameters_is_refused():
 
 
 def slashed() -> jpipe.Layer:
-    """A dense layer with a parameter "a/b" and a parameter "b" inside of "a"."""
+    """Return a dense layer with a parameter "a/b" and a parameter "b" inside "a"."""
     inner = models.dense()
 
     def init(key, x):

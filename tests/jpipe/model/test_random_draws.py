@@ -15,7 +15,7 @@ from tests.jpipe.running import check_equal, fresh
 
 
 def drawing() -> Layer:
-    """Adds a random number to its input and has a parameter that does nothing."""
+    """Return a layer that adds a random number to its input and has an unused parameter."""
 
     def apply(params, state, x, key, train):
         return x if key is None else x + jax.random.uniform(key), state
@@ -121,7 +121,7 @@ SAMPLED = {"nnx": lambda rngs: Sampled(rngs), "linen": SampledInLinen()}
 
 
 def sampled(kind: str, sizes, **fields):
-    """The outputs for four microbatches of one row, twice; two layers draw, between layers without randomness."""
+    """Check that predictions are repeatable and return the noise that two layers add to four microbatches of one row."""
     noise = SAMPLED[kind]
     stack = LayerStack({"in": models.dense(1), "first": noise, "second": noise if kind == "nnx" else noise.clone(), "out": lambda x: x})
     pipe = Pipeline(stack, models.cut(stack.ids, sizes, microbatches=2, **fields), total, models.momentum())
@@ -166,7 +166,7 @@ def test_layers_of_ones_own_get_no_key_in_evaluation_unless_they_ask():
 
 
 def with_rngs(y, labels, rngs):
-    """A loss that samples: what it drew times what the model gives."""
+    """Return a sampling loss: the sum of the model's outputs times a random number."""
     return (y * jax.random.uniform(rngs())).sum(), 1.0
 
 

@@ -98,7 +98,7 @@ def stuck(processes, hanging=None):
 
 
 def told_and_closed(processes, run, *arguments):
-    """What a caller does about a loss: tell the user, part, end."""
+    """Call `run`; if a process is lost, print the error, close the connections and exit with status 3."""
     try:
         run(processes, *arguments)
     except PeerLost as lost:
@@ -116,7 +116,7 @@ def hang():
 
 
 def failing():
-    """What process 1 waits for fails, as a collective may when a process of it dies."""
+    """Raise an error while waiting for process 2, as a collective may when one of its processes dies."""
     processes = join(grace=20)
 
     def run(_):

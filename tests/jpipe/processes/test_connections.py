@@ -82,7 +82,7 @@ class Processes:
 
 
 def link_of(world, source, to, *specs):
-    """The link if it is of this process, compiled for some specs."""
+    """Return a connection compiled for the specs, or None if this process is at neither end."""
     if world.here not in (source.process_index, to.process_index):
         return None
     link = Connection(source, to)
@@ -125,7 +125,7 @@ def every_bit_arrives(world):
 
 
 def what_arrived_stays(world):
-    """A later message does not write over an earlier one."""
+    """Check that a later message does not overwrite an earlier one."""
     spec = jax.ShapeDtypeStruct((1000,), "float32")
     link = link_of(world, world.first[0], world.first[1], spec)
     messages = [random_bits(spec, seed) for seed in range(5)]

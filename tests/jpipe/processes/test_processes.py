@@ -32,7 +32,7 @@ SILENT = "process {} gave no sign of life for 4 s: it is stopped, or cut off"
 
 @contextlib.contextmanager
 def started(name, where, count=3):
-    """That many processes that run the function `name` of joined.py; killed in the end, whatever happened."""
+    """Start `count` processes that run the function `name` of joined.py, and kill them on exit."""
     arguments = [sys.executable, str(PROGRAM), name, str(where)]
     root = {"PYTHONPATH": str(PROGRAM.parents[3])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | root}

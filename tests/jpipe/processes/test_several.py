@@ -45,7 +45,7 @@ def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
 
 
 def trained(group: str, several: int, folder) -> tuple[dict, list[dict]]:
-    """What was found in the cases of a group by one process, and by each of several processes."""
+    """Train the cases of a group in one process and in several, and return the arrays that each process saves."""
     ends = time.monotonic() + LIMIT
     with contextlib.ExitStack() as all_:  # all are started at once, and share the cores of this machine
         processes = {count: all_.enter_context(started("train", group, count, folder)) for count in (1, several)}

@@ -93,7 +93,7 @@ BATCHES = 5
 
 
 def reported(plan, norm, drains):
-    """The batches that have a loss, and those that have a norm, as steps and drains report them; each perhaps several times."""
+    """Return the batches whose losses, and those whose norms, steps and drains report, with any repetitions."""
     steps, exchange = Steps(plan, norm), MetricsExchange(plan, jax.devices()[:1] * len(plan.workers), None, norm, False)
     losses, norms, start = list[int](), list[int](), 0
     for batch in range(BATCHES + 1):

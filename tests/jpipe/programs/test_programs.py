@@ -38,7 +38,7 @@ LAYERS = tuple("abcdefgh")
 
 @st.composite
 def plans(draw, most_stages: int = 6, most_microbatches: int = 9) -> dict:
-    """The fields of any legal plan of any schedule; the plan is built in the test, for hypothesis wants no run-time type checks here."""
+    """Draw the fields of a legal plan; the test builds the plan, so that hypothesis runs no type checks here."""
     fields = dict(VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))])
     depth, m = draw(st.integers(1, most_stages)), draw(st.integers(1, most_microbatches))
     extra = draw(st.integers(0, 2)) if "extra_in_flight" in SCHEDULES[fields["schedule"]].options else 0
@@ -50,7 +50,7 @@ def plans(draw, most_stages: int = 6, most_microbatches: int = 9) -> dict:
 
 @st.composite
 def replicated_plans(draw) -> dict:
-    """The fields of any legal plan with replicated stages."""
+    """Draw the fields of a legal plan with replicated stages."""
     fields = dict(VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))])
     replicas = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda counts: math.lcm(*counts) <= 12))
     if fields["schedule"] == "pipedream":
@@ -72,7 +72,7 @@ def has_norm(plan: Plan) -> bool:
 
 
 def versions_alive(plan: Plan, s: int) -> int:
-    """The table of versions alive, written out."""
+    """Return the number of weight versions alive at stage `s`, in closed form."""
     ahead = 1 + (1 + plan.extra_in_flight) * (plan.depth - 1 - (0 if plan.vertical_sync else s))
     return {"pipedream": -(-(ahead - 1) // plan.microbatches) + 1, "pipedream_2bw": 2}.get(plan.schedule, 1)
 
@@ -430,7 +430,7 @@ def test_what_a_program_is_made_of():
 
 
 def grids(name: str) -> str:
-    """The grids of one variant, for three plans of four stages."""
+    """Return the grids of one variant for the legal ones of three plans with four stages."""
     texts = []
     for m, batches in ((1, 8), (4, 3), (5, 2)):
         if is_legal(layers="abcd", num_stages=4, microbatches=m, **VARIANTS[name]):

@@ -14,7 +14,7 @@ STACK = LayerStack({f"layer{w}": models.dense(w) for w in WIDTHS})
 
 
 def versions_allowed(variant: str, s: int, d: int, m: int, extra: int = 0) -> int:
-    """The table of versions alive at stage s."""
+    """Return the number of weight versions allowed at stage `s`, in closed form."""
     ahead = [1 + (1 + extra) * (d - 1 - stage) for stage in range(d)]
     if variant == "pipedream":
         return -(-(ahead[s] - 1) // m) + 1

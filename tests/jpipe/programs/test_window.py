@@ -18,7 +18,7 @@ UNBALANCED = [
 
 
 def window_of(plan, costs, start, global_norm=False):
-    """The window cut out of a run whose pipeline is empty before the batch `start`."""
+    """Extract the window from a simulated run whose pipeline is empty before the batch `start`."""
     run = simulate(lower(plan, FIRST + BATCHES + 1, begin=start, start=start, global_norm=global_norm), costs)
     return extract_window(run.timeline, run.memory, plan.microbatches, FIRST, BATCHES)
 

@@ -48,7 +48,7 @@ def alive(device: jax.Device) -> int:
 
 
 def measured_and_predicted(plan, stack=STACK, optimizer=None, **options) -> tuple[list[int], list[int]]:
-    """The most bytes of each rank, after any of its instructions in five steps and a drain."""
+    """Return the measured and the predicted peak bytes of each rank over five steps and a drain."""
     devices = jax.devices()[: len(plan.rank_workers)]
     pipe = Pipeline(stack, plan, squares, optimizer or optax.adam(1e-2), devices, **options)
     rng = np.random.default_rng(0)
@@ -84,7 +84,7 @@ def test_measured_peak_is_predicted(variant, recompute):
 
 
 def labels(params):
-    """The first layers are frozen, and a part of a later one."""
+    """Label the parameters of the first layers and a part of a later one "frozen", and all others "trained"."""
     frozen = ("in", "block0", "block1", "block3/up")
     return jax.tree.map_with_path(
         lambda path, _: "frozen" if jax.tree_util.keystr(path, simple=True, separator="/").startswith(frozen) else "trained", params

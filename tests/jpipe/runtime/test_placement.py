@@ -12,7 +12,7 @@ from jpipe.runtime._placement import place, placement_grid
 
 @pytest.fixture
 def machines(monkeypatch):
-    """A function that says how many devices each process has, and of which kind."""
+    """Return a function that replaces `jax.devices` by mocks: the number of devices of each process, and their kinds."""
 
     def there_are(*counts, kinds=("cpu",)):
         owners = [process for process, count in enumerate(counts) for _ in range(count)]
@@ -32,7 +32,7 @@ def plan_of(*replicas, **fields) -> Plan:
 
 
 def numbers(plan, given=None) -> list[int]:
-    """The devices of the workers, counted over all processes."""
+    """Return the number of each worker's first device, counted over all processes."""
     return [place_.first.id - 10 for place_ in place(plan, given)]
 
 

@@ -185,14 +185,14 @@ def test_a_run_goes_on_with_other_chunks(first, then):
 
 
 def state_of(layers, layer_id):
-    """The running means and counts of each replica, as a checkpoint has them."""
+    """Return the running means and the counts of a layer's replicas from the layers of a checkpoint."""
     own = [layers[name]["state"] for name in sorted(layers) if name == layer_id or name.startswith(f"{layer_id} replica ")]
     return [one["mean"] for one in own], [int(one["count"]) for one in own]
 
 
 @pytest.fixture(scope="module")
 def of_three_replicas():
-    """The layers of a cut at batch 2 of a stage with three replicas that never flushes, and a batch."""
+    """Return the layers of a snapshot at batch 2, with a stage of three replicas that never flushes, and a batch."""
     plan = plan_of({"schedule": "pipedream_2bw", "num_stages": 2, "replicas": [3, 1], "microbatches": 6})
     pipe, batches = pipeline(plan), models.masked_batches(4, 6)
     return trained(pipe, running.fresh(pipe, batches), batches, (2,))[3][2], batches[0]
@@ -240,7 +240,7 @@ def test_layers_of_a_cut_are_averaged_over_the_replicas(of_three_replicas):
 
 @pytest.fixture(scope="module")
 def taken():
-    """The layers of a cut at batch 2, their batches, and the plan."""
+    """Return the layers of a snapshot at batch 2, the batches and the plan."""
     plan = plan_of({"schedule": "pipedream_2bw"})
     pipe, batches = pipeline(plan), models.masked_batches(4, 3)
     return trained(pipe, running.fresh(pipe, batches), batches, (2,))[3][2], batches, plan

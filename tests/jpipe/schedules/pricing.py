@@ -11,7 +11,7 @@ def names(count):
 
 
 def plan_of(schedule, ranks, chunks, microbatches, **fields):
-    """A plan of one layer a stage."""
+    """Return a plan with one layer per stage."""
     stages = ranks * chunks
     return Plan.even(names(stages), stages, schedule, microbatches, chunks_per_rank=chunks, **fields)
 
@@ -35,12 +35,12 @@ class Priced:
 
 
 def order_of(plan, p, replica=0, batches=1):
-    """What a rank computes."""
+    """Return the computations of a rank in order."""
     return list(SCHEDULES[plan.schedule].computations(plan, p, replica, 0, batches))
 
 
 def most_held(order, ends):
-    """The most microbatches, over all stages of a rank, between a forward and what `ends` says of an entry."""
+    """Return the maximum number of microbatches in flight on a rank, from their forward to the entry for which `ends` is true."""
     held = most = 0
     for entry in order:
         held += entry.is_forward

@@ -15,7 +15,7 @@ GOOD = ("F0.0 F0.1 B0.0 B0.1", "F1.0 I1.0 F1.1 I1.1 W1.0 W1.1")
 
 
 def with_order(*order, m=2, ranks=None, stages=2, **fields):
-    """A plan with this order."""
+    """Return an `auto_zero_bubble` plan with this order."""
     layers = "abcdefghijkl"[:stages]
     return Plan.even(layers, stages, "auto_zero_bubble", m, ranks=ranks, order=order, **fields)
 
@@ -147,7 +147,7 @@ def random_costs(draw, stages):
 
 
 def check_greedy(draw, schedule, d, v, m):
-    """A greedy order is free of deadlock, keeps its limit, and takes no longer than the schedule's whose memory it may use."""
+    """Check that a greedy order runs within its limits and is no slower than the schedule; return whether it is faster."""
     plan, costs = plan_of(schedule, d, v, m), random_costs(draw, d * v)
     limits = [most_held(order_of(plan, p), lambda entry: entry.finishes) for p in range(d)]
     latency = float(draw.choice((0, 0, 1, 3)))

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules
 
 
 def order(name, ranks, chunks, microbatches):
-    """The order of one schedule; computations that torch overlaps follow each other."""
+    """Return the computations of each rank in a schedule of PyTorch, listing overlapped computations one after the other."""
     stages = [
         SimpleNamespace(
             group_size=ranks, group_rank=0, num_stages=ranks * chunks, stage_index=n, is_first=n == 0, is_last=False, submod=None

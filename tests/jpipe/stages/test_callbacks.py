@@ -23,7 +23,7 @@ SEEN: dict[str, list[float]] = defaultdict(list)
 
 
 def see(name, value, result=None):
-    """A check of a user's: what an `exp` gives is positive. Zeros in the place of a forward's values fail it."""
+    """Record a value after checking that it is positive, which zeros in place of a forward's values are not."""
     assert value > 0
     SEEN[name].append(float(value))
     return result
@@ -52,7 +52,7 @@ def watched(x):
 
 
 def from_weights() -> Layer:
-    """A layer with a callback on its weights alone, and weights that the host scales: neither is called again by the backward."""
+    """Return a layer with a callback on its weights and weights scaled by the host; its backward calls neither again."""
 
     def apply(params, state, x, key, train):
         weights = jax.jit(lambda w, x: (noted("weights", jnp.square(w)) * factor(io_callback, "scaled", jnp.square(w)), noted("both", x)))
@@ -85,7 +85,7 @@ def batch_of(microbatches: int = MICROBATCHES) -> tuple[np.ndarray, np.ndarray]:
 
 
 def seen() -> dict[str, list[float]]:
-    """What the callbacks have seen since the last call."""
+    """Return the sorted values that each callback recorded since the last call, and clear them."""
     jax.effects_barrier()
     found = {name: sorted(values) for name, values in SEEN.items()}
     SEEN.clear()
@@ -93,7 +93,7 @@ def seen() -> dict[str, list[float]]:
 
 
 def expected(params, batch) -> dict[str, list[float]]:
-    """What they see where the forwards of a batch run one after the other."""
+    """Return the values that the callbacks record when the forwards of a batch run one after the other."""
     for x, y in zip(*(np.split(part, MICROBATCHES) for part in batch), strict=True):
         found, _ = STACK.apply(STACK.ids, params, {i: {} for i in STACK.ids}, x, key=None, microbatch=None, train=True)
         loss(found, y)
@@ -158,7 +158,7 @@ def test_a_side_effect_that_does_not_compile_is_said_with_the_layer():
 
 @jax.custom_vjp
 def reported(x):
-    """Reports the gradient that arrives."""
+    """Return `x`, and record the gradient in the backward."""
     return x
 
 

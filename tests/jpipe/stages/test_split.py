@@ -28,7 +28,7 @@ def weights(key, **shapes) -> dict:
 
 
 def layer(apply, state=None, *, stochastic=False, **shapes) -> Layer:
-    """A layer with weights of these shapes: `apply(params, state, x, key) -> (y, state)`."""
+    """Return a layer with weights of these shapes that computes `apply(params, state, x, key) -> (y, state)`."""
     return Layer(
         lambda key, x: (weights(key, **shapes), state or {}),
         lambda params, state, x, key, train: apply(params, state, x, key),
@@ -37,7 +37,7 @@ def layer(apply, state=None, *, stochastic=False, **shapes) -> Layer:
 
 
 def stateless(apply, **shapes) -> Layer:
-    """A layer with weights of these shapes: `apply(params, x) -> y`."""
+    """Return a layer with weights of these shapes that computes `apply(params, x) -> y`."""
     return layer(lambda params, state, x, key: (apply(params, x), state), **shapes)
 
 
@@ -81,7 +81,7 @@ def _in_bfloat16(p, x):
 
 
 def _convolved(p, state, x, key):
-    """A residual convolution with batch normalization; its running mean is layer state."""
+    """Apply a residual convolution with batch normalization; its running mean is layer state."""
     y = jax.lax.conv_general_dilated(x, p["kernel"], (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
     mean = y.mean((0, 1))
     y = (y - mean) * jax.lax.rsqrt(jnp.square(y - mean).mean((0, 1)) + 1e-5) * p["scale"]
@@ -159,7 +159,7 @@ def loss(y, labels):
 
 
 def functions_of(layers: dict, sizes=None, *, inputs=None, recompute="none", **options) -> list[StageFunctions]:
-    """The stage functions of these layers, one a stage."""
+    """Return the stage functions of these layers, by default with one layer per stage."""
     stack = LayerStack(layers, ties=options.pop("ties", ()))
     plan = models.cut(stack.ids, sizes or [1] * len(stack.ids), microbatches=2, recompute=recompute, schedule="zb_h1")
     x = np.zeros((2 * ROWS, STEPS, WIDTH), np.float32) if inputs is None else inputs
@@ -168,7 +168,7 @@ def functions_of(layers: dict, sizes=None, *, inputs=None, recompute="none", **o
 
 
 def middle(kind: str, recompute: str = "none", **options) -> StageFunctions:
-    """The stage of two such layers between others."""
+    """Return the functions of a middle stage with two layers of this kind."""
     layers = {"in": LAYERS["dense"](), "one": LAYERS[kind](), "two": LAYERS[kind](), "out": LAYERS["dense"]()}
     return functions_of(layers, (1, 2, 1), recompute=recompute, **options)[1]
 
@@ -222,7 +222,7 @@ def check_close(found, expected, tolerance: float = 1e-3) -> None:
 
 
 def one_by_one(function, arguments):
-    """The results of a function whose operations are compiled alone, so that equal ones give equal bits; loops are one operation."""
+    """Evaluate a function, compiling each operation alone, so that equal ones give equal bits; a loop is one operation."""
     traced, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return jax.tree.unflatten(jax.tree.structure(results), _evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(arguments), {}))
 
@@ -307,7 +307,7 @@ def test_halves_with_a_shared_weight_make_what_the_whole_backward_makes(sizes):
 
 
 def _merged(p, x):
-    """A weight that is the product of two others, as with LoRA."""
+    """Apply a weight that is the product of two others, as with LoRA."""
     return jnp.tanh(x @ (p["a"] @ p["b"]))
 
 

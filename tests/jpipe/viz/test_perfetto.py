@@ -29,7 +29,7 @@ def events_of(timelines, phases="X"):
 
 
 def read_back(events):
-    """The timelines of the slices, by process; times in whole nanoseconds."""
+    """Return the timelines of each process from the slices, with times in whole nanoseconds."""
     timelines = defaultdict(lambda: defaultdict(list))
     for event in events:
         row = timelines[event["pid"]][event["tid"]]

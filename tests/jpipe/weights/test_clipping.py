@@ -95,7 +95,7 @@ def test_the_cut_changes_no_bit_of_the_norm(sizes, schedule):
 
 
 def nan_gradient() -> Layer:
-    """The identity, with a parameter that changes nothing and whose gradient is not a number: that of 0·√p at 0."""
+    """Return an identity layer with a parameter that does not change its output and whose gradient is NaN: that of 0·√p at 0."""
     return Layer(
         lambda key, x: ({"p": jnp.zeros((), x.dtype)}, {}), lambda params, state, x, key, train: (x + 0 * jnp.sqrt(params["p"]), state)
     )
@@ -178,7 +178,7 @@ def test_a_program_that_updates_too_early_is_refused():
 
 @st.composite
 def plans_without_a_flush(draw) -> dict:
-    """The fields of any plan without replicas whose schedule does not flush and has the norm in time."""
+    """Draw the fields of a plan without replicas whose schedule does not flush and has the norm in time for the update."""
     depth, extra, more = draw(st.integers(1, 6)), draw(st.integers(0, 2)), draw(st.integers(0, 6))
     schedule = draw(st.sampled_from(["pipedream_2bw", "pipedream_vertical_sync"]))
     least = max(depth, (1 + extra) * (depth - 1)) if schedule == "pipedream_2bw" else 1

@@ -28,7 +28,7 @@ def pipeline(name):
 
 
 def plain_averages(pipe, batches):
-    """The average after each number of batches, from the weights of a run that is drained after each."""
+    """Compute the averages before and after each batch, from the weights of a run that is drained after each batch."""
     state = running.fresh(pipe, batches)
     found = [jax.tree.map(np.asarray, pipe.params(state))]
     for batch in batches:

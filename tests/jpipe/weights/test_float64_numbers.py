@@ -45,7 +45,7 @@ def test_equals_one_gradient_of_the_whole_model(variant, d, m, extra):
 
 
 def decayed(params):
-    """A mask by path: decay the matrices of two of the layers."""
+    """Return a weight decay mask that is true for the matrices of two layers."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in ("noise", "out") and path[1].key == "w", params)
 
 
@@ -114,7 +114,7 @@ def embed() -> Layer:
 
 
 def residual() -> Layer:
-    """Adds a dense layer's output; the rest of the pytree rides along."""
+    """Return a layer that adds a dense layer's output to its input and passes on all other leaves."""
     inner = models.dense()
     return Layer(
         lambda key, x: inner.init(key, x["x"]),
@@ -123,7 +123,7 @@ def residual() -> Layer:
 
 
 def merge(x):
-    """The skip connection's end: uses the integer leaf once more."""
+    """Add the scaled skip connection and multiply by one plus the integer leaf."""
     skip, scale = x["skip"]
     return (x["x"] + skip * scale[:, None]) * (1 + x["ids"].astype(skip.dtype))[:, None]
 

@@ -20,7 +20,7 @@ FREE = {name: fields for name, fields in models.VARIANTS.items() if not SCHEDULE
 
 @st.composite
 def plans(draw) -> dict:
-    """The fields of plans that do not flush, with and without replicas, and whether updates use the norm."""
+    """Draw the fields of a plan whose schedule does not flush, with or without replicas, and its `flush_first`."""
     fields = dict(FREE[draw(st.sampled_from(sorted(FREE)))])
     depth, r = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2]))
     replicas = draw(st.lists(st.sampled_from([1, r]), min_size=depth, max_size=depth))

@@ -28,7 +28,7 @@ def frozen(*words):
 
 @functools.cache
 def freezing(*words, inner=None, clip=None):
-    """An optimizer that changes all other parameters."""
+    """Return an optimizer that freezes the parameters that `frozen(*words)` labels and updates all others."""
     rule = inner() if inner else optax.sgd(0.1, momentum=0.9)
     rule = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
     return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, frozen(*words))
@@ -47,7 +47,7 @@ def even(stack=RICH, **fields):
 
 
 def as_one_function(pipe, words, inner, batches, clip):
-    """The same training without stages, by optax on the whole tree, which computes all gradients."""
+    """Train the model without stages, computing all gradients and applying optax to the whole tree."""
     plan, state = pipe.plan, running.fresh(pipe, batches)
     stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
     start = models.on_first_device((pipe.params(state), running.layer_state(state)))

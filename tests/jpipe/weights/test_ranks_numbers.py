@@ -16,7 +16,7 @@ LONG = LayerStack({f"{layer_id}{n}": STACK.layers[layer_id] for n in range(3) fo
 
 
 def plan_of(schedule: str, ranks: int, chunks: int, m: int, replicas: int = 1, **fields) -> Plan:
-    """A plan of equal cuts; for `auto_zero_bubble` with an order made for equal times."""
+    """Return an even plan; for `auto_zero_bubble`, use a greedy order for equal times."""
     ids = STACK.ids if ranks * chunks <= len(STACK.ids) else LONG.ids
     given = {"layers": ids, "num_stages": ranks * chunks, "microbatches": m, "replicas": replicas, "chunks_per_rank": chunks} | fields
     if schedule != "auto_zero_bubble":

@@ -12,7 +12,7 @@ from tests.jpipe.running import check_equal
 
 
 def average() -> Layer:
-    """A factor, and the running mean of the inputs, which only an evaluation reads, as that of a batch norm."""
+    """Return a layer with a factor and a running mean of its inputs that only evaluation reads, as in batch norm."""
 
     def init(key, x):
         return {"w": jnp.ones(x.shape[-1:], x.dtype)}, {"mean": jnp.zeros(x.shape[-1:], x.dtype)}
@@ -32,7 +32,7 @@ def pipeline(depth, schedule, m, replicas=2, **fields) -> Pipeline:
 
 
 def own_means(plan, batches) -> list[np.ndarray]:
-    """What the forwards of each replica make of it; the layers multiply by 1, so at all stages the same."""
+    """Compute the running mean of each replica's forwards; the layers multiply by 1, so it is equal at all stages."""
     means = [np.zeros(models.WIDTH, np.float64) for _ in range(plan.replicas[0])]
     for t, (inputs, _) in enumerate(batches):
         for j, rows in enumerate(inputs.reshape(plan.microbatches, models.ROWS, -1)):

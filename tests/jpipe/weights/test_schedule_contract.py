@@ -53,7 +53,7 @@ def plans(schedule):
 
 
 def legal(schedule, fields, chunks):
-    """The plan of this schedule, if there is one; with several for those that need an order."""
+    """Return the legal plans of a schedule: at most one, or several for `auto_zero_bubble`."""
     if schedule.name == "auto_zero_bubble":
         return [plan for name in ("looped_bfs", "zb_v") for plan in with_order(name, fields, chunks)]
     try:

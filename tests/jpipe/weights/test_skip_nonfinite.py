@@ -17,7 +17,7 @@ BAD = {2: np.nan, 5: np.inf}  # by batch
 
 
 def batches_of(plan: Plan, bad=BAD):
-    """The batches of all tests, with one label of some of them NaN or infinite: losses and gradients are, layer state is not."""
+    """Return batches with a NaN or infinite label in some, so that losses and gradients are not finite but layer state is."""
     batches = models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     for t, value in bad.items():
         inputs, labels = jax.tree.map(np.array, batches[t])

@@ -145,7 +145,7 @@ def test_equals_plain_training_with_one_array(replicas, fields, clip):
 
 
 def check_copies(state, name="embed shared token/embedding") -> None:
-    """The newest copies of the parameter, and of its optimizer state, are the same bits at all workers that hold them."""
+    """Check that the newest copies of a parameter and of its optimizer state are equal bit by bit on all workers that have them."""
     held = [
         (worker.weights.read(worker.weights.newest)[name], worker.optimizer[name]) for worker in state.workers if name in worker.optimizer
     ]
@@ -248,7 +248,7 @@ def test_bytes_count_one_array_in_a_stage_and_one_in_each_of_several():
 
 @st.composite
 def programs(draw) -> dict:
-    """The fields of plans that can have ties, and the groups of stages that share."""
+    """Draw the fields of a plan that can have ties, and the groups of stages that share parameters."""
     fields = dict(models.VARIANTS[draw(st.sampled_from(sorted(set(models.VARIANTS) - {"pipedream"})))])
     depth, r = draw(st.integers(2, 4)), draw(st.sampled_from([1, 1, 2]))
     replicas = draw(st.lists(st.sampled_from([1, r]), min_size=depth, max_size=depth))

@@ -13,7 +13,7 @@ from tests.jpipe import models, running
 
 
 def scaled() -> Layer:
-    """A dense layer with a scale in its state that never changes, and a count that does."""
+    """Return a dense layer with a scale in its state that never changes and a count that does."""
     inner = models.dense()
 
     def init(key, x):

@@ -80,7 +80,7 @@ def test_replicas_keep_their_own_layer_state_in_flushed_batches_too():
 
 
 def masked(outputs, labels):
-    """The sum of what the mask keeps, by products as in most code: a NaN stays one."""
+    """Return the masked sum of squared errors, multiplying by the mask so that NaNs propagate, and the sum of the mask."""
     return (((outputs - labels["target"]) ** 2).sum(-1) * labels["mask"]).sum(), labels["mask"].sum()
 
 

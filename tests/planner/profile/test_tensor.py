@@ -33,7 +33,7 @@ def stages(stack, inputs):
 
 @pytest.fixture(scope="module")
 def found():
-    """What is known of each layer of the small Llama."""
+    """Return the tensor profiles of three layers of the small Llama."""
     stack = layers(CONFIG)
     stage, device = stages(stack, jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)), jax.devices()[0]
     return {

@@ -116,7 +116,7 @@ def test_the_plan_knows_what_is_predicted_and_the_picture_can_be_drawn(tmp_path)
 
 
 def pipelines(schedule, forwards, replicas, *levels, batch, extra=0, cores=None, weights=1_000, outputs=5_000):
-    """The slowest plan of layers with these times, as it is found, and what for: profile, topology, candidates."""
+    """Return a profile with these forward times, a topology, and a list with the slowest matching candidate, if any."""
     layers = [
         {"id": f"layer_{n}", "weights": weights, "at": [{"forward": f, "backward": 2 * f, "outputs": outputs, "residuals": {"none": 10}}]}
         for n, f in enumerate(forwards)

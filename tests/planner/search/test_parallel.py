@@ -23,7 +23,7 @@ ONE_STAGE = ("pipedream_flush", "pipedream", "pipedream_2bw")  # the first stand
 
 
 def gpt(blocks=4, *, head=0.5, sizes=(1, 2), weights=20_000, outputs=1_000):
-    """An embedding, equal blocks and a head; a block's forward takes a second a row."""
+    """Return the profile of an embedding, equal blocks and a head; a block's forward takes one second per row."""
 
     def layer(name, forward, weights):
         at = [

@@ -74,7 +74,7 @@ def everything(problem, i=0, a=0):
 
 
 def exhaustive(problem):
-    """The best of `everything`, ties broken; None where none fits. And the least memory with which one would."""
+    """Search `everything` for the best time and stages (None if nothing fits); also return the least memory in which one fits."""
     fitting, least = [], np.inf
     for stages in everything(problem):
         options = [evaluate_partition(problem, [stage._replace(recompute=policy) for stage in stages]) for policy in problem.policies]

@@ -179,7 +179,7 @@ limit = 3
 
 @pytest.fixture(autouse=True)
 def own(tmp_path, monkeypatch):
-    """A folder to work in, with the modules `own_parts` and `broken_…`."""
+    """Change to a folder with the modules `own_parts` and `broken_…`."""
     (tmp_path / "own_parts.py").write_text(OWN)
     (tmp_path / "broken_name.py").write_text("import os\n\nx = unknown\n")
     (tmp_path / "broken_syntax.py").write_text("import os\ndef f(:\n")

@@ -31,12 +31,12 @@ ROWS, LENGTH, RATE = 4, 12, 0.1
 
 
 def computed(name: str) -> dict[str, np.ndarray]:
-    """What transformers computed: logits, the loss, and after/NAME the weights after a step of SGD with `RATE`."""
+    """Load what transformers computed: the logits, the loss and, as after/NAME, the weights after a step of SGD with `RATE`."""
     return load_file(GOLDEN / name / "golden.safetensors")
 
 
 def batch(arrays: dict[str, np.ndarray]) -> Any:
-    """(inputs, labels) of them."""
+    """Return the inputs and labels in these arrays."""
     if "mask" not in arrays:
         return arrays["tokens"], arrays["labels"]
     inputs = {"tokens": arrays["tokens"], "types": arrays["types"], "segments": arrays["mask"]}
@@ -44,7 +44,7 @@ def batch(arrays: dict[str, np.ndarray]) -> Any:
 
 
 def data(seed: int, batch_size: int, name: str) -> tuple[Any, Any]:
-    """What `data.target` names: that batch again and again."""
+    """Return training and validation data for `data.target`, in which every batch is the golden one."""
     assert batch_size == ROWS
     return [batch(computed(name))] * 2, [batch(computed(name))]
 
@@ -68,7 +68,7 @@ def config(folder: Path, name: str, *overrides: str, file: Path | None = None) -
 
 
 def copied(name: str, to: Path, change: Any = None, said: dict[str, Any] | None = None) -> Path:
-    """A copy of a golden folder, its tensors as `change` leaves them, and `said` changed in `config.json` (null: removed)."""
+    """Copy a golden folder, passing its tensors to `change` and updating `config.json` with `said`, where `...` removes a key."""
     to.mkdir()
     tensors = load_file(GOLDEN / name / "model.safetensors")
     if change is not None:
@@ -80,7 +80,7 @@ def copied(name: str, to: Path, change: Any = None, said: dict[str, Any] | None 
 
 
 def in_shards(name: str, to: Path) -> Path:
-    """A copy of a golden folder in two files with an index."""
+    """Copy a golden folder, splitting its tensors into two files with an index."""
     to.mkdir()
     shutil.copy(GOLDEN / name / "config.json", to)
     tensors = load_file(GOLDEN / name / "model.safetensors")
@@ -92,7 +92,7 @@ def in_shards(name: str, to: Path) -> Path:
 
 
 def read(folder: Path, **options: Any) -> tuple[jpipe.LayerStack, dict[str, Any]]:
-    """The model that a folder describes, and its parameters by name."""
+    """Return the model that a folder describes, and its parameters by name."""
     stack = layers(ModelConfig(**huggingface.read(folder).keys, seq_len=LENGTH), 1)
     source = folder_of.source(folder, **options)
     names = {layer_id: [name for name in source.specs if name.startswith(f"{layer_id}/")] for layer_id in stack.ids}
@@ -112,7 +112,7 @@ def nested(stack: jpipe.LayerStack, arrays: dict[str, Any], inputs: Any) -> Any:
 
 
 def written(config: Config, arrays: dict[str, Any], stack: jpipe.LayerStack, above: float | None = None) -> Path:
-    """A run with these parameters in its only checkpoint, as a pipeline would have left it; maybe with an average so much above them."""
+    """Write a run with these parameters in its only checkpoint and, if `above` is set, averages that exceed them by it."""
     folder = Path(config.run.dir)
     params = stack.ties.split(nested(stack, arrays, jnp.zeros((1, config.model.seq_len), jnp.int32)))
     trees = {name: jax.tree.map(np.asarray, tree) for name, tree in params.items()}
@@ -148,7 +148,7 @@ def learned(folder: Path, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, dict
 
 
 def check_learned(folder: Path, expected: dict[str, np.ndarray]) -> None:
-    """A model of a folder gives what transformers computed from it."""
+    """Check that the model of a folder computes the loss, outputs and updated weights that transformers computed."""
     loss, outputs, after = learned(folder, expected)
     close(loss, expected["loss"])
     kept = expected.get("mask", np.ones_like(expected["tokens"])) > 0

@@ -49,7 +49,7 @@ def place(folder: Path, step: int) -> Path:
 
 
 def save(folder: Path, step: int, processes: int = 2) -> None:
-    """A small checkpoint of some processes."""
+    """Write a small checkpoint of several processes."""
     for process in range(processes):
         write_layers(folder, step, layers_of(process), process)
     complete(folder, step, processes, facts={"step": step}, rows=b'{"step": 0}\n')
@@ -61,7 +61,7 @@ def files_of(folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run folder with good checkpoints of steps 10 and 20, to be copied."""
+    """Return a run folder with valid checkpoints of steps 10 and 20, for tests to copy."""
     folder = tmp_path_factory.mktemp("saved")
     for step in (10, 20):
         save(folder, step)
@@ -294,7 +294,7 @@ def test_damage_to_any_file_is_found_and_named(run, kind):
 
 
 def rewrite_marker(run: Path, **changes: object) -> None:
-    """A marker with a hash that is right, as somebody else may write it."""
+    """Change fields of a checkpoint's marker and update its hash, as another program may."""
     path = place(run, 20) / "checkpoint.json"
     data = json.loads(path.read_text()) | changes
     data.pop("sha256")
@@ -339,7 +339,7 @@ def test_a_marker_of_any_bytes_is_refused(run, content):
 
 
 def forge(run: Path, files: dict) -> None:
-    """A checkpoint whose hashes fit whatever its items say."""
+    """Rewrite a checkpoint to list these files, with hashes that match."""
     item = place(run, 20) / "process-0.json"
     item.write_text(json.dumps({"layers": ["layer 0"], "files": files}))
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (item, place(run, 20) / "metrics.jsonl")]

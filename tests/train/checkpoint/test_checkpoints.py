@@ -66,7 +66,7 @@ class Pipe(jpipe.Pipeline):
 
 @pytest.fixture
 def some(tmp_path):
-    """Makes the checkpoints of some processes, those processes, and a list of what process 0 says."""
+    """Return a function that returns the checkpoints of several processes, the processes, and a list of process 0's messages."""
 
     def make(policy, count=2):
         told, said = set(), []

@@ -30,7 +30,7 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> types.SimpleNamespace:
-    """A run with two checkpoints, what it came to, and its export; nothing writes to it."""
+    """Train and export a run with two checkpoints and return its paths, data and final loss; no test writes to it."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "text.txt").write_bytes(SENTENCE * 100)
     data = {
@@ -49,7 +49,7 @@ def home(tmp_path_factory) -> types.SimpleNamespace:
 
 
 def loaded(home, file, mode="strict", **sections):
-    """What a run would begin with, and what it says."""
+    """Return the parameters that a warm start loads and the messages that it prints."""
     config = changed(home.data, warm_start={"file": str(file), "mode": mode}, **sections)
     pipe, batches = build.build(config, Reporter(1, 1, "", Console(quiet=True)))
     said: list[str] = []
@@ -58,7 +58,7 @@ def loaded(home, file, mode="strict", **sections):
 
 
 def newest(run, step) -> dict:
-    """The newest parameters in a checkpoint, by name."""
+    """Return the newest parameters in a checkpoint, by name."""
     found = {}
     for layer_id, parts in checkpoint_files.read_layers(run, step).items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(parts["params"]["0"]):
@@ -67,7 +67,7 @@ def newest(run, step) -> dict:
 
 
 def named(given) -> dict:
-    """What is given, by name."""
+    """Return the parameters of all layers in one dict, by name."""
     return {f"{layer_id}/{path}": array for layer_id, arrays in given.items() for path, array in arrays.items()}
 
 

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def loaded(config: Config) -> dict[str, Any]:
-    """The parameters that a run would begin with."""
+    """Return the parameters that a run would start with."""
     pipe, batches = build(config, Reporter(1, 1, "", Console(quiet=True)))
     return warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), print)
 
@@ -47,7 +47,7 @@ def test_logits_loss_and_a_step_of_sgd_are_those_of_transformers(name):
 
 
 def check_folder(folder: Path, name: str, expected: dict[str, np.ndarray], same: Any = np.testing.assert_array_equal) -> None:
-    """It describes the model of a golden folder, and its files have these tensors."""
+    """Check that a folder describes the model of a golden folder and that its files have the expected tensors."""
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     found = {key: tensor for file in files for key, tensor in load_file(folder / file).items()}
     assert found.keys() == expected.keys()
@@ -203,7 +203,7 @@ def test_an_export_has_the_tokenizer_and_the_end_of_text_of_the_run(tmp_path, ca
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """The folder of a run that began with a golden folder."""
+    """Return the folder of a run whose parameters come from a golden folder."""
     stack, arrays = folders.read(GOLDEN / "gpt2")
     return folders.written(folders.config(tmp_path, "gpt2"), arrays, stack)
 

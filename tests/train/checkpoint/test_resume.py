@@ -53,19 +53,19 @@ def run_in_two(config, monkeypatch, step, **later):
 
 
 def weights_of(folder: Path):
-    """The last checkpoint."""
+    """Return the layers of a run's last checkpoint."""
     return checkpoint_files.read_layers(folder, checkpoint_files.steps(folder)[-1])
 
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    """It takes longer than the run."""
+    """Skip the report, which takes longer than the run."""
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
 
 
 @pytest.fixture
 def saved(tiny):
-    """A config that writes checkpoints."""
+    """Return a config that writes checkpoints."""
     return tiny | {"checkpoint": {"every": 2}, "train": tiny["train"] | {"steps": 7, "eval_every": 2}}
 
 

@@ -33,7 +33,7 @@ class Head(nnx.Module):
 
 
 def model() -> jpipe.LayerStack:
-    """What the config names."""
+    """Return the model that the config names."""
     layers = {"embed": lambda rngs: nnx.Embed(256, 8, rngs=rngs), "mix": lambda rngs: nnx.Linear(8, 8, rngs=rngs), "head": Head}
     return jpipe.LayerStack(layers, ties=[jpipe.Tie(("embed", "embedding"), ("head", "table/embedding"))])
 

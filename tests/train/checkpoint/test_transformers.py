@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*words: str | Path) -> str:
-    """What the program prints, where transformers is."""
+    """Run the transformers program and return what it prints, or skip the test if transformers is not installed."""
     if not PYTHON.exists() or subprocess.run([PYTHON, "-c", "import transformers"], capture_output=True, check=False).returncode:
         pytest.skip("PyTorch and transformers are needed in .venv-torch: `make .venv-torch/ready`")
     command = [PYTHON, "-m", PROGRAM, *map(str, words)]

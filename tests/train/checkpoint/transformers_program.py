@@ -29,7 +29,7 @@ from tests.train.checkpoint.golden.write_golden import (
 
 
 def changed(config: transformers.PreTrainedConfig, **keys: object) -> transformers.PreTrainedConfig:
-    """A config with other values for some keys."""
+    """Return a copy of a config with other values for some keys."""
     found = copy.deepcopy(config)
     for key, value in keys.items():
         setattr(found, key, value)
@@ -56,7 +56,7 @@ def write_all(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """The model of a folder, nothing of which is missing or left over."""
+    """Load the model of a folder, check that no weights are missing or unexpected, and save its results."""
     architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
     model, told = getattr(transformers, architecture).from_pretrained(folder, output_loading_info=True)
     assert not any(told.values()), told

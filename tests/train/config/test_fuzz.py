@@ -87,14 +87,14 @@ SNIPPETS = st.sampled_from(
 
 
 def places(data: Any, above: tuple = ()) -> list[tuple]:
-    """The paths of everything inside."""
+    """Return the paths of all items inside nested data."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [place for key, value in items for place in ((*above, key), *places(value, (*above, key)))]
 
 
 @st.composite
 def respelled(draw, key: Any) -> Any:
-    """A key that is nearly this one."""
+    """Draw a misspelling of a key, or another value in its place."""
     text, at = str(key), draw(st.integers(0, len(str(key))))
     ways = [
         text[:at] + text[at + 1 :],
@@ -230,7 +230,7 @@ class Unclear(Exception):
 
 
 def plain(node: yaml.Node | None) -> Any:
-    """A YAML node as data, by rules of this file's own: a key is there once, a word is what it looks like."""
+    """Convert a YAML node to data by rules written independently of jpipe: keys are unique, and a word is what it looks like."""
     match node:
         case None:
             return None
@@ -260,7 +260,7 @@ def plain(node: yaml.Node | None) -> Any:
 
 
 def unique(pairs: list[tuple]) -> dict:
-    """A dict of these, no key of which occurs twice."""
+    """Return a dict of these pairs, checking that no key occurs twice."""
     if any(key == other for i, (key, _) in enumerate(pairs) for other, _ in pairs[:i]):
         raise Unclear("a key occurs twice")
     return dict(pairs)
@@ -283,14 +283,14 @@ def same(found: Any, meant: Any) -> bool:
 
 
 def filled(given: dict, fields: dict, empty: tuple[str, ...] = ()) -> dict:
-    """What was given, and the default of everything else; nothing in it that has no field. Null may stand for {} in `empty`."""
+    """Add the defaults of missing fields, checking that there are no other keys; null may stand for {} in `empty`."""
     assert given.keys() <= fields.keys()
     usual = {key: dict(field.default) if isinstance(field.default, Mapping) else field.default for key, field in fields.items()}
     return {key: {} if key in empty and given.get(key, 0) is None else given.get(key, usual[key]) for key in fields}
 
 
 def assert_means(config: Config, content: bytes, overrides: list[str]) -> None:
-    """The config holds what this text says, and nothing else but defaults."""
+    """Check that the config has the values of this text and these overrides, and defaults for everything else."""
     data = plain(yaml.compose(content.decode("utf-8").removeprefix("\ufeff"), yaml.SafeLoader)) or {}
     for i, override in enumerate(overrides):
         path, _, value = override.partition("=")
@@ -344,7 +344,7 @@ def answered(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def accepted(monkeypatch) -> list[Config]:
-    """The configs that got as far as a model; none is built."""
+    """Return a list that collects the configs for which a model would be built; none is built."""
     configs = []
     ended = Summary(steps=0, val_loss_before=0.0, val_loss_after=0.0, seconds=0.0, folder=None, predicted=None, measured=None)
     monkeypatch.setattr(loop, "main", lambda config, *_: (configs.append(config), ended)[1])
@@ -393,7 +393,7 @@ def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, 
 
 
 def argument(name: str, key: str, functions: dict) -> st.SearchStrategy[list[str]]:
-    """Overrides that name one of these functions and give a value to one of its arguments."""
+    """Return a strategy for overrides that name one of these functions and set one of its arguments."""
     words = [(function, parameter) for function, value in functions.items() for parameter in parameters_of(value)]
     value = VALUES.map(json.dumps) | st.sampled_from(WORDS)
     return st.builds(

@@ -18,7 +18,7 @@ OURS = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0
 
 
 def said(name: str, **changes) -> dict:
-    """A golden `config.json` with other values; `...` takes a key out."""
+    """Return a golden `config.json` with other values; `...` removes a key."""
     found = json.loads((GOLDEN / name / "config.json").read_text()) | changes
     return {key: value for key, value in found.items() if value is not ...}
 

@@ -46,7 +46,7 @@ def update_of(rule: optax.GradientTransformation, gradients=PARAMS):
 
 
 def decayed(**keys) -> set[str]:
-    """The paths that change where all gradients are zero."""
+    """Return the paths that change where all gradients are zero."""
     updates = update_of(made(**({"learning_rate": 1.0} | keys)), jax.tree.map(jnp.zeros_like, PARAMS))
     found = jax.tree_util.tree_leaves_with_path(updates)
     return {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in found if np.any(leaf)}
@@ -149,7 +149,7 @@ def test_layers_that_are_elsewhere_are_left_alone():
 
 
 def rates(steps: int, **keys) -> list[float]:
-    """The learning rate of each update, seen in what plain gradient descent does."""
+    """Return the learning rate of each update, measured by plain gradient descent."""
     rule, ones = made(steps, **({"name": "sgd"} | keys)), jax.tree.map(jnp.ones_like, PARAMS)
     state, found = rule.init(PARAMS), []
     for _ in range(steps + 1):

@@ -40,7 +40,7 @@ def ends_by_default():
 
 
 def preempt():
-    """What a scheduler does."""
+    """Send SIGTERM to this process, as a scheduler does."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -173,7 +173,7 @@ def test_who_was_woken_by_signals_before_is_again():
 
 @pytest.fixture
 def saved(tiny, monkeypatch):
-    """A config whose checkpoints are those of SIGTERM and of the end."""
+    """Return a config that writes checkpoints only on SIGTERM and at the end."""
     monkeypatch.setattr(loop, "write_report", lambda config, pipe, folder, *_: (folder.path / "report.html").touch())  # takes seconds
     train = tiny["train"] | {"steps": 12, "eval_every": 4, "trace_batches": 0}
     plan = {"schedule": "pipedream", "num_stages": 2, "microbatches": 1}

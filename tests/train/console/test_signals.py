@@ -30,7 +30,7 @@ LIMIT = 120  # seconds, for what takes one
 
 @pytest.fixture
 def saving(tiny, monkeypatch):
-    """A run that ends by a signal only, with a checkpoint."""
+    """Return the config of a run with checkpoints that only a signal ends."""
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     return tiny | {"checkpoint": {"every": 100}, "train": tiny["train"] | {"steps": 10**6, "eval_every": 10**6, "trace_batches": 0}}
 

@@ -15,7 +15,7 @@ SENTENCES = ["the quick brown fox jumps over the lazy dog", "a second document, 
 
 @pytest.fixture(scope="session")
 def made_tokenizers(tmp_path_factory) -> dict[str, Path]:
-    """A tokenizer.json for each kind of model."""
+    """Return the path of a tokenizer.json for each kind of model."""
     folder = tmp_path_factory.mktemp("tokenizers")
     (folder / "text.txt").write_text("\n".join(SENTENCES * 3))
     for kind in ("decoder", "bert"):
@@ -30,7 +30,7 @@ def tokenizer(made_tokenizers) -> str:
 
 @pytest.fixture
 def documents(tmp_path) -> Path:
-    """A folder of many short texts, two of them empty."""
+    """Return a folder of many short texts, two of them empty."""
     folder = tmp_path / "documents"
     folder.mkdir()
     for i in range(60):

@@ -83,7 +83,7 @@ def test_what_is_only_named_like_an_image_is_told_before_the_first_step(tmp_path
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
-    """The content with some bytes changed, or cut off, or with a part of it twice."""
+    """Return the content with some bytes changed and, at random, its end cut off or a part repeated."""
     changed = bytearray(content)
     kind = chance.randrange(3)
     for _ in range(chance.choice((1, 1, 2, 8))):

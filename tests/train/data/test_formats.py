@@ -23,7 +23,7 @@ MODEL = {"vocab_size": 300, "seq_len": 16}
 
 @pytest.fixture
 def tokens(documents, tokenizer, tmp_path) -> Path:
-    """A folder that `jpipe data prepare` writes, of several shards."""
+    """Return a folder of several shards as `jpipe data prepare` writes it."""
     prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 200)
     return tmp_path / "tokens"
 
@@ -37,7 +37,7 @@ def prompts(tmp_path) -> Path:
 
 
 def of_format(tiny, kind: str, request) -> dict:
-    """The keys of `data` for each way to read."""
+    """Return the keys of `data` for one format."""
     values = {name: str(request.getfixturevalue(name)) for name in ("documents", "tokenizer")}
     match kind:
         case "bytes":

@@ -30,7 +30,7 @@ ROWS = [{"prompt": f"what is {i}, or {i + 1}?", "answer": f'the "number"\nis {i}
 
 
 def written(write) -> bytes:
-    """What a function writes into a file."""
+    """Return the bytes that a function writes to a file."""
     file = io.BytesIO()
     write(file)
     return file.getvalue()

@@ -41,7 +41,7 @@ class Numbered:
 
 
 def resized(batches, size: int, step: int):
-    """The same data as a run reads it that goes on at this step with batches of that size."""
+    """Return the same data as read by a run that resumes at this step with batches of another size."""
     if isinstance(batches, TrainingBatches):
         other = TrainingBatches(tuple(BatchesOfRows(Numbered(k), size, SPEC) for k in range(len(batches.rows))), batches.rows, batches.seed)
     elif isinstance(batches, OwnBatches):
@@ -57,7 +57,7 @@ def own(size: int, count: int = 200) -> OwnBatches:
 
 
 def read(batches, first: int, end: int) -> list[tuple[int, int]]:
-    """The rows of these batches, each as its number and its bucket."""
+    """Return the rows of these batches, each as its number and its bucket."""
     found = []
     for t in range(first, end):
         inputs, labels = (np.asarray(part[: len(part)]) for part in batches[t])
@@ -157,7 +157,7 @@ class Short:
 
 @pytest.fixture
 def of_length(tiny, monkeypatch):
-    """A config whose training data have that many batches."""
+    """Return a function that returns a config with `count` batches of training data."""
     module = types.ModuleType("short_data")
 
     def make(count: int, *, again: bool = False) -> Config:

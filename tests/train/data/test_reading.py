@@ -16,7 +16,7 @@ from tests.train.data.conftest import quiet
 
 @pytest.fixture
 def reads(monkeypatch) -> dict[str, list]:
-    """The spans of tokens that are read, and the files that are opened for it."""
+    """Record the spans of tokens that are read and the files that are opened to read them."""
     seen: dict[str, list] = {"spans": [], "files": []}
     read, opened = Documents.read, token_files._opened
 

@@ -48,7 +48,7 @@ def test_what_begins_a_text_by_the_tokenizers_rules_begins_a_document(tokenizer,
 
 
 def words_of(vocabulary: dict[str, int]) -> bytes:
-    """A tokenizer.json of these words, written by hand: the library would count to the largest id."""
+    """Return a tokenizer.json of these words, written by hand because the library would count to the largest id."""
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": next(iter(vocabulary))}
     return json.dumps({"version": "1.0", "added_tokens": [], "model": model}).encode()
 
@@ -113,7 +113,7 @@ def test_a_long_text_is_parted_where_the_tokenizer_parts_it(tokenizer, tmp_path,
 
 
 def prefixing(kind: str) -> library.Tokenizer:
-    """A tokenizer with a token for each letter, which puts a space before a text, as those of this kind do."""
+    """Return a tokenizer with a token for each letter, which puts a space before a text, as those of this kind do."""
     symbols = [*library.pre_tokenizers.ByteLevel.alphabet()] if kind == "bytes" else ["<unk>", "▁", *"\n ünïabdegiklmnorstuw;", "▁w", "▁i"]
     vocabulary = {symbol: i for i, symbol in enumerate([*symbols, "Ġw"] if kind == "bytes" else symbols)}
     merges = [("Ġ", "w")] if kind == "bytes" else [("▁", "w"), ("▁", "i")]

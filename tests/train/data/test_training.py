@@ -33,7 +33,7 @@ def lines(tmp_path):
 
 @pytest.fixture
 def of_format(tiny, documents, lines, made_tokenizers, tmp_path):
-    """A config that reads a format."""
+    """Return a function that returns a config for a format."""
     text = {"format": "text", "path": str(documents), "tokenizer": str(made_tokenizers["decoder"]), "validation_fraction": 0.3}
 
     def folder(kind: str) -> dict:

@@ -23,7 +23,7 @@ LENGTHS = 8, 1, 12, 4  # of the prompts in a batch
 
 
 def of_folder(name: str, devices: int = 1) -> Decoder:
-    """The model of a folder, on so many devices."""
+    """Return a decoder of the model of a golden folder, on `devices` devices."""
     found = origin.find(str(GOLDEN / name), None, "newest", None, None, print)
     places = place(bytes_of(found.config, len(LENGTHS), 16), jax.devices(), devices)
     assert len(set(places.values())) == devices

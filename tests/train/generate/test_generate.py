@@ -40,7 +40,7 @@ def run(capsys):
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder of transformers' with a tokenizer of whole words."""
+    """Return a Hugging Face folder with a tokenizer of whole words."""
     place = tmp_path / "llama"
     shutil.copytree(GOLDEN / "llama", place)
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
@@ -50,7 +50,7 @@ def folder(tmp_path) -> Path:
 
 
 def likeliest(folder: Path, rows: list[list[int]]) -> np.ndarray:
-    """What follows each token, by the whole model."""
+    """Return the likeliest token after each token, computed by the whole model."""
     found = origin.find(str(folder), None, "newest", None, None, print)
     stack = layers(found.config)
     params = origin.parameters(found, dict.fromkeys(stack.ids, jax.devices()[0]), lambda: None)

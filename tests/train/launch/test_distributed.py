@@ -167,7 +167,7 @@ SECRET = b"of these processes"
 
 
 def meet(address, *others, num_processes: int = 3, limit: float = LIMIT, host_limit: float | None = None) -> list:
-    """What comes out for process 0 and for `others`, each (process_id, num_processes): a refusal in words, or their links."""
+    """Connect process 0 and `others`, each (process_id, num_processes), and return the links or the error message of each."""
     with ThreadPoolExecutor() as pool:
         outcomes = [
             pool.submit(lambda: host(address, num_processes, host_limit or limit, SECRET).links),

@@ -48,7 +48,7 @@ def ready(): print("ready", os.getpid(), flush=True)
 def launched(
     number: int, script: str, *more: str, restarts: int = 0, pause: float = 0.0, grace: float = 30.0
 ) -> Iterator[subprocess.Popen]:
-    """The launcher of `number` processes of `script`, in a session of its own; it and they are gone afterwards."""
+    """Start the launcher of `number` processes of `script`, and kill it on exit."""
     command = [sys.executable, "-c", LAUNCH, *map(str, (number, restarts, pause, grace)), READY + script, *more]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -64,7 +64,7 @@ def pids(process: subprocess.Popen, number: int) -> list[int]:
 
 
 def wait_until_gone(numbers: list[int]) -> None:
-    """A process whose parent has not asked for its exit code is gone, too."""
+    """Wait until the processes are gone, which includes one whose parent has not asked for its exit code."""
     left, deadline = numbers, time.monotonic() + LIMIT
     while left := [number for number in left if lives(number)]:
         assert time.monotonic() < deadline, f"{left} live on"

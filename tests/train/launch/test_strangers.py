@@ -78,7 +78,7 @@ class Meets:
                 break
 
     def all_join(self) -> str:
-        """What process 0 says of others, once all have joined."""
+        """Join all processes and return what process 0 reports of the connections that it dropped."""
         links = [self.pool.submit(rendezvous.join, self.address, number, COUNT, LIMIT, self.secret) for number in (1, 2)]
         meeting = self.hosting.result(LIMIT)
         for link in (*meeting.links, *(link.result(LIMIT) for link in links)):
@@ -151,7 +151,7 @@ def another_purpose(run):
 
 
 def replay(run):
-    """What another process has said and proved on a connection of its own, said again."""
+    """Replay on a new connection the messages with which another process proved that it knows the secret."""
     said, nonce = [], b"0" * 32
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor() as pool:
@@ -176,7 +176,7 @@ def say_in_turn(place, texts) -> bytes:
 
 
 def slow(run):
-    """A byte now and then, and one who says nothing at all."""
+    """Send a byte now and then on one connection, and nothing on another."""
     with socket.create_connection(run.place, LIMIT) as silent, socket.create_connection(run.place, LIMIT) as stranger:
         with contextlib.suppress(ConnectionError):
             for byte in b"jpipe 1 3 " + b"0" * 100:

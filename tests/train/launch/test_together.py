@@ -144,7 +144,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 @contextlib.contextmanager
 def jpipe(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
-    """The command line, in a process of its own on one core, so that the same numbers come; ended whatever happens."""
+    """Run the command line in a process on one core, so that its numbers are repeatable, and kill it on exit."""
     with subprocess.Popen(
         [sys.executable, "-c", ON_ONE_CORE, "-m", "jpipe_train.cli", *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"} | variables,
@@ -166,7 +166,7 @@ def done(*arguments: str) -> tuple[int, list[str], list[str]]:
 
 
 def rows(name: str) -> list[dict]:
-    """What was logged so far, but for its times."""
+    """Return the rows logged so far, without their times."""
     path = Path(name, "metrics.jsonl")
     return [repeatable(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -180,7 +180,7 @@ def wait_for_rows(number: int) -> None:
 
 @contextlib.contextmanager
 def by_hand(*commands: list[str], **of_last: str) -> Iterator[list[subprocess.Popen]]:
-    """A process for each command, as if on hosts of their own: what ends one ends no other. The last has some variables more."""
+    """Start a process for each command, as if on separate hosts, with more environment variables for the last one."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         flags = ["--coordinator", f"127.0.0.1:{listener.getsockname()[1]}", "--num-processes", str(len(commands)), "--process-id"]
     with contextlib.ExitStack() as stack:
@@ -448,7 +448,7 @@ class Pair(Processes):
 
 
 def in_both(work):
-    """What `work(together)` gives or raises in each of two processes."""
+    """Return the result or the exception of `work(together)` for each of two processes, simulated by threads."""
     shared = {"facts": {}, "messages": {}, "barrier": threading.Barrier(2)}
     found = {}
 

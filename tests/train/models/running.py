@@ -16,13 +16,13 @@ LLAMA = {"positions": "rope", "norm": "rms", "activation": "silu", "gated_mlp": 
 
 
 def outputs_of(config: ModelConfig, inputs: Any, params: Any = None, chunk: int | None = None) -> Any:
-    """What the whole model gives in evaluation."""
+    """Return the output of the whole model in evaluation."""
     stack = layers(config, chunk)
     return applied(stack, params_of(stack, inputs) if params is None else params, inputs)
 
 
 def applied(stack: jpipe.LayerStack, params: Any, inputs: Any) -> Any:
-    """What a model with these parameters gives in evaluation."""
+    """Return the output of a model with these parameters in evaluation."""
 
     @jax.jit
     def forward(params: Any, inputs: Any) -> Any:

@@ -32,7 +32,7 @@ def in_chunks(chunk, by_symbol, dtype="float32"):
 
 
 def by_hand(hidden, kernel, bias, labels, by_symbol):
-    """The sum over counted labels of minus the log of the probability, with NumPy."""
+    """Compute the sum over counted labels of minus the log of the probability, with NumPy."""
     logits = np.asarray(hidden) @ np.asarray(kernel.T if by_symbol else kernel) + (0 if bias is None else np.asarray(bias))
     nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.maximum(labels, 0)[..., None], -1)[..., 0]
     return nats[labels >= 0].sum()

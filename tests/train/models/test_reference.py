@@ -37,7 +37,7 @@ def test_a_block_is_that_of_numpy(keys):
 
 
 def by_hand(params, x, segments, config):
-    """A block for one row (s, w)."""
+    """Apply a block to one row (s, w)."""
 
     def linear(name, x):
         return x @ params[name]["kernel"] + params[name].get("bias", 0)

@@ -14,7 +14,7 @@ LENGTHS = (3, 4)  # and one position of padding
 
 
 def rows():
-    """((inputs, labels) with two documents in each row, the same with each document in a row of its own)."""
+    """Return inputs and labels with two documents in each row, and the same with one document in each row."""
     rng = np.random.default_rng(0)
     tokens, labels = rng.integers(0, 256, (2, 2, 8)).astype(np.int32)
     segments = np.repeat(np.asarray([[1, 2, 0]], np.int32), (*LENGTHS, 1), axis=1).repeat(2, axis=0)

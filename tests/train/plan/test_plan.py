@@ -41,7 +41,7 @@ def profile(ids=IDS, seconds=0.01, weights=10**6) -> Profile:
 
 @pytest.fixture
 def files(tmp_path, tiny, monkeypatch):
-    """A folder with a config, a profile of its model and a topology; it is the current one."""
+    """Change to a folder with a config, a profile of its model and a topology, and return it."""
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(yaml.safe_dump(tiny))
     Path("profile.json").write_text(profile().to_json())

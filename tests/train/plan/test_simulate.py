@@ -57,7 +57,7 @@ def simulated(capsys, monkeypatch):
 
 
 def table(printed: str) -> dict[str, list[str]]:
-    """The columns below their heads; two spaces or more stand between cells."""
+    """Return the columns of a printed table by their heads; two or more spaces separate cells."""
     lines = printed.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("rank  "))
     head, *rows = [re.split(r"\s{2,}", line) for line in lines[first : lines.index("", first)]]

@@ -64,7 +64,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with everything in it."""
+    """Return a folder with a written report."""
     path = tmp_path_factory.mktemp("run")
     write_report(path, report())
     return path
@@ -283,7 +283,7 @@ def test_words_fit_what_was_logged(tmp_path):
 
 
 def lines_of(rows) -> dict[str, list[tuple[float, float]]]:
-    """What is drawn, by its name in the legend."""
+    """Return the points of each curve by its name in the legend."""
     (axes,) = loss_curve.draw_losses(rows, "nats").axes
     assert axes.get_ylabel() == "loss (nats)"
     return {line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines}

@@ -35,7 +35,7 @@ def messages() -> list[str]:
 
 
 def records(file: Path) -> list:
-    """The records of a file of wandb: a log as LevelDB writes it, in blocks of 32 KiB, of protocol buffers."""
+    """Return the records of a wandb file: protocol buffers in a LevelDB log with blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, at, parts, found = file.read_bytes(), 7, b"", []
@@ -53,7 +53,7 @@ def records(file: Path) -> list:
 
 
 def kept(folder: Path) -> list[dict]:
-    """What each part of a run has left on disk, in order: its id, the config, and the rows by step."""
+    """Return what each part of a run wrote to disk, in order: its id, names, config, rows by step and exit codes."""
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
         there = records(file)

@@ -26,13 +26,13 @@ from tests.train.run.test_loop import rows_of
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch):
-    """It takes longer than the run."""
+    """Skip the report, which takes longer than the run."""
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
 
 
 @pytest.fixture
 def saved(tiny):
-    """A config that writes checkpoints."""
+    """Return a config that writes checkpoints."""
     return tiny | {"checkpoint": {"every": 2}, "train": tiny["train"] | {"steps": 7, "eval_every": 9}, "log": []}
 
 

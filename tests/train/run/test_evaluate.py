@@ -45,7 +45,7 @@ BASE = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A run on documents that are kept apart, so that some labels do not count, and other text."""
+    """Train on documents with boundaries, so that some labels do not count, and return the paths of the run and both texts."""
     folder = tmp_path_factory.mktemp("evaluated")
     texts = folder / "texts"
     texts.mkdir()
@@ -58,7 +58,7 @@ def home(tmp_path_factory):
 
 
 def at_once(run: Path, rows, step: int, weights="newest") -> Result:
-    """The whole model as one function, over all rows as one batch."""
+    """Evaluate the whole model as one function, on all rows as one batch."""
     config = config_file.load_resolved(run / "config.yaml")
     kept = checkpoint_files.read_layers(run, step)
     arrays = export.by_name(kept if weights == "newest" else export.with_ema(kept, step))

@@ -35,7 +35,7 @@ FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory")}
 
 
 def rows_of(folder) -> list[dict]:
-    """What a run logged, but for its times."""
+    """Return the rows that a run logged, without their times."""
     return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -247,7 +247,7 @@ def test_a_disk_that_is_full_at_once_leaves_nothing_behind(tiny, tmp_path, monke
 
 
 def reported(durations: list[float], steps: int, **console) -> tuple[Reporter, list[str]]:
-    """What is said of steps that take so long, by a clock that only they move."""
+    """Return a reporter and the lines that it prints for steps of these durations, measured by a simulated clock."""
     now, shown = [0.0], io.StringIO()
     reporter = Reporter(steps, 100, "tokens", Console(file=shown, highlight=False, width=200, **console), clock=lambda: now[0])
     with reporter.training():

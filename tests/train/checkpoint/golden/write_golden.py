@@ -91,7 +91,7 @@ def computed(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[di
 
 
 def results(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The batch, the logits, the loss, and after/NAME: the weights after a step of SGD, which the model then has."""
+    """Take a step of SGD and return the batch, the logits and loss before the step and, as after/NAME, the weights after it."""
     logits, loss = computed(model, batch)
     loss.backward()
     with torch.no_grad():
