@@ -5,10 +5,15 @@ from jpipe.runtime._metrics import RemoteScalar
 from jpipe.runtime._placement import placement_grid
 from jpipe.runtime._snapshot import CopiesDiffer, Snapshot, average_replicas, layer_of, masters_in, shared_place
 from jpipe.runtime._trace import Trace, fit_costs
-from jpipe.runtime.state import WorkerState
+from jpipe.runtime.state import DoubleBuffer, Latest, Microbatch, PendingUpdate, Stash, WorkerState
 
 __all__ = [  # noqa: RUF022 - in the order of the data flow
     "WorkerState",
+    "Latest",
+    "DoubleBuffer",
+    "Stash",
+    "Microbatch",
+    "PendingUpdate",
     "RemoteScalar",
     "Snapshot",
     "CopiesDiffer",

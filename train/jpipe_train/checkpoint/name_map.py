@@ -17,12 +17,13 @@ def name_in_file(name: str, names: Mapping[str, str]) -> str:
     Args:
         name: in the model, such as "block_0/qkv/kernel".
         names: by the start of a name in the model, of whole parts between slashes, the start in the file. `{n}` stands for a number, the
-            same in both. The first entry that fits counts; other names stay.
+            same in both, and an empty start fits every name. The first entry that fits counts; other names stay.
     """
     for start, instead in names.items():
         pattern = "".join(rf"(?P<{part}>\d+)" if i % 2 else re.escape(part) for i, part in enumerate(_NUMBER.split(start.rstrip("/"))))
-        if match := re.match(rf"{pattern}(?=/|$)", name):
-            return _NUMBER.sub(lambda number: match[number[1]], instead.rstrip("/")) + name[match.end() :]
+        if match := re.match(rf"{pattern}(?=/|$)" if pattern else "", name):
+            begin = _NUMBER.sub(lambda number: match[number[1]], instead.rstrip("/"))
+            return f"{begin}/{name[match.end() :].removeprefix('/')}".strip("/")
     return name
 
 
