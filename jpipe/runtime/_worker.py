@@ -25,7 +25,7 @@ from jpipe.programs._instructions import (
 from jpipe.runtime._lanes import PendingTransfer, arrived
 from jpipe.runtime._transport import Transport
 from jpipe.runtime.state import Consumed, Microbatch, PendingUpdate, Weights, WorkerState, change
-from jpipe.stages._compiled_stage import CompiledStage, update_kind
+from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 from jpipe.stages.functions._sums import shared_with
 
 Tree = Any
@@ -352,7 +352,8 @@ class Worker:
             state.loss_scales[update + 1] = self.calls["next_scale"](state.loss_scales[update], norm)
         retires = None if i.retires is None else i.retires + self.version_shift
         memory = (state.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
-        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, norm)
+        made_at = UpdateNumber(self.plan, self.stage, i.batch)
+        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, norm, made_at)
         params, state.optimizer, zeros, loss = new
         state.weights = state.weights.with_update(params, retires)
         if retires is not None:
