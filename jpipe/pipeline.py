@@ -21,6 +21,7 @@ from jpipe._arguments import (
     checked_delay_factor,
     checked_metrics,
     given_params,
+    log_correction,
 )
 from jpipe._interrupts import Results, consume, held_signals
 from jpipe.context import own_context
@@ -568,6 +569,8 @@ class Pipeline:
                 "run once",
                 where,
             )
+        if self.delay_factor is not None and jax.process_index() == 0:
+            log_correction(self.plan, self.optimizer, self.delay_factor)
         options = ("clip_global_norm", "skip_nonfinite", "ema_decay", "precision", "delay_factor")
         facts = {**{name: str(getattr(self, name)) for name in options}, **facts}
         return Executor(self.plan, self._steps_of(buckets[0].functions), buckets, self.places, join_processes(), facts)
