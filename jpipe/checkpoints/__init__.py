@@ -233,9 +233,9 @@ def _await_calls(processes: Processes, step: int) -> None:
         with processes.waiting(f"the call of checkpoints.save for step {step}", absent):
             while not any(processes.has_message(_begun(step, k)) for k in absent):
                 processes.check()
-                if gone := processes.finished().intersection(absent):
+                if finished := processes.finished().intersection(absent):
                     raise InputError(
-                        f"checkpoint of step {step}: expected all processes to call checkpoints.save, {_named(gone)} finished without; "
+                        f"checkpoint of step {step}: expected all processes to call checkpoints.save, {_named(finished)} finished without; "
                         "call it in all processes"
                     )
                 if time.monotonic() > patience and processes.still() > _PATIENCE:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 from jpipe.processes._coordinator import Beat, Coordinator, Message
-from jpipe.processes._finding import Store, connect_to_first, wait_for_others
+from jpipe.processes._finding import Store, connect_to_first, listen_for_processes
 from jpipe.processes.handshake import Caller, Door
 
 _LOOK = 0.01  # seconds between two polls of the door
@@ -82,7 +82,7 @@ class Channel:
             OSError: the thread cannot start.
         """
         if self._index == 0:
-            talk = self._serve(wait_for_others(store, secret))
+            talk = self._serve(listen_for_processes(store, secret))
         else:
             talk = self._join(connect_to_first(store, limit, secret))
         # With a factory of its own the loop does not become the event loop of the caller's thread.

@@ -72,7 +72,7 @@ def _status(error: RuntimeError) -> str:
     return (str(error).splitlines() or [""])[0].partition(":")[0]
 
 
-def wait_for_others(store: Store, secret: bytes | None) -> Door:
+def listen_for_processes(store: Store, secret: bytes | None) -> Door:
     """Listen in process 0, and store the address: host, port, and a token of this channel."""
     listener, token = _listen_at(store.host), secrets.token_hex(16)
     store.put(json.dumps([store.host, listener.getsockname()[1], token]))

@@ -32,7 +32,7 @@ class Processes:
     def __init__(self, index: int, count: int, limits: Limits, progress: Callable[[], int] = lambda: 0) -> None:
         self.index, self.count, self._limits = index, count, limits
         self._waits, self._inbox = Waits(limits.beat, progress), Inbox()
-        self._left = False  # whether the caller knows how the run ended, and says so itself
+        self._has_left = False  # whether the caller knows how the run ended, and says so itself
         self._channel = Channel(index, count, limits, self._take, self._waits.beat)
 
     @classmethod
@@ -152,8 +152,8 @@ class Processes:
         Raises:
             PeerLost: what was waited for failed because the run is lost: some collectives raise when a process of theirs dies.
         """
-        others = () if on is None else (on,) if isinstance(on, int) else tuple(on)
-        outer = self._waits.begin(Wait(what, others, self._limits.wait if limit is None else limit))
+        awaited = () if on is None else (on,) if isinstance(on, int) else tuple(on)
+        outer = self._waits.begin(Wait(what, awaited, self._limits.wait if limit is None else limit))
         try:
             yield
             self._waits.moved()
@@ -196,7 +196,7 @@ class Processes:
         Args:
             reason: completes "process 0 stopped: ".
         """
-        self._left = True
+        self._has_left = True
         self._channel.post({"stop": reason})
         self._inbox.lost_within(self._limits.grace)  # what comes back has gone to all
 
@@ -209,10 +209,10 @@ class Processes:
         Raises:
             PeerLost: a process was lost before all were here.
         """
-        if self._inbox.lost is None and not self._left:
+        if self._inbox.lost is None and not self._has_left:
             self._meet(END, {}, "all processes to finish", 600.0)
             self._channel.join()
-        self._left = True
+        self._has_left = True
         sys.stdout.flush()
 
     def end(self) -> None:
@@ -220,9 +220,9 @@ class Processes:
 
         After a loss the process ends here with exit code 1: what JAX does at its exit would wait for those that are lost.
         """
-        if self._left and self._inbox.lost is None:
+        if self._has_left and self._inbox.lost is None:
             return
-        error, reported = getattr(sys, "last_value", None), self._left  # Python leaves there what nobody caught, once it is printed
+        error, reported = getattr(sys, "last_value", None), self._has_left  # Python leaves there what nobody caught, once it is printed
         try:
             if error is not None:
                 raise error
@@ -233,7 +233,7 @@ class Processes:
             reported = reported or failure is error
             if self._inbox.lost is None:
                 self.stop(traceback.format_exception_only(failure)[-1].strip())
-        self._left = True
+        self._has_left = True
         if not reported:
             os.write(2, f"jpipe: {self._inbox.lost}\n".encode())
         sys.stdout.flush()
@@ -278,7 +278,7 @@ class Processes:
 
     def _end(self, lost: str) -> None:
         """End this process whatever its threads are stuck in: a pending collective never raises, and JAX's exit waits for the lost."""
-        if not self._left:
+        if not self._has_left:
             os.write(2, f"jpipe: {lost}\n".encode())
         os._exit(1)
 

@@ -136,7 +136,7 @@ class _Part:
     @property
     def _updated_entries(self) -> tuple[str, ...]:
         """The entries that no other replica updates."""
-        return () if self._share is None else self._share.own
+        return () if self._share is None else self._share.exclusive
 
     @property
     def complete(self) -> bool:
@@ -284,9 +284,9 @@ def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
         return plain
     if f.trained.excludes(layer_id):
         return {}
-    params, kept = f.specs.params[layer_id], names_in(f.optimizer_spec[layer_id])
+    params, stored = f.specs.params[layer_id], names_in(f.optimizer_spec[layer_id])
     frozen = names_in(params) - names_in(f.trained.of(layer_id, params))
-    return without(plain, lambda names: names not in kept and any(names[-len(path) :] == path for path in frozen))
+    return without(plain, lambda names: names not in stored and any(names[-len(path) :] == path for path in frozen))
 
 
 def restored_worker(
@@ -398,18 +398,18 @@ def _mean_state(layers: Mapping[str, Plain], layer_id: str) -> Plain:
     """Return the mean of a layer's state over the replicas, added in their order. Arrays that are equal in all stay unchanged."""
     where = f"checkpoint: layer '{layer_id}', state"
     names = [entry_name(layer_id, replica) for replica in range(_replicas(layers, layer_id))]
-    first, *others = (checked_dict(layers[name].get("state", {}), where) for name in names)
+    first, *remaining = (checked_dict(layers[name].get("state", {}), where) for name in names)
     specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), first)
-    for name, other in zip(names[1:], others, strict=True):
+    for name, other in zip(names[1:], remaining, strict=True):
         from_plain(specs, other, f"checkpoint: layer state of '{name}'", "do the replicas come from one run?")
-    return jax.tree.map(_mean, first, *others)
+    return jax.tree.map(_mean, first, *remaining)
 
 
 def _mean(*parts: Any) -> Any:
-    first, *others = map(np.asarray, parts)
-    if not jnp.issubdtype(first.dtype, jnp.inexact) or all(first.tobytes() == other.tobytes() for other in others):
+    first, *remaining = map(np.asarray, parts)
+    if not jnp.issubdtype(first.dtype, jnp.inexact) or all(first.tobytes() == other.tobytes() for other in remaining):
         return parts[0]
-    return np.asarray(sum(others, first) * first.dtype.type(1 / len(parts)))  # the same bits as of a drain
+    return np.asarray(sum(remaining, first) * first.dtype.type(1 / len(parts)))  # the same bits as of a drain
 
 
 def _replicas(layers: Mapping[str, Plain], layer_id: str) -> int:

@@ -199,11 +199,11 @@ class Schedule:
     def refuses_chunks(self, chunks: int) -> str:
         """Return why this schedule cannot run `chunks` stages on each rank, with what to use instead, or ""."""
         if self.layout == "straight" and chunks != 1:
-            found = f"the schedule '{self.name}' runs one stage on each rank, found {chunks}"
-            return f"{found}; leave out chunks_per_rank, or use {_SEVERAL}"
+            problem = f"the schedule '{self.name}' runs one stage on each rank, found {chunks}"
+            return f"{problem}; leave out chunks_per_rank, or use {_SEVERAL}"
         if self.layout == "v" and chunks != 2:
-            found = f"the schedule '{self.name}' runs two stages on each rank, in a V, found {chunks}"
-            return f"{found}; use chunks_per_rank 2, or leave it out"
+            problem = f"the schedule '{self.name}' runs two stages on each rank, in a V, found {chunks}"
+            return f"{problem}; use chunks_per_rank 2, or leave it out"
         return ""
 
 

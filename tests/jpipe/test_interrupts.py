@@ -102,7 +102,7 @@ def undecorated(function):
 
 
 STEP = undecorated(Pipeline.step)
-HANDING_OVER = (STEP, undecorated(interrupts.consume), undecorated(interrupts.held_signals))
+HANDING_OVER = (STEP, undecorated(interrupts.consume), undecorated(interrupts.delayed_signals))
 
 
 def interrupted(pipe, begun, batches, expected, at, functions=()):
@@ -241,8 +241,8 @@ def test_signals_that_others_handle_are_left_alone():
     received = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
-        with interrupts.held_signals():
-            with interrupts.held_signals():
+        with interrupts.delayed_signals():
+            with interrupts.delayed_signals():
                 for _ in range(2):
                     signal.raise_signal(signal.SIGTERM)
                 assert not received
@@ -250,7 +250,7 @@ def test_signals_that_others_handle_are_left_alone():
             own = signal.signal(signal.SIGINT, signal.SIG_IGN)  # who sets one in between keeps it
         assert received == [signal.SIGTERM] * 2, "each is delivered: a second one may mean more than the first"
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        with interrupts.held_signals():
+        with interrupts.delayed_signals():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         assert own is not signal.SIG_IGN
     finally:

@@ -82,7 +82,7 @@ def find_layerwise(
 
 def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str, Callable[[Tree], tuple[str, Tree]]]:
     """Return the field `structured` of a `LayerwiseOptimizer`."""
-    concerned = {layer_id: specs[layer_id] for layer_id in specs if layer_id in ties.places or layer_id in trained.chosen}
+    concerned = {layer_id: specs[layer_id] for layer_id in specs if layer_id in ties.shared or layer_id in trained.chosen}
 
     def placer(layer_id: str, like: Tree) -> Callable[[Tree], tuple[str, Tree]]:
         return lambda tree: (layer_id, with_structure(like, tree))

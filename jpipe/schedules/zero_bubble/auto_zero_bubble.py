@@ -88,7 +88,7 @@ def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
     for schedule in (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE):
         if schedule.refuses(plan) == "":
             order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.pipeline_ranks)))
-            if all(_most_held(entries) <= limit for entries, limit in zip(order, problem.limits, strict=True)):
+            if all(_most_in_flight(entries) <= limit for entries, limit in zip(order, problem.limits, strict=True)):
                 yield order
 
 
@@ -96,7 +96,7 @@ def _unfused(order: Iterator[Action]) -> tuple[Action, ...]:
     return tuple(Action(op, s, k) for fused_op, s, k in order for op in OPS[fused_op].pieces)
 
 
-def _most_held(order: Sequence[Action]) -> int:
+def _most_in_flight(order: Sequence[Action]) -> int:
     in_flight = most = 0
     for entry in order:
         in_flight += entry.is_forward

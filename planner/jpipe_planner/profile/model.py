@@ -95,7 +95,7 @@ class Model:
             states = [jax.eval_shape(functools.partial(layerwise.init, entry), params) for entry, params in trained.items()]
             leaves = repr(jax.tree.leaves(states))  # only leaves: it is keyed by layer id
             gradients = (*layerwise.trained.flags(entries), *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
-            shares = tuple(self.stack.ties.places.get(layer_id, {}))
+            shares = tuple(self.stack.ties.shared.get(layer_id, {}))
             equal[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, gradients, shares, text), layer_id)
         return equal
 

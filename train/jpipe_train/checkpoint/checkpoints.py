@@ -140,7 +140,7 @@ class Checkpoints:
             return None
         from jpipe.checkpoints import files
 
-        if self.written == step and files.is_all_there(self._folder, step):
+        if self.written == step and files.has_all_files(self._folder, step):
             return None
         kept = self._kept("there is no other", step)
         what = "could not be written" if self.written != step else "is not in the run folder any more"
