@@ -120,9 +120,9 @@ def load(
     parts, remarks = {}, []
     for part, pairs in lines.items():
         lengths = np.asarray([len(caption) for caption in captions[part]], np.int64)
-        kept, remark = usable([lengths], [words], [f"{part}.tsv"], unusable)
-        files = [features_folder / f"{pairs[i][0]}.npz" for i in kept]
-        parts[part] = Captions(files, [vocabulary.numbers(captions[part][i]) for i in kept], vocabulary.end, sizes)
+        used, remark = usable([lengths], [words], [f"{part}.tsv"], unusable)
+        files = [features_folder / f"{pairs[i][0]}.npz" for i in used]
+        parts[part] = Captions(files, [vocabulary.numbers(captions[part][i]) for i in used], vocabulary.end, sizes)
         remarks.append(remark)
     files = sorted({file for part in parts.values() for file in part.files})
     with sources.readable(FOLDER):

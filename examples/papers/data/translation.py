@@ -156,7 +156,7 @@ def _pairs(
         )
     tokens = [[each.astype(np.int32) for each in tokenizer.encoded(lines)] for lines in texts]
     sizes = [np.asarray([each.size for each in sentences], np.int64) for sentences in tokens]
-    kept, remark = usable(sizes, lengths, names, unusable)
-    sources, targets = ([sentences[i] for i in kept] for sentences in tokens)
+    used, remark = usable(sizes, lengths, names, unusable)
+    sources, targets = ([sentences[i] for i in used] for sentences in tokens)
     assert tokenizer.end is not None
     return Pairs(sources, targets, lengths, tokenizer.end), remark

@@ -46,9 +46,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
-        for name, found in (("anchor", "an anchor or alias (& or *)"), ("tag", "a tag (!)")):
+        for name, description in (("anchor", "an anchor or alias (& or *)"), ("tag", "a tag (!)")):
             if getattr(event, name, None) is not None:
-                raise yaml.composer.ComposerError(problem=f"expected a plain value, found {found}", problem_mark=event.start_mark)
+                raise yaml.composer.ComposerError(problem=f"expected a plain value, found {description}", problem_mark=event.start_mark)
         self._depth += 1
         self._values += 1
         if self._depth > _DEEPEST:

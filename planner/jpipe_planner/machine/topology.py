@@ -256,8 +256,8 @@ class Topology(_Data):
         """
         data = parse(text, where)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {found!r}; is this a topology of jpipe?")
+            actual = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {actual!r}; is this a topology of jpipe?")
         try:
             return cls(**{str(key): value for key, value in data.items()})
         except InputError as error:

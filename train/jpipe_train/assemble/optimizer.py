@@ -122,8 +122,8 @@ def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Sch
 def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> float | optax.Schedule:
     """Return a number if the rate never changes, because some optimizers accept nothing else, or else a schedule."""
     parameter = parameters_of(factory)["learning_rate"]
-    own_default = parameter.default if isinstance(parameter.default, float) else 1e-3
-    peak = min(config.learning_rate or own_default, LARGEST)
+    factory_default = parameter.default if isinstance(parameter.default, float) else 1e-3
+    peak = min(config.learning_rate or factory_default, LARGEST)
     schedule = lr_schedule(config, steps // config.accumulate_batches, peak)
     if config.lr_schedule == "constant" and not config.warmup_steps:
         return peak

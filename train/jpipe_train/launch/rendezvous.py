@@ -151,9 +151,9 @@ def join(
             return link
         link.close()
         if answer == _go(not certificates):
-            here, there = ("certificates", "none") if certificates else ("no certificates", "some")
+            local, first = ("certificates", "none") if certificates else ("no certificates", "some")
             raise InputError(
-                f"process {process_id} has {here}, process 0 has {there}; "
+                f"process {process_id} has {local}, process 0 has {first}; "
                 "set JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE and JAX_MTLS_CA_FILE for all processes, or for none"
             )
         if answer is not None:

@@ -119,7 +119,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     on_all_devices = [candidate for candidate in considered if candidate.devices == topology.num_devices or not request.all_devices]
     candidates = [candidate for candidate in on_all_devices if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:
-        raise _none_found(profile, topology, batch, request, considered, on_all_devices)
+        raise _no_candidate(profile, topology, batch, request, considered, on_all_devices)
     if len(candidates) < len(on_all_devices):
         number = count(len(on_all_devices) - len(candidates), "candidate")
         reporter.say(f"{number} left out, with more than {MOST_MICROBATCHES:,} microbatches")
@@ -152,7 +152,7 @@ def _faster_with_delay(
     return on_meshes(fastest, degrees) if degrees.size > 1 else fastest
 
 
-def _none_found(
+def _no_candidate(
     profile: Profile, topology: Topology, batch: int, request: Request, considered: list[Candidate], on_all_devices: list[Candidate]
 ) -> InputError:
     """Return the error if no plan is left of all candidates, or of those that use the required number of devices."""

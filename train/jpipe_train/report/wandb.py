@@ -137,9 +137,9 @@ class Wandb:
         """Return the id of the run in wandb, the same after it is resumed."""
         file, requested = self._folder / _ID, os.environ.get("WANDB_RUN_ID")
         with contextlib.suppress(OSError):
-            kept = read_bytes(file, 2**10).decode("ascii", errors="replace").strip()
-            if requested in (None, kept) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kept):
-                return kept
+            stored = read_bytes(file, 2**10).decode("ascii", errors="replace").strip()
+            if requested in (None, stored) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", stored):
+                return stored
         chosen = requested or secrets.token_hex(4)
         write_atomically(file, chosen + "\n")
         return chosen
