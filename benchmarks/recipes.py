@@ -141,7 +141,7 @@ def _peak_weight_bytes(model: Model, stages: int, precision: Precision) -> tuple
 
     def observe(event: Event) -> None:
         worker, state = event.instruction.worker, event.state
-        alive = _alive_bytes(state.versions)
+        alive = _alive_bytes(state.weights)
         versions[worker] = max(versions[worker], alive)
         both[worker] = max(both[worker], alive + _alive_bytes(state.optimizer))
 

@@ -134,7 +134,7 @@ class Results:
         shown = type(error).__name__ + (f" ({said[:200]})" if said else "")
         words = (
             f"state: lost: the step or drain that consumed it ended with {shown} when it had written over some of its arrays; "
-            "go on from a checkpoint or snapshot (Pipeline.restore), or begin again with init"
+            "continue from a checkpoint or snapshot (Pipeline.restore), or begin again with init"
         )
         self._put(state, Outcome(None, words))
 

@@ -129,7 +129,7 @@ class Pipeline:
         check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
         check_ema_decay(ema_decay, plan)
         if plan.order is not None:
-            lower(plan, 1)  # refuses one that deadlocks before anything is compiled
+            lower(plan, 1)  # raises an error for one that deadlocks, before anything is compiled
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
         self.clip_global_norm, self.skip_nonfinite, self.precision = clip_global_norm, skip_nonfinite, precision
         self.ema_decay = None if ema_decay is None else float(ema_decay)
@@ -245,7 +245,7 @@ class Pipeline:
     ) -> State:
         """Compile as `init` does and return the state before batch `at` of the run that a `Snapshot` was made of.
 
-        Under the same plan the run goes on as if it had not ended, bit for bit. The plan may be another one: other cuts, replicas,
+        Under the same plan the run continues as if it had not ended, bit for bit. The plan may be another one: other cuts, replicas,
         schedule, recomputation, processes. Weight versions that the snapshot has not, which another schedule or depth may read, are
         replaced by the newest. Where a stage has another number of replicas than there was, each begins with the mean of their layer
         state; without `sync_state` they take those that were there again and again, in order.
@@ -262,7 +262,7 @@ class Pipeline:
             InputError: as `init`; a layer that is missing, or of another shape, or optimizer state of another optimizer.
         """
         key = as_key(key)
-        executor = self._compile(batch, buckets, {"key": _bits(key), "batch to go on with": str(at)})
+        executor = self._compile(batch, buckets, {"key": _bits(key), "first batch": str(at)})
         workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
@@ -303,11 +303,11 @@ class Pipeline:
 
         Ctrl-C does not lose the state. Before the step begins to write over arrays, KeyboardInterrupt is raised at once and `state` is
         as it was. After that the step is dispatched to its end first, and so it is if `observe` raises. The caller then still has `state`:
-        called with it and the same batch again, `step` returns the result of the interrupted step; with another batch it goes on from
-        there, and the metrics are those of both steps. `drain`, `evaluate` and `params` go on from there, too. Ctrl-C that is pressed
+        called with it and the same batch again, `step` returns the result of the interrupted step; with another batch it continues from
+        there, and the metrics are those of both steps. `drain`, `evaluate` and `params` continue from there, too. Ctrl-C that is pressed
         again after three seconds does not wait; it loses the state, as a computation that fails does (out of memory, say): the next call
         with that state raises an InputError that names the cause. SIGTERM is treated as Ctrl-C if a Python function handles it. In a run
-        of several processes each completes its own part, so that the others can go on.
+        of several processes each completes its own part, so that the other processes can continue.
 
         Args:
             state: consumed; use the returned one from here on.
@@ -349,10 +349,10 @@ class Pipeline:
     def drain(self, state: State, *, observe: Observer | None = ..., with_metrics: bool = ...) -> State | tuple[State, Metrics]: ...
 
     def drain(self, state: State, *, observe: Observer | None = None, with_metrics: bool = False) -> State | tuple[State, Metrics]:
-        """Finish all work in flight, the pending updates included. Training may go on afterwards, with the same numbers.
+        """Finish all work in flight, the pending updates included. Training may continue afterwards, with the same numbers.
 
         Replicas under a schedule that does not flush have kept layer state of their own: now each gets the mean, unless the plan has
-        `sync_state` false. A layer that reads its state while it trains goes on from there.
+        `sync_state` false. A layer that reads its state while it trains continues from there.
 
         Ctrl-C, and what `observe` raises, wait until it is complete, as in `step`: call `drain` again to get its result.
 
@@ -504,7 +504,7 @@ class Pipeline:
             batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
             compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries; those on meshes
                 for the first devices of its kind.
-            stages: with `compiled_for`, compile only these; all by default. The temporaries of the others are 0.
+            stages: with `compiled_for`, compile only these; all by default. The temporaries of the other stages are 0.
             programs: a dict that keeps what is compiled with `compiled_for`, so that other plans of this model need not compile equal
                 stages again; empty at first.
 

@@ -103,7 +103,7 @@ class _Training:
     def bytes_written(self) -> dict[str, int]:
         """Return the bytes of the newest checkpoint, and those that the workers hold: versions, optimizer state and layer state."""
         place = self._folder / "checkpoints" / str(checkpoint_files.steps(self._folder)[-1])
-        state = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
+        state = [(worker.weights, worker.optimizer, worker.layer_state) for worker in self._state.workers]
         return {
             "files": sum(path.stat().st_size for path in place.rglob("*") if path.is_file()),
             "state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),

@@ -91,7 +91,7 @@ def _measure(options: argparse.Namespace, folder: Path, results: dict[str, Any])
     """Run both plans for each task and number of hosts, and write the results after each run.
 
     Raises:
-        NoNetwork, ProgramFailed, jpipe.InputError: it cannot go on.
+        NoNetwork, ProgramFailed, jpipe.InputError: it cannot continue.
     """
     for name in options.tasks:
         make.make(TASKS[name].sample, str(folder / TASKS[name].sample), 0, lambda _: None)

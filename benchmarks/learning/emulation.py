@@ -63,7 +63,7 @@ class Emulation:
         start = [jax.device_put(workers[layers[0]], jax.devices()[0]) for layers in plan.stage_workers]
         m, d, last = plan.microbatches, plan.depth, plan.depth - 1
         every = 1 if plan.update_every == "replicas" else m
-        versions, optimizer = [dict(w.versions) for w in start], [w.optimizer for w in start]
+        versions, optimizer = [{v: w.weights.read(v) for v in w.weights.versions} for w in start], [w.optimizer for w in start]
         sums, state = [w.accumulators for w in start], [w.layer_state for w in start]
         for k, (x, labels) in enumerate(_microbatches(batches, m)):
             draw = [(jnp.uint32(k), w.key) if f.specs.rng[1] is not None else (None, None) for f, w in zip(functions, start, strict=True)]

@@ -102,7 +102,7 @@ def with_arrays(layer_id: str, layer: Layer) -> Layer:
     return replace(layer, init=init, apply=apply)
 
 
-def refuse_python_values(layer_id: str, y: Tree) -> None:
+def reject_python_values(layer_id: str, y: Tree) -> None:
     """Raise `InputError` for an output that the next layer would get as a Python number or as an array, depending on the cut.
 
     Raises:

@@ -94,7 +94,7 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
         names = ", ".join(f"'{name}'" for name, schedule in SCHEDULES.items() if schedule.flushes)
         raise ValueError(
             f"shard_optimizer: expected a schedule that flushes, {names}, found '{plan.schedule}', whose replicas update at different "
-            "times, while forwards go on; remove it, or use one of these"
+            "times, while forwards continue; remove it, or use one of these"
         )
 
 

@@ -22,7 +22,8 @@ class Processes:
     """All processes of a run, as one of them sees them; created by `join`. After a loss no process continues.
 
     A process that is stuck when the run is lost, in a collective say, is ended after `Limits.grace` with exit code 1 and the message
-    of `PeerLost` on standard error. When process 0 dies this is done at once: JAX aborts the others 50 ms after its coordinator ended.
+    of `PeerLost` on standard error. When process 0 dies this is done at once: JAX aborts the other processes 50 ms after its coordinator
+    ended.
 
     Attributes:
         index: of this process.
@@ -48,7 +49,7 @@ class Processes:
         """Join the processes of this run; all call it, after `jax.distributed.initialize` and best before anything else.
 
         Args:
-            limit: seconds to wait for the others.
+            limit: seconds to wait for the other processes.
             limits: how long silence and waits may last; the same in all processes.
             store: how the processes find each other; by default `jax.distributed`.
             progress: returns a number that grows while this process exchanges data with others: waits may then last longer.
@@ -70,7 +71,7 @@ class Processes:
 
         Args:
             facts: what has to be the same, by name: the text of the config, the plan, versions.
-            limit: seconds to wait for the others.
+            limit: seconds to wait for the other processes.
 
         Raises:
             InputError: in every process, if any fact differs: names it, the processes, and where the texts part.
@@ -85,7 +86,7 @@ class Processes:
 
         Args:
             name: of the place, the same in all processes.
-            limit: seconds to wait for the others.
+            limit: seconds to wait for the other processes.
 
         Raises:
             PeerLost: the run is lost, or a process did not come in time.
@@ -191,7 +192,7 @@ class Processes:
         self._inbox.fail(error)
 
     def stop(self, reason: str) -> None:
-        """Give up and end this process: all others raise `PeerLost` with its reason.
+        """Give up and end this process: all other processes raise `PeerLost` with its reason.
 
         Args:
             reason: completes "process 0 stopped: ".
@@ -216,7 +217,7 @@ class Processes:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Leave the run when Python exits, or report the exception to the others; for `atexit`. After `close` it does nothing.
+        """Leave the run when Python exits, or report the exception to the other processes; for `atexit`. After `close` it does nothing.
 
         After a loss the process ends here with exit code 1: what JAX does at its exit would wait for those that are lost.
         """
@@ -267,7 +268,7 @@ class Processes:
         if at_once:  # before a thread of the caller learns of it
             self._end(lost)
         if self._inbox.lost is None:
-            # Process 0 goes last, for JAX aborts the others when its coordinator ends.
+            # Process 0 goes last, for JAX aborts the other processes when its coordinator ends.
             self._channel.later(self._limits.grace + (self.index == 0), lambda: self._end(lost))
             self._inbox.lose(lost, error)
 

@@ -88,8 +88,8 @@ class Snapshot:
         Each layer has `params`, with the newest version as "0", the one before as "1", and so on, frozen parameters in "0" only;
         `optimizer`, of the trained parameters; `state`; and with a dynamic
         loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has that of the first replica,
-        entries such as "block_0 replica 1" have those of the others. With `Plan.shard_optimizer` the optimizer state of a layer is in
-        the entry of the replica that updates it. Parts without arrays are left out.
+        entries such as "block_0 replica 1" have those of the other replicas. With `Plan.shard_optimizer` the optimizer state of a layer is
+        in the entry of the replica that updates it. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -381,7 +381,7 @@ def _fits(part: Any, whole: Any) -> bool:
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
     """Return the layers of a snapshot with the mean of the replicas' layer states, and without the entries of single replicas.
 
-    Only floating-point numbers are averaged; others, such as counts, are taken from the first replica.
+    Only floating-point numbers are averaged; other arrays, such as counts, are taken from the first replica.
 
     Args:
         layers: from `Snapshot.layers`, with any arrays.

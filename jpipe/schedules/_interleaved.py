@@ -98,7 +98,7 @@ def endless_period(plan: Shape) -> int:
     return math.lcm(microbatches, len(plan.pipeline_ranks)) // microbatches
 
 
-def refused_chunks(plan: Shape) -> str:
+def several_chunks_refusal(plan: Shape) -> str:
     """Return why ranks of several chunks cannot run this plan, or ""."""
     if plan.depth == len(plan.pipeline_ranks):
         return ""

@@ -117,12 +117,12 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets[1:]:
         if rows_of(bucket.spec) != rows_of(first.spec):
             raise InputError(
-                f"buckets: expected microbatches of {rows_of(first.spec)} rows, as the others have, found {describe(bucket.spec)}; "
+                f"buckets: expected microbatches of {rows_of(first.spec)} rows, as in the first batch, found {describe(bucket.spec)}; "
                 "give each batch as many rows"
             )
         if jax.tree.structure(bucket.spec) != jax.tree.structure(first.spec):  # type: ignore[operator]
             raise InputError(
-                f"buckets: expected the arrays that the others have, {describe(first.spec)}, found {describe(bucket.spec)}; "
+                f"buckets: expected the arrays of the first batch, {describe(first.spec)}, found {describe(bucket.spec)}; "
                 "give each batch the same arrays, which may differ in their shapes"
             )
         for stage, other_stage in zip(first.functions, bucket.functions, strict=True):

@@ -200,7 +200,7 @@ def test_a_computation_that_fails_loses_the_state_and_says_so(pipe, begun, batch
     assert pipe._executor._transport._mailbox == {}
     message = (
         r"state: lost: the step or drain that consumed it ended with MemoryError \(RESOURCE_EXHAUSTED: 7 bytes\) when it had written over "
-        r"some of its arrays; go on from a checkpoint or snapshot \(Pipeline.restore\), or begin again with init"
+        r"some of its arrays; continue from a checkpoint or snapshot \(Pipeline.restore\), or begin again with init"
     )
     for use in (lambda: pipe.step(state, batches[-1]), lambda: pipe.drain(state), lambda: pipe.params(state)):
         with pytest.raises(InputError, match=message):

@@ -117,7 +117,8 @@ def find(path: str, where: str, classes: tuple[str, ...] | None = None, *, skip:
         path: the folder.
         where: the key that names it, for messages.
         classes: the allowed classes; None: all folders, in alphabetical order, at least two.
-        skip: leave out what has the name of an image and is no file, such as a FIFO or a link that leads nowhere; else refuse it.
+        skip: leave out what has the name of an image and is no file, such as a FIFO or a link that leads nowhere; else raise an error for
+        it.
 
     Returns:
         The images, and a line for each kind of file that was left out.
@@ -199,7 +200,7 @@ def _without_broken(parts: Sequence[Images]) -> tuple[list[Images], list[str]]:
     """Leave out images that do not decode.
 
     Returns:
-        The remaining images, and a line that counts and names the others.
+        The remaining images, and a line that counts the remaining ones and names the first.
     """
     whole: list[Images] = []
     broken: list[str] = []

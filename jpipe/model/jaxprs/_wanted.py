@@ -52,7 +52,7 @@ def evaluate_wanted(
             stays that the results do not need.
 
     Returns:
-        The wanted results; None in place of the others.
+        The wanted results; None in place of the unwanted ones.
     """
     doubtful = None if is_dummy is None else _dummies(jaxpr, is_dummy)
     needs, numbers = needed(

@@ -54,7 +54,7 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
         for layer_id, run in split.items():
             actual = run.step({**layerwise.blank, **parts[layer_id]})
             if not all(path in expected and _close(expected[path], leaf) for path, leaf in actual.items()):
-                return f"after step {step + 1} layer '{layer_id}' is not what it is without the others"
+                return f"after step {step + 1} layer '{layer_id}' is not updated as it is alone"
             untouched -= actual.keys()
         if step < _NAN_STEP and any(np.any(expected[path]) for path in untouched):
             return f"after step {step + 1} a parameter is changed whose update is always zero"

@@ -15,7 +15,7 @@ from jpipe.runtime.state._weights import Weights
 
 Tree = Any
 
-CONSUMED = "state: step or drain has already consumed it and deleted its arrays; go on with the state that call returned"
+CONSUMED = "state: step or drain has already consumed it and deleted its arrays; use the state that call returned"
 """The message for a state that is used a second time."""
 
 
@@ -59,11 +59,6 @@ class WorkerState:
         buffers = self.microbatches, self.updates
         parts = (self.weights, self.loss_scales), self.optimizer, (self.accumulators, self.layer_state), buffers
         return self._versions, *(size(_nbytes(part)) for part in parts)
-
-    @property
-    def versions(self) -> dict[int, Tree]:
-        """The parameters of each version, by version and layer id."""
-        return {version: self.weights.read(version) for version in self.weights.versions}
 
     @property
     def _versions(self) -> str:

@@ -12,8 +12,8 @@ Here ranks compute without a gap from their first start to their last end.
 
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight and bubble: as the order has them.
 A plan raises an error if its order is not complete, computes something before what it needs on the same rank, or takes microbatches out of
-order at a stage; an order that deadlocks is refused by `jpipe.lower` and `jpipe.Pipeline`, with the grid. Reference: Qi et al. 2023, "Zero
-Bubble Pipeline Parallelism", section 3.1.
+order at a stage; for an order that deadlocks `jpipe.lower` and `jpipe.Pipeline` raise an error that shows the grid. Reference: Qi et al.
+2023, "Zero Bubble Pipeline Parallelism", section 3.1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -119,4 +119,4 @@ class _Dumper(yaml.SafeDumper):
 _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?$")
 for _reader_or_writer in (_Loader, _Dumper):
     _reader_or_writer.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _OCTAL, list("-+0"))  # YAML 1.2's, which `_Loader` refuses without quotes
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _OCTAL, list("-+0"))  # YAML 1.2's, which `_Loader` rejects without quotes

@@ -94,8 +94,8 @@ class Level(_Data):
 
     Attributes:
         count: number of components.
-        bandwidth: bytes per second that a component, with all its devices, sends to the others of its level; it receives as many at
-            the same time. A number, or text such as `25 Gbit/s`.
+        bandwidth: bytes per second that a component, with all its devices, sends to the other components of its level; it receives as many
+            at the same time. A number, or text such as `25 Gbit/s`.
         latency: seconds until a message arrives; a number, or text such as `5 us`.
         name: a name to show, such as `NVLink` or `Ethernet`.
     """

@@ -213,7 +213,7 @@ Scratch = dict[tuple[str, str], dict[int, int]]
 def scratch_of_pairs(model: Model, device: jax.Device) -> Scratch:
     """Compile the backward of each pair of neighbours, without recomputation: several layers need more scratch memory than each of them.
 
-    Only the smallest and the largest size are compiled; the others are interpolated.
+    Only the smallest and the largest size are compiled; the sizes between are interpolated.
     """
     ends = list(dict.fromkeys((model.sizes[0], model.sizes[-1])))
     names = [*model.pairs.values()]

@@ -1,4 +1,4 @@
-"""Rank candidates: those that could be the fastest are simulated (`race`), the others are ranked by their bounds."""
+"""Rank candidates: those that could be the fastest are simulated (`race`), the remaining ones are ranked by their bounds."""
 
 import dataclasses
 import math

@@ -54,7 +54,7 @@ class Confirmation:
         attempts: the plans whose compiled stages do not fit, in the order in which they were compiled.
         known: the results of simulating or compiling, by candidate.
         added: candidates with more recomputation than the search gave them.
-        others: plans of other kinds that were not compiled, ranked by their estimates.
+        uncompiled: plans of other kinds that were not compiled, ranked by their estimates.
     """
 
     fitting: list[Compiled] = field(default_factory=list)

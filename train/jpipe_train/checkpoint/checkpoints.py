@@ -15,7 +15,7 @@ from jpipe_train.launch.together import Together
 
 Observer = Callable[[jpipe.runtime.Event], None]
 
-_PATIENCE = 600.0  # seconds that process 0 waits for the parts of the others
+_PATIENCE = 600.0  # seconds that process 0 waits for the parts of the other processes
 
 
 class _NotRemoved(OSError):
@@ -132,7 +132,7 @@ class Checkpoints:
             what = "an old checkpoint could not be removed" if isinstance(error, _NotRemoved) else "a checkpoint could not be written"
             if self._config.on_full_disk == "stop":
                 raise OSError(error.errno, f"{what}: {error.strerror or error}; {last_complete}") from error
-            self._say(f"{what}: {error.strerror or error}; the run goes on, {last_complete}")
+            self._say(f"{what}: {error.strerror or error}; the run continues, {last_complete}")
 
     def missing(self, step: int) -> str | None:
         """Return in process 0 what is wrong with the last checkpoint, of `step`; None if it is complete or not due."""

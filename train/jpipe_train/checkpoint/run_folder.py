@@ -88,7 +88,7 @@ class RunFolder:
                     raise _occupied(self.path)
                 if not ours and (existing := [name for name in OUTPUTS if os.path.lexists(self.path / name)]):
                     raise _foreign(self.path, existing[0])
-                try:  # refuses one of two runs that start at once, even if the file system has no locks
+                try:  # rejects one of two runs that start at once, even if the file system has no locks
                     (self.path / METRICS).touch(exist_ok=False)
                 except FileExistsError:
                     raise _occupied(self.path) from None

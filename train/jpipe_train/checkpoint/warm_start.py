@@ -131,7 +131,7 @@ def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str,
 
 def _source(path: Path, strict: bool, report: Callable[[str], None]) -> Source:
     if not os.path.isdir(path):
-        huggingface.refuse_file(path)
+        huggingface.reject_file(path)
         return _of_file(path)
     if huggingface.is_meant(path):
         return huggingface.source(path, strict=strict)
@@ -181,7 +181,7 @@ def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
 
 
 def _summary(source: Source, model: Model, matching: Collection[str]) -> str:
-    """Describe how many layers are used completely, and why the first others are not."""
+    """Describe how many layers are used completely, and why the first incomplete ones are not."""
     incomplete = []
     for layer_id, specs in model.items():
         if missing := [name for name in specs if name not in matching]:

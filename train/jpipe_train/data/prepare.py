@@ -32,7 +32,7 @@ class Files(NamedTuple):
 
     Attributes:
         paths: files, folders or globs; none: the standard library's source.
-        form: of each file: text, or JSON lines; auto is text, and refuses files that are known to be something else.
+        form: of each file: text, or JSON lines; auto is text, and an error for files that are known to be something else.
         keys: of JSON lines.
     """
 

@@ -55,7 +55,7 @@ class Examples:
     Args:
         documents: the examples.
         seq_len: positions of a row.
-        cut: whether what is longer is cut, and left out if nothing of its answer remains; otherwise it is refused.
+        cut: whether what is longer is cut, and left out if nothing of its answer remains; otherwise it is an error.
         place: names an example for messages.
 
     Raises:

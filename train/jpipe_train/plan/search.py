@@ -68,13 +68,13 @@ def _usable_schedules(profile: Profile, request: Request, global_norm: bool, rep
     """
     requested = request.allowed
     needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
-    refusals = {name: why for name in requested if needs and (why := sharing_refusal(name))}
-    schedules = tuple(name for name in requested if name not in refusals)
+    reasons = {name: why for name in requested if needs and (why := sharing_refusal(name))}
+    schedules = tuple(name for name in requested if name not in reasons)
     if schedules:
-        for name, why in refusals.items():
+        for name, why in reasons.items():
             reporter.say(f"left out, because of {needs}: {name}: {why}")
         return schedules, ""
-    return requested, "; ".join(f"{name} with more than one stage cannot be used with {needs}: {why}" for name, why in refusals.items())
+    return requested, "; ".join(f"{name} with more than one stage cannot be used with {needs}: {why}" for name, why in reasons.items())
 
 
 def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> SearchResult:

@@ -211,7 +211,7 @@ def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
     """Split rows into cells, without the last row if it may continue behind the sample."""
     try:
         rows = list(csv.reader([f"{line}\n" for line in lines], delimiter=delimiter, strict=True))
-    except csv.Error:  # a quoted cell goes on in the next line, or these are no quotes of a table
+    except csv.Error:  # a quoted cell continues in the next line, or these are no quotes of a table
         try:
             rows = list(csv.reader([f"{line}\n" for line in lines], delimiter=delimiter))[:-1]
         except csv.Error:
