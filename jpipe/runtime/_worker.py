@@ -376,7 +376,8 @@ class Worker:
             state.loss_scales[update + 1] = self.calls["next_scale"](state.loss_scales[update], norm)
         retires = None if i.retires is None else i.retires + self.version_shift
         memory = (state.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
-        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, norm)
+        used = norm if self.functions.clip_stage_norm is None else self.calls["stage_norm"](accumulators, norm)
+        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, used)
         params, state.optimizer, zeros, loss = new
         state.weights = state.weights.with_update(params, retires)
         if retires is not None:
