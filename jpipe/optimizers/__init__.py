@@ -1,0 +1,32 @@
+"""Optax transformations for gradients that are computed with older weights, as asynchronous schedules do.
+
+They are ordinary optax transformations. A pipeline passes two more arguments to their `update`: `delay`, the mean age of the weights that
+the gradients were computed with, in updates, and `stage`, the number of the stage. Without these arguments both are 0.
+"""
+
+from jpipe.optimizers._per_stage import per_stage
+from jpipe.optimizers._scale_by_delay import scale_by_delay
+from jpipe.optimizers._spike_compensation import (
+    compensated_adam,
+    compensated_adamw,
+    compensated_muon,
+    compensated_sgd,
+    scale_by_compensated_adam,
+    scale_by_compensated_momentum,
+    scale_by_compensated_muon,
+)
+from jpipe.optimizers._torch_nadam import scale_by_torch_nadam, torch_nadam
+
+__all__ = [
+    "compensated_adam",
+    "compensated_adamw",
+    "compensated_muon",
+    "compensated_sgd",
+    "per_stage",
+    "scale_by_compensated_adam",
+    "scale_by_compensated_momentum",
+    "scale_by_compensated_muon",
+    "scale_by_delay",
+    "scale_by_torch_nadam",
+    "torch_nadam",
+]
