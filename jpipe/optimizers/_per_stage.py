@@ -80,15 +80,20 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
         if num_stages is not None:
             extra_args["num_stages"] = num_stages
         updates, after = inner(state.count, stage).update(updates, state.inner_state, params, stage=stage, **extra_args)
-        return updates, PerStageState(optax.safe_increment(state.count), after)
+        return updates, PerStageState(optax.safe_increment(state.count), _in_dtypes_of(state.inner_state, after))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _of_stage(values: Sequence[Any], count: jax.Array, stage: Any) -> Any:
-    """Return the value of one stage as a weakly typed number, as if one of Python's were passed."""
-    numbers = [jax.lax.convert_element_type(value(count), float) if callable(value) else value for value in values]
+    """Return the value of one stage, of a list of numbers and schedules."""
+    numbers = [jnp.asarray(value(count), float) if callable(value) else value for value in values]
     selected = numbers[-1]
     for number, value in enumerate(numbers[:-1]):
         selected = jnp.where(stage == number, value, selected)
     return selected
+
+
+def _in_dtypes_of(before: Tree, after: Tree) -> Tree:
+    """Return a state in the dtypes that it had: a value of a schedule is no Python number, which would take on any dtype."""
+    return jax.tree.map(lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype), before, after)
