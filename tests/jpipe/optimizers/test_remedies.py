@@ -243,8 +243,8 @@ def test_per_stage_keeps_the_dtypes_of_the_state():
     with jax.numpy_dtype_promotion("standard"):
         state = optimizer.init(params)
         updates, after = optimizer.update(params, state, params, stage=jnp.int32(1))
+        assert optax.apply_updates(params, updates)["w"].dtype == jnp.bfloat16
     assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, after)
-    assert optax.apply_updates(params, updates)["w"].dtype == jnp.bfloat16
 
 
 def test_per_stage_bad_arguments_refused():
