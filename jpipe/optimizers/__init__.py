@@ -6,6 +6,7 @@ the gradients were computed with, in updates, and `stage`, the number of the sta
 
 from jpipe.optimizers._per_stage import per_stage
 from jpipe.optimizers._scale_by_delay import scale_by_delay
+from jpipe.optimizers._soap import SoapState, scale_by_soap, soap
 from jpipe.optimizers._spike_compensation import (
     compensated_adam,
     compensated_adamw,
@@ -18,6 +19,7 @@ from jpipe.optimizers._spike_compensation import (
 from jpipe.optimizers._torch_nadam import scale_by_torch_nadam, torch_nadam
 
 __all__ = [
+    "SoapState",
     "compensated_adam",
     "compensated_adamw",
     "compensated_muon",
@@ -27,6 +29,8 @@ __all__ = [
     "scale_by_compensated_momentum",
     "scale_by_compensated_muon",
     "scale_by_delay",
+    "scale_by_soap",
     "scale_by_torch_nadam",
+    "soap",
     "torch_nadam",
 ]
