@@ -1,7 +1,7 @@
 """jpipe: pipeline-parallel training for JAX and Flax.
 
-This module exports the names that training needs. Names for tools are in the submodules `plan`, `ops`, `schedules`, `model`, `programs`,
-`optimizers`, `meshes`, `stages`, `processes`, `runtime`, `errors`, `checkpoints` and `files`. Each submodule is imported when it is first
+This module exports the names that training needs. Names for tools are in the submodules `plan`, `ops`, `schedules`, `model`, `optimizers`,
+`programs`, `meshes`, `stages`, `processes`, `runtime`, `errors`, `checkpoints` and `files`. Each submodule is imported when it is first
 used, so plans are lowered and simulated without JAX. `__init__.pyi` lists the names.
 """
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from jpipe.errors import InputError
 
@@ -50,7 +51,7 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
         if not values or not all(callable(value) or isinstance(value, int | float) for value in values):
             raise InputError(f"per_stage: {name}: expected a list of numbers or schedules, one for each stage; found {values}")
 
-    def inner(count: jax.Array, stage: Any) -> optax.GradientTransformationExtraArgs:
+    def inner(count: jax.Array, stage: ArrayLike) -> optax.GradientTransformationExtraArgs:
         values = {name: _of_stage(values, count, stage) for name, values in staged.items()}
         return optax.with_extra_args_support(make(**constant, **values))
 
@@ -70,7 +71,7 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
         state: PerStageState,
         params: Tree = None,
         *,
-        stage: Any = 0,
+        stage: ArrayLike = 0,
         num_stages: int | None = None,
         **extra_args: Any,
     ) -> tuple[Tree, PerStageState]:
@@ -85,7 +86,7 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _of_stage(values: Sequence[Any], count: jax.Array, stage: Any) -> Any:
+def _of_stage(values: Sequence[Any], count: jax.Array, stage: ArrayLike) -> Any:
     """Return the value of one stage, of a list of numbers and schedules."""
     numbers = [jnp.asarray(value(count), float) if callable(value) else value for value in values]
     selected = numbers[-1]

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 Tree = Any
 
@@ -34,7 +35,7 @@ def scale_by_delay(steps: int) -> optax.GradientTransformationExtraArgs:
         return ScaleByDelayState(jnp.zeros([], jnp.int32))
 
     def update(
-        updates: Tree, state: ScaleByDelayState, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any
+        updates: Tree, state: ScaleByDelayState, params: Tree = None, *, delay: ArrayLike = 0.0, **extra_args: Any
     ) -> tuple[Tree, ScaleByDelayState]:
         exponent = jnp.minimum(state.count.astype(float) / steps, 1) - 1
         factor = jnp.maximum(jnp.asarray(delay, float), 1) ** exponent

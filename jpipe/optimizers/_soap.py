@@ -1,20 +1,21 @@
 """SOAP: Adam in the eigenbases of the gradients' covariances.
 
 The decompositions that refresh the bases are a part of every n-th update. In a pipeline all stages make them at the same updates, so their
-time is lost once. If each stage made them at other updates, the others would wait for it, and up to as many times their time would be lost as
-there are stages.
+time is lost once. If each stage made them at other updates, the remaining stages would wait for it, and their time would be lost up to once
+for each stage.
 
 Reference:
     Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson, Kakade: SOAP: Improving and Stabilizing Shampoo using Adam, 2024,
     https://arxiv.org/abs/2409.11321, and the authors' code, https://github.com/nikhilvyas/SOAP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 Tree = Any
 
@@ -49,21 +50,21 @@ class _Parameter(NamedTuple):
 class _Options(NamedTuple):
     """The arguments of `scale_by_soap`."""
 
-    b1: Any
-    b2: Any
-    eps: Any
+    b1: ArrayLike
+    b2: ArrayLike
+    eps: ArrayLike
     precondition_frequency: int
     max_dim: int
     shampoo_beta: Any
 
 
 def scale_by_soap(
-    b1: Any = 0.95,
-    b2: Any = 0.95,
-    eps: Any = 1e-8,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
     precondition_frequency: int = 10,
     max_dim: int = 10_000,
-    shampoo_beta: Any = None,
+    shampoo_beta: ArrayLike | None = None,
 ) -> optax.GradientTransformation:
     """Rescale updates as Adam does in a basis that rotates with the gradients.
 
@@ -105,15 +106,15 @@ def scale_by_soap(
 
 
 def soap(
-    learning_rate: Any = 3e-3,
-    b1: Any = 0.95,
-    b2: Any = 0.95,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.01,
+    learning_rate: optax.ScalarOrSchedule = 3e-3,
+    b1: ArrayLike = 0.95,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    weight_decay: ArrayLike = 0.01,
     precondition_frequency: int = 10,
     max_dim: int = 10_000,
-    shampoo_beta: Any = None,
-    mask: Any = None,
+    shampoo_beta: ArrayLike | None = None,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Return the optimizer SOAP: Adam in slowly changing eigenbases of Shampoo's preconditioner, with decoupled weight decay.
 

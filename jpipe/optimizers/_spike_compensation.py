@@ -11,17 +11,19 @@ Reference:
     Kosson, Chiley, Venigalla, Hestness, Köster: Pipelined Backpropagation at Scale, 2020, https://arxiv.org/abs/2003.11666.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.typing import ArrayLike, DTypeLike
 
 Tree = Any
 
 
-def scale_by_compensated_momentum(decay: Any, accumulator_dtype: Any = None) -> optax.GradientTransformationExtraArgs:
+def scale_by_compensated_momentum(decay: ArrayLike, accumulator_dtype: DTypeLike | None = None) -> optax.GradientTransformationExtraArgs:
     """Accumulate momentum as `optax.trace` does, with spike compensation.
 
     With the trace m ← g + decay·m the update is decay^τ·m + (1 − decay^τ)/(1 − decay)·g. That is `optax.trace(decay)` for τ = 0, to the
@@ -36,7 +38,7 @@ def scale_by_compensated_momentum(decay: Any, accumulator_dtype: Any = None) -> 
     """
     trace = optax.trace(decay, accumulator_dtype=accumulator_dtype)
 
-    def update(updates: Tree, state: Any, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
+    def update(updates: Tree, state: Any, params: Tree = None, *, delay: ArrayLike = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
         momentum, state = trace.update(updates, state, params)
         kept = _power(decay, delay)
         missed = (1 - kept) / (1 - decay)
@@ -46,7 +48,7 @@ def scale_by_compensated_momentum(decay: Any, accumulator_dtype: Any = None) -> 
 
 
 def scale_by_compensated_adam(
-    b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8, eps_root: Any = 0.0, mu_dtype: Any = None
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.999, eps: ArrayLike = 1e-8, eps_root: ArrayLike = 0.0, mu_dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Rescale updates as Adam does, with spike compensation of the first moment.
 
@@ -67,7 +69,7 @@ def scale_by_compensated_adam(
     """
     init = optax.scale_by_adam(mu_dtype=mu_dtype).init
 
-    def update(updates: Tree, state: Any, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
+    def update(updates: Tree, state: Any, params: Tree = None, *, delay: ArrayLike = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
@@ -80,7 +82,7 @@ def scale_by_compensated_adam(
 
 
 def scale_by_compensated_muon(
-    ns_steps: Any = 5, beta: Any = 0.95, eps: Any = 1e-8, mu_dtype: Any = None, *, adaptive: bool = False
+    ns_steps: int = 5, beta: ArrayLike = 0.95, eps: ArrayLike = 1e-8, mu_dtype: DTypeLike | None = None, *, adaptive: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """Orthogonalize the momentum of matrices as Muon does, with spike compensation before the orthogonalization.
 
@@ -100,7 +102,7 @@ def scale_by_compensated_muon(
     # Without memory of its own, Muon orthogonalizes the momentum that it gets.
     orthogonalize = optax.contrib.scale_by_muon(ns_steps=ns_steps, beta=0.0, eps=eps, nesterov=False, adaptive=adaptive)
 
-    def update(updates: Tree, state: Any, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
+    def update(updates: Tree, state: Any, params: Tree = None, *, delay: ArrayLike = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         mu_hat = _compensated(mu, updates, beta, count, delay)
@@ -110,7 +112,9 @@ def scale_by_compensated_muon(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def compensated_sgd(learning_rate: Any, momentum: Any = 0.9, accumulator_dtype: Any = None) -> optax.GradientTransformationExtraArgs:
+def compensated_sgd(
+    learning_rate: optax.ScalarOrSchedule, momentum: ArrayLike = 0.9, accumulator_dtype: DTypeLike | None = None
+) -> optax.GradientTransformationExtraArgs:
     """Return `optax.sgd` with momentum and spike compensation.
 
     Args:
@@ -125,7 +129,12 @@ def compensated_sgd(learning_rate: Any, momentum: Any = 0.9, accumulator_dtype: 
 
 
 def compensated_adam(
-    learning_rate: Any, b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8, eps_root: Any = 0.0, mu_dtype: Any = None
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    eps_root: ArrayLike = 0.0,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return `optax.adam` with spike compensation.
 
@@ -144,14 +153,14 @@ def compensated_adam(
 
 
 def compensated_adamw(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    eps_root: Any = 0.0,
-    mu_dtype: Any = None,
-    weight_decay: Any = 1e-4,
-    mask: Any = None,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    eps_root: ArrayLike = 0.0,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: ArrayLike = 1e-4,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return `optax.adamw` with spike compensation.
 
@@ -176,21 +185,21 @@ def compensated_adamw(
 
 
 def compensated_muon(
-    learning_rate: Any,
-    ns_steps: Any = 5,
-    beta: Any = 0.95,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
-    weight_decay_mask: Any = None,
-    mu_dtype: Any = None,
+    learning_rate: optax.ScalarOrSchedule,
+    ns_steps: int = 5,
+    beta: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
+    weight_decay: ArrayLike = 0.0,
+    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    mu_dtype: DTypeLike | None = None,
     *,
     adaptive: bool = False,
-    adam_b1: Any = 0.9,
-    adam_b2: Any = 0.999,
-    adam_eps_root: Any = 0.0,
-    adam_weight_decay: Any = 0.0,
-    adam_learning_rate: Any = None,
-    consistent_rms: Any = None,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.999,
+    adam_eps_root: ArrayLike = 0.0,
+    adam_weight_decay: ArrayLike = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    consistent_rms: ArrayLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return `optax.contrib.muon` with spike compensation: matrices by Muon, other parameters by Adam.
 
@@ -233,7 +242,7 @@ def compensated_muon(
     )
 
 
-def _compensated(momentum: Tree, gradients: Tree, decay: Any, count: Any, delay: Any) -> Tree:
+def _compensated(momentum: Tree, gradients: Tree, decay: ArrayLike, count: Any, delay: ArrayLike) -> Tree:
     """Return the mean of the gradients up to now with the weights that they have in û.
 
     Args:
@@ -252,6 +261,6 @@ def _compensated(momentum: Tree, gradients: Tree, decay: Any, count: Any, delay:
     return jax.tree.map(mean, momentum, gradients)
 
 
-def _power(decay: Any, delay: Any) -> jax.Array:
+def _power(decay: ArrayLike, delay: ArrayLike) -> jax.Array:
     """Return decay^delay, at least in float32."""
     return jnp.power(decay, jnp.asarray(delay, float))

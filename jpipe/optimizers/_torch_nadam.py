@@ -1,10 +1,12 @@
 """NAdam with the momentum schedule of PyTorch, which `optax.nadamw` does not have."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 Tree = Any
 
@@ -26,7 +28,7 @@ class TorchNadamState(NamedTuple):
 
 
 def scale_by_torch_nadam(
-    b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8, momentum_decay: Any = 4e-3, mu_dtype: Any = None
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.999, eps: ArrayLike = 1e-8, momentum_decay: ArrayLike = 4e-3, mu_dtype: DTypeLike | None = None
 ) -> optax.GradientTransformation:
     """Rescale updates as `torch.optim.NAdam` does.
 
@@ -53,7 +55,7 @@ def scale_by_torch_nadam(
         mu, nu = optax.tree.zeros_like(params, dtype=mu_dtype), optax.tree.zeros_like(params)
         return TorchNadamState(jnp.zeros([], jnp.int32), jnp.ones([], float), mu, nu)
 
-    def momentum(count: jax.Array) -> jax.Array:
+    def momentum(count: jax.Array) -> Any:
         return b1 * (1 - 0.5 * 0.96 ** (count.astype(float) * momentum_decay))
 
     def update(updates: Tree, state: TorchNadamState, params: Tree = None) -> tuple[Tree, TorchNadamState]:
@@ -74,15 +76,15 @@ def scale_by_torch_nadam(
 
 
 def torch_nadam(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
-    momentum_decay: Any = 4e-3,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    weight_decay: ArrayLike = 0.0,
+    momentum_decay: ArrayLike = 4e-3,
     decoupled_weight_decay: bool = False,
-    mu_dtype: Any = None,
-    mask: Any = None,
+    mu_dtype: DTypeLike | None = None,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Return NAdam with the momentum schedule of `torch.optim.NAdam`.
 
