@@ -1,5 +1,6 @@
 """Optimizers whose arguments have another value at each stage."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,8 +40,8 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
         A transformation whose `update` takes `stage`, the number of the stage, and `num_stages`, against which it checks the lists.
 
     Raises:
-        InputError: a list is empty, or holds something else than numbers and schedules; in `update`, a list has another length than
-            `num_stages`.
+        InputError: a list is empty or holds something else than numbers and schedules; `make` has no such argument, or needs another one.
+            From `update`: a list has another length than `num_stages`.
 
     Example:
         >>> optimizer = per_stage(optax.adamw, learning_rate=[1e-4, 2e-4, optax.cosine_decay_schedule(3e-4, 1000)], b1=0.95)
@@ -50,6 +51,10 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
     for name, values in staged.items():
         if not values or not all(callable(value) or isinstance(value, int | float) for value in values):
             raise InputError(f"per_stage: {name}: expected a list of numbers or schedules, one for each stage; found {values}")
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        raise InputError(f"per_stage: {getattr(make, '__name__', make)}: {error}; see its signature") from None
 
     def inner(count: jax.Array, stage: ArrayLike) -> optax.GradientTransformationExtraArgs:
         values = {name: _of_stage(values, count, stage) for name, values in staged.items()}
