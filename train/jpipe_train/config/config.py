@@ -165,6 +165,9 @@ class OptimizerConfig(Section):
     (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` selects the parameters that decay by
     patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1, each update uses the mean gradient of
     that many batches, and schedules count updates. `ema_decay` is the decay of a moving average of the weights.
+
+    `per_stage` has a list for each argument that differs from stage to stage, with one number for each stage. For the first
+    `lr_delay_steps` updates the learning rate of a stage is divided by the delay of its gradients, by less and less.
     """
 
     name: str = "adamw"
@@ -173,6 +176,8 @@ class OptimizerConfig(Section):
     lr_arguments: Arguments = {}
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     arguments: Arguments = {}
+    per_stage: dict[str, Annotated[list[float], Field(min_length=1, max_length=4096)]] = {}
+    lr_delay_steps: Count | None = None
     decay: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=256)] | None = None
     clip_global_norm: Annotated[float, Field(gt=0)] | None = None
     skip_nonfinite: bool = False
