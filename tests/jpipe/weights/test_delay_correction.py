@@ -205,10 +205,10 @@ def test_a_batch_that_is_skipped_changes_no_buffer():
     for batch in batches[:3]:
         state, _ = pipe.step(state, batch)
     state = pipe.drain(state)
-    before = on_host([(worker.versions[3], worker.optimizer) for worker in state.workers])
+    before = on_host([(worker.weights.read(3), worker.optimizer) for worker in state.workers])
     state, _ = pipe.step(state, bad)
     state = pipe.drain(state)
-    running.check_equal(on_host([(worker.versions[4], worker.optimizer) for worker in state.workers]), before)
+    running.check_equal(on_host([(worker.weights.read(4), worker.optimizer) for worker in state.workers]), before)
 
 
 @pytest.mark.usefixtures("float64")
