@@ -38,10 +38,10 @@ _has_all_members, _known = type(Protocol).__instancecheck__, set()
 def _has_all_members_once(protocol, value):
     if (protocol, type(value)) in _known:
         return True
-    found = _has_all_members(protocol, value)
-    if found and {protocol.__module__.partition(".")[0], type(value).__module__.partition(".")[0]} <= {*PACKAGES}:
+    result = _has_all_members(protocol, value)
+    if result and {protocol.__module__.partition(".")[0], type(value).__module__.partition(".")[0]} <= {*PACKAGES}:
         _known.add((protocol, type(value)))
-    return found
+    return result
 
 
 type(Protocol).__instancecheck__ = _has_all_members_once
@@ -141,15 +141,15 @@ def _thin(cases):
 def _covering(cases, size, most, chosen=()):
     """Return few cases, at most `most`, that together have each combination of `size` values that the chosen cases lack."""
     values = {item: sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in cases}
-    covers = {item: set(itertools.combinations(found, min(size, len(found)))) for item, found in values.items()}
+    covers = {item: set(itertools.combinations(params, min(size, len(params)))) for item, params in values.items()}
     left = set().union(*covers.values()).difference(*(covers[item] for item in chosen))
-    rest, found = dict.fromkeys(item for item in cases if item not in chosen), []
-    while left and len(found) < most:
-        best = max(rest, key=lambda item: len(covers[item] & left))
+    remaining, selected = dict.fromkeys(item for item in cases if item not in chosen), []
+    while left and len(selected) < most:
+        best = max(remaining, key=lambda item: len(covers[item] & left))
         left -= covers[best]
-        found.append(best)
-        del rest[best]
-    return found
+        selected.append(best)
+        del remaining[best]
+    return selected
 
 
 @pytest.fixture

@@ -99,8 +99,8 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     interned, functions_of = once(lambda f: f, lambda f: (f.stage.layers, f)), _builder.StageBuilder.build
 
     def functions(self: Any, spec: Any) -> list[Any]:
-        found = functions_of(self, spec)
-        found[:] = [interned(f) for f in found]  # what they know of themselves is worked out once, too
-        return found
+        result = functions_of(self, spec)
+        result[:] = [interned(f) for f in result]  # what they know of themselves is worked out once, too
+        return result
 
     patch.setattr(_builder.StageBuilder, "build", functions)

@@ -194,8 +194,8 @@ def test_goals_are_those_of_the_schedules():
 
 def test_goals_that_cannot_be_told_are_left_out():
     shares = {"jpipe pipedream_2bw": 0.96, "torch 1F1B": 0.5, "torch GPipe": 0.6}
-    found = {text: (least, ratio) for text, least, ratio in goals(2, shares)}
-    assert found == {
+    result = {text: (least, ratio) for text, least, ratio in goals(2, shares)}
+    assert result == {
         "jpipe pipedream_2bw ÷ ceiling": (0.97, 0.96),
         "jpipe pipedream_2bw ÷ torch 1F1B": (1.0, pytest.approx(1.92)),
         "jpipe pipedream_2bw ÷ torch's best pipeline": (1.6, pytest.approx(1.6)),
@@ -212,8 +212,8 @@ def test_goals_beside_other_schedules():
         "jpipe zb_v": 0.7,
         "torch ZBV": 0.6,
     }
-    found = {text: (least, ratio) for text, least, ratio in goals(2, shares) if "zb" in text}
-    assert found == {
+    result = {text: (least, ratio) for text, least, ratio in goals(2, shares) if "zb" in text}
+    assert result == {
         "jpipe zb_h1 ÷ jpipe pipedream_flush": (1.15, pytest.approx(1.25)),
         "jpipe zb_h1 ÷ ceiling": (pytest.approx(0.625), 0.75),
         "jpipe zb_v ÷ ceiling": (pytest.approx(0.75), 0.7),
@@ -287,8 +287,8 @@ def trained(kind, hosts, losses, seconds_each):
 def test_the_table_compares_the_time_to_the_target(tmp_path):
     runs = [trained("data parallelism", 2, [6, 3, 2], 8.0), trained("pipeline", 2, [6, 3, 2.5, 1.9], 2.0)]
     runs += [trained("data parallelism", 4, [6, 3, 2], 8.0), trained("pipeline", 4, [6, 3, 2.5], 2.0) | {"chosen": False}]
-    found = accuracy.table(runs)
-    rows = [dict(zip(found.head, row, strict=True)) for row in found.rows]
+    table = accuracy.table(runs)
+    rows = [dict(zip(table.head, row, strict=True)) for row in table.rows]
     assert [row["samples"] for row in rows] == ["1,280", "1,920", "1,280", "1,280"]
     assert [row["speed-up"] for row in rows] == ["", "2.67", "", "not reached"]
     assert [row["predicted"] for row in rows] == ["", "4.00", "", "4.00"]
@@ -393,11 +393,11 @@ def small_model():
 @pytest.mark.slow
 def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
     rows = recipes.measure(small_model, stages=2, rounds=1, steps=1, schedules=("2BW",), depths=(2, 3))
-    found = {row["figure"].partition(" (of ")[0]: row["measured"] for row in rows}
-    assert found["2BW, 2 stages: step time, clip_global_norm / without"] > 0
-    assert found["PipeDream, 2 stages, m = 1: weight versions, bfloat16 / float32"] == 0.5
-    assert found["2BW, 2 to 3 stages: computations that the norm delays"] == 0
-    assert found["vertical sync, 2 to 3 stages: computations that the norm delays"] == 0
+    measured = {row["figure"].partition(" (of ")[0]: row["measured"] for row in rows}
+    assert measured["2BW, 2 stages: step time, clip_global_norm / without"] > 0
+    assert measured["PipeDream, 2 stages, m = 1: weight versions, bfloat16 / float32"] == 0.5
+    assert measured["2BW, 2 to 3 stages: computations that the norm delays"] == 0
+    assert measured["vertical sync, 2 to 3 stages: computations that the norm delays"] == 0
 
 
 # Learning -----------------------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_the_emulation_with_stashing_is_pipedream_and_without_it_is_not(quickly_
     for batch in batches:
         state, _ = pipe.step(state, batch)
     state = pipe.drain(state)
-    real = [max(state.workers[own[0]].versions.items())[1] for own in plan.stage_workers]
+    real = [max(state.workers[workers[0]].versions.items())[1] for workers in plan.stage_workers]
     same, other = (
         [*Emulation(pipe, batches[0], stashing=stashing).run(jax.random.key(0), batches)][-1].params for stashing in (True, False)
     )
@@ -479,7 +479,7 @@ def test_pictures_show_the_numbers_of_the_tables():
     figure = Figure()
     rows = [("VGG-16", "1.0 GB", "4.0 GB", "3.0 GB", "2.0 GB", "2.5 GB", "1.60", "on par")]
     flights = [(n, f"{100 * n} samples/s", "1.0 GB", "2.0 GB", "3.0 GB", "4.0 GB") for n in (1, 2)]
-    tables = {name: papers.Table(name, (), found) for name, found in (("figure 16", rows), ("figure 18", flights))}
+    tables = {name: papers.Table(name, (), table_rows) for name, table_rows in (("figure 16", rows), ("figure 18", flights))}
     draw.PICTURES["memory"].draw(figure, tables)
     left, middle, right = figure.axes
     assert [bar.get_height() for bar in left.patches] == [1, 4, 3, 2]
@@ -507,7 +507,7 @@ def placements(replicas, count):
     firsts = (0, *itertools.accumulate(replicas))
     for cuts in itertools.combinations(range(1, count), len(replicas) - 1):
         pieces = itertools.pairwise((0, *cuts, count))
-        yield [Placed(*piece, first, own) for piece, first, own in zip(pieces, firsts, replicas, strict=False)]
+        yield [Placed(*piece, first, replica_count) for piece, first, replica_count in zip(pieces, firsts, replicas, strict=False)]
 
 
 def test_the_cuts_for_given_replicas_are_the_fastest():

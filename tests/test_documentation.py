@@ -61,46 +61,46 @@ def test_snippets_of_a_page_print_what_it_shows(page, tmp_path, monkeypatch):
     """All snippets of a page are one script; a text block right below one is what that one prints."""
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
-    lines, shown = [""] * text.count("\n"), []
+    lines, outputs = [""] * text.count("\n"), []
     for snippet in SNIPPET.finditer(text):
         first = text[: snippet.start(1)].count("\n")
         code = snippet[1].splitlines()
         lines[first : first + len(code) + 1] = [*code, "print(end='\\0')"]  # every line stays where it is on the page
-        shown.append(snippet[2] or "")
+        outputs.append(snippet[2] or "")
     script, printed = tmp_path / page.name, io.StringIO()
     script.write_text("\n".join(lines))
     with contextlib.redirect_stdout(printed), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         runpy.run_path(str(script))
-    assert printed.getvalue().split("\0")[:-1] == shown
+    assert printed.getvalue().split("\0")[:-1] == outputs
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_output_on_a_page_is_left_unchecked(page):
-    shown = [snippet[2] for snippet in SNIPPET.finditer(page.read_text()) if snippet[2]]
-    assert page.read_text().count("```text\n") == len(shown), "a text block stands alone: put it right below the snippet that prints it"
+    outputs = [snippet[2] for snippet in SNIPPET.finditer(page.read_text()) if snippet[2]]
+    assert page.read_text().count("```text\n") == len(outputs), "a text block stands alone: put it right below the snippet that prints it"
 
 
 CONSOLE = re.compile(r"^```console\n\$ jpipe ([^\n]*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("command", "shown"), [match for page in PAGES for match in CONSOLE.findall(page.read_text())])
-def test_commands_that_a_page_shows_are_refused_like_that(command, shown, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("command", "output"), [match for page in PAGES for match in CONSOLE.findall(page.read_text())])
+def test_commands_that_a_page_shows_are_refused_like_that(command, output, tmp_path, monkeypatch, capsys):
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "runs" / "0001").mkdir(parents=True)
     (tmp_path / "runs" / "0001" / "metrics.jsonl").touch()  # as a run before leaves it
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)) == 2
-    assert capsys.readouterr().err == shown
+    assert capsys.readouterr().err == output
 
 
 COMMAND = re.compile(r"^    jpipe ((?:[^\n]*\\\n)*[^\n]*)$", re.MULTILINE)
 COMMANDS = sorted({shown for page in (ROOT / "README.md", *PAGES) for shown in COMMAND.findall(page.read_text())})
 
 
-@pytest.mark.parametrize("shown", COMMANDS)
-def test_commands_of_a_page_have_options_and_files_that_are_there(shown, capsys, monkeypatch):
+@pytest.mark.parametrize("command_line", COMMANDS)
+def test_commands_of_a_page_have_options_and_files_that_are_there(command_line, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    words = shlex.split(shown, comments=True)
+    words = shlex.split(command_line, comments=True)
     known = ""
     first = words[:2] if words[0] == "data" else words[:1]  # it has commands of its own
     for command in (first, ["train"]) if words[0] == "launch" else (first,):
@@ -129,9 +129,9 @@ def test_the_indexed_job_has_what_kubernetes_asks_for():
     pod = job["spec"]["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
-    given = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(given["JAX_NUM_PROCESSES"])
-    assert given["JAX_COORDINATOR_ADDRESS"].startswith(f"{job['metadata']['name']}-0.{pod['subdomain']}:")
+    environment = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(environment["JAX_NUM_PROCESSES"])
+    assert environment["JAX_COORDINATOR_ADDRESS"].startswith(f"{job['metadata']['name']}-0.{pod['subdomain']}:")
     assert job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
 
 
@@ -154,8 +154,8 @@ def tables_of_keys() -> dict[str, dict[str, list[str]]]:
 def test_the_tables_of_keys_have_every_key_of_a_config_and_no_other():
     sections = {name: set(field.annotation.model_fields) for name, field in Config.model_fields.items() if is_section(field)}
     top = {name for name, field in Config.model_fields.items() if not is_section(field)}
-    found = {title: set(rows) for title, rows in tables_of_keys().items() if rows}
-    assert found == {"Top level": top, **sections}
+    documented = {title: set(rows) for title, rows in tables_of_keys().items() if rows}
+    assert documented == {"Top level": top, **sections}
 
 
 def is_section(field) -> bool:
@@ -215,8 +215,8 @@ def test_the_reference_has_every_public_name_in_order(pages):
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_the_reference_tells_what_every_public_name_is(pages, module, name):
     section = pages[module].split(f'<section id="{name}">')[1].split("</section>")[0]
-    told = section.split('<div class="docstring">')[1].split("</div>")[0]
-    assert len(html.unescape(re.sub(r"<[^>]*>", "", told)).split()) >= 4
+    docstring = section.split('<div class="docstring">')[1].split("</div>")[0]
+    assert len(html.unescape(re.sub(r"<[^>]*>", "", docstring)).split()) >= 4
     types = "".join(re.findall(r'class="(?:signature|annotation)[^>]*>(.*?)</(?:div|label)>', section, re.DOTALL))
     assert not re.search(r"jaxlib|typing\b|jpipe\.\w+\._", re.sub(r"<[^>]*>", "", types)), "a type as nobody would write it"
 

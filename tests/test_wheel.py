@@ -25,8 +25,8 @@ def git(*words: str) -> list[str]:
 def test_every_file_of_the_packages_is_in_the_wheel():
     tracked = {name.removeprefix("planner/").removeprefix("train/") for name in git("ls-files", *map(str, PACKAGES.values()))}
     assert len(tracked) > 200
-    found = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
-    assert tracked - found == set()
+    packed = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    assert tracked - packed == set()
 
 
 def test_no_file_of_the_project_is_ignored():
@@ -52,8 +52,8 @@ def test_nobody_is_told_to_install_another_project():
     assert project["scripts"] == {"jpipe": "jpipe_train.cli:main"}
     wrong = re.compile(r"(pip3?|uv|pipx) .*(install|add|run) .*['\" ]jpipe(\[|[=>'\"`;,. )]|$)|\bjpipe\[(wandb|bleu|dev|cuda|tpu)", re.M)
     for name in git("ls-files", "*.py", "*.md", "*.yaml", "*.toml", "*.txt", "Makefile", ".ci"):
-        found = wrong.search((ROOT / name).read_text(encoding="utf-8"))
-        assert found is None or name == "tests/test_wheel.py", f"{name}: {found[0]}"
+        match = wrong.search((ROOT / name).read_text(encoding="utf-8"))
+        assert match is None or name == "tests/test_wheel.py", f"{name}: {match[0]}"
 
 
 def test_the_version_is_said_in_one_way():

@@ -89,8 +89,10 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
         names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight")
         added = jax.jit(add)
         calls = [{name: jax.jit(getattr(f, name)) for name in names} for f in functions]
-        others = [{"update": jax.jit(partial(update, f)), "sum_squares": jax.jit(partial(sum_squares, f)), "add": added} for f in functions]
-        JITTED[key] = functions, [own | other for own, other in zip(calls, others, strict=True)]
+        update_calls = [
+            {"update": jax.jit(partial(update, f)), "sum_squares": jax.jit(partial(sum_squares, f)), "add": added} for f in functions
+        ]
+        JITTED[key] = functions, [stage_calls | other for stage_calls, other in zip(calls, update_calls, strict=True)]
     for drains in (set(), drain_after):
         always = [*drains, REFERENCE_BATCHES - 1] if plan.schedule in reference.ASYNCHRONOUS else range(REFERENCE_BATCHES)
         expected = reference.train(*JITTED[key], plan, models.on_first_device(fresh.workers), batches, set(always))
@@ -121,18 +123,18 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
             assert waiting <= {"norm"}, f"stage {s} is empty after a drain"
 
 
-def check_close(found, expected, tolerance: float = 1e-12) -> None:
+def check_close(actual, expected, tolerance: float = 1e-12) -> None:
     """Check that two trees have equal structure, shapes and dtypes, and values equal up to float64 rounding."""
-    found, expected = jax.tree.map(_plain, found), jax.tree.map(_plain, expected)
-    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
-    chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=tolerance)
+    actual, expected = jax.tree.map(_plain, actual), jax.tree.map(_plain, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def check_equal(found, expected) -> None:
+def check_equal(actual, expected) -> None:
     """Check that two trees have equal structure, shapes, dtypes and values."""
-    found, expected = jax.tree.map(_plain, found), jax.tree.map(_plain, expected)
-    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)  # for values bfloat16 is float32 to chex, strict or not
-    chex.assert_trees_all_equal(found, expected)
+    actual, expected = jax.tree.map(_plain, actual), jax.tree.map(_plain, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)  # for values bfloat16 is float32 to chex, strict or not
+    chex.assert_trees_all_equal(actual, expected)
 
 
 def _plain(leaf):

@@ -130,7 +130,7 @@ def test_a_truncated_plan_is_refused(length):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "description"),
     [
         ("[1, 2]", "'list'"),
         ('"gpipe"', "'str'"),
@@ -139,9 +139,9 @@ def test_a_truncated_plan_is_refused(length):
         ('{"format": "jpipe-plan/2"}', "'jpipe-plan/2'"),
     ],
 )
-def test_foreign_json_is_refused(text, found):
+def test_foreign_json_is_refused(text, description):
     with pytest.raises(
-        InputError, match=rf'^plan: expected a JSON object with "format": "jpipe-plan/1", found {found}; is this a plan of jpipe\?$'
+        InputError, match=rf'^plan: expected a JSON object with "format": "jpipe-plan/1", found {description}; is this a plan of jpipe\?$'
     ):
         Plan.from_json(text)
 
@@ -468,8 +468,8 @@ def test_costs_are_fitted_rank_by_rank():
 @pytest.mark.parametrize("peaks", [[], [1], [1, 2, 3]], ids=len)
 def test_a_prediction_is_of_every_stage(peaks):
     predicted = {"batch_seconds": 1.0, "bubble": 0.1, "peak_bytes": peaks}
-    told = rf"plan: predicted.peak_bytes: expected one number for each of 2 stages, found {len(peaks)}; plan again$"
-    with pytest.raises(jpipe.InputError, match=told):
+    message = rf"plan: predicted.peak_bytes: expected one number for each of 2 stages, found {len(peaks)}; plan again$"
+    with pytest.raises(jpipe.InputError, match=message):
         jpipe.Plan.even("ab", 2, "gpipe", 2, predicted=predicted)
     assert jpipe.Plan.even("ab", 2, "gpipe", 2, predicted=predicted | {"peak_bytes": [1, 2]}).predicted is not None
 
@@ -478,7 +478,7 @@ ONES = np.ones((2, 3), np.float32)
 
 
 @functools.cache
-def begun():
+def started():
     pipe = pipeline()
     return pipe, pipe.init(jax.random.key(0), (ONES, ONES))
 
@@ -497,9 +497,9 @@ class Frame:
 
 
 def deleted():
-    found = jax.numpy.ones((2, 3))
-    found.delete()
-    return found
+    array = jax.numpy.ones((2, 3))
+    array.delete()
+    return array
 
 
 ODD_BATCHES = {
@@ -518,7 +518,7 @@ ODD_BATCHES = {
 
 @pytest.mark.parametrize(("inputs", "message"), ODD_BATCHES.values(), ids=ODD_BATCHES)
 def test_a_batch_that_jax_does_not_take_is_refused(inputs, message):
-    pipe, state = begun()
+    pipe, state = started()
     with pytest.raises(InputError, match=f"^batch: {message}"):
         pipe.step(state, (inputs(), ONES))
 

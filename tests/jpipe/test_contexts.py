@@ -25,11 +25,11 @@ def everything(pipe, key):
     snapshot = pipe.snapshot(1)
     state, _ = pipe.step(state, BATCH, observe=snapshot)
     state = pipe.drain(state)
-    found = pipe.evaluate(state, BATCH).loss, pipe.params(state)
+    result = pipe.evaluate(state, BATCH).loss, pipe.params(state)
     pipe.check_layers(BATCH, snapshot.layers(), 1)
     restored = pipe.restore(key, BATCH, snapshot.layers(), 1)
     pipe.step(restored, BATCH)
-    return [float(found[0]), found[1], [cost.weights for cost in pipe.costs(BATCH)]]
+    return [float(result[0]), result[1], [cost.weights for cost in pipe.costs(BATCH)]]
 
 
 def mesh():
@@ -43,8 +43,8 @@ def test_contexts_of_other_programs_change_nothing(context):
     key = jax.random.key(3)
     expected = everything(built(), key)
     with context():
-        found = everything(built(), key)
-    running.check_equal(found, expected)
+        actual = everything(built(), key)
+    running.check_equal(actual, expected)
 
 
 def test_the_mesh_of_the_user_is_back_after_a_call():

@@ -67,7 +67,7 @@ def test_nothing_is_appended_through_a_link(target, victim, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("text", "expected"),
     [
         ("rr", "here/rr"),
         ("../rr", "rr"),
@@ -78,29 +78,31 @@ def test_nothing_is_appended_through_a_link(target, victim, tmp_path):
         ("./../here//rr", "here/rr"),
     ],
 )
-def test_paths_are_resolved_as_the_system_does(given, found, tmp_path, monkeypatch):
+def test_paths_are_resolved_as_the_system_does(text, expected, tmp_path, monkeypatch):
     for folder in ("here", "elsewhere/deep", "home"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere" / "deep")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "here")
-    assert files.resolved(given, "run.dir") == tmp_path / found
-    assert files.shown(tmp_path / found) == (found.removeprefix("here/") if found.startswith("here/") else str(tmp_path / found))
+    assert files.resolved(text, "run.dir") == tmp_path / expected
+    assert files.shown(tmp_path / expected) == (
+        expected.removeprefix("here/") if expected.startswith("here/") else str(tmp_path / expected)
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("text", "message"),
     [
         ("\udcff/rr", r"run.dir: expected a path in UTF-8, found b'.*/\\xff/rr'; rename the folder, or choose another"),
         ("~nobody-has-this-name/rr", r"run.dir: '~nobody-has-this-name/rr' begins with an unknown user's home folder"),
         ("circle/rr", r"run.dir: cannot find 'circle/rr': "),
     ],
 )
-def test_paths_that_cannot_be_used_are_refused(given, message, tmp_path, monkeypatch):
+def test_paths_that_cannot_be_used_are_refused(text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("circle").symlink_to("circle")
     with pytest.raises(InputError, match=message):
-        files.resolved(given, "run.dir")
+        files.resolved(text, "run.dir")
 
 
 def test_all_that_writes_goes_through_one_module():
@@ -114,12 +116,12 @@ def test_all_that_writes_goes_through_one_module():
         r"shutil\.(copy|move)",
     )
     sources = [path for package in PACKAGES.values() for path in package.rglob("*.py")]
-    found = {
+    writers = {
         path.relative_to(root).as_posix()
         for path in sources
         if re.search("|".join(ways), path.read_text("utf-8").replace("open(os.devnull", ""))
     }
-    assert found <= {"jpipe/files.py"}
+    assert writers <= {"jpipe/files.py"}
 
 
 def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
@@ -132,12 +134,12 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
             os.close(number)
 
 
-@pytest.mark.parametrize("given", ["\ud800/rr", "a\0b"])
-def test_names_that_no_file_can_have_are_refused(given):
+@pytest.mark.parametrize("text", ["\ud800/rr", "a\0b"])
+def test_names_that_no_file_can_have_are_refused(text):
     with pytest.raises(InputError, match=r"^--out: '.*' has a character that no path can have; choose another name$"):
-        files.expanded(given, "--out")
+        files.expanded(text, "--out")
     with pytest.raises(InputError, match=r"^run.dir: '.*' has a character"):
-        files.resolved(given, "run.dir")
+        files.resolved(text, "run.dir")
 
 
 def test_a_circle_is_refused_where_python_leaves_it_as_it_is(tmp_path, monkeypatch):

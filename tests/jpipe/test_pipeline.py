@@ -117,8 +117,8 @@ def test_the_whole_state_is_a_pytree(variant):
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
     state = jax.tree.unflatten(form, [jnp.copy(leaf) for leaf in leaves])
     assert isinstance(state, State)
-    found = train(pipe, BATCHES[3:], state)
-    check_equal(found._replace(losses=expected.losses[:3] + found.losses), expected)
+    actual = train(pipe, BATCHES[3:], state)
+    check_equal(actual._replace(losses=expected.losses[:3] + actual.losses), expected)
 
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
@@ -156,20 +156,20 @@ def test_evaluation_equals_a_forward_by_hand_at_the_version_it_names(variant, st
     state = fresh(pipe, BATCHES)
     for batch in BATCHES[:steps]:
         state, _ = pipe.step(state, batch)
-    found = pipe.evaluate(state, BATCHES[5])
+    evaluation = pipe.evaluate(state, BATCHES[5])
     params = models.on_first_device(pipe.params(state))
-    if all(found.version in worker.versions for worker in state.workers):
+    if all(evaluation.version in worker.versions for worker in state.workers):
         evaluated = state
-        held = {layer_id: p for worker in state.workers for layer_id, p in worker.versions[found.version].items()}
-        check_equal(params, held)
+        stored = {layer_id: p for worker in state.workers for layer_id, p in worker.versions[evaluation.version].items()}
+        check_equal(params, stored)
     else:
         evaluated = pipe.drain(models.copied(state))
         assert variant == "pipedream"
-        assert found.version == steps
+        assert evaluation.version == steps
     expected = value_of(pipe, params, models.on_first_device(layer_state(evaluated)), BATCHES[5])
-    np.testing.assert_allclose((found.loss, found.weight), expected, rtol=1e-6)
+    np.testing.assert_allclose((evaluation.loss, evaluation.weight), expected, rtol=1e-6)
     least = steps if pipe.plan.schedule not in ASYNCHRONOUS else max(steps - 1, 0)
-    assert least <= found.version <= steps
+    assert least <= evaluation.version <= steps
 
 
 def test_evaluation_takes_any_number_of_microbatches():
@@ -192,14 +192,14 @@ def test_metrics_of_an_evaluation_are_sums_over_its_microbatches_like_the_loss(v
     pipe = pipeline(variant)
     state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
     plain = pipe.evaluate(state, BATCHES[1])
-    found = pipe.evaluate(state, BATCHES[1], metrics={"close": models.close, "loss again": models.masked_squares})
-    assert (plain.metrics, list(found.metrics)) == ({}, ["close", "loss again"])
+    evaluation = pipe.evaluate(state, BATCHES[1], metrics={"close": models.close, "loss again": models.masked_squares})
+    assert (plain.metrics, list(evaluation.metrics)) == ({}, ["close", "loss again"])
     loss = float(plain.loss), float(plain.weight)
-    assert (float(found.loss), float(found.weight)) == loss == tuple(map(float, found.metrics["loss again"]))
-    params, held = models.on_first_device(pipe.params(state)), models.on_first_device(layer_state(state))
+    assert (float(evaluation.loss), float(evaluation.weight)) == loss == tuple(map(float, evaluation.metrics["loss again"]))
+    params, layer_states = models.on_first_device(pipe.params(state)), models.on_first_device(layer_state(state))
     by_hand = Pipeline(STACK, pipe.plan, lambda y, labels: tuple(map(jnp.float32, models.close(y, labels))), models.momentum())
-    np.testing.assert_allclose(found.metrics["close"], value_of(by_hand, params, held, BATCHES[1]), rtol=1e-6)
-    assert 0 < float(found.metrics["close"].mean) < 1
+    np.testing.assert_allclose(evaluation.metrics["close"], value_of(by_hand, params, layer_states, BATCHES[1]), rtol=1e-6)
+    assert 0 < float(evaluation.metrics["close"].mean) < 1
 
 
 def test_metrics_are_compiled_once():
@@ -310,8 +310,8 @@ def test_a_notebooks_table_escapes_names_and_stays_short():
 def test_evaluation_of_a_batch_without_weight_is_zero():
     pipe = pipeline("gpipe")
     x, labels = BATCHES[0]
-    found = pipe.evaluate(fresh(pipe, BATCHES), (x, labels | {"mask": np.zeros_like(labels["mask"])}))
-    assert (float(found.loss), float(found.weight)) == (0.0, 0.0)
+    evaluation = pipe.evaluate(fresh(pipe, BATCHES), (x, labels | {"mask": np.zeros_like(labels["mask"])}))
+    assert (float(evaluation.loss), float(evaluation.weight)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
@@ -363,12 +363,12 @@ def test_the_placement_does_not_change_the_numbers(variant):
 def test_observe_sees_every_instruction_in_the_order_of_the_program():
     pipe, seen = pipeline("pipedream_flush"), []
     state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0], observe=seen.append)
-    again = []
-    pipe.step(state, BATCHES[1], observe=again.append)
-    assert [type(event.instruction) for event in seen] == [type(event.instruction) for event in again]
-    assert [event.instruction.batch for event in again if isinstance(event.instruction, Update)] == [1, 1, 1]
+    second = []
+    pipe.step(state, BATCHES[1], observe=second.append)
+    assert [type(event.instruction) for event in seen] == [type(event.instruction) for event in second]
+    assert [event.instruction.batch for event in second if isinstance(event.instruction, Update)] == [1, 1, 1]
     assert all((event.done is not None) == isinstance(event.instruction, (Compute, Update)) for event in seen)
-    for before, after in zip(seen, again, strict=True):
+    for before, after in zip(seen, second, strict=True):
         if isinstance(before.instruction, Compute):
             assert after.instruction.microbatch == before.instruction.microbatch + pipe.plan.microbatches
             assert after.instruction.version == before.instruction.version + 1
@@ -387,8 +387,8 @@ def test_observe_sees_every_instruction_in_the_order_of_the_program():
     ],
 )
 def test_the_state_of_another_pipeline_is_refused_with_what_differs(other, message):
-    made = pipeline("gpipe")
-    state = fresh(made, BATCHES)
+    original = pipeline("gpipe")
+    state = fresh(original, BATCHES)
     fields, optimizer = dict(other), other.get("optimizer", models.momentum())
     rows, devices = fields.pop("rows", 1), fields.pop("devices", None)
     fields.pop("optimizer", None)
@@ -399,7 +399,7 @@ def test_the_state_of_another_pipeline_is_refused_with_what_differs(other, messa
     for call in (pipe.drain, pipe.params, lambda state: pipe.step(state, batches[0]), lambda state: pipe.evaluate(state, batches[0])):
         with pytest.raises(InputError, match=f"^state: another pipeline made it: {message}"):
             call(state)
-    made.step(state, BATCHES[0])
+    original.step(state, BATCHES[0])
 
 
 class Lazy:

@@ -51,21 +51,21 @@ def test_predictions_are_the_outputs_of_the_whole_model(plan):
     for batch in batches:
         state, _ = pipe.step(state, batch)
         without, _ = pipe.step(without, batch)
-        found = {rows: pipe.predict(state, x[:rows]) for rows in (len(x), ROWS, 1)}
-        for rows, own in found.items():
-            for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(found[len(x)]), strict=True):
+        predictions = {rows: pipe.predict(state, x[:rows]) for rows in (len(x), ROWS, 1)}
+        for rows, prediction in predictions.items():
+            for one, other in zip(jax.tree.leaves(prediction), jax.tree.leaves(predictions[len(x)]), strict=True):
                 assert one.tobytes() == other[:rows].tobytes()
     state, without = pipe.drain(state), pipe.drain(without)
     for one, other in zip(jax.tree.leaves(pipe.params(state)), jax.tree.leaves(pipe.params(without)), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), "the run goes on as without predictions"
-    found, expected = pipe.predict(state, (x, None)), whole(pipe, state, x)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    predictions, expected = pipe.predict(state, (x, None)), whole(pipe, state, x)
+    assert jax.tree.structure(predictions) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(predictions), jax.tree.leaves(expected), strict=True):
         assert isinstance(one, np.ndarray)
         assert one.dtype == other.dtype
         np.testing.assert_allclose(one, np.asarray(other), rtol=1e-12)
     averaged = pipe.predict(state, x, weights="ema")["values"]
-    assert not np.allclose(averaged, found["values"])
+    assert not np.allclose(averaged, predictions["values"])
 
 
 def test_predictions_read_no_labels_run_no_loss_and_take_any_rows_and_buckets(monkeypatch):

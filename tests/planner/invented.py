@@ -23,11 +23,11 @@ def invented_profile(seed: int, layers: int = 8) -> Profile:
     random = np.random.default_rng(seed)
     forwards, backwards = random.exponential(1e-3, layers), random.exponential(2e-3, layers)
     outputs, weights = 10 ** random.uniform(4, 7, layers), 10 ** random.uniform(4, 8, layers)
-    found = []
+    rows = []
     for n, (forward, backward, out, size) in enumerate(zip(forwards, backwards, outputs, weights, strict=True)):
         at = {"forward": forward, "backward": backward, "outputs": int(out), "residuals": {"none": int(2 * out), "full": int(out)}}
-        found.append({"id": f"layer_{n}", "weights": int(size), "optimizer": int(size), "update": 1e-5, "at": [at]})
-    return Profile(source="analytic", sizes=[1], inputs=[1000], labels=[8], layers=found)
+        rows.append({"id": f"layer_{n}", "weights": int(size), "optimizer": int(size), "update": 1e-5, "at": [at]})
+    return Profile(source="analytic", sizes=[1], inputs=[1000], labels=[8], layers=rows)
 
 
 def invented_topology(seed: int) -> Topology:

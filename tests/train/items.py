@@ -36,9 +36,9 @@ def main(address: str, index: int, folder: Path) -> None:
         complete(folder, STEP, processes=2, facts={})
     while steps(folder) != [STEP]:
         time.sleep(0.01)
-    found = read_layers(folder, STEP)
-    assert set(found) == {"layer 0", "layer 1"}
-    np.savez(folder / f"{index}.npz", **{f"{layer} w": tree["weights"]["w"] for layer, tree in found.items()})
+    layers = read_layers(folder, STEP)
+    assert set(layers) == {"layer 0", "layer 1"}
+    np.savez(folder / f"{index}.npz", **{f"{layer} w": tree["weights"]["w"] for layer, tree in layers.items()})
 
 
 if __name__ == "__main__":

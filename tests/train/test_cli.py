@@ -366,8 +366,8 @@ def test_ctrl_c_is_heard_at_every_moment(write_config, tiny, capsys, monkeypatch
     assert err == ""
     folder = Path(tiny["run"]["dir"])
     began = moment in ("jpipe.Pipeline.init", "jpipe.Pipeline.evaluate")
-    told = f"interrupted; the steps logged so far are in {folder}" if began else "interrupted before the run began"
-    assert out.splitlines()[-1] == told
+    message = f"interrupted; the steps logged so far are in {folder}" if began else "interrupted before the run began"
+    assert out.splitlines()[-1] == message
     assert out.count("interrupted") == 1
     assert folder.exists() == began
 

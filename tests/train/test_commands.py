@@ -60,9 +60,9 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 complete -p jpipe"""
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
-    *found, how = done.stdout.splitlines()
+    *candidates, how = done.stdout.splitlines()
     assert how == "complete -o default -F _tyro_jpipe jpipe"
-    return set(found)
+    return set(candidates)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")

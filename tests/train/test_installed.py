@@ -25,17 +25,17 @@ def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert main(["configs", "copy", "mlp"]) == 0
     assert capsys.readouterr().out == "copied: examples/mlp.yaml\ncopied: examples/mlp.py\ncopied: examples/__init__.py\n"
-    own = tmp_path / "examples" / "mlp.py"
-    own.write_text("mine")
+    user_file = tmp_path / "examples" / "mlp.py"
+    user_file.write_text("mine")
     assert main(["configs", "copy"]) == 2
     refusal = "'examples/mlp.py' exists and differs; nothing was copied; copy to another folder with --to, or add --overwrite"
     assert capsys.readouterr() == ("", f"jpipe: configs copy: {refusal}\n")
-    assert own.read_text() == "mine"
+    assert user_file.read_text() == "mine"
     assert not (tmp_path / "configs").exists()
     assert main(["configs", "copy", "--overwrite"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert "overwritten: examples/mlp.py" in said
-    assert said[-1].startswith("already up to date: 2 of ")
+    lines = capsys.readouterr().out.splitlines()
+    assert "overwritten: examples/mlp.py" in lines
+    assert lines[-1].startswith("already up to date: 2 of ")
     assert all((tmp_path / name).read_bytes() == file.read_bytes() for name, file in shipped_configs.shipped().items())
 
 
@@ -44,8 +44,8 @@ def test_with_a_config_comes_the_code_that_it_names(name, code, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert main(["configs", "copy", name]) == 0
     copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    wanted = {file for file in shipped_configs.shipped() if code and file.startswith(code) and file.endswith(".py")}
-    assert copied == {f"configs/papers/{name}.yaml", *wanted, *(["examples/__init__.py"] if code else [])}
+    expected = {file for file in shipped_configs.shipped() if code and file.startswith(code) and file.endswith(".py")}
+    assert copied == {f"configs/papers/{name}.yaml", *expected, *(["examples/__init__.py"] if code else [])}
     if code is not None:
         program = (
             "import pathlib, examples.papers.translate as t; assert pathlib.Path(t.__file__).is_relative_to(pathlib.Path.cwd().resolve())"

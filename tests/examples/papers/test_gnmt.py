@@ -37,10 +37,10 @@ def test_its_layers_are_as_large_as_in_the_published_profile():
     }
     biases = {name: 4 * 1024 for name in published if "coder_" in name and not name.endswith("embed")}
     biases["encoder_0"] *= 2
-    found = {name: numbers(spec) for name, spec in specs().items()}
+    counts = {name: numbers(spec) for name, spec in specs().items()}
     expected = {name: count // 4 - biases.get(name, 0) for name, count in published.items()}
     expected["decoder_0"] += 1024 + 1
-    assert found == expected
+    assert counts == expected
 
 
 def test_gnmt_16_has_eight_more_lstms():
@@ -75,19 +75,19 @@ def small():
 
 def plain_attention(params, queries, keys, mask):
     v = np.asarray(params["v"], np.float64)
-    found = np.zeros((queries.shape[0], queries.shape[1], keys.shape[2]))
+    outputs = np.zeros((queries.shape[0], queries.shape[1], keys.shape[2]))
     for row in range(queries.shape[0]):
-        there = keys[row][mask[row]]
+        valid_keys = keys[row][mask[row]]
         for t, query in enumerate(queries[row]):
             scores = []
-            for key in there:
+            for key in valid_keys:
                 sums = (
                     query @ np.asarray(params["query"]["kernel"]) + key @ np.asarray(params["key"]["kernel"]) + np.asarray(params["bias"])
                 )
                 scores.append(float(params["g"]) * v @ np.tanh(sums) / np.sqrt((v**2).sum()))
             shares = np.exp(scores) / np.exp(scores).sum()
-            found[row, t] = shares @ there
-    return found
+            outputs[row, t] = shares @ valid_keys
+    return outputs
 
 
 def plain_gnmt(params, inputs):

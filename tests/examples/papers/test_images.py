@@ -36,10 +36,10 @@ def folder(tmp_path_factory):
 
 
 def load(folder: Path | str, batch_size: int = 4, seed: int = 0, **arguments: object) -> data.Data:
-    given = {"folder": str(folder), "image_size": SIZE, "validation_fraction": 0.3} | arguments
-    if "validation_folder" in given:
-        del given["validation_fraction"]
-    return images.load(seed, batch_size, **given)
+    options = {"folder": str(folder), "image_size": SIZE, "validation_fraction": 0.3} | arguments
+    if "validation_folder" in options:
+        del options["validation_fraction"]
+    return images.load(seed, batch_size, **options)
 
 
 def which(row: np.ndarray) -> tuple[int, ...]:
@@ -50,25 +50,25 @@ def which(row: np.ndarray) -> tuple[int, ...]:
 
 
 def rows_of(batches: data.Batches, indices: range) -> list[tuple[tuple[int, ...], int]]:
-    found = []
+    rows = []
     for index in indices:
         inputs, labels = batches[index]
         assert (inputs.shape[1:], inputs.dtype, labels.dtype) == ((SIZE, SIZE, 3), np.float32, np.int32)
-        found += [(which(row), int(label)) for row, label in zip(inputs[0 : len(inputs)], labels[0 : len(labels)], strict=True)]
-    return found
+        rows += [(which(row), int(label)) for row, label in zip(inputs[0 : len(inputs)], labels[0 : len(labels)], strict=True)]
+    return rows
 
 
 def test_each_image_is_a_row_once_an_epoch_with_its_class(folder):
-    found = load(folder, batch_size=1)
+    dataset = load(folder, batch_size=1)
     everything = {(color(name, i), list(CLASSES).index(name)) for name, count in CLASSES.items() for i in range(count)}
-    held_out = rows_of(found.validation, range(len(found.validation)))
+    held_out = rows_of(dataset.validation, range(len(dataset.validation)))
     train = len(everything) - len(held_out)
-    epochs = [rows_of(found.train, range(train * epoch, train * (epoch + 1))) for epoch in (0, 1)]
+    epochs = [rows_of(dataset.train, range(train * epoch, train * (epoch + 1))) for epoch in (0, 1)]
     assert 3 < len(held_out) < 20
     assert len(set(held_out)) == len(held_out)
     assert set(epochs[0]) == set(epochs[1]) == everything - set(held_out)
     assert epochs[0] != epochs[1]
-    assert found.amount == f"{train} images for training, {len(held_out)} for validation, of 3 classes"
+    assert dataset.amount == f"{train} images for training, {len(held_out)} for validation, of 3 classes"
 
 
 def test_what_is_held_out_depends_on_names_only(folder):
@@ -84,21 +84,21 @@ def test_batches_are_a_pure_function_of_the_seed_and_their_number(tmp_path):
         (tmp_path / name).mkdir()
         for i in range(6):
             Image.fromarray(random.integers(0, 256, (16, 16, 3), np.uint8)).save(tmp_path / name / f"{i}.png")
-    first, again, other = (load(tmp_path, batch_size=2, seed=seed) for seed in (0, 0, 1))
-    later = [again.train[t][0][0:2] for t in (7, 3, 0)]  # as a run that resumes at step 7, or another process
+    first, repeated, other = (load(tmp_path, batch_size=2, seed=seed) for seed in (0, 0, 1))
+    later = [repeated.train[t][0][0:2] for t in (7, 3, 0)]  # as a run that resumes at step 7, or another process
     for t, batch in zip((7, 3, 0), later, strict=True):
         np.testing.assert_array_equal(first.train[t][0][0:2], batch)
         np.testing.assert_array_equal(first.train[t][0][1:2], batch[1:])
     assert not np.array_equal(first.train[0][0][0:2], other.train[0][0][0:2])
-    assert first.digest() == again.digest()
+    assert first.digest() == repeated.digest()
     labels = first.train[0][1][0:2].tolist()
     crops = [first.train[t][0][i : i + 1] for t in range(60) for i in range(2) if first.train[t][1][i : i + 1].tolist() == labels[:1]]
     assert len({crop.tobytes() for crop in crops}) > 30  # of at most six images
 
 
 def test_only_the_rows_that_are_asked_for_are_decoded(folder, tmp_path):
-    found = load(folder)
-    inputs, labels = found.train[0]
+    dataset = load(folder)
+    inputs, labels = dataset.train[0]
     for name in CLASSES:
         (folder / name).rename(tmp_path / name)
     try:
@@ -166,10 +166,10 @@ def spoiled(tmp_path):
 
 
 def test_images_that_do_not_decode_are_left_out_by_choice(spoiled):
-    found = load(spoiled, batch_size=1, validation_folder=str(spoiled), skip_broken=True)
-    assert len(found.validation) == 8
-    rows_of(found.validation, range(8))
-    notes, broken = found.remarks[0], found.remarks[-1]
+    dataset = load(spoiled, batch_size=1, validation_folder=str(spoiled), skip_broken=True)
+    assert len(dataset.validation) == 8
+    rows_of(dataset.validation, range(8))
+    notes, broken = dataset.remarks[0], dataset.remarks[-1]
     assert notes == f"1 file left out whose name is not that of an image, the first is '{spoiled}/b/notes.txt'"
     assert broken.startswith("6 images left out that cannot be decoded: ")  # three in each part
     for file, reason in (
@@ -185,12 +185,12 @@ def test_otherwise_the_first_one_is_named(spoiled, file, reason):
     for other in ("a/cut.jpg", "a/empty.png", "b/text.png"):
         if other != file:
             (spoiled / other).unlink()
-    found = load(spoiled, batch_size=1, validation_folder=str(spoiled))
+    dataset = load(spoiled, batch_size=1, validation_folder=str(spoiled))
     message = f"data.arguments.folder: cannot decode '{spoiled / file}': {reason}"
     with pytest.raises(
         InputError, match=re.escape(message) + r".*; remove it, or leave out such images with data.arguments.skip_broken: true"
     ):
-        rows_of(found.validation, range(len(found.validation)))
+        rows_of(dataset.validation, range(len(dataset.validation)))
 
 
 def test_folders_that_hold_no_classes_of_images_are_refused(tmp_path):
@@ -198,20 +198,20 @@ def test_folders_that_hold_no_classes_of_images_are_refused(tmp_path):
         with pytest.raises(InputError, match=re.escape(message)):
             load(tmp_path / "there", batch_size=2, **arguments)
 
-    there = tmp_path / "there"
-    refused(f"data.arguments.folder: '{there}' does not exist; give a folder that holds a folder of images for each class")
-    there.mkdir()
-    refused(f"expected a folder for each class in '{there}', it is empty")
-    Image.new("RGB", (9, 9)).save(there / "0.png")
+    images_folder = tmp_path / "there"
+    refused(f"data.arguments.folder: '{images_folder}' does not exist; give a folder that holds a folder of images for each class")
+    images_folder.mkdir()
+    refused(f"expected a folder for each class in '{images_folder}', it is empty")
+    Image.new("RGB", (9, 9)).save(images_folder / "0.png")
     refused("found none among 1 files")
-    (there / "a").mkdir()
-    refused(f"expected at least two classes in '{there}', found one folder, 'a'")
-    (there / "b").mkdir()
-    refused(f"expected an image in each class, found none in '{there}/a'")
+    (images_folder / "a").mkdir()
+    refused(f"expected at least two classes in '{images_folder}', found one folder, 'a'")
+    (images_folder / "b").mkdir()
+    refused(f"expected an image in each class, found none in '{images_folder}/a'")
     for name in ("a", "b"):
-        Image.new("RGB", (9, 9)).save(there / name / "0.png")
+        Image.new("RGB", (9, 9)).save(images_folder / name / "0.png")
     refused("expected at least 2 images for training and for validation (train.batch_size), found 1 and 1 in")
-    refused(f"data.arguments.validation_folder: '{there}/0.png' is a file", validation_folder=str(there / "0.png"))
+    refused(f"data.arguments.validation_folder: '{images_folder}/0.png' is a file", validation_folder=str(images_folder / "0.png"))
     other = tmp_path / "other"
     (other / "c").mkdir(parents=True)
     refused("expected classes that data.arguments.folder has, too, found 1 others", validation_folder=str(other))

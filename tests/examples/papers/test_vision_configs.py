@@ -64,8 +64,8 @@ def test_a_full_config_is_planned_for_the_papers_cluster(name, refuses_weights):
     size = rows // parts.config.plan.microbatches
     profile = analyze(parts.stack, parts.rows, parts.loss, parts.rule, (size,), topology.device, precision=parts.precision)
     assert profile.ids == parts.stack.ids
-    found = search(profile, topology, rows, Request(schedules=("pipedream", "pipedream_flush")), parts.config.uses_global_norm, silent)
-    assert found.choice.ranked
+    result = search(profile, topology, rows, Request(schedules=("pipedream", "pipedream_flush")), parts.config.uses_global_norm, silent)
+    assert result.choice.ranked
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ def folder(tmp_path):
 
 def load(folder, **arguments):
     arguments = {"folder": str(folder), "length": 4, **arguments}
-    found = {
+    fields = {
         "data": {"target": "examples.papers.data.words:load", "arguments": arguments},
         "model": {"target": "examples.papers.models.awd_lm:awd_lm"},
         "train": {"batch_size": 3},
         "plan": {"microbatches": 1},
     }
-    return data.load(Config.model_validate(found))
+    return data.load(Config.model_validate(fields))
 
 
 def numbers(folder, part):
@@ -37,14 +37,14 @@ def numbers(folder, part):
 
 
 def test_row_b_goes_on_where_row_b_of_the_batch_before_ended(folder):
-    found, text = load(folder), numbers(folder, "train")
+    dataset, text = load(folder), numbers(folder, "train")
     piece = len(text) // 3
     windows = (piece - 1) // 4
     assert windows >= 3
     for epoch in range(2):
         tokens, labels = [], []
         for window in range(windows):
-            inputs, after = found.train[epoch * windows + window]
+            inputs, after = dataset.train[epoch * windows + window]
             tokens.append(inputs["tokens"][:])
             labels.append(after[:])
             assert inputs["continues"][:].tolist() == [int(window > 0)] * 3
@@ -55,15 +55,15 @@ def test_row_b_goes_on_where_row_b_of_the_batch_before_ended(folder):
 
 
 def test_batches_can_be_read_in_any_order_and_in_part(folder):
-    one, again = load(folder), load(folder)
-    later = again.train[3][0]["tokens"][:]
+    one, second = load(folder), load(folder)
+    later = second.train[3][0]["tokens"][:]
     np.testing.assert_array_equal(one.train[3][0]["tokens"][1:2], later[1:2])
-    assert one.digest() == again.digest()
+    assert one.digest() == second.digest()
 
 
 def test_validation_is_read_once(folder):
-    found, text = load(folder), numbers(folder, "validation")
-    assert len(found.validation) == (len(text) // 3 - 1) // 4
+    dataset, text = load(folder), numbers(folder, "validation")
+    assert len(dataset.validation) == (len(text) // 3 - 1) // 4
 
 
 def test_words_are_numbered_from_the_most_frequent_on():

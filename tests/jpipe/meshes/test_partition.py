@@ -51,18 +51,18 @@ def pipeline(stack=STACK, **fields) -> Pipeline:
 def specs(pipe: Pipeline, batch=BATCH) -> dict:
     """By "layer/path" how each parameter of the first stage is sharded; those that are whole are left out."""
     first = pipe.stage_functions(batch)[0].partition
-    return {f"{entry}/{path}": spec for entry, own in first.params.items() for path, spec in own.items()}
+    return {f"{entry}/{path}": spec for entry, layer_specs in first.params.items() for path, spec in layer_specs.items()}
 
 
 def test_logical_axes_of_nnx_modules_become_axes_of_the_mesh():
     P = PartitionSpec
     sharded = {"block0/up/kernel": P(None, "model"), "block0/up/bias": P("model"), "block0/down/kernel": P("model")}
-    found = specs(pipeline(mesh={"data": 2, "model": 2}))
-    assert {name: spec for name, spec in found.items() if name.startswith("block0")} == sharded
+    actual = specs(pipeline(mesh={"data": 2, "model": 2}))
+    assert {name: spec for name, spec in actual.items() if name.startswith("block0")} == sharded
     assert specs(pipeline(mesh={"data": 2})) == {}
-    found = specs(pipeline(mesh={"data": 2, "model": 2}, fsdp=True))
-    assert found["block0/up/kernel"] == P("data", "model")
-    assert found["block0/norm/scale"] == P("data"), "without logical axes its largest dim is sharded over the rows' axis"
+    actual = specs(pipeline(mesh={"data": 2, "model": 2}, fsdp=True))
+    assert actual["block0/up/kernel"] == P("data", "model")
+    assert actual["block0/norm/scale"] == P("data"), "without logical axes its largest dim is sharded over the rows' axis"
 
 
 def test_linen_and_layers_and_patterns_name_axes_too():
@@ -82,9 +82,9 @@ def test_linen_and_layers_and_patterns_name_axes_too():
 
 
 def test_rules_of_the_plan_replace_the_usual_ones():
-    found = specs(pipeline(mesh={"data": 2, "tensor": 2}, rules={"embed": "tensor", "mlp": None}))
-    assert found["block0/up/kernel"] == PartitionSpec("tensor")
-    assert "block0/up/bias" not in found
+    actual = specs(pipeline(mesh={"data": 2, "tensor": 2}, rules={"embed": "tensor", "mlp": None}))
+    assert actual["block0/up/kernel"] == PartitionSpec("tensor")
+    assert "block0/up/bias" not in actual
 
 
 def collectives(pipe: Pipeline) -> dict[str, list[tuple[str, str]]]:

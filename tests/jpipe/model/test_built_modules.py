@@ -59,7 +59,7 @@ def scanned(x):
     return jax.lax.scan(lambda carry, _: (carry @ TABLE, None), x, None, length=2)[0]
 
 
-def own():
+def own_module():
     return OwnModule(TABLE)
 
 
@@ -93,9 +93,9 @@ WAYS = {
     "jax.checkpoint": (lambda: jax.checkpoint(closing_over(built())), "kernel of a Linear"),
     "with arrays of NumPy": (lambda: closing_over(of_numpy()), "module.kernel of a Linear"),
     "one number": (scale, "scale of a Param"),
-    "another library's": (own, r"float32\[3, 3\], weight\), .* a jpipe.Layer, .* NumPy array"),
-    "another library's in a closure": (lambda: closing_over(own()), r"float32\[3, 3\], module.weight"),
-    "another library's method": (lambda: own().__call__, r"float32\[3, 3\], weight"),
+    "another library's": (own_module, r"float32\[3, 3\], weight\), .* a jpipe.Layer, .* NumPy array"),
+    "another library's in a closure": (lambda: closing_over(own_module()), r"float32\[3, 3\], module.weight"),
+    "another library's method": (lambda: own_module().__call__, r"float32\[3, 3\], weight"),
     "Linen apply": (lambda: functools.partial(linen.Dense(models.WIDTH).apply, variables()), r"args\[0\]\['params'\]\['kernel'\]"),
     "Linen apply with arrays of NumPy": (
         lambda: functools.partial(linen.Dense(models.WIDTH).apply, jax.tree.map(np.array, variables())),
@@ -142,7 +142,7 @@ CONSTANTS = {
     "computed while it is traced": lambda x: x + numbers()[None, :],
     "a list": lambda x: x + jnp.array([[1.0] * models.WIDTH]),
     "a few numbers": functools.partial(lambda mean, x: x - mean[None, :], jnp.ones(models.WIDTH)),
-    "integers": functools.partial(lambda order, x: x[:, order], jnp.arange(models.WIDTH)),
+    "integers": functools.partial(lambda permutation, x: x[:, permutation], jnp.arange(models.WIDTH)),
 }
 
 
@@ -177,9 +177,9 @@ def test_a_constructor_may_return_a_module_that_is_built_already():
 
 
 class Sowing(nnx.Module):
-    def __init__(self, rngs, kept=False):
+    def __init__(self, rngs, has_intermediate=False):
         self.linear = nnx.Linear(models.WIDTH, models.WIDTH, rngs=rngs)
-        if kept:
+        if has_intermediate:
             self.seen = nnx.Intermediate(())
 
     def __call__(self, x):
@@ -200,7 +200,7 @@ class LinenSowing(linen.Module):
     ("layer", "where"),
     [
         (lambda rngs: Sowing(rngs), "the nnx.Intermediate 'seen'"),
-        (lambda rngs: Sowing(rngs, kept=True), "the nnx.Intermediate 'seen'"),
+        (lambda rngs: Sowing(rngs, has_intermediate=True), "the nnx.Intermediate 'seen'"),
         (LinenSowing(), "the collection 'losses'"),
     ],
     ids=["NNX", "NNX, in the constructor", "Linen"],

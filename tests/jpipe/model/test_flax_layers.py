@@ -60,11 +60,11 @@ def test_an_nnx_module_trains_as_with_flax(kind):
     state = pipe.init(jax.random.key(KEY), batches[0])
     module = kind(rngs=nnx.Rngs(stack.init_key("a", jax.random.key(KEY))))
     check_close(pipe.params(state)["a"], nnx.to_pure_dict(nnx.state(module, nnx.Param)), 1e-6)
-    found = train(pipe, batches, state)
+    actual = train(pipe, batches, state)
     losses, module = trained_by_flax(module, batches, keeps_params=kind is weight_norm)
-    np.testing.assert_allclose(found.losses, losses, rtol=1e-5)
-    check_close(found.params["a"], nnx.to_pure_dict(nnx.state(module, nnx.Param)), 1e-5)
-    check_close(found.layer_state["a"], nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))), 1e-5)
+    np.testing.assert_allclose(actual.losses, losses, rtol=1e-5)
+    check_close(actual.params["a"], nnx.to_pure_dict(nnx.state(module, nnx.Param)), 1e-5)
+    check_close(actual.layer_state["a"], nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))), 1e-5)
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_linens_batch_norm_in_float64_as_with_flax(float64):
     stack = LayerStack({"norm": linen.BatchNorm(momentum=0.8)})
     pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 1), squares, optax.sgd(0.1))
     batches = batches_of(3, 4, dtype=np.float64)
-    found = train(pipe, batches)
+    actual = train(pipe, batches)
     variables = linen.BatchNorm().init(jax.random.key(0), batches[0][0], use_running_average=False)
     for x, labels in batches:
 
@@ -193,9 +193,9 @@ def test_linens_batch_norm_in_float64_as_with_flax(float64):
 
         gradients, changed = jax.grad(loss, has_aux=True)(variables["params"])
         variables = {"params": jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], gradients), **changed}
-    assert found.layer_state["norm"]["batch_stats"]["mean"].dtype == np.float64
-    check_close(found.layer_state["norm"]["batch_stats"], variables["batch_stats"], 1e-7)  # Flax's first momentum is a float32
-    check_close(found.params["norm"], variables["params"], 1e-6)
+    assert actual.layer_state["norm"]["batch_stats"]["mean"].dtype == np.float64
+    check_close(actual.layer_state["norm"]["batch_stats"], variables["batch_stats"], 1e-7)  # Flax's first momentum is a float32
+    check_close(actual.params["norm"], variables["params"], 1e-6)
 
 
 # What is refused -------------------------------------------------------------------------------------------------------

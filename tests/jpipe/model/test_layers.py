@@ -108,14 +108,14 @@ def test_batch_statistics_advance_once_for_each_microbatch_in_order(kind, varian
     stack, m = LayerStack({"norm": NORMS[kind], "first": models.dense(), "second": models.dense()}), 3
     plan = models.cut(stack.ids, (1, 1, 1), microbatches=m, recompute=recompute, **models.VARIANTS[variant])
     batches = models.batches_of(4, 4 * m)
-    found = train(Pipeline(stack, plan, models.squares, models.momentum()), batches).layer_state["norm"]
-    found = found["batch_stats"]["BatchNorm_0"] if kind == "linen" else found
+    actual = train(Pipeline(stack, plan, models.squares, models.momentum()), batches).layer_state["norm"]
+    actual = actual["batch_stats"]["BatchNorm_0"] if kind == "linen" else actual
     mean, var = np.zeros(3), np.ones(3)
     for x, _ in batches:
         for microbatch in np.split(x.astype(np.float64), m):
             mean, var = 0.8 * mean + 0.2 * microbatch.mean(0), 0.8 * var + 0.2 * microbatch.var(0)
-    np.testing.assert_allclose(found["mean"], mean, rtol=1e-5, atol=1e-7)  # Flax keeps them in float32 always
-    np.testing.assert_allclose(found["var"], var, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(actual["mean"], mean, rtol=1e-5, atol=1e-7)  # Flax keeps them in float32 always
+    np.testing.assert_allclose(actual["var"], var, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.thinned(most=0, most_slow=3)
@@ -308,8 +308,8 @@ def test_layers_of_one_constructor_are_traced_once():
     assert shared.specs(x) == specs
     assert calls["built"] < 10
     assert calls["forward"] < 10
-    own = LayerStack({"in": jnp.tanh, **{f"block {i}": partial(Block) for i in range(50)}})
-    assert specs == own.specs(x)
+    reference = LayerStack({"in": jnp.tanh, **{f"block {i}": partial(Block) for i in range(50)}})
+    assert specs == reference.specs(x)
     assert calls["forward"] >= 100
     key = jax.random.key(0)
     first, second = (shared.init_layer(f"block {i}", key, jnp.ones((2, 4)))[0]["linear"]["kernel"] for i in (0, 1))

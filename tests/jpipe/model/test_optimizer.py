@@ -256,7 +256,10 @@ FROZEN = {
     "a schedule of a layer": (lambda: freezing(optax.adam(RATE), frozen=optax.adam(optax.linear_schedule(0.0, RATE, 200))), {}),
     "few updates": (lambda: optax.MultiSteps(optax.sgd(RATE), 150).gradient_transformation(), {}),
     "a rate in the state, which may be set": (lambda: optax.inject_hyperparams(optax.sgd)(0.0), {}),
-    "masked, the gradient itself": (lambda: optax.masked(optax.sgd(RATE), {i: not own for i, own in EMBEDDING.items()}), {}),
+    "masked, the gradient itself": (
+        lambda: optax.masked(optax.sgd(RATE), {i: not is_embedding for i, is_embedding in EMBEDDING.items()}),
+        {},
+    ),
 }
 
 
@@ -289,8 +292,8 @@ def test_a_label_function_that_needs_all_parameters_of_a_layer_gets_them():
             for layer_id, tree in params.items()
         }
 
-    found = find_layerwise(freezing(optax.sgd(RATE), labels), {"a": SPECS["block_0"], "b": SPECS["block_1"]})
-    assert found.trained.chosen == {"a": (False, True), "b": (False, True)}  # in the order of the leaves: bias, kernel
+    layerwise = find_layerwise(freezing(optax.sgd(RATE), labels), {"a": SPECS["block_0"], "b": SPECS["block_1"]})
+    assert layerwise.trained.chosen == {"a": (False, True), "b": (False, True)}  # in the order of the leaves: bias, kernel
 
 
 def test_the_refusal_says_where_the_norm_would_count_frozen_gradients():

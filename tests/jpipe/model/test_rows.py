@@ -21,7 +21,7 @@ def squares(outputs, labels):
     return ((outputs - labels) ** 2).sum(), labels.size
 
 
-def found(layers, loss=squares, inputs=ROWS, labels=None):
+def rows_together(layers, loss=squares, inputs=ROWS, labels=None):
     stack = jpipe.LayerStack(layers)
     specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs if labels is None else labels)
     return _rows.rows_together(stack, stack.specs(inputs), specs, loss)
@@ -71,12 +71,12 @@ APART = {
 
 @pytest.mark.parametrize("layer", TOGETHER.values(), ids=TOGETHER)
 def test_layers_with_rows_together_are_found(layer):
-    assert found({"first": lambda x: x * 2, "x": layer}) == (["x"], False)
+    assert rows_together({"first": lambda x: x * 2, "x": layer}) == (["x"], False)
 
 
 @pytest.mark.parametrize(("layers", "inputs"), APART.values(), ids=APART)
 def test_layers_with_rows_apart_are_not(layers, inputs):
-    assert found(layers, inputs=inputs) == ([], False)
+    assert rows_together(layers, inputs=inputs) == ([], False)
 
 
 def info_nce(outputs, labels):
@@ -85,8 +85,8 @@ def info_nce(outputs, labels):
 
 
 def triplet(outputs, labels):
-    others = jnp.roll(outputs, 1, axis=0)
-    return jnp.maximum(0, ((outputs - labels) ** 2).sum(-1) - ((others - labels) ** 2).sum(-1)).sum(), len(outputs)
+    negatives = jnp.roll(outputs, 1, axis=0)
+    return jnp.maximum(0, ((outputs - labels) ** 2).sum(-1) - ((negatives - labels) ** 2).sum(-1)).sum(), len(outputs)
 
 
 def root(outputs, labels):
@@ -109,12 +109,12 @@ def row_by_row(outputs, labels):
 
 @pytest.mark.parametrize(("loss", "together"), [(info_nce, True), (triplet, True), (root, True), (squares, False), (of_mean, False)])
 def test_losses_over_pairs_of_rows_are_found(loss, together):
-    assert found({"x": lambda x: x * 2}, loss) == ([], together)
+    assert rows_together({"x": lambda x: x * 2}, loss) == ([], together)
 
 
 def test_sums_over_rows_are_none():
-    assert found({"x": lambda x: x * 2}, masked, labels=NUMBERS) == ([], False)
-    assert found({"x": lambda x: x * 2}, row_by_row) == ([], False)
+    assert rows_together({"x": lambda x: x * 2}, masked, labels=NUMBERS) == ([], False)
+    assert rows_together({"x": lambda x: x * 2}, row_by_row) == ([], False)
 
 
 def test_init_tells_of_them_once(caplog):

@@ -65,10 +65,10 @@ def well():
     processes.barrier("middle")
     for number in range(150 if INDEX == 1 else 0):
         processes.broadcast(f"unread {number}", [number])
-    kept = processes.receive("unread 149", on=1) == (149.0,) and len(processes._inbox._messages)
+    kept_messages = processes.receive("unread 149", on=1) == (149.0,) and len(processes._inbox._messages)
     processes.check()
     processes.close()
-    result = {"differences": differences, "exact": read == NUMBERS, "kept": kept, "threads": threading.active_count()}
+    result = {"differences": differences, "exact": read == NUMBERS, "kept": kept_messages, "threads": threading.active_count()}
     print(json.dumps(result | {"waits": len(processes._waits)}))
 
 

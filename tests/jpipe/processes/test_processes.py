@@ -109,9 +109,9 @@ def test_strangers_are_dropped_and_harm_nobody(tmp_path):
         processes[2].send_signal(signal.SIGCONT)
         ready(processes)
         reasons = "5 without a hello of jpipe's, 2 with a wrong number, 2 that said nothing in time, 1 with another secret"
-        told = f"10 connections were dropped ({reasons}) while the processes joined"
+        message = f"10 connections were dropped ({reasons}) while the processes joined"
         for index, process in enumerate(processes):
-            assert ending(process) == (0, "parted\n", "" if index else f"jpipe: {told}\n")
+            assert ending(process) == (0, "parted\n", "" if index else f"jpipe: {message}\n")
 
 
 @pytest.mark.thinned(most=2)
@@ -183,12 +183,12 @@ def test_an_error_that_nobody_catches_ends_all_with_its_text(tmp_path):
         time.sleep(0.3)  # the others wait
         go_on(processes[1])
         how = "process 1 stopped: ValueError: no data; process"
-        told = [
+        messages = [
             f"jpipe.errors.PeerLost: {how} 0 stops while waiting for loss 7 of process 1",
             "ValueError: no data",
             f"jpipe: {how} 2 stops while waiting for all processes to finish",
         ]
-        for process, last in zip(processes, told, strict=True):
+        for process, last in zip(processes, messages, strict=True):
             code, _, err = ending(process)
             assert (code, err.splitlines()[-1]) == (1, last)
 
@@ -443,10 +443,10 @@ def test_processes_that_state_other_facts_than_most_are_named():
     assert compare("batch 8", {**same, "checksum": ""}, same, {"shape": "[2]"}, same) is None, (
         "what one does not know it cannot pass wrongly"
     )
-    found = compare("batch 16", {**same, "checksum": "b"}, same, {**same, "checksum": "c"}, same)
-    assert found == {"refused": "checksum differs in process 0: b, and a in processes 1, 3; pass the same"}
-    found = compare("batch 24", same, same, {"shape": "[3]", "checksum": "c"}, {"shape": "[3]", "checksum": "c"})
-    assert found == {"refused": "shape differs in processes 2, 3: [3], and [2] in processes 0, 1; pass the same"}
+    answer = compare("batch 16", {**same, "checksum": "b"}, same, {**same, "checksum": "c"}, same)
+    assert answer == {"refused": "checksum differs in process 0: b, and a in processes 1, 3; pass the same"}
+    answer = compare("batch 24", same, same, {"shape": "[3]", "checksum": "c"}, {"shape": "[3]", "checksum": "c"})
+    assert answer == {"refused": "shape differs in processes 2, 3: [3], and [2] in processes 0, 1; pass the same"}
     assert compare("batch 24", same, same, same, same) is None, "a comparison that is over is forgotten"
 
 

@@ -80,10 +80,10 @@ OPTIONS = ({}, {"update_every": "replicas"}, {"flush_first": 2}, {"noam": True})
 def plans(depths, replicas, options):
     """Every schedule, with every option that changes in which computation a batch ends."""
     names = (*models.VARIANTS, *models.OTHERS)
-    for name, d, split, own, more in itertools.product(names, depths, ("joint", "early"), replicas, options):
+    for name, d, split, replica_counts, more in itertools.product(names, depths, ("joint", "early"), replicas, options):
         fields = models.VARIANTS.get(name, {"schedule": name}) | {"split_backward": split, **more}
         chunks = {"v": 2, "looped": 2}.get(SCHEDULES[fields["schedule"]].layout, 1)
-        fields |= {"num_stages": d * chunks, "microbatches": 2 * d, "replicas": own[:d] * chunks}
+        fields |= {"num_stages": d * chunks, "microbatches": 2 * d, "replicas": replica_counts[:d] * chunks}
         fields |= {"layers": models.plain_stack(d * chunks).ids} | ({"chunks_per_rank": chunks} if chunks > 1 else {})
         if models.is_legal(**fields):
             yield Plan.even(**fields)
@@ -123,7 +123,7 @@ def check_each_reports_once(norm, some):
     once = list(range(BATCHES)), list(range(BATCHES))
     tried = {(plan, drains): reported(plan, norm, drains) for plan in some if may(plan, norm) for drains in (frozenset(), frozenset({2}))}
     assert len(tried) > 20
-    assert [case for case, found in tried.items() if found != once] == []
+    assert [case for case, reports in tried.items() if reports != once] == []
 
 
 def may(plan, norm):

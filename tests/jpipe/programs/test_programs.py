@@ -249,7 +249,7 @@ def test_the_words_of_each_violation():
         lower(Plan.even("ab", 2, "gpipe", 2, replicas=(1, 2)), 2, global_norm=True),
         lower(Plan.even("ab", 2, "pipedream_2bw", 2), 3, global_norm=True),
     )
-    found = set()
+    phrases = set()
     for program in programs:
         items = program.instructions
         changed = [damaged(items, kind, at) for kind in kinds for at in range(len(items))]
@@ -259,9 +259,9 @@ def test_the_words_of_each_violation():
                 simulate(dataclasses.replace(program, instructions=instructions))
             except ProgramError as error:
                 what = str(error).splitlines()[0].partition(": ")[2]
-                found.add(re.sub(r"\w+\([^()]*\)|\[[^]]*\]|\d+|None", "…", what))
+                phrases.add(re.sub(r"\w+\([^()]*\)|\[[^]]*\]|\d+|None", "…", what))
     used = ("gradient", "inputs", "labels", "later squares", "message", "output", "residuals", "squares", "summed", "sums")
-    assert found == {
+    assert phrases == {
         *(f"{kind} of microbatch … used before it was there, or twice" for kind in used),
         *(f"{kind} of microbatch … made twice" for kind in ("inputs", "labels", "squares")),
         "norm of microbatch … used before it was there",
@@ -284,14 +284,14 @@ def test_a_deadlock_is_shown():
     # 1F1B with "receive before use, send after compute": worker 0 wants the gradient of 0 before it has sent microbatch 1.
     program = lower(Plan.even("ab", 2, "pipedream", 1), 3)
     items = list(program.instructions)
-    wanted = next(i for i in items if isinstance(i, Receive) and i.worker == 0)
+    receive = next(i for i in items if isinstance(i, Receive) and i.worker == 0)
     sent = next(i for i in items if isinstance(i, Send) and i.worker == 0 and i.microbatch == 1)
-    items.remove(wanted)
-    items.insert(items.index(sent), wanted)
+    items.remove(receive)
+    items.insert(items.index(sent), receive)
     used = next(i for i in items if isinstance(i, Compute) and i.op == "FB" and i.microbatch == 0)
-    taken = next(i for i in items if isinstance(i, Receive) and i.worker == 1 and i.microbatch == 1)
-    items.remove(taken)
-    items.insert(items.index(used) + 1, taken)
+    moved = next(i for i in items if isinstance(i, Receive) and i.worker == 1 and i.microbatch == 1)
+    items.remove(moved)
+    items.insert(items.index(used) + 1, moved)
     with pytest.raises(ProgramError, match=r"(?s)deadlock, ranks \[0, 1\] wait for each other.*waits at Receive"):
         simulate(dataclasses.replace(program, instructions=tuple(items)))
 
@@ -312,7 +312,9 @@ def test_golden_grids(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_timeline_in_a_schedules_docstring_is_what_it_does(name):
-    module = next(module for found, module in sys.modules.items() if re.fullmatch(rf"jpipe\.schedules(\.zero_bubble)?\.{name}", found))
+    module = next(
+        module for module_name, module in sys.modules.items() if re.fullmatch(rf"jpipe\.schedules(\.zero_bubble)?\.{name}", module_name)
+    )
     rows = [line for line in inspect.getdoc(module).splitlines() if line.lstrip().startswith(("tick", "rank"))]
     documented = parse_grid("\n".join(rows))
     chunks = 1 + max(span.chunk for spans in documented for span in spans)
@@ -446,13 +448,26 @@ if __name__ == "__main__":  # write the golden grids anew; look at the differenc
 
 def test_the_stash_of_a_split_backward_counts_from_its_first_half_to_its_second():
     """The peaks of zb_h1 on three ranks, added up by hand: a forward keeps 100 bytes, the first half makes 60 of them for the second."""
-    kept, stash = 100, 60
-    costs = [StageCost(residuals=kept, stash=stash, weights=7, optimizer=5, accumulators=3)] * 2 + [StageCost(stash=stash, weights=11)]
+    residuals, stash = 100, 60
+    costs = [StageCost(residuals=residuals, stash=stash, weights=7, optimizer=5, accumulators=3)] * 2 + [StageCost(stash=stash, weights=11)]
     prediction = simulate(lower(Plan.even("abc", 3, "zb_h1", 4), 2), costs)
-    whole = [kept] * 3  # rank 0 begins three microbatches and computes backwards whole
+    whole = [residuals] * 3  # rank 0 begins three microbatches and computes backwards whole
     orders = [[f"{span.op}{span.microbatch}" for span in spans[:12]] for spans in prediction.timeline]
     assert orders[1] == ["F0", "F1", "I0", "F2", "I1", "W0", "F3", "I2", "W1", "I3", "W2", "W3"]
-    middle = [+kept, +kept, stash - kept, +kept, stash - kept, -stash, +kept, stash - kept, -stash, stash - kept, -stash, -stash]
+    middle = [
+        +residuals,
+        +residuals,
+        stash - residuals,
+        +residuals,
+        stash - residuals,
+        -stash,
+        +residuals,
+        stash - residuals,
+        -stash,
+        stash - residuals,
+        -stash,
+        -stash,
+    ]
     assert orders[2][:8] == ["FI0", "FI1", "FI2", "W0", "FI3", "W1", "W2", "W3"]
     last = [+stash, +stash, +stash, -stash, +stash, -stash, -stash, -stash]
     assert [sum(middle), sum(last)] == [0, 0]

@@ -124,8 +124,8 @@ def test_measured_peak_of_chunks_without_a_flush_is_predicted_but_for_a_message(
     """As with replicas: a message may wait at the end of a step."""
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 4, schedule, 6, chunks_per_rank=2))
     message = ROWS * WIDTH * 4
-    for found, expected in zip(measured, predicted, strict=True):
-        assert expected - 64 <= found <= expected + message + 64
+    for peak, expected in zip(measured, predicted, strict=True):
+        assert expected - 64 <= peak <= expected + message + 64
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_measured_peak_of_clipping_with_masters_is_predicted():
 @pytest.mark.slow
 def test_the_stash_with_masters_takes_half():
     """Of the weight versions on each device, when there are most of them; the simulator says the same."""
-    batch, held = (np.ones((ROWS, 5), np.float32), np.ones((ROWS, WIDTH), np.float32)), {}
+    batch, stash_bytes = (np.ones((ROWS, 5), np.float32), np.ones((ROWS, WIDTH), np.float32)), {}
     plan = Plan.even(LINEAR.ids, 3, "pipedream", 1)
     for precision in (AS_THEY_ARE, MASTERS):
         pipe = Pipeline(LINEAR, plan, squares, optax.sgd(1e-2), jax.devices()[:3], precision=precision)
@@ -236,5 +236,5 @@ def test_the_stash_with_masters_takes_half():
         pipe.drain(state, observe=observe)
         predicted = simulate(lower(plan, 3), pipe.costs(batch))
         assert most == [alive * cost.weights for alive, cost in zip(predicted.versions_alive, pipe.costs(batch), strict=True)]
-        held[precision] = most
-    assert [2 * size for size in held[MASTERS]] == held[AS_THEY_ARE]
+        stash_bytes[precision] = most
+    assert [2 * size for size in stash_bytes[MASTERS]] == stash_bytes[AS_THEY_ARE]

@@ -46,9 +46,9 @@ def traced(variant, steps, devices=None, clip=None):
 def test_a_trace_holds_what_the_schedule_says(variant):
     plan, pipe, batch, trace, _ = traced(variant, 5)
     prediction = simulate(lower(plan, 5), pipe.costs(batch))
-    for found, expected in zip(trace.timeline, prediction.timeline, strict=True):
-        assert [(*span[:3], span.updates) for span in found] == [(*span[:3], span.updates) for span in expected]
-        ends = [time for span in found for time in (span.start, span.end, span.update_start, span.update_end)]
+    for actual, expected in zip(trace.timeline, prediction.timeline, strict=True):
+        assert [(*span[:3], span.updates) for span in actual] == [(*span[:3], span.updates) for span in expected]
+        ends = [time for span in actual for time in (span.start, span.end, span.update_start, span.update_end)]
         assert all(after - before > -1e-12 for before, after in itertools.pairwise(ends))  # nothing overlaps; those of updates are sums
     starts = {(s, *span[:2]): span.start for s, spans in enumerate(trace.timeline) for span in spans}
     ends = {(s, *span[:2]): span.end for s, spans in enumerate(trace.timeline) for span in spans}
@@ -66,11 +66,11 @@ def test_measured_memory_is_the_predicted_one(variant):
     """After each computation of each worker, part by part; the order of the workers among each other does not matter."""
     plan, pipe, batch, trace, _ = traced(variant, 5)
     prediction = simulate(lower(plan, 5), pipe.costs(batch))
-    for found, expected in zip(trace.memory, prediction.memory, strict=True):
-        for a, b in zip(found, expected[1:], strict=True):  # but for the beginning, which a trace does not know
+    for actual, expected in zip(trace.memory, prediction.memory, strict=True):
+        for a, b in zip(actual, expected[1:], strict=True):  # but for the beginning, which a trace does not know
             assert (a.weights, a.optimizer, a.gradients) == (b.weights, b.optimizer, b.gradients)
             assert abs(a.residuals - b.residuals) <= 64
-        assert [s.time for s in found] == sorted(s.time for s in found)
+        assert [s.time for s in actual] == sorted(s.time for s in actual)
 
 
 def test_memory_has_the_times_of_the_timeline_where_a_rank_is_recorded_late():
@@ -97,10 +97,10 @@ def test_memory_has_the_times_of_the_timeline_where_a_rank_is_recorded_late():
 
 def test_tracing_changes_no_numbers():
     _, pipe, _, _, state = traced("pipedream_2bw", 4)
-    again = pipe.init(jax.random.key(0), models.masked_batches(4, M)[0])
+    traced_state = pipe.init(jax.random.key(0), models.masked_batches(4, M)[0])
     for batch in models.masked_batches(4, M):
-        again, _ = pipe.step(again, batch)
-    check_equal(pipe.params(pipe.drain(again)), pipe.params(state))
+        traced_state, _ = pipe.step(traced_state, batch)
+    check_equal(pipe.params(pipe.drain(traced_state)), pipe.params(state))
 
 
 def test_nothing_is_counted_twice():
@@ -130,15 +130,15 @@ def test_many_microbatches_cost_no_more_each(monkeypatch):
     real = jax.tree.leaves
     monkeypatch.setattr("jpipe.runtime._trace.jax.tree.leaves", lambda *a, **k: looked_at.append(1) or real(*a, **k))
     counts = []
-    for held in (4, 64):
+    for in_flight in (4, 64):
         watcher = _Watcher(0.0, workers=1)
         microbatches = {}
         state = WorkerState(Latest({}), {}, {}, {}, jax.random.key(0), microbatches)
         looked_at.clear()
-        for k in range(held):
+        for k in range(in_flight):
             microbatches[k] = Microbatch(residuals=[jnp.zeros(1)])
             watcher.look(0, state)
-        counts.append(len(looked_at) / held)
+        counts.append(len(looked_at) / in_flight)
         watcher.stop()
     assert counts[1] <= counts[0]
 
@@ -225,8 +225,8 @@ def test_costs_fitted_to_a_timeline_give_that_timeline():
         last = fit_costs(unknown, prediction.timeline)[-1]
         assert last.forward + last.backward == pytest.approx(costs[-1].forward + costs[-1].backward)
         assert [cost.weights for cost in fitted] == [7, 7, 7, 0]
-        again = run_of(schedule, fitted)
+        repeated = run_of(schedule, fitted)
         check_equal(
-            jax.tree.map(jnp.float32, [s.end for s in again.timeline[0]]),
+            jax.tree.map(jnp.float32, [s.end for s in repeated.timeline[0]]),
             jax.tree.map(jnp.float32, [s.end for s in prediction.timeline[0]]),
         )

@@ -41,9 +41,9 @@ def order_of(plan, p, replica=0, batches=1):
 
 def most_held(order, ends):
     """Return the maximum number of microbatches in flight on a rank, from their forward to the entry for which `ends` is true."""
-    held = most = 0
+    in_flight = most = 0
     for entry in order:
-        held += entry.is_forward
-        most = max(most, held)
-        held -= ends(entry)
+        in_flight += entry.is_forward
+        most = max(most, in_flight)
+        in_flight -= ends(entry)
     return most

@@ -134,8 +134,8 @@ def test_plans_with_orders_are_json():
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_written_order_of_a_plan_runs_as_the_plan(schedule, v, replicas):
     plan = plan_of(schedule, 2, v, 6 * replicas, replicas=replicas)
-    again = with_order(*written_order(plan), m=6 * replicas, stages=2 * v, ranks=plan.pipeline_ranks, replicas=replicas)
-    assert simulate(lower(again, 2)).timeline == simulate(lower(plan, 2)).timeline
+    written = with_order(*written_order(plan), m=6 * replicas, stages=2 * v, ranks=plan.pipeline_ranks, replicas=replicas)
+    assert simulate(lower(written, 2)).timeline == simulate(lower(plan, 2)).timeline
 
 
 def random_costs(draw, stages):
@@ -155,9 +155,9 @@ def check_greedy(draw, schedule, d, v, m):
     assert order == greedy_order(plan, costs, limits=limits, latency=latency), "the same arguments give the same order"
     auto = with_order(*order, m=m, stages=d * v, ranks=plan.pipeline_ranks)
     assert all(most_held(order_of(auto, p), lambda entry: entry.finishes) <= limits[p] for p in range(d))
-    found, expected = (simulate(lower(each, 1), costs, Link(latency=latency)).seconds for each in (auto, plan))
-    assert found <= expected
-    return found < expected
+    actual, expected = (simulate(lower(each, 1), costs, Link(latency=latency)).seconds for each in (auto, plan))
+    assert actual <= expected
+    return actual < expected
 
 
 SCHEDULES_TO_BEAT = (("zb_h1", 1), ("zb_h2", 1), ("pipedream_flush", 1), ("zb_v", 2), ("interleaved_zero_bubble", 2))
@@ -192,8 +192,8 @@ def test_greedy_orders_know_the_latency(schedule, d, v, limit):
     """With slow messages an order that was made for them is shorter than one that was made for none."""
     plan, costs = plan_of(schedule, d, v, 2 * d), [StageCost()] * (d * v)
     orders = [with_order_of(plan, greedy_order(plan, costs, limits=limit, latency=latency)) for latency in (0.0, 1.0)]
-    without, found = (simulate(lower(auto, 1), costs, Link(latency=1.0)).seconds for auto in orders)
-    assert found < without
+    without, with_latency = (simulate(lower(auto, 1), costs, Link(latency=1.0)).seconds for auto in orders)
+    assert with_latency < without
 
 
 def with_order_of(plan, order):

@@ -83,7 +83,7 @@ def test_the_conditions_of_the_formulas_are_needed(kind):
 
 
 def test_shares_of_the_schedules_for_four_ranks_and_eight_microbatches():
-    found = {
+    shares = {
         (schedule, v): f"{price(schedule, 4, v, 8, (1, 1, 1)).bubble:.1%}"
         for schedule, v in (
             ("pipedream_flush", 1),
@@ -95,7 +95,7 @@ def test_shares_of_the_schedules_for_four_ranks_and_eight_microbatches():
             ("dualpipe_v", 2),
         )
     }
-    assert list(found.values()) == ["27.3%", "15.8%", "15.8%", "11.1%", "5.9%", "5.9%", "5.9%"]
+    assert list(shares.values()) == ["27.3%", "15.8%", "15.8%", "11.1%", "5.9%", "5.9%", "5.9%"]
 
 
 # Of rank p of d ranks of v stages: the most microbatches of a stage up to the input gradient, and up to the end of the backward.

@@ -49,13 +49,13 @@ def ours(entries):
 
 def whole_at_stage_0(entries):
     """Both halves of a backward at stage 0 as a whole one where they follow each other, as jpipe does it there."""
-    found = []
+    merged = []
     for op, s, k in entries:
-        if (op, s) == ("W", 0) and found and found[-1] == ("I", 0, k):
-            found[-1] = ("B", 0, k)
+        if (op, s) == ("W", 0) and merged and merged[-1] == ("I", 0, k):
+            merged[-1] = ("B", 0, k)
         else:
-            found.append((op, s, k))
-    return found
+            merged.append((op, s, k))
+    return merged
 
 
 @pytest.mark.slow
@@ -70,14 +70,14 @@ def test_orders_are_those_of_pytorch():
         for microbatches in (*range(1, 10), 12, 16, 17, 24)
         if has(schedule, ranks, microbatches)
     ]
-    asked = json.dumps([(CLASSES[schedule][0], *rest) for schedule, *rest in cases])
+    request = json.dumps([(CLASSES[schedule][0], *arguments) for schedule, *arguments in cases])
     program = Path(__file__).with_name("torch_orders.py")
-    result = subprocess.run([PYTHON, program], input=asked, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run([PYTHON, program], input=request, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     for case, expected in zip(cases, json.loads(result.stdout), strict=True):
         schedule, ranks, chunks, microbatches = case
         plan = plan_of(schedule, ranks, chunks, microbatches)
         for p in range(ranks):
-            found = ours(order_of(plan, p))
-            assert found == theirs(schedule, expected[p], plan.depth - 1, microbatches), (case, p)
+            actual = ours(order_of(plan, p))
+            assert actual == theirs(schedule, expected[p], plan.depth - 1, microbatches), (case, p)
     assert len(cases) > 400

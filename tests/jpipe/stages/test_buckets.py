@@ -88,13 +88,13 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle(tmp_path):
 def test_only_what_depends_on_the_shape_is_compiled_for_each():
     pipe, batches = pipeline(Plan.even(STACK.ids, 2, "pipedream_2bw", 2)), models.sequences(COUNT, 2)
     started(pipe, batches)
-    one, *others = pipe._executor._compiled
-    assert len(others) == len(set(models.LENGTHS)) - 1
-    for stages in others:
+    one, *remaining = pipe._executor._compiled
+    assert len(remaining) == len(set(models.LENGTHS)) - 1
+    for stages in remaining:
         for w, stage in stages.items():
-            own = {name for name, call in stage.calls.items() if call is not one[w].calls[name]}
-            assert own <= {"forward", "backward", "forward_backward", "evaluate"}
-            assert "evaluate" in own
+            recompiled = {name for name, call in stage.calls.items() if call is not one[w].calls[name]}
+            assert recompiled <= {"forward", "backward", "forward_backward", "evaluate"}
+            assert "evaluate" in recompiled
 
 
 def test_a_state_remembers_the_shapes_of_the_batches_in_flight_and_no_more():

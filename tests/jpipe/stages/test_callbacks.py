@@ -87,16 +87,16 @@ def batch_of(microbatches: int = MICROBATCHES) -> tuple[np.ndarray, np.ndarray]:
 def seen() -> dict[str, list[float]]:
     """Return the sorted values that each callback recorded since the last call, and clear them."""
     jax.effects_barrier()
-    found = {name: sorted(values) for name, values in SEEN.items()}
+    result = {name: sorted(values) for name, values in SEEN.items()}
     SEEN.clear()
-    return found
+    return result
 
 
 def expected(params, batch) -> dict[str, list[float]]:
     """Return the values that the callbacks record when the forwards of a batch run one after the other."""
     for x, y in zip(*(np.split(part, MICROBATCHES) for part in batch), strict=True):
-        found, _ = STACK.apply(STACK.ids, params, {i: {} for i in STACK.ids}, x, key=None, microbatch=None, train=True)
-        loss(found, y)
+        outputs, _ = STACK.apply(STACK.ids, params, {i: {} for i in STACK.ids}, x, key=None, microbatch=None, train=True)
+        loss(outputs, y)
     return seen()
 
 
@@ -111,7 +111,7 @@ def test_callbacks_run_once_with_the_values_of_the_forward(plan):
     state = pipe.init(jax.random.key(0), batch)
     assert seen() == {}, "nothing has run"
     values = expected(models.on_first_device(pipe.params(state)), batch)
-    assert {len(found) for found in values.values()} == {MICROBATCHES}
+    assert {len(calls) for calls in values.values()} == {MICROBATCHES}
     state, _ = pipe.step(state, batch)
     state = jax.block_until_ready(pipe.drain(state))
     check_values(seen(), values)
@@ -119,10 +119,10 @@ def test_callbacks_run_once_with_the_values_of_the_forward(plan):
     check_values(seen(), values)
 
 
-def check_values(found, values) -> None:
-    assert {name: len(own) for name, own in found.items()} == {name: len(own) for name, own in values.items()}
-    for name, own in found.items():
-        np.testing.assert_allclose(own, values[name], rtol=1e-5, err_msg=name)
+def check_values(actual, values) -> None:
+    assert {name: len(calls) for name, calls in actual.items()} == {name: len(calls) for name, calls in values.items()}
+    for name, calls in actual.items():
+        np.testing.assert_allclose(calls, values[name], rtol=1e-5, err_msg=name)
 
 
 def test_callbacks_on_a_mesh():
@@ -188,15 +188,15 @@ def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
     params = models.on_first_device(pipe.params(state))
     state, _ = pipe.step(state, batch)
     jax.block_until_ready(pipe.drain(state))
-    found = seen()
-    assert len(found["forward"]) == MICROBATCHES
+    calls = seen()
+    assert len(calls["forward"]) == MICROBATCHES
 
     def after(h, y):
         return models.squares(jnp.tanh(h @ params["out"]["w"]), y)[0]
 
     hidden = jnp.tanh(batch[0] @ params["in"]["w"])
     values = [float(jax.grad(after)(*part).sum()) for part in zip(*(jnp.split(a, MICROBATCHES) for a in (hidden, batch[1])), strict=True)]
-    np.testing.assert_allclose(found["gradient"], sorted(values), rtol=1e-4)
+    np.testing.assert_allclose(calls["gradient"], sorted(values), rtol=1e-4)
 
 
 @pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
@@ -253,8 +253,8 @@ def test_initialization_the_probe_and_a_profile_show_no_made_up_values():
     pipe.check(batch)
     assert seen() == {}
     pipe.init(jax.random.key(0), batch)
-    found = seen()
-    assert {name: len(values) for name, values in found.items()} == {"kernel": 1, "start": 2}
+    calls = seen()
+    assert {name: len(values) for name, values in calls.items()} == {"kernel": 1, "start": 2}
     functions = pipe.stage_functions(batch)[0]
     alone = StandaloneStage(stack, pipe.plan.stages[0], stack.specs(batch[0][:ROWS]), None, models.squares, functions.optimizer)
     for name in ("forward", "backward", "update"):

@@ -22,9 +22,9 @@ def pipeline(recompute: str, variant: str = "pipedream", stack=STACK) -> Pipelin
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_equals_no_recomputation_to_rounding(recompute, variant, float64):
     batches = models.masked_batches(6, M, dtype=np.float64)
-    found = train(pipeline(recompute, variant), batches)
-    check_close(found, train(pipeline("none", variant), batches))
-    assert found.layer_state["track"]["count"] == 6 * M, "a recomputed forward does not advance the layer state"
+    actual = train(pipeline(recompute, variant), batches)
+    check_close(actual, train(pipeline("none", variant), batches))
+    assert actual.layer_state["track"]["count"] == 6 * M, "a recomputed forward does not advance the layer state"
 
 
 @pytest.mark.thinned(most=2)

@@ -95,8 +95,8 @@ def test_full_recomputation_keeps_the_stage_input_only(blocks, recompute):
         assert jax.tree.leaves(saved) == [], f.stage.layers
         arguments, outputs = f.residuals.keep(f.specs.arguments, (y, state))
         assert outputs == ()
-        given = [f.specs.x, f.specs.labels] if f.last else [f.specs.x]
-        assert [a.shape for a in arguments] == [g.shape for g in given]
+        inputs = [f.specs.x, f.specs.labels] if f.last else [f.specs.x]
+        assert [a.shape for a in arguments] == [g.shape for g in inputs]
 
 
 def test_full_recomputation_keeps_the_layer_state_that_the_forward_read():

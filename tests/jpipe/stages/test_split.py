@@ -101,7 +101,7 @@ def _lstm(p, x):
 
 
 def _scanned_blocks(p, x):
-    return jax.lax.scan(lambda h, own: (_gpt_block(own, h), None), x, p)[0]
+    return jax.lax.scan(lambda h, block: (_gpt_block(block, h), None), x, p)[0]
 
 
 def _nested_scans(p, x):
@@ -213,10 +213,10 @@ class Run:
         return message, jax.jit(self.f.backward_weight)(*self.second(stash))
 
 
-def check_close(found, expected, tolerance: float = 1e-3) -> None:
+def check_close(actual, expected, tolerance: float = 1e-3) -> None:
     """Equal to rounding: XLA may fuse the same operations in other ways."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tolerance, atol=tolerance / 10)
 
@@ -232,11 +232,11 @@ def check_halves(f: StageFunctions, tolerance: float = 1e-3) -> Run:
     run = Run(f)
     check_close(run.in_halves(), jax.jit(f.backward)(*run.whole()), tolerance)
     message, stash = one_by_one(f.backward_input, run.first())
-    found, expected = (message, one_by_one(f.backward_weight, run.second(stash))), one_by_one(f.backward, run.whole())
+    actual, expected = (message, one_by_one(f.backward_weight, run.second(stash))), one_by_one(f.backward, run.whole())
     if has_scan(f.backward, run.whole()):  # each half has a loop of its own, which is compiled as a whole
-        check_close(found, expected, tolerance)
+        check_close(actual, expected, tolerance)
     else:
-        running.check_equal(found, expected)
+        running.check_equal(actual, expected)
     return run
 
 
@@ -349,8 +349,8 @@ def test_the_first_stage_has_nothing_in_its_first_half():
 def test_the_last_stage_runs_its_forward_with_the_first_half():
     f = functions_of({"in": LAYERS["dense"](), "out": LAYERS["dense"]()})[-1]
     run = Run(f)
-    message, state, made = jax.jit(f.forward_backward_input)(run.params, *run.arguments, run.rng, run.scale)
-    sums = jax.jit(f.backward_weight)(run.params, *f.halves.stash_of(run.arguments, state, made), run.sums, run.rng, run.scale)
+    message, state, extra = jax.jit(f.forward_backward_input)(run.params, *run.arguments, run.rng, run.scale)
+    sums = jax.jit(f.backward_weight)(run.params, *f.halves.stash_of(run.arguments, state, extra), run.sums, run.rng, run.scale)
     whole = jax.jit(f.forward_backward)(run.params, *run.arguments, run.sums, run.rng, run.scale)
     check_close((message, sums, state), whole)
 
@@ -379,16 +379,16 @@ def test_a_layer_whose_backward_cannot_be_split():
         "reported": stateless(_reported, w=SQUARE, b=(WIDTH,)),
         "out": LAYERS["dense"](),
     }
-    stack, found = LayerStack(layers), {}
+    stack, params = LayerStack(layers), {}
     batch = tuple(np.random.default_rng(0).normal(size=(2, 2 * ROWS, STEPS, WIDTH)).astype(np.float32))
     for schedule in ("zb_h1", "pipedream_flush"):
         pipe = Pipeline(stack, models.cut(stack.ids, (1, 1, 1), microbatches=2, schedule=schedule), loss, optax.sgd(0.1))
-        told = "^layer 'reported': its backward cannot be split: it has side effects: .*; the whole backward runs in place of"
-        with pytest.warns(UserWarning, match=told) if schedule == "zb_h1" else contextlib.nullcontext():
+        warning = "^layer 'reported': its backward cannot be split: it has side effects: .*; the whole backward runs in place of"
+        with pytest.warns(UserWarning, match=warning) if schedule == "zb_h1" else contextlib.nullcontext():
             state = pipe.init(jax.random.key(0), batch)
         state, _ = pipe.step(state, batch)
-        found[schedule] = pipe.params(state)
-    check_close(found["zb_h1"], found["pipedream_flush"])
+        params[schedule] = pipe.params(state)
+    check_close(params["zb_h1"], params["pipedream_flush"])
 
 
 def test_messages_of_several_arrays():

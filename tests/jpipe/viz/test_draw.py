@@ -61,8 +61,8 @@ def test_each_computation_is_a_box_of_its_colour_at_its_place_and_a_fused_one_is
             expected[BACKWARD][w] += [(turn, span.end)] if span.end > turn else []
             expected[UPDATE][w] += [(span.end, span.end + 0.5)] if span.updates else []
     for colour, rows in expected.items():
-        for found, wanted in zip(boxes(axes, colour), rows, strict=True):
-            np.testing.assert_allclose(found, wanted)
+        for box, row in zip(boxes(axes, colour), rows, strict=True):
+            np.testing.assert_allclose(box, row)
     assert boxes(axes, IDLE) == [[(0, prediction.seconds)]] * 4
     assert axes.get_title(loc="left").endswith(f"bubble {prediction.bubble:.1%}")
     assert axes.yaxis_inverted()
@@ -100,8 +100,8 @@ def test_chunks_are_told_by_lines_and_by_small_numbers():
 
 def test_the_legend_has_what_occurs():
     def legend(timeline) -> list[str]:
-        (found,) = jpipe.draw_timeline({"a": timeline}).legends
-        return [text.get_text() for text in found.get_texts()]
+        (drawn,) = jpipe.draw_timeline({"a": timeline}).legends
+        return [text.get_text() for text in drawn.get_texts()]
 
     assert legend(predict("zb_h1").timeline) == ["forward", "backward", "backward for inputs", "backward for weights", "update", "idle"]
     assert legend(predict("pipedream").timeline) == ["forward", "backward", "update", "idle"]
@@ -165,7 +165,7 @@ def test_labels_stand_inside_their_box_and_never_on_each_other(schedule, depth, 
         for text in axes.texts:
             extent = text.get_window_extent().transformed(axes.transData.inverted())
             row = int(text.get_position()[1])
-            assert any(left <= extent.x0 and extent.x1 <= right for found in rows for left, right in found.get(row, [])), text
+            assert any(left <= extent.x0 and extent.x1 <= right for row_boxes in rows for left, right in row_boxes.get(row, [])), text
             by_row.setdefault(row, []).append((extent.x0, extent.x1))
         for extents in by_row.values():
             assert all(a[1] < b[0] for a, b in itertools.pairwise(sorted(extents)))
@@ -197,19 +197,19 @@ def test_memory_is_stacked_in_steps_a_shade_a_version():
     (axes,) = jpipe.draw_memory({"measured": (samples,)}, seconds=4.0).axes
 
     def stack_at(time: float) -> list[tuple[str, float]]:
-        found = []
+        stacked = []
         for collection in axes.collections:
             path = collection.get_paths()[0]
             inside = [y for y in np.arange(0.25e6, 14e6, 0.5e6) if path.contains_point((time, y))]
             if inside:
-                found.append((matplotlib.colors.to_hex(collection.get_facecolor()[0]), len(inside) / 2))
-        return found
+                stacked.append((matplotlib.colors.to_hex(collection.get_facecolor()[0]), len(inside) / 2))
+        return stacked
 
     zero, one = "#08519c", "#6baed6"
-    kept = [("#009e73", 5), ("#f0a830", 1)]
-    assert stack_at(0.9) == [(zero, 2), *kept]
-    assert stack_at(1.5) == [(zero, 2), (one, 2), *kept, ("#cc79a7", 3)]
-    assert stack_at(3.9) == [(one, 2), *kept, ("#8c8c8c", 0.5)]
+    common = [("#009e73", 5), ("#f0a830", 1)]
+    assert stack_at(0.9) == [(zero, 2), *common]
+    assert stack_at(1.5) == [(zero, 2), (one, 2), *common, ("#cc79a7", 3)]
+    assert stack_at(3.9) == [(one, 2), *common, ("#8c8c8c", 0.5)]
     assert [text.get_text() for text in axes.texts] == ["at most 13 MB"]
 
 

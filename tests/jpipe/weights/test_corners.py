@@ -152,7 +152,7 @@ def test_layers_whose_form_changes_are_refused_before_any_device_work(layer, mes
 
 
 @pytest.mark.parametrize(
-    ("key", "found"),
+    ("key", "description"),
     [
         (0, "int"),
         (np.uint32([0, 0]), "ndarray"),
@@ -160,8 +160,8 @@ def test_layers_whose_form_changes_are_refused_before_any_device_work(layer, mes
         (jax.random.split(jax.random.key(0)), r"key<fry>\[2\]"),
     ],
 )
-def test_what_is_no_key(key, found):
-    with pytest.raises(InputError, match=rf"expected a random key like jax.random.key\(0\).*found {found}"):
+def test_what_is_no_key(key, description):
+    with pytest.raises(InputError, match=rf"expected a random key like jax.random.key\(0\).*found {description}"):
         as_key(key)
 
 
@@ -182,7 +182,7 @@ def test_2bw_writes_the_new_version_into_the_memory_of_the_shadow():
     stack = plain_stack(4)
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "pipedream_2bw", 2), squares, momentum())
     batch = batches_of(1, 4)[0]
-    state, places = pipe.init(jax.random.key(0), batch), []
+    state, addresses = pipe.init(jax.random.key(0), batch), []
 
     def buffers(state):
         worker = state.workers[1]  # the last worker has finished its update when a step returns
@@ -191,11 +191,11 @@ def test_2bw_writes_the_new_version_into_the_memory_of_the_shadow():
     for _ in range(5):
         state, _ = pipe.step(state, batch)
         jax.block_until_ready(state)
-        places.append(buffers(state))
-    for before, after in itertools.pairwise(places):
-        (retired, kept), (_, new) = sorted(before), sorted(after)
+        addresses.append(buffers(state))
+    for before, after in itertools.pairwise(addresses):
+        (retired, remaining), (_, new) = sorted(before), sorted(after)
         assert after[new] == before[retired]
-        assert after[kept] == before[kept]
+        assert after[remaining] == before[remaining]
 
 
 def test_init_verifies_the_programs(monkeypatch):

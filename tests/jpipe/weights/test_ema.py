@@ -30,13 +30,13 @@ def pipeline(name):
 def plain_averages(pipe, batches):
     """Compute the averages before and after each batch, from the weights of a run that is drained after each batch."""
     state = running.fresh(pipe, batches)
-    found = [jax.tree.map(np.asarray, pipe.params(state))]
+    averages = [jax.tree.map(np.asarray, pipe.params(state))]
     for batch in batches:
         state, _ = pipe.step(state, batch)
         state = pipe.drain(state)
         new = jax.tree.map(np.asarray, pipe.params(state))
-        found.append(jax.tree.map(lambda mean, leaf: DECAY * mean + (1 - DECAY) * leaf, found[-1], new))
-    return found
+        averages.append(jax.tree.map(lambda mean, leaf: DECAY * mean + (1 - DECAY) * leaf, averages[-1], new))
+    return averages
 
 
 def loss_of(params, batch):
@@ -66,10 +66,10 @@ def test_the_average_is_that_of_a_plain_run_at_any_time_and_goes_on_after_a_rest
     state = pipe.drain(state)
     running.check_close(pipe.params(state, weights="ema"), averages[-1])
     assert float(pipe.evaluate(state, batches[0]).loss) != float(pipe.evaluate(state, batches[0], weights="ema").loss)
-    again = pipe.restore(jax.random.key(running.KEY), batches[0], cut.layers(), 3)
+    restored = pipe.restore(jax.random.key(running.KEY), batches[0], cut.layers(), 3)
     for batch in batches[3:]:
-        again, _ = pipe.step(again, batch)
-    running.check_equal(pipe.params(again, weights="ema"), pipe.params(state, weights="ema"))
+        restored, _ = pipe.step(restored, batch)
+    running.check_equal(pipe.params(restored, weights="ema"), pipe.params(state, weights="ema"))
 
 
 @pytest.mark.usefixtures("float64")
@@ -107,8 +107,8 @@ def test_a_batch_that_is_skipped_moves_no_average():
 def test_an_average_begins_with_the_weights_that_are_given():
     pipe = pipeline("flush")
     batch = models.masked_batches(1, 2)[0]
-    given = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, leaf.dtype), pipe.params(running.fresh(pipe, [batch])))
-    running.check_equal(pipe.params(pipe.init(jax.random.key(0), batch, given), weights="ema"), given)
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, leaf.dtype), pipe.params(running.fresh(pipe, [batch])))
+    running.check_equal(pipe.params(pipe.init(jax.random.key(0), batch, params), weights="ema"), params)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -20,9 +20,9 @@ STACK = models.rich_stack()
 def check_against_one_function(plan, *, stack=STACK, loss=models.masked_squares, optimizer=None, batches=None):
     batches = batches or models.masked_batches(7, plan.microbatches, dtype=np.float64)
     pipe = Pipeline(stack, plan, loss, optimizer or models.momentum())
-    found, expected = train(pipe, batches), train_as_one_function(pipe, batches)
-    check_close(found, expected)
-    return found
+    actual, expected = train(pipe, batches), train_as_one_function(pipe, batches)
+    check_close(actual, expected)
+    return actual
 
 
 @pytest.mark.thinned(most=3)
@@ -86,9 +86,9 @@ def test_microbatches_and_batches_of_weight_zero_teach_nothing(variant):
     batches[1][1]["mask"][: models.ROWS] = 0.0  # the first microbatch of batch 1
     batches[2][1]["mask"][-models.ROWS :] = 0.0  # the last one of batch 2
     batches[3][1]["mask"][:] = 0.0  # all of batch 3
-    found = check_against_one_function(Plan.even(STACK.ids, 3, microbatches=m, **models.VARIANTS[variant]), batches=batches)
-    assert found.losses[3] == 0.0
-    assert np.isfinite(found.losses).all()
+    result = check_against_one_function(Plan.even(STACK.ids, 3, microbatches=m, **models.VARIANTS[variant]), batches=batches)
+    assert result.losses[3] == 0.0
+    assert np.isfinite(result.losses).all()
 
 
 def test_a_batch_divides_by_its_total_weight():

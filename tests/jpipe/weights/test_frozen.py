@@ -85,11 +85,11 @@ def test_equals_optax_on_the_whole_tree(case):
     clip = None if fields.get("schedule") == "pipedream" or "split_backward" in fields else 0.5
     batches = models.masked_batches(STEPS, plan.microbatches, dtype=np.float64)
     pipe = pipeline(words, plan, inner=adamw, clip_global_norm=clip)
-    found = running.train(pipe, batches)
-    running.check_close(found, as_one_function(pipe, words, adamw, batches, pipe.clip_global_norm))
+    actual = running.train(pipe, batches)
+    running.check_close(actual, as_one_function(pipe, words, adamw, batches, pipe.clip_global_norm))
     start = pipe.params(running.fresh(pipe, batches))
     label = frozen(*words)(start)
-    for before, after, how in zip(*map(jax.tree.leaves, (start, found.params, label)), strict=True):
+    for before, after, how in zip(*map(jax.tree.leaves, (start, actual.params, label)), strict=True):
         assert np.array_equal(before, after) == (how == "frozen")
 
 
@@ -135,8 +135,8 @@ def test_a_mesh_changes_no_number():
     plain = even(stack, num_stages=2, schedule="pipedream_2bw", microbatches=2)
     batches = models.masked_batches(3, 2, rows=4, width=4, dtype=np.float64)
     sharded = even(stack, num_stages=2, schedule="pipedream_2bw", microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)
-    found, expected = (running.train(pipeline(words, plan, stack, adamw, clip_global_norm=0.5), batches) for plan in (sharded, plain))
-    running.check_close(found.params, models.on_first_device(expected.params))
+    actual, expected = (running.train(pipeline(words, plan, stack, adamw, clip_global_norm=0.5), batches) for plan in (sharded, plain))
+    running.check_close(actual.params, models.on_first_device(expected.params))
 
 
 def leaves_of(tree):
@@ -235,11 +235,11 @@ def test_stages_sum_no_gradients_of_a_frozen_tied_parameter(words, groups):
     pipe, alone = (pipeline(words, even(stack, num_stages=stages), stack, clip_global_norm=0.5) for stages in (3, 1))
     assert len(shared_stages(pipe.costs(batches[0]))) == groups
     start = pipe.params(running.fresh(pipe, batches))
-    found, expected = running.train(pipe, batches), running.train(alone, batches)
-    running.check_close(found.params, models.on_first_device(expected.params), 1e-5)
-    assert np.array_equal(found.params["a"]["w"], start["a"]["w"]) == (groups == 0)
-    assert np.array_equal(found.params["c"]["w"], found.params["a"]["w"])
-    assert not np.array_equal(found.params["c"]["b"], start["c"]["b"]) or words != ["a/w"]
+    actual, expected = running.train(pipe, batches), running.train(alone, batches)
+    running.check_close(actual.params, models.on_first_device(expected.params), 1e-5)
+    assert np.array_equal(actual.params["a"]["w"], start["a"]["w"]) == (groups == 0)
+    assert np.array_equal(actual.params["c"]["w"], actual.params["a"]["w"])
+    assert not np.array_equal(actual.params["c"]["b"], start["c"]["b"]) or words != ["a/w"]
 
 
 # Checkpoints -----------------------------------------------------------------------------------------------------------
@@ -247,11 +247,11 @@ def test_stages_sum_no_gradients_of_a_frozen_tied_parameter(words, groups):
 
 def cut(pipe, batches, at):
     """(layers of a snapshot before batch `at`, the outcome of the whole run)."""
-    state, taken = running.fresh(pipe, batches), pipe.snapshot(at)
+    state, snapshot = running.fresh(pipe, batches), pipe.snapshot(at)
     for batch in batches:
-        state, _ = pipe.step(state, batch, observe=taken)
-    state = pipe.drain(state, observe=taken)
-    return jax.tree.map(np.asarray, taken.layers()), pipe.params(state)
+        state, _ = pipe.step(state, batch, observe=snapshot)
+    state = pipe.drain(state, observe=snapshot)
+    return jax.tree.map(np.asarray, snapshot.layers()), pipe.params(state)
 
 
 def restored(pipe, batches, layers, at, **options):
@@ -301,5 +301,5 @@ def test_frozen_layers_are_trained_later_by_another_optimizer(precision):
     begin = later.restore(jax.random.key(running.KEY), batches[0], layers, 3, fresh_optimizer=True)
     state = pipe.restore(jax.random.key(running.KEY), batches[0], layers, 3)
     running.check_equal(later.params(begin), models.on_first_device(pipe.params(state)))
-    found = restored(later, batches, layers, 3, fresh_optimizer=True)
-    assert not np.array_equal(found["track"]["w"], layers["track"]["params"]["0"]["w"])
+    params = restored(later, batches, layers, 3, fresh_optimizer=True)
+    assert not np.array_equal(params["track"]["w"], layers["track"]["params"]["0"]["w"])

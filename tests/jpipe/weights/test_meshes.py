@@ -55,8 +55,8 @@ def even(**fields) -> Plan:
     return Plan.even(models.wide_stack().ids, fields.pop("num_stages", 2), **fields)
 
 
-def check_close(found: running.Trained, expected: running.Trained) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def check_close(actual: running.Trained, expected: running.Trained) -> None:
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-10, atol=1e-12)
 
 
@@ -65,11 +65,11 @@ def check_close(found: running.Trained, expected: running.Trained) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_mesh_changes_no_number(mesh, schedule):
     expected, _ = trained(even(**SCHEDULES[schedule]))
-    found, _ = trained(even(**SCHEDULES[schedule], mesh=MESHES[mesh]))
+    actual, _ = trained(even(**SCHEDULES[schedule], mesh=MESHES[mesh]))
     if mesh == "one device":
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-    check_close(found, expected)
+    check_close(actual, expected)
 
 
 OPTIONS = {
@@ -93,8 +93,8 @@ def test_what_else_a_run_does_is_the_same_on_a_mesh(option, schedule):
     stack = models.wide_stack(fields.pop("tied", False))
     plain = {name: value for name, value in fields.items() if name not in ("mesh", "fsdp")}
     expected, _ = trained(even(**plain), stack, **options)
-    found, _ = trained(even(**fields), stack, **options)
-    check_close(found, expected)
+    actual, _ = trained(even(**fields), stack, **options)
+    check_close(actual, expected)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
@@ -130,8 +130,8 @@ def test_workers_that_share_the_devices_of_a_mesh_compute_one_after_the_other(sc
 def test_chunks_on_meshes_change_no_number(schedule):
     fields = {"num_stages": 4, "schedule": schedule, "microbatches": 4, "chunks_per_rank": 2}
     expected, _ = trained(even(**fields))
-    found, _ = trained(even(**fields, mesh={"data": 2, "model": 2}, fsdp=True))
-    check_close(found, expected)
+    actual, _ = trained(even(**fields, mesh={"data": 2, "model": 2}, fsdp=True))
+    check_close(actual, expected)
 
 
 def test_each_device_holds_its_share_and_the_run_is_measured_as_predicted():
@@ -150,16 +150,18 @@ def test_each_device_holds_its_share_and_the_run_is_measured_as_predicted():
     assert costs[0].optimizer == sum(map(shard_bytes, jax.tree.leaves(worker.optimizer))) < 2 * per_device + 64
     gc.collect()
     before = [alive(place.first) for place in pipe.places]
-    held = [0, 0]
+    peaks = [0, 0]
 
     def observe(event):
-        held[event.instruction.worker] = max(held[event.instruction.worker], alive(pipe.devices[event.instruction.worker]))
+        peaks[event.instruction.worker] = max(peaks[event.instruction.worker], alive(pipe.devices[event.instruction.worker]))
 
     for batch in batches:
         state, _ = pipe.step(state, batch, observe=observe)
     predicted = simulate(lower(plan, len(batches)), pipe.costs(batches[0])).held_bytes
     resting = [sum(cost[name] for name in ("weights", "optimizer", "state", "accumulators")) for cost in map(vars, costs)]
-    assert [most - at_first + rest for most, at_first, rest in zip(held, before, resting, strict=True)] == pytest.approx(predicted, abs=64)
+    assert [most - at_first + bytes_at_rest for most, at_first, bytes_at_rest in zip(peaks, before, resting, strict=True)] == pytest.approx(
+        predicted, abs=64
+    )
 
 
 def alive(device: jax.Device) -> int:
@@ -184,8 +186,8 @@ def test_a_run_goes_on_under_another_mesh(schedule):
         resumed = other.restore(jax.random.key(running.KEY), batches[0], layers, 2)
         for batch in batches[2:]:
             resumed, _ = other.step(resumed, batch)
-        found, expected = other.params(other.drain(resumed)), pipe.params(state)
-        for one, another in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        actual, expected = other.params(other.drain(resumed)), pipe.params(state)
+        for one, another in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(np.asarray(one), np.asarray(another), rtol=1e-10, atol=1e-12)
 
 

@@ -37,26 +37,26 @@ def dtypes(tree) -> set[str]:
 def test_masters_are_the_float32_parameters_of_a_run_that_casts_them(variant, d, m, replicas):
     """And a weight version is what the masters are in bfloat16, of half the bytes: so is the whole stash."""
     plan, batches = Plan.even(STACK.ids, d, microbatches=m, replicas=replicas, **models.VARIANTS[variant]), models.masked_batches(5, m)
-    cast, kept = (pipeline(plan, precision) for precision in (Precision(compute="bfloat16"), MASTERS))
+    cast, with_masters = (pipeline(plan, precision) for precision in (Precision(compute="bfloat16"), MASTERS))
     expected = running.train(cast, batches)
-    state, losses = running.fresh(kept, batches), []
+    state, losses = running.fresh(with_masters, batches), []
     for batch in batches:
-        state, metrics = kept.step(state, batch)
+        state, metrics = with_masters.step(state, batch)
         losses += map(float, metrics.losses.values())
     assert losses == expected.losses[: len(losses)]
-    in_flight = kept.params(state)
-    state = kept.drain(state)
-    found = kept.params(state)
-    running.check_equal(found, expected.params)
+    in_flight = with_masters.params(state)
+    state = with_masters.drain(state)
+    actual = with_masters.params(state)
+    running.check_equal(actual, expected.params)
     running.check_equal(in_flight, expected.params)
     running.check_equal(running.layer_state(state), expected.layer_state)
-    assert dtypes(found) == {"float32"}
+    assert dtypes(actual) == {"float32"}
     for worker in state.workers:
         newest = worker.versions[max(worker.versions)]
-        running.check_equal(newest, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), {i: found[i] for i in newest}))
+        running.check_equal(newest, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), {i: actual[i] for i in newest}))
         assert dtypes(worker.versions) == {"bfloat16"}
         assert dtypes(worker.accumulators) == {"float32"}
-    for a, b in zip(cast.costs(batches[0]), kept.costs(batches[0]), strict=True):
+    for a, b in zip(cast.costs(batches[0]), with_masters.costs(batches[0]), strict=True):
         assert (a.weights, a.accumulators) == (2 * b.weights, b.accumulators)
         assert b.optimizer == a.optimizer + a.weights
         assert (a.inputs, a.outputs, a.residuals, a.message, a.gradient) == (b.inputs, b.outputs, b.residuals, b.message, b.gradient)
@@ -116,8 +116,8 @@ def test_many_small_bfloat16_gradients_do_not_vanish(replicas):
     state, _ = pipe.step(pipe.init(jax.random.key(0), (x, x)), (x, x))
     assert dtypes(state.workers[0].accumulators) == {"float32"}
     assert dtypes(state.workers[0].versions) == {"bfloat16"}
-    (found,) = jax.tree.leaves(pipe.params(state))
-    assert found == jnp.asarray(-(1 + (m - 1) * 2.0**-9), jnp.bfloat16)
+    (weight,) = jax.tree.leaves(pipe.params(state))
+    assert weight == jnp.asarray(-(1 + (m - 1) * 2.0**-9), jnp.bfloat16)
 
 
 def test_gradients_accumulate_in_float64_if_asked():
@@ -133,8 +133,8 @@ def test_gradients_accumulate_in_float64_if_asked():
         x, labels = np.array([[1.0], [1e-9], [-1.0], [1e-9]], np.float32), np.ones((4, 1), np.float32)
         state, _ = pipe.step(pipe.init(jax.random.key(0), (x, labels)), (x, labels))
         assert dtypes(state.workers[0].accumulators["gradients"]) == {"float64"}
-        (found,) = jax.tree.leaves(pipe.params(state))
-        assert (found.dtype, float(found)) == (jnp.float32, pytest.approx(-(2.0**30) * 2e-9 / 4))
+        (weight,) = jax.tree.leaves(pipe.params(state))
+        assert (weight.dtype, float(weight)) == (jnp.float32, pytest.approx(-(2.0**30) * 2e-9 / 4))
 
 
 # The loss scale --------------------------------------------------------------------------------------------------------
@@ -161,8 +161,8 @@ def test_the_loss_scale_keeps_small_float16_gradients():
     with pytest.warns(UserWarning, match=r'^precision: compute is float16 without a loss_scale: .*; set loss_scale to "dynamic", or'):
         plain = Precision(params="float16")
     assert trained(plain)[0] == 0
-    found, costs = trained(Precision(params="float16", loss_scale=2**16))
-    assert found == pytest.approx(-2e-9, rel=1e-3)
+    weight, costs = trained(Precision(params="float16", loss_scale=2**16))
+    assert weight == pytest.approx(-2e-9, rel=1e-3)
     assert (costs[0].outputs, costs[0].weights, costs[0].accumulators) == (2, 2, 8)
 
 
@@ -219,14 +219,16 @@ def test_a_restored_run_has_the_masters_under_any_cut():
         pipe = pipeline(plan, MASTERS)
         return pipe, pipe.restore(jax.random.key(running.KEY), batches[0], layers, 3, fresh_optimizer=fresh)
 
-    again, middle = restored(plan)
-    running.check_equal(again.params(state := _trained(again, middle, batches[3:])), pipe.params(_drained(pipe, batches)))
+    resumed_pipe, middle = restored(plan)
+    running.check_equal(resumed_pipe.params(state := _trained(resumed_pipe, middle, batches[3:])), pipe.params(_drained(pipe, batches)))
     other, middle = restored(Plan.even(STACK.ids, 4, "gpipe", 2))
     _, reset = restored(Plan.even(STACK.ids, 4, "gpipe", 2), fresh=True)
     masters = {layer_id: layers[layer_id]["optimizer"]["masters"] for layer_id in STACK.ids}
     running.check_equal(other.params(middle), masters)
     for worker in reset.workers:
-        running.check_equal({i: held.masters for i, held in worker.optimizer.items()}, {i: masters[i] for i in worker.optimizer})
+        running.check_equal(
+            {i: optimizer_state.masters for i, optimizer_state in worker.optimizer.items()}, {i: masters[i] for i in worker.optimizer}
+        )
     with pytest.raises(InputError, match=r"expected 'b' as in the model, float32\[3\], found bfloat16\[3\]; is it of another precision\?$"):
         pipeline(plan, Precision()).check_layers(batches[0], layers, 3)
     plain = pipeline(plan, Precision())

@@ -18,12 +18,12 @@ LONG = LayerStack({f"{layer_id}{n}": STACK.layers[layer_id] for n in range(3) fo
 def plan_of(schedule: str, ranks: int, chunks: int, m: int, replicas: int = 1, **fields) -> Plan:
     """Return an even plan; for `auto_zero_bubble`, use a greedy order for equal times."""
     ids = STACK.ids if ranks * chunks <= len(STACK.ids) else LONG.ids
-    given = {"layers": ids, "num_stages": ranks * chunks, "microbatches": m, "replicas": replicas, "chunks_per_rank": chunks} | fields
+    options = {"layers": ids, "num_stages": ranks * chunks, "microbatches": m, "replicas": replicas, "chunks_per_rank": chunks} | fields
     if schedule != "auto_zero_bubble":
-        return Plan.even(schedule=schedule, **given)
-    straight = Plan.even(schedule="looped_bfs", **given)
+        return Plan.even(schedule=schedule, **options)
+    straight = Plan.even(schedule="looped_bfs", **options)
     order = greedy_order(straight, [StageCost()] * straight.depth, limits=max(2 * ranks * chunks, 2))
-    return Plan.even(schedule=schedule, order=order, **given)
+    return Plan.even(schedule=schedule, order=order, **options)
 
 
 def check(plan: Plan, drain_after: set[int], **options) -> None:
@@ -46,16 +46,16 @@ def test_numbers_are_those_of_the_reference(schedule, ranks, chunks, m, replicas
 
 def legal_plans(schedule: str) -> list[Plan]:
     """On 1 to 4 ranks of 1 to 3 chunks, few and many microbatches, with and without replicas."""
-    layout, found = SCHEDULES[schedule].layout, []
+    layout, plans = SCHEDULES[schedule].layout, []
     for ranks, chunks, replicas in itertools.product((1, 2, 3, 4), (1, 2, 3), (1, 2)):
         if (layout == "straight" and chunks > 1) or (layout == "v" and chunks != 2) or (schedule.startswith("pipedream") and chunks == 1):
             continue
         for m in sorted({1, 3, 4, 2 * ranks}):
             try:
-                found.append(plan_of(schedule, ranks, chunks, m * replicas, replicas))
+                plans.append(plan_of(schedule, ranks, chunks, m * replicas, replicas))
             except InputError:
                 continue
-    return found
+    return plans
 
 
 TRIED = 2

@@ -118,10 +118,10 @@ def test_stages_that_update_at_rates_of_their_own_equal_the_rule_written_out(sca
                 updates, states[s] = optimizer.update(mean, states[s])
                 versions[s].append(jax.tree.map(lambda w, u: w + scales[s] * u, versions[s][-1], updates))  # noqa: B023 - the same
                 sums[s] = []
-    found = train(pipe, batches, fresh_state)
-    check_close(found.params, {i: params for v in versions for i, params in v[-1].items()})
+    result = train(pipe, batches, fresh_state)
+    check_close(result.params, {i: params for v in versions for i, params in v[-1].items()})
     totals, weights = np.array(losses).reshape(-1, 4, 2).sum(1).T
-    check_close(np.array(found.losses), totals / weights)
+    check_close(np.array(result.losses), totals / weights)
 
 
 @pytest.mark.parametrize("sync_state", [True, False])

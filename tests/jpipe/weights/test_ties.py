@@ -85,7 +85,7 @@ def sequential(params, version, optimizer, data):
     gradient, weights, state = jax.jit(jax.grad(total)), [params], optimizer.init(params)
     for t, (x, labels) in enumerate(data):
         rows = [slice(2 * j, 2 * j + 2) for j in range(M)]
-        parts = [gradient(weights[version(t * M + j)], x[own], labels[own]) for j, own in enumerate(rows)]
+        parts = [gradient(weights[version(t * M + j)], x[indices], labels[indices]) for j, indices in enumerate(rows)]
         mean = jax.tree.map(lambda *g: functools.reduce(jnp.add, g) / float(labels.size), *parts)  # noqa: B023 - called at once
         with jax.numpy_dtype_promotion("standard"):  # optax's own adam mixes dtypes
             updates, state = optimizer.update(mean, state, weights[-1])
@@ -95,8 +95,8 @@ def sequential(params, version, optimizer, data):
 
 def plain(params) -> dict[str, Any]:
     """Parameters as dicts, without the second place of the table."""
-    found = {layer_id: nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree for layer_id, tree in params.items()}
-    return found | {"head": {"bias": found["head"]["bias"]}}
+    trees = {layer_id: nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree for layer_id, tree in params.items()}
+    return trees | {"head": {"bias": trees["head"]["bias"]}}
 
 
 CASES = [
@@ -146,12 +146,12 @@ def test_equals_plain_training_with_one_array(replicas, fields, clip):
 
 def check_copies(state, name="embed shared token/embedding") -> None:
     """Check that the newest copies of a parameter and of its optimizer state are equal bit by bit on all workers that have them."""
-    held = [
+    copies = [
         (worker.weights.read(worker.weights.newest)[name], worker.optimizer[name]) for worker in state.workers if name in worker.optimizer
     ]
-    assert held
-    for copy in held[1:]:
-        check_equal(jax.tree.map(np.asarray, copy), jax.tree.map(np.asarray, held[0]))
+    assert copies
+    for copy in copies[1:]:
+        check_equal(jax.tree.map(np.asarray, copy), jax.tree.map(np.asarray, copies[0]))
 
 
 @pytest.mark.slow
@@ -167,16 +167,16 @@ def test_a_run_goes_on_where_the_two_layers_are_in_one_stage():
     assert "table" not in layers["head"]["params"]["0"]
     expected = first.params(first.drain(state))
     for pipe in (first, second):
-        again = pipe.restore(jax.random.key(0), data[0], layers, 2)
+        restored = pipe.restore(jax.random.key(0), data[0], layers, 2)
         for batch in data[2:]:
-            again, _ = pipe.step(again, batch)
-        check_close(pipe.params(pipe.drain(again)), expected)
+            restored, _ = pipe.step(restored, batch)
+        check_close(pipe.params(pipe.drain(restored)), expected)
 
 
 @pytest.mark.slow
 def test_averages_and_evaluation_are_those_of_one_stage():
     """The moving average, and the loss of the newest weights and of the average."""
-    data, found = batches(), []
+    data, results = batches(), []
     for replicas in ((1,), (1, 1, 2)):
         pipe = pipeline(replicas, {"schedule": "pipedream_2bw"}, ema_decay=0.5)
         state = pipe.init(jax.random.key(0), data[0])
@@ -188,8 +188,8 @@ def test_averages_and_evaluation_are_those_of_one_stage():
         losses = [float(pipe.evaluate(state, data[0], weights=weights).loss) for weights in ("newest", "ema")]
         assert losses[0] != losses[1]
         check_copies(state)
-        found.append((losses, pipe.params(state, weights="ema")))
-    check_close(found[1], found[0])
+        results.append((losses, pipe.params(state, weights="ema")))
+    check_close(results[1], results[0])
 
 
 @pytest.mark.slow
@@ -208,10 +208,10 @@ def test_masters_of_a_shared_parameter(replicas):
     for worker in state.workers:
         assert worker.weights.read(worker.weights.newest)[name].dtype == jnp.bfloat16
         assert worker.optimizer[name].masters.dtype == worker.accumulators["gradients"][name].dtype == jnp.float32
-    again = pipe.restore(jax.random.key(0), data[0], cut.layers(), 1)
+    restored = pipe.restore(jax.random.key(0), data[0], cut.layers(), 1)
     for batch in data[1:]:
-        again, _ = pipe.step(again, batch)
-    check_equal(*(jax.tree.map(np.asarray, pipe.params(end)) for end in (pipe.drain(again), state)))
+        restored, _ = pipe.step(restored, batch)
+    check_equal(*(jax.tree.map(np.asarray, pipe.params(end)) for end in (pipe.drain(restored), state)))
 
 
 @pytest.mark.slow
@@ -220,8 +220,8 @@ def test_given_parameters_are_those_of_the_first_place():
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5), pipe.params(pipe.init(jax.random.key(0), data[0])))
     for some in {"embed": params["embed"]}, params:
         state = pipe.init(jax.random.key(1), data[0], some)
-        found = pipe.params(state)
-        np.testing.assert_array_equal(jax.tree.leaves(found["head"])[-1], np.full((WORDS, WIDTH), 0.5))
+        actual = pipe.params(state)
+        np.testing.assert_array_equal(jax.tree.leaves(actual["head"])[-1], np.full((WORDS, WIDTH), 0.5))
         check_copies(state)
     with pytest.raises(
         InputError, match=r"^params: 'table/embedding' of layer 'head' is 'token/embedding' of layer 'embed' .*is not given"
@@ -264,7 +264,7 @@ def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batch
     costs = [StageCost(forward=1 + s / 3, shared=tuple(3 * (s in stages) for stages in shared)) for s in range(plan.depth)]
     with_ties = simulate(lower(plan, batches, global_norm=norm, shared=shared), costs, Link(latency=latency))
     without = simulate(lower(plan, batches), costs, Link(latency=latency))
-    rows = [[[span[:3] for span in spans] for spans in found.timeline] for found in (with_ties, without)]
+    rows = [[[span[:3] for span in spans] for spans in prediction.timeline] for prediction in (with_ties, without)]
     assert rows[0] == rows[1]
     if max(plan.replicas) == 1 and not SCHEDULES[plan.schedule].flushes:
         assert [[span[:5] for span in spans] for spans in with_ties.timeline] == [
@@ -274,8 +274,8 @@ def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batch
 
 def test_a_predicted_window_has_the_exchange():
     plan = Plan.even("abc", 3, "pipedream_2bw", 3)
-    found = [predict_window(plan, [StageCost(shared=sizes) for sizes in three], 6, 2) for three in ([()] * 3, [(100,), (0,), (100,)])]
-    assert [window.held_bytes for window in found] == [(0, 0, 0), (100, 0, 100)]  # after computations
+    windows = [predict_window(plan, [StageCost(shared=sizes) for sizes in three], 6, 2) for three in ([()] * 3, [(100,), (0,), (100,)])]
+    assert [window.held_bytes for window in windows] == [(0, 0, 0), (100, 0, 100)]  # after computations
 
 
 @pytest.mark.parametrize("kind", [TakeShared, AddShared])
@@ -283,9 +283,9 @@ def test_a_predicted_window_has_the_exchange():
 def test_a_program_without_its_exchange_is_refused(kind, worker):
     program = lower(Plan.even("abc", 3, "pipedream_2bw", 3), 3, global_norm=True, shared=[(0, 2)])
     index = next(i for i, one in enumerate(program.instructions) if isinstance(one, kind) and one.worker == worker)
-    left = (*program.instructions[:index], *program.instructions[index + 1 :])
+    remaining = (*program.instructions[:index], *program.instructions[index + 1 :])
     with pytest.raises(ProgramError, match=r"shared of microbatch|group 0 added of microbatch"):
-        simulate(dataclasses.replace(program, instructions=left))
+        simulate(dataclasses.replace(program, instructions=remaining))
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

@@ -74,10 +74,12 @@ def trained(num_stages, schedule, optimizer, batches, **options):
 def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, options):
     """One of the stages holds nothing else, so that the rest of its update is another program."""
     _, state = trained(4, schedule, optimizer, 12, **options)
-    held = [(worker.versions, worker.optimizer[TABLE]) for worker in state.workers if TABLE in worker.optimizer]
-    first, *others = (({version: params[TABLE] for version, params in versions.items()}, own) for versions, own in held)
-    assert len(others) == 2
-    for copy in others:
+    copies = [(worker.versions, worker.optimizer[TABLE]) for worker in state.workers if TABLE in worker.optimizer]
+    first, *remaining = (
+        ({version: params[TABLE] for version, params in versions.items()}, optimizer_state) for versions, optimizer_state in copies
+    )
+    assert len(remaining) == 2
+    for copy in remaining:
         check_equal(copy, first)
 
 
@@ -91,8 +93,8 @@ def test_masters_and_averages_go_on_where_stages_of_several_devices_are_joined()
         state, _ = pipe.step(state, batch, observe=cut)
     layers = cut.layers()
     state = one.restore(jax.random.key(0), data(1)[0], layers, 2, fresh_optimizer=True)
-    for entry, held in state.workers[0].optimizer.items():
-        check_equal(to_plain(held.masters), masters_in(layers[entry]) or {})
+    for entry, optimizer_state in state.workers[0].optimizer.items():
+        check_equal(to_plain(optimizer_state.masters), masters_in(layers[entry]) or {})
     check_equal(one.params(state, weights="ema"), one.params(state))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(one.params(state, weights="ema"))} == {"float32"}
     losses = [float(one.evaluate(state, data(1)[0], weights=weights).loss) for weights in ("ema", "newest")]
@@ -103,7 +105,7 @@ def test_masters_and_averages_go_on_where_stages_of_several_devices_are_joined()
 def test_gradients_of_places_in_one_stage_are_summed_in_float32():
     """In bfloat16 their sum would have an error of up to 1/256 of it, which places in several stages do not have."""
     masters = Precision(params="bfloat16")
-    found = [trained(num_stages, "gpipe", optax.sgd(1.0), 1, precision=masters) for num_stages in (1, 4)]
-    tables = [np.asarray(pipe.params(state)["embed"]["table"]) for pipe, state in found]
+    results = [trained(num_stages, "gpipe", optax.sgd(1.0), 1, precision=masters) for num_stages in (1, 4)]
+    tables = [np.asarray(pipe.params(state)["embed"]["table"]) for pipe, state in results]
     np.testing.assert_allclose(*tables, rtol=0, atol=1e-6)
     assert jnp.float32 == tables[0].dtype

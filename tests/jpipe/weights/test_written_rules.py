@@ -19,8 +19,8 @@ STACK = models.plain_stack()
 def least_of_2bw(replicas, extra):
     """Return the least m: m >= d, and at every stage m >= r_s (n_s - 1), or m >= r_s n_s where r_s > 1; a multiple of each r_s."""
     ahead = [1]
-    for after, own in zip(replicas[:0:-1], replicas[-2::-1], strict=True):
-        ahead.insert(0, 1 + math.ceil(ahead[0] * after / own) + extra)
+    for after, current in zip(replicas[:0:-1], replicas[-2::-1], strict=True):
+        ahead.insert(0, 1 + math.ceil(ahead[0] * after / current) + extra)
     needs = (r * (n - 1 + (r > 1)) for r, n in zip(replicas, ahead, strict=True))
     common = math.lcm(*replicas)
     return math.ceil(max(len(replicas), *needs) / common) * common
@@ -145,8 +145,8 @@ def test_an_evaluation_reads_the_newest_version_that_all_replicas_hold_or_drains
     state, drained = pipe.init(jax.random.key(0), batch), {}
     for t in range(5):
         rates = [plan.updates_per_batch(s) for s, _ in plan.workers]
-        held = [set(worker.versions) for worker in state.workers]
-        common = [v for v in range(t + 1) if all(v * rate in own for rate, own in zip(rates, held, strict=True))]
+        versions = [set(worker.versions) for worker in state.workers]
+        common = [v for v in range(t + 1) if all(v * rate in stage_versions for rate, stage_versions in zip(rates, versions, strict=True))]
         evaluation = pipe.evaluate(state, batch)
         assert evaluation.version == (max(common) if common else t)
         if t == 4:

@@ -39,9 +39,9 @@ def test_gradients_are_as_large_as_weights_unless_the_profile_says_so():
     old = profile().to_json().replace('"accumulators": 100, ', "")
     assert "accumulators" in profile().to_json()
     assert [layer.accumulators for layer in Profile.from_json(old).layers] == [100, 200, 300]
-    said = profile(layers=(layer("a", accumulators=150),))
+    with_accumulators = profile(layers=(layer("a", accumulators=150),))
     plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=({"layers": ("a",)},))
-    assert (said.stage_costs(plan, 2)[0].weights, said.stage_costs(plan, 2)[0].accumulators) == (100, 150)
+    assert (with_accumulators.stage_costs(plan, 2)[0].weights, with_accumulators.stage_costs(plan, 2)[0].accumulators) == (100, 150)
     assert jpipe.programs.LayerCost(forward=1.0, backward=2.0, weights=7).summed == 7
 
 

@@ -46,9 +46,9 @@ def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(sch
     monkeypatch.setattr(module, "simulate_plan", lambda *_: None)
     closed, _ = compiled_choice(schedule)
     costs = pipe.costs(batch(8), compiled_for=jax.devices()[0])
-    for s, (found, truth) in enumerate(zip(closed.ranked.memory, exact.ranked.memory, strict=True)):
-        assert truth - 64 <= found <= 1.5 * truth  # the closed form knows no weights of microbatches, numbers that ride with messages
-        assert found >= costs[s].temporary + costs[s].weights + costs[s].optimizer  # XLA's numbers, not the estimate's
+    for s, (estimate, truth) in enumerate(zip(closed.ranked.memory, exact.ranked.memory, strict=True)):
+        assert truth - 64 <= estimate <= 1.5 * truth  # the closed form knows no weights of microbatches, numbers that ride with messages
+        assert estimate >= costs[s].temporary + costs[s].weights + costs[s].optimizer  # XLA's numbers, not the estimate's
 
 
 @pytest.mark.slow

@@ -72,8 +72,8 @@ def test_the_picture_has_what_is_known_of_a_plan_in_place_of_its_estimate():
 def test_each_schedule_has_a_colour_and_a_marker_of_its_own():
     looks = [look(number) for number in range(len(jpipe.schedules.SCHEDULES))]
     assert len({colour for colour, _ in looks}) == len({mark for _, mark in looks}) == len(looks)
-    many = [look(number) for number in range(100)]  # of schedules that are added
-    assert len(set(many)) == 100
+    hundred = [look(number) for number in range(100)]  # of schedules that are added
+    assert len(set(hundred)) == 100
 
 
 def test_the_picture_has_each_schedule_once_in_its_legend_with_its_own_look():

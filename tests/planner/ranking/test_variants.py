@@ -21,32 +21,32 @@ FAST = levels((4, 1e9, 0.0))
 @pytest.mark.slow
 def test_every_schedule_is_searched_in_one_way_or_the_other():
     assert {*planned_schedules(), *variant_schedules()} == set(jpipe.schedules.SCHEDULES)
-    found = find_variants(gpt(14), FAST, 8, all_devices=True).simulated
-    assert {candidate.schedule for candidate in found} == set(variant_schedules())
-    assert {candidate.chunks for candidate in found} == set(range(1, MOST_CHUNKS + 1))
-    assert {candidate.devices for candidate in found} == {4}
+    variants = find_variants(gpt(14), FAST, 8, all_devices=True).simulated
+    assert {candidate.schedule for candidate in variants} == set(variant_schedules())
+    assert {candidate.chunks for candidate in variants} == set(range(1, MOST_CHUNKS + 1))
+    assert {candidate.devices for candidate in variants} == {4}
 
 
 @pytest.mark.slow
 def test_variants_are_priced_as_simulated_with_memory_of_each_rank():
     profile, slow = gpt(6), levels((4, 20_000.0, 0.02))
-    found = find_variants(profile, slow, 8, planned=find_candidates(profile, slow, 8)).simulated
-    assert {candidate.split_backward for candidate in found} == {"joint", "early"}
-    assert len(found) > 20
-    for candidate, known in itertools.islice(found.items(), 0, None, 7):
+    variants = find_variants(profile, slow, 8, planned=find_candidates(profile, slow, 8)).simulated
+    assert {candidate.split_backward for candidate in variants} == {"joint", "early"}
+    assert len(variants) > 20
+    for candidate, known in itertools.islice(variants.items(), 0, None, 7):
         plan = candidate.plan(profile.ids)
         costs = profile.stage_costs(plan, candidate.rows)
-        again = simulate_plan(plan, costs, slow)
-        assert (candidate.seconds, candidate.bubble) == (again.batch_seconds, again.bubble) == (known.batch_seconds, known.bubble)
+        simulated = simulate_plan(plan, costs, slow)
+        assert (candidate.seconds, candidate.bubble) == (simulated.batch_seconds, simulated.bubble) == (known.batch_seconds, known.bubble)
         assert len(candidate.memory) == len(plan.pipeline_ranks) == candidate.num_pipeline_ranks
-        assert max(candidate.memory) == max(again.peak_bytes)
+        assert max(candidate.memory) == max(simulated.peak_bytes)
 
 
 def ranking(profile, topology, batch, schedules=None):
     candidates = find_candidates(profile, topology, batch)
-    found = find_variants(profile, topology, batch, schedules=schedules, planned=candidates).simulated
-    tried = {candidate: Ranked(candidate, known) for candidate, known in found.items()}
-    return choose(profile, topology, [*candidates, *found], tried=tried)
+    variants = find_variants(profile, topology, batch, schedules=schedules, planned=candidates).simulated
+    tried = {candidate: Ranked(candidate, known) for candidate, known in variants.items()}
+    return choose(profile, topology, [*candidates, *variants], tried=tried)
 
 
 @pytest.mark.slow
@@ -64,27 +64,27 @@ def test_chunks_gain_nothing_without_a_flush():
     profile = gpt(8, sizes=(1,))
     profile = profile.model_copy(update={"layers": profile.layers[1:-1]})
     choice = ranking(profile, levels((4, 20_000.0, 0.02)), 8, ["pipedream_2bw"])
-    own = [one for one in choice.ranked if one.candidate.schedule == "pipedream_2bw"]
-    assert own[0].candidate.chunks == 1
-    assert any(one.candidate.chunks > 1 for one in own)
+    without_flush = [one for one in choice.ranked if one.candidate.schedule == "pipedream_2bw"]
+    assert without_flush[0].candidate.chunks == 1
+    assert any(one.candidate.chunks > 1 for one in without_flush)
 
 
 def test_plans_of_chunks_that_nobody_simulated_are_simulated():
     """The bounds by which others are left out hold for one stage on each rank only."""
     profile = gpt(8, sizes=(1,))
-    found = find_variants(profile, FAST, 8, schedules=["interleaved_1f1b", "zb_h1"]).simulated
-    assert any(candidate.chunks > 1 for candidate in found)
-    ranked = choose(profile, FAST, found).ranked
-    fastest = min(found, key=lambda candidate: candidate.seconds / candidate.batch)
-    assert ranked[0].seconds == pytest.approx(found[fastest].batch_seconds)
+    variants = find_variants(profile, FAST, 8, schedules=["interleaved_1f1b", "zb_h1"]).simulated
+    assert any(candidate.chunks > 1 for candidate in variants)
+    ranked = choose(profile, FAST, variants).ranked
+    fastest = min(variants, key=lambda candidate: candidate.seconds / candidate.batch)
+    assert ranked[0].seconds == pytest.approx(variants[fastest].batch_seconds)
     assert all(one.simulated is not None for one in ranked)
 
 
 def test_plans_that_do_not_fit_are_told_by_rank():
     limited = levels((4, 1e9, 0.0), memory=100_000)
-    found = find_variants(gpt(6), limited, 8, schedules=["zb_h2", "interleaved_1f1b"]).simulated
-    assert any(candidate.over for candidate in found)
-    for candidate in found:
+    variants = find_variants(gpt(6), limited, 8, schedules=["zb_h2", "interleaved_1f1b"]).simulated
+    assert any(candidate.over for candidate in variants)
+    for candidate in variants:
         assert (candidate.over is not None) == (max(candidate.memory) > 100_000)
         if candidate.over:
             assert candidate.over == (candidate.memory.index(max(candidate.memory)), max(candidate.memory) - 100_000)
@@ -168,13 +168,13 @@ def test_plans_that_would_take_too_long_are_counted_and_smaller_ones_tried(monke
 
 @pytest.mark.slow
 def test_orders_that_are_made_have_the_limit_for_which_they_were_made():
-    found = find_variants(gpt(6), FAST, 8, schedules=["auto_zero_bubble"]).simulated
-    assert {candidate.order_limit // candidate.depth for candidate in found} == {1, 2}
-    for candidate in found:
+    variants = find_variants(gpt(6), FAST, 8, schedules=["auto_zero_bubble"]).simulated
+    assert {candidate.order_limit // candidate.depth for candidate in variants} == {1, 2}
+    for candidate in variants:
         plan = candidate.plan(gpt(6).ids)
         assert plan.order_limit == candidate.order_limit
-        held = [most_held(order_of(plan, p), lambda entry: entry.finishes) for p in range(candidate.num_pipeline_ranks)]
-        assert max(held) <= plan.order_limit
+        peaks = [most_held(order_of(plan, p), lambda entry: entry.finishes) for p in range(candidate.num_pipeline_ranks)]
+        assert max(peaks) <= plan.order_limit
         assert jpipe.Plan.from_json(plan.to_json()).order_limit == plan.order_limit
 
 

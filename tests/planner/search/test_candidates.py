@@ -36,9 +36,9 @@ def placed(profile, topology, *replicas, microbatches):
 
 def simulate(profile, topology, candidate):
     plan = candidate.plan(profile.ids)
-    found = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
-    assert found is not None
-    return found
+    simulated = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
+    assert simulated is not None
+    return simulated
 
 
 @pytest.mark.parametrize(("replicas", "microbatches"), [((2, 1, 1), 4), ((3, 2), "replicas"), ((4,), 8), ((1, 1, 1), 3)])
@@ -60,11 +60,11 @@ def test_workers_of_both_searches_share_cores():
     profile, topology = blocks(), machines(4, cores=1)
     equal = [candidate for candidate in search_parallel(profile, topology, 16, exact=True) if not candidate.extra_in_flight]
     plans = [((2, 1, 1), 8), ((3, 1), "replicas"), ((2, 2), 8)]
-    own = [placed(profile, topology, *replicas, microbatches=microbatches) for replicas, microbatches in plans]
-    for candidate in (*equal, *own):
+    unequal = [placed(profile, topology, *replicas, microbatches=microbatches) for replicas, microbatches in plans]
+    for candidate in (*equal, *unequal):
         assert candidate.seconds >= candidate.microbatches * 4 * 3.0  # computed by a single core
         assert candidate.seconds == pytest.approx(simulate(profile, topology, candidate).batch_seconds, rel=0.05)
-    assert {candidate.bound for candidate in own} == {"the cores"}
+    assert {candidate.bound for candidate in unequal} == {"the cores"}
     assert "the cores" in {candidate.bound for candidate in equal}
 
 
@@ -77,9 +77,9 @@ def test_the_best_of_pipedreams_is_found_with_the_time_that_its_cores_take():
 
 
 def test_without_replicas_there_is_one_pipeline_of_any_depth():
-    found = find_candidates(blocks(), machines(7), 8, exact=False, replicas=False)
-    assert {max(candidate.replicas) for candidate in found} == {1}
-    assert {candidate.depth for candidate in found} == set(range(1, len(blocks().ids) + 1))
+    candidates = find_candidates(blocks(), machines(7), 8, exact=False, replicas=False)
+    assert {max(candidate.replicas) for candidate in candidates} == {1}
+    assert {candidate.depth for candidate in candidates} == set(range(1, len(blocks().ids) + 1))
     assert any(max(candidate.replicas) > 1 for candidate in find_candidates(blocks(), machines(7), 8, exact=False))
 
 
@@ -94,11 +94,11 @@ def meshes_of(weights: int, memory: float | None = None):
 def test_candidates_on_meshes_are_those_of_devices_that_have_a_share():
     profile, topology = meshes_of(1000)
     degrees = Degrees(model=4)
-    found = find_candidates(profile, topology, 8, meshes=[degrees])
+    candidates = find_candidates(profile, topology, 8, meshes=[degrees])
     alone = find_candidates(shard_profile(profile, degrees, topology), topology.groups(4), 8)
-    assert [dataclasses.replace(one, degrees=NO_MESH, sent=one.sent / 4) for one in found] == alone
-    assert {one.devices for one in found} <= {4, 8}
-    plan = found[0].plan(profile.ids)
+    assert [dataclasses.replace(one, degrees=NO_MESH, sent=one.sent / 4) for one in candidates] == alone
+    assert {one.devices for one in candidates} <= {4, 8}
+    plan = candidates[0].plan(profile.ids)
     assert {(tuple(stage.mesh.items()), stage.fsdp, stage.devices_each) for stage in plan.stages} == {((("model", 4),), False, 4)}
 
 
@@ -106,9 +106,9 @@ def test_meshes_change_nothing_of_the_candidates_without():
     profile, topology = meshes_of(1000)
     without = find_candidates(profile, topology, 8)
     assert without == find_candidates(blocks(weights=1000), topology, 8)
-    found = find_candidates(profile, topology, 8, meshes=possible_degrees(profile, topology))
-    assert [one for one in found if one.degrees == NO_MESH] == without
-    assert {one.degrees for one in found} == set(possible_degrees(profile, topology))
+    candidates = find_candidates(profile, topology, 8, meshes=possible_degrees(profile, topology))
+    assert [one for one in candidates if one.degrees == NO_MESH] == without
+    assert {one.degrees for one in candidates} == set(possible_degrees(profile, topology))
 
 
 def test_a_layer_that_fits_no_device_is_planned_for_a_mesh():

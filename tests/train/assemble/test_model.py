@@ -178,7 +178,7 @@ limit = 3
 
 
 @pytest.fixture(autouse=True)
-def own(tmp_path, monkeypatch):
+def folder_of_own_parts(tmp_path, monkeypatch):
     """Change to a folder with the modules `own_parts` and `broken_…`."""
     (tmp_path / "own_parts.py").write_text(OWN)
     (tmp_path / "broken_name.py").write_text("import os\n\nx = unknown\n")
@@ -380,22 +380,22 @@ def test_data_that_runs_out_is_told_with_the_step(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "found"),
+    ("arguments", "description"),
     [
         ({"train": 0}, "7 in train[0]"),
         ({"train": 2, "label": 3}, "3 in train[2]"),
         ({"validation": 0, "label": 4}, "4 in validation[0]"),
     ],
 )
-def test_labels_that_the_loss_has_no_place_for_are_told_with_their_batch(capsys, arguments, found):
+def test_labels_that_the_loss_has_no_place_for_are_told_with_their_batch(capsys, arguments, description):
     data = {"target": "own_parts:labelled", "arguments": arguments}
     code, _, err = run(capsys, "--allow-code", model={"target": "own_parts:classes"}, loss={}, data=data)
     assert (code, err) == (
         2,
-        f"jpipe: data: expected every label to be at most 2 (the model has 3 outputs for each), found {found}; "
+        f"jpipe: data: expected every label to be at most 2 (the model has 3 outputs for each), found {description}; "
         "correct the labels, or the model\n",
     )
-    assert Path("run").exists() == (found[-2] != "0")  # where the first batches are wrong, nothing is begun
+    assert Path("run").exists() == (description[-2] != "0")  # where the first batches are wrong, nothing is begun
 
 
 def test_tokens_that_the_built_in_model_has_no_place_for_are_told(capsys):
@@ -453,6 +453,6 @@ def test_a_section_that_contradicts_itself_is_refused(sections, message):
 def test_a_model_of_ones_own_may_read_the_built_in_text():
     config = Config.model_validate({"model": {"target": "a:b", "seq_len": 32, "arguments": {"n": 1}}})
     Path("own.yaml").write_text(config_file.to_yaml(config))
-    again = config_file.load("own.yaml", allow_code=True)
-    assert again == config
-    assert again.model.seq_len == 32
+    reloaded = config_file.load("own.yaml", allow_code=True)
+    assert reloaded == config
+    assert reloaded.model.seq_len == 32

@@ -73,18 +73,18 @@ def run(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "run")
 
 
-def assert_same(found: object, expected: object) -> None:
+def assert_same(actual: object, expected: object) -> None:
     """Trees of the same keys, and arrays of the same type, shape and bits."""
     if isinstance(expected, dict):
-        assert isinstance(found, dict)
-        assert found.keys() == expected.keys()
+        assert isinstance(actual, dict)
+        assert actual.keys() == expected.keys()
         for key, value in expected.items():
-            assert_same(found[key], value)
+            assert_same(actual[key], value)
     else:
-        assert isinstance(found, np.ndarray)
+        assert isinstance(actual, np.ndarray)
         expected = np.asarray(expected)
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert found.tobytes() == expected.tobytes()
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert actual.tobytes() == expected.tobytes()
 
 
 DTYPES = [
@@ -171,8 +171,8 @@ def test_two_processes_write_different_trees_without_waiting_for_each_other(tmp_
     assert codes == [0, 0], (tmp_path / "output").read_text()
     expected = layers_of(0) | layers_of(1)
     for index in range(2):
-        found = np.load(tmp_path / f"{index}.npz")
-        assert {layer: found[f"{layer} w"].tolist() for layer in expected} == {
+        restored = np.load(tmp_path / f"{index}.npz")
+        assert {layer: restored[f"{layer} w"].tolist() for layer in expected} == {
             layer: tree["weights"]["w"].tolist() for layer, tree in expected.items()
         }
     assert_same(read_layers(tmp_path, STEP), expected)
@@ -221,9 +221,9 @@ def test_the_rows_of_the_run_are_kept_with_it(run):
 def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_none(run, tmp_path, monkeypatch):
     place(run, 30).write_text("a file")
     place(run, 40).symlink_to(tmp_path)
-    told = []
-    assert newest_good(run, told.append) == 20
-    assert [line.partition(":")[0] for line in told] == [str(place(run, 40)), str(place(run, 30))]
+    messages = []
+    assert newest_good(run, messages.append) == 20
+    assert [line.partition(":")[0] for line in messages] == [str(place(run, 40)), str(place(run, 30))]
     with pytest.raises(jpipe.InputError, match=r"/30: in the way .* is not removed: Not a directory; move it away$"):
         begin(run, 20)
     assert place(run, 30).read_text() == "a file", "which jpipe has not written"
@@ -249,11 +249,11 @@ def test_without_its_marker_a_checkpoint_is_unfinished(run):
     write_layers(run, 30, layers_of(1), 1)
     assert gather(run, 30, 2, limit=0.0) == []
     assert steps(run) == [10, 20]
-    told = []
-    assert newest_good(run, told.append) == 20
-    assert told == [f"{unfinished_folder(run, 30)}: has no checkpoint.json, was not finished; take another checkpoint"]
+    messages = []
+    assert newest_good(run, messages.append) == 20
+    assert messages == [f"{unfinished_folder(run, 30)}: has no checkpoint.json, was not finished; take another checkpoint"]
     assert steps(run / "none") == []
-    assert newest_good(run / "none", told.append) is None
+    assert newest_good(run / "none", messages.append) is None
 
 
 def change(path: Path, kind: str) -> None:
@@ -280,9 +280,9 @@ def test_damage_to_any_file_is_found_and_named(run, kind):
         if kind in ("cut off", "changed") and not content:
             continue
         change(newest / name, kind)
-        told = []
-        assert newest_good(run, told.append) == 10
-        (line,) = told
+        messages = []
+        assert newest_good(run, messages.append) == 10
+        (line,) = messages
         if name.name == "checkpoint.json" and kind == "missing":
             assert line.startswith(f"{newest}: has no checkpoint.json")
         else:
@@ -290,7 +290,7 @@ def test_damage_to_any_file_is_found_and_named(run, kind):
             assert line.startswith(f"{newest / name}: ")
             assert expected in line
         (newest / name).write_bytes(content)
-    assert newest_good(run, told.append) == 20
+    assert newest_good(run, messages.append) == 20
 
 
 def rewrite_marker(run: Path, **changes: object) -> None:
@@ -459,9 +459,9 @@ def test_a_checkpoint_whose_files_vanish_while_it_is_written_is_not_complete(wha
         async def then():
             if "before" in what:
                 harm()
-            found = await real(*arguments, **options)
+            result = await real(*arguments, **options)
             harm()
-            return found
+            return result
 
         return then()
 
@@ -493,8 +493,8 @@ def test_orbax_logs_no_tracebacks_where_the_disk_is_full(tmp_path, monkeypatch, 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "run").write_text("a file")
-    told = r"run/checkpoints: checkpoints cannot be written there: .*; choose another run\.dir$"
-    with pytest.raises(jpipe.InputError, match=told):
+    message = r"run/checkpoints: checkpoints cannot be written there: .*; choose another run\.dir$"
+    with pytest.raises(jpipe.InputError, match=message):
         begin(tmp_path / "run", None)
     with pytest.raises(NotADirectoryError):  # the run is going on by then, and does as with a full disk
         write_layers(tmp_path / "run", 1, layers_of(0), 0)
@@ -540,7 +540,7 @@ HOUR = 3600
 
 
 @pytest.mark.parametrize(
-    ("wanted", "kept"),
+    ("arguments", "expected"),
     [
         ({"keep": 1}, [60]),
         ({"keep": 3}, [40, 50, 60]),
@@ -553,7 +553,7 @@ HOUR = 3600
     ],
     ids=str,
 )
-def test_what_is_kept(tmp_path, wanted, kept):
+def test_what_is_kept(tmp_path, arguments, expected):
     for step in range(10, 70, 10):  # one an hour
         write_layers(tmp_path, step, {}, 0)
         complete(tmp_path, step, 1, facts=None)
@@ -562,9 +562,9 @@ def test_what_is_kept(tmp_path, wanted, kept):
         unfinished_folder(tmp_path, unfinished).mkdir()
     (tmp_path / "checkpoints" / "notes").touch()
     for _ in range(2):  # the second time nothing changes
-        prune(tmp_path, **wanted)
-        assert steps(tmp_path) == kept
-        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*map(str, kept), "70.orbax-checkpoint-tmp", "notes"}
+        prune(tmp_path, **arguments)
+        assert steps(tmp_path) == expected
+        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*map(str, expected), "70.orbax-checkpoint-tmp", "notes"}
 
 
 def test_nothing_is_removed_while_the_newest_is_not_all_there(run):
@@ -591,9 +591,9 @@ def test_what_cannot_be_read_is_passed_over_though_its_hashes_fit(run):
     del marker["index"][f"default/d/{index.name}"]
     rewrite_marker(run, index=marker["index"])
     verify(run, 20)
-    told: list[str] = []
-    assert newest_good(run, told.append) == 10
-    assert [line.partition(": ")[0] for line in told] == [str(place(run, 20) / "default")]
+    messages: list[str] = []
+    assert newest_good(run, messages.append) == 10
+    assert [line.partition(": ")[0] for line in messages] == [str(place(run, 20) / "default")]
 
 
 def test_a_kill_while_removing_leaves_what_is_unfinished_not_what_is_damaged(run, monkeypatch):

@@ -15,8 +15,8 @@ from jpipe_train.launch.together import Together
 class Heard(jpipe.processes.Processes):
     """One of some processes that hear each other at once; notes how long others may wait for it."""
 
-    def __init__(self, index, count, told):
-        self.index, self.count, self._told, self.waits = index, count, told, []
+    def __init__(self, index, count, names):
+        self.index, self.count, self._told, self.waits = index, count, names, []
 
     def broadcast(self, name, values):
         self._told.add(name)
@@ -69,35 +69,35 @@ def some(tmp_path):
     """Return a function that returns the checkpoints of several processes, the processes, and a list of process 0's messages."""
 
     def make(policy, count=2):
-        told, said = set(), []
-        processes = [Heard(index, count, told) for index in range(count)]
+        names, messages = set(), []
+        processes = [Heard(index, count, names) for index in range(count)]
         config = CheckpointConfig(every=2, on_full_disk=policy)
-        made = [
+        checkpoints = [
             Checkpoints(
-                config, Pipe(), tmp_path, 100, Together(process), {}, bytes, said.append if process.index == 0 else lambda line: None
+                config, Pipe(), tmp_path, 100, Together(process), {}, bytes, messages.append if process.index == 0 else lambda line: None
             )
             for process in processes
         ]
-        return made, processes, said
+        return checkpoints, processes, messages
 
     return make
 
 
-def begin_to_save(made, step):
-    for one in made:
+def begin_to_save(checkpoints, step):
+    for one in checkpoints:
         one.schedule_snapshot(step - 1)
         one.flush_finished(step - 1, lambda _: {})
 
 
-def check_what_becomes_of_4(made, processes, said, folder, reason):
+def check_what_becomes_of_4(checkpoints, processes, messages, folder, reason):
     """Step 2 could be written, step 4 could not for this reason, step 6 can; step 4 takes no room meanwhile."""
-    begin_to_save(made, 4)
-    for one in made:
+    begin_to_save(checkpoints, 4)
+    for one in checkpoints:
         one.finish()
-    assert said == [f"a checkpoint could not be written: {reason}; the run goes on, the last good one is of step 2"]
+    assert messages == [f"a checkpoint could not be written: {reason}; the run goes on, the last good one is of step 2"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["2"], "what is of no use takes no room"
-    begin_to_save(made, 6)
-    for one in made:
+    begin_to_save(checkpoints, 6)
+    for one in checkpoints:
         one.finish()
         one.close()
     assert checkpoint_files.steps(folder) == [2, 6]
@@ -111,9 +111,9 @@ def check_what_becomes_of_4(made, processes, said, folder, reason):
     ids=str,
 )
 def test_what_a_process_cannot_write_is_not_waited_for_and_takes_no_room(lacking, reason, some, tmp_path, monkeypatch):
-    made, processes, said = some("train", 3)
-    begin_to_save(made, 2)
-    for one in made:
+    checkpoints, processes, messages = some("train", 3)
+    begin_to_save(checkpoints, 2)
+    for one in checkpoints:
         one.finish()
     write = checkpoint_files.write_layers
 
@@ -125,23 +125,23 @@ def test_what_a_process_cannot_write_is_not_waited_for_and_takes_no_room(lacking
         return write(folder, step, layers, process)
 
     monkeypatch.setattr(checkpoint_files, "write_layers", full)
-    check_what_becomes_of_4(made, processes, said, tmp_path, reason)
+    check_what_becomes_of_4(checkpoints, processes, messages, tmp_path, reason)
 
 
 def test_where_only_the_marker_finds_no_room_nothing_else_takes_it(some, tmp_path, monkeypatch):
-    made, processes, said = some("train")
-    begin_to_save(made, 2)
-    for one in made:
+    checkpoints, processes, messages = some("train")
+    begin_to_save(checkpoints, 2)
+    for one in checkpoints:
         one.finish()
     complete = checkpoint_files.complete
 
-    def full(folder, step, *rest):
+    def full(folder, step, *arguments):
         if step == 4:
             raise OSError(28, "No space left on device")
-        complete(folder, step, *rest)
+        complete(folder, step, *arguments)
 
     monkeypatch.setattr(checkpoint_files, "complete", full)
-    check_what_becomes_of_4(made, processes, said, tmp_path, "No space left on device")
+    check_what_becomes_of_4(checkpoints, processes, messages, tmp_path, "No space left on device")
 
 
 def test_an_old_checkpoint_that_stays_is_not_taken_for_a_new_one_that_is_lacking(some, tmp_path, monkeypatch):
@@ -149,23 +149,23 @@ def test_an_old_checkpoint_that_stays_is_not_taken_for_a_new_one_that_is_lacking
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(checkpoint_files, "prune", stays)
-    made, _, said = some("train")
-    begin_to_save(made, 2)
-    for one in made:
+    checkpoints, _, messages = some("train")
+    begin_to_save(checkpoints, 2)
+    for one in checkpoints:
         one.finish()
         one.close()
-    assert said == ["an old checkpoint could not be removed: Permission denied; the run goes on, the last good one is of step 2"]
+    assert messages == ["an old checkpoint could not be removed: Permission denied; the run goes on, the last good one is of step 2"]
     assert checkpoint_files.steps(tmp_path) == [2]
 
 
 def test_a_run_that_stops_for_it_says_which_is_the_last_good_one_in_every_process(some, monkeypatch):
-    made, _, _ = some("stop")
-    begin_to_save(made, 2)
-    for one in made:
+    checkpoints, _, _ = some("stop")
+    begin_to_save(checkpoints, 2)
+    for one in checkpoints:
         one.finish()
     monkeypatch.setattr(checkpoint_files, "write_layers", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    begin_to_save(made, 4)
-    for one in made:
+    begin_to_save(checkpoints, 4)
+    for one in checkpoints:
         with pytest.raises(OSError, match="a checkpoint could not be written: No space left on device; the last good one is of step 2"):
             one.finish()
         one.close()

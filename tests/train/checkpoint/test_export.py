@@ -52,29 +52,29 @@ def loaded(home, file, mode="strict", **sections):
     """Return the parameters that a warm start loads and the messages that it prints."""
     config = changed(home.data, warm_start={"file": str(file), "mode": mode}, **sections)
     pipe, batches = build.build(config, Reporter(1, 1, "", Console(quiet=True)))
-    said: list[str] = []
-    given = warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), said.append)
-    return given, said
+    messages: list[str] = []
+    params = warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), messages.append)
+    return params, messages
 
 
 def newest(run, step) -> dict:
     """Return the newest parameters in a checkpoint, by name."""
-    found = {}
+    arrays = {}
     for layer_id, parts in checkpoint_files.read_layers(run, step).items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(parts["params"]["0"]):
-            found["/".join([layer_id, *(key.key for key in path)])] = leaf
-    return found
+            arrays["/".join([layer_id, *(key.key for key in path)])] = leaf
+    return arrays
 
 
-def named(given) -> dict:
+def named(params) -> dict:
     """Return the parameters of all layers in one dict, by name."""
-    return {f"{layer_id}/{path}": array for layer_id, arrays in given.items() for path, array in arrays.items()}
+    return {f"{layer_id}/{path}": array for layer_id, arrays in params.items() for path, array in arrays.items()}
 
 
-def check_equal(found, expected):
-    assert found.keys() == expected.keys()
+def check_equal(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+        np.testing.assert_array_equal(actual[name], array, err_msg=name, strict=True)
 
 
 @pytest.mark.parametrize("as_it_is", [lambda leaf: {"w": leaf}, lambda leaf: leaf], ids=["dict", "one array"])
@@ -83,8 +83,8 @@ def test_averages_and_masters_are_exported_in_float32(as_it_is):
     weights, masters, average = np.ones(3, ml_dtypes.bfloat16), np.full(3, 1.001, np.float32), np.full(3, 0.9, np.float32)
     state = {"masters": as_it_is(masters), "state": {"optimizer": {"count": np.zeros(())}, "weights_ema": as_it_is(average)}}
     layers = {"a": {"params": {"0": export.by_path(as_it_is(weights))}, "optimizer": state}}
-    for expected, found in ((masters, layers), (average, export.with_ema(layers, 3))):
-        (array,) = export.by_name(found).values()
+    for expected, exported in ((masters, layers), (average, export.with_ema(layers, 3))):
+        (array,) = export.by_name(exported).values()
         np.testing.assert_array_equal(array, expected, strict=True)
 
 
@@ -95,8 +95,8 @@ def test_an_export_has_the_newest_parameters_by_name(home, tmp_path, capsys):
     assert cli.main(["export", str(home.run), "--out", str(earlier), "--step", "20"]) == 0
     check_equal(load_file(earlier), newest(home.run, 20))
     assert not np.array_equal(load_file(earlier)["head/logits/kernel"], load_file(home.file)["head/logits/kernel"])
-    told = capsys.readouterr().out
-    assert re.fullmatch(rf"\S+earlier\.safetensors: 17 arrays, {earlier.stat().st_size:,} bytes, step 20 of \S+gpt\n", told)
+    output = capsys.readouterr().out
+    assert re.fullmatch(rf"\S+earlier\.safetensors: 17 arrays, {earlier.stat().st_size:,} bytes, step 20 of \S+gpt\n", output)
     assert [path.name for path in tmp_path.iterdir()] == ["earlier.safetensors"]
 
 
@@ -110,36 +110,38 @@ def test_a_run_that_begins_with_an_export_knows_what_that_run_knew(home, tmp_pat
 def test_a_run_that_goes_on_leaves_a_warm_start_aside(home, tmp_path, capsys):
     run = {"dir": str(shutil.copytree(home.run, tmp_path / "run"))}
     loop.main(changed(home.data, run=run, train={"steps": STEPS + 1}, warm_start={"file": "nowhere.safetensors"}))
-    told = capsys.readouterr().out
-    assert "resumes at step 40" in told
-    assert "warm_start is ignored: it is for new runs" in told
+    output = capsys.readouterr().out
+    assert "resumes at step 40" in output
+    assert "warm_start is ignored: it is for new runs" in output
 
 
 def test_a_runs_folder_gives_what_its_export_gives(home):
-    given, told = loaded(home, home.run)
-    check_equal(named(given), load_file(home.file))
-    assert told == [f"warm start: 3 of 3 layers from '{home.run}', step 40"]
+    params, messages = loaded(home, home.run)
+    check_equal(named(params), load_file(home.file))
+    assert messages == [f"warm start: 3 of 3 layers from '{home.run}', step 40"]
 
 
 def test_partial_takes_what_fits_and_says_what_does_not(home):
-    given, told = loaded(home, home.file, "partial", model={"depth": 2, "seq_len": 4})
+    params, messages = loaded(home, home.file, "partial", model={"depth": 2, "seq_len": 4})
     expected = load_file(home.file)
     del expected["embed/position/embedding"]
-    check_equal(named(given), expected)
-    assert told == [
+    check_equal(named(params), expected)
+    assert messages == [
         f"warm start: 2 of 4 layers from '{home.file}'; fresh, at least in part: embed ('embed/position/embedding' is "
         "float32[8, 8] in the file, float32[4, 8] in the model), block_1 ('block_1/attention_norm/bias' is missing)"
     ]
-    _, (many,) = loaded(home, home.file, "partial", model={"depth": 7})
-    assert many.endswith(" and 3 more")
+    _, (message,) = loaded(home, home.file, "partial", model={"depth": 7})
+    assert message.endswith(" and 3 more")
 
 
 def test_partial_converts_and_strict_does_not(home, tmp_path):
     file = tmp_path / "half.safetensors"
     halves = {name: array.astype(ml_dtypes.bfloat16) for name, array in load_file(home.file).items()}
     save_file(halves, file)
-    given, _ = loaded(home, file, "partial")
-    check_equal(given["head"], {name.removeprefix("head/"): a.astype(np.float32) for name, a in halves.items() if name.startswith("head/")})
+    params, _ = loaded(home, file, "partial")
+    check_equal(
+        params["head"], {name.removeprefix("head/"): a.astype(np.float32) for name, a in halves.items() if name.startswith("head/")}
+    )
     with pytest.raises(InputError, match=r"expected 'embed/position/embedding' as in the model, float32\[8, 8\], found bfloat16"):
         loaded(home, file)
 
@@ -183,8 +185,8 @@ def test_processes_agree_on_what_is_in_the_file(home, tmp_path, monkeypatch):
     save_file({name: array + 1 for name, array in arrays.items()}, tmp_path / "more.safetensors")
     for file in (home.file, home.file, tmp_path / "more.safetensors"):
         loaded(home, file)
-    first, again, other = (facts["warm_start.file"] for facts in agreed)
-    assert first == again != other
+    first, second, other = (facts["warm_start.file"] for facts in agreed)
+    assert first == second != other
 
 
 def test_files_that_are_none_are_refused(home, tmp_path):
@@ -315,5 +317,5 @@ def test_the_pages_snippet_reads_a_checkpoint_without_jpipe(home, tmp_path, monk
     script.write_text(code)
     monkeypatch.chdir(home.folder)
     params = runpy.run_path(str(script))["params"]
-    found = {f"{layer_id}/{name}": np.asarray(array) for layer_id, tree in params.items() for name, array in export.by_path(tree).items()}
-    check_equal(found, newest(home.run, STEPS))
+    arrays = {f"{layer_id}/{name}": np.asarray(array) for layer_id, tree in params.items() for name, array in export.by_path(tree).items()}
+    check_equal(arrays, newest(home.run, STEPS))

@@ -163,9 +163,9 @@ def test_linked_checkpoints_and_items_are_not_read(name, tmp_path):
     linked = tmp_path / "checkpoints" / name
     linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(tmp_path / "elsewhere")
-    told: list[str] = []
-    assert checkpoint_files.newest_good(tmp_path, told.append) == 1
-    assert told == [f"{linked}: is a symbolic link, not a folder that jpipe has written; take another checkpoint"]
+    messages: list[str] = []
+    assert checkpoint_files.newest_good(tmp_path, messages.append) == 1
+    assert messages == [f"{linked}: is a symbolic link, not a folder that jpipe has written; take another checkpoint"]
     for read in (checkpoint_files.read_layers, checkpoint_files.layer_specs):
         with pytest.raises(InputError, match="is a symbolic link"):
             read(tmp_path, 3)
@@ -199,13 +199,13 @@ def test_event_files_for_tensorboard_follow_no_planted_link(outside, tmp_path, m
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events.out.tfevents.7").symlink_to(outside / ".bashrc")
     (tmp_path / "linked").symlink_to(outside)
-    told: list[str] = []
+    messages: list[str] = []
     for folder in ("tensorboard", "linked"):
-        with TensorBoard(tmp_path / folder, told.append) as tensorboard:
+        with TensorBoard(tmp_path / folder, messages.append) as tensorboard:
             tensorboard.write(0, {"loss": 1.0})
     assert contents(outside) == before
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    assert [line.partition("': ")[2].partition(",")[0] for line in told] == ["it is a symbolic link"]
+    assert [line.partition("': ")[2].partition(",")[0] for line in messages] == ["it is a symbolic link"]
 
 
 def test_a_folder_with_something_that_a_run_would_overwrite_is_refused(saved):
@@ -226,14 +226,14 @@ def test_a_run_goes_where_its_path_leads_and_resumes_there(saved, tmp_path, monk
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "here" / "läufe").symlink_to(tmp_path / "real place" / "deep")
     monkeypatch.chdir(tmp_path / "here")
-    given = "../here/läufe/../日本 run/"
-    summary = loop.main(changed(saved, run={"dir": given}))
+    run_dir = "../here/läufe/../日本 run/"
+    summary = loop.main(changed(saved, run={"dir": run_dir}))
     assert summary.folder == tmp_path / "real place" / "日本 run"
     assert checkpoint_files.steps(summary.folder) == [4]
     assert f"the run is in {summary.folder}" in capsys.readouterr().out.replace("\n", "")
-    found = find(changed(saved, run={"dir": given}), "must", Together(None), print)
-    assert (found.step, found.folder) == (4, summary.folder)
-    export(given, "../out put.safetensors", None, print)
+    resumed = find(changed(saved, run={"dir": run_dir}), "must", Together(None), print)
+    assert (resumed.step, resumed.folder) == (4, summary.folder)
+    export(run_dir, "../out put.safetensors", None, print)
     assert (tmp_path / "out put.safetensors").exists()
 
 
@@ -241,9 +241,9 @@ def test_a_name_that_is_not_utf8_is_refused_before_anything_is_made(saved, tmp_p
     here = os.fsencode(tmp_path) + b"/\xff"
     os.mkdir(here)
     monkeypatch.chdir(here)
-    for given in (None, "run"):
+    for run_dir in (None, "run"):
         with pytest.raises(InputError, match=r"run.dir: expected a path in UTF-8"):
-            loop.main(changed(saved, run={"dir": given}))
+            loop.main(changed(saved, run={"dir": run_dir}))
     assert os.listdir(here) == []
 
 

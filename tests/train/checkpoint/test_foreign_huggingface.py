@@ -68,17 +68,17 @@ def test_tensors_that_are_missing_additional_or_of_another_shape_are_listed(tmp_
         tensors["score.weight"] = tensors["score.bias"] = np.zeros(3, np.float32)
 
     folder = folders.copied("gpt2", tmp_path / "folder", change)
-    found = ", ".join(f"transformer.h.0.{name}" for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"))
+    missing = ", ".join(f"transformer.h.0.{name}" for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"))
     refused(
         folder,
-        f"expected the 28 tensors of the model in config.json, found that 8 are missing: {found}, transformer.h.1.ln_1.weight, …; 2 are "
+        f"expected the 28 tensors of the model in config.json, found that 8 are missing: {missing}, transformer.h.1.ln_1.weight, …; 2 are "
         "not of this model: score.bias, score.weight; 1 has another shape: transformer.wpe.weight ([8, 16], not [16, 16]); with "
         "warm_start.mode=partial what fits is taken",
     )
-    there = arrays(folder, strict=False)
-    assert "embed/position/embedding" not in there
-    assert "block_0/attention_norm/scale" not in there
-    assert len(there) == 19
+    loaded = arrays(folder, strict=False)
+    assert "embed/position/embedding" not in loaded
+    assert "block_0/attention_norm/scale" not in loaded
+    assert len(loaded) == 19
 
 
 def test_one_tensor_is_told_of_as_one_and_a_long_name_is_cut(tmp_path):
@@ -231,21 +231,21 @@ def test_what_older_versions_wrote_is_read(tmp_path):
     expected = arrays(GOLDEN / "gpt2")
 
     def old(tensors):
-        found = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
-        found["h.0.attn.bias"] = np.ones((1, 1, 16, 16), np.float32)
-        return found | {"lm_head.weight": tensors["transformer.wte.weight"]}
+        converted = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+        converted["h.0.attn.bias"] = np.ones((1, 1, 16, 16), np.float32)
+        return converted | {"lm_head.weight": tensors["transformer.wte.weight"]}
 
-    found = arrays(folders.copied("gpt2", tmp_path / "gpt2", old))
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name], array) for name, array in expected.items())
+    actual = arrays(folders.copied("gpt2", tmp_path / "gpt2", old))
+    assert actual.keys() == expected.keys()
+    assert all(np.array_equal(actual[name], array) for name, array in expected.items())
 
     def gamma(tensors):
         renamed = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-        found = {re.sub("|".join(renamed), lambda part: renamed[part[0]], key): tensor for key, tensor in tensors.items()}
-        return found | {"bert.embeddings.position_ids": np.arange(16)[None]}
+        converted = {re.sub("|".join(renamed), lambda part: renamed[part[0]], key): tensor for key, tensor in tensors.items()}
+        return converted | {"bert.embeddings.position_ids": np.arange(16)[None]}
 
-    found, expected = arrays(folders.copied("bert", tmp_path / "bert", gamma)), arrays(GOLDEN / "bert")
-    assert all(np.array_equal(found[name], array) for name, array in expected.items())
+    actual, expected = arrays(folders.copied("bert", tmp_path / "bert", gamma)), arrays(GOLDEN / "bert")
+    assert all(np.array_equal(actual[name], array) for name, array in expected.items())
 
 
 def test_tied_embeddings_that_differ_are_refused(tmp_path):
@@ -258,13 +258,13 @@ def test_tied_embeddings_that_differ_are_refused(tmp_path):
 
 def test_a_masked_model_without_the_other_head_begins_with_a_fresh_one(tmp_path):
     """As transformers writes BertForMaskedLM; part of that head is a mistake."""
-    said = {"architectures": ["BertForMaskedLM"]}
+    config_changes = {"architectures": ["BertForMaskedLM"]}
     optional = ("bert.pooler.", "cls.seq_relationship.")
 
     def without(tensors):
         return {key: tensor for key, tensor in tensors.items() if not key.startswith(optional)}
 
-    folder = folders.copied("bert", tmp_path / "without", without, said)
+    folder = folders.copied("bert", tmp_path / "without", without, config_changes)
     source = huggingface.source(folder)
     assert source.optional - source.specs.keys() == {
         f"head/{name}/{part}" for name in ("pooler", "next_sentence") for part in ("kernel", "bias")
@@ -273,18 +273,18 @@ def test_a_masked_model_without_the_other_head_begins_with_a_fresh_one(tmp_path)
     assert warm_start.fitting(source, model, strict=True) == source.specs.keys()
     refused(folders.copied("bert", tmp_path / "pre", without), "4 are missing: bert.pooler.dense.weight")
     half = folders.copied(
-        "bert", tmp_path / "half", lambda tensors: without(tensors) | {"bert.pooler.dense.bias": np.zeros(16, np.float32)}, said
+        "bert", tmp_path / "half", lambda tensors: without(tensors) | {"bert.pooler.dense.bias": np.zeros(16, np.float32)}, config_changes
     )
     refused(half, "3 are missing: bert.pooler.dense.weight")
-    assert len(arrays(folders.copied("bert", tmp_path / "both", None, said))) == len(arrays(GOLDEN / "bert"))
+    assert len(arrays(folders.copied("bert", tmp_path / "both", None, config_changes))) == len(arrays(GOLDEN / "bert"))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
 def test_other_floats_are_read_as_they_are(dtype, tmp_path):
     folder = folders.copied("llama", tmp_path / "folder", lambda tensors: {key: tensor.astype(dtype) for key, tensor in tensors.items()})
-    found, expected = arrays(folder), arrays(GOLDEN / "llama")
+    actual, expected = arrays(folder), arrays(GOLDEN / "llama")
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array.astype(dtype), strict=True)
+        np.testing.assert_array_equal(actual[name], array.astype(dtype), strict=True)
 
 
 def test_the_digest_tells_folders_apart(tmp_path):

@@ -96,10 +96,10 @@ HEADERS = {
 
 @pytest.mark.parametrize("kind", HEADERS)
 def test_arrays_that_are_not_what_the_files_hold_are_refused_before_they_are_read(run, place, kind):
-    content, told = HEADERS[kind]
+    content, reason = HEADERS[kind]
     rewrite(place, **{f"{W}.zarray": content})
     seal(place)
-    with pytest.raises(Damaged, match=rf"default: is no Orbax item as jpipe writes it .*{told}"):
+    with pytest.raises(Damaged, match=rf"default: is no Orbax item as jpipe writes it .*{reason}"):
         read_layers(run, 20)
 
 
@@ -111,7 +111,7 @@ def test_a_chunk_that_is_more_than_was_declared_is_refused(run, place):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         (lambda data: data | {"use_zarr3": True}, "expected Zarr arrays, version 2, in an OCDBT store"),
         (lambda data: data | {"use_ocdbt": False}, "expected Zarr arrays, version 2, in an OCDBT store"),
@@ -130,15 +130,15 @@ def test_a_chunk_that_is_more_than_was_declared_is_refused(run, place):
         (lambda data: data | {"tree_metadata": {"x": entry(["layer"], "Dict"), "y": entry(["layer", "x"], "Dict")}}, None),
     ],
 )
-def test_trees_that_jpipe_does_not_write_are_refused(run, place, change, told):
+def test_trees_that_jpipe_does_not_write_are_refused(run, place, change, reason):
     file = place / "default" / "_METADATA"
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     seal(place)
-    if told is None:
+    if reason is None:
         assert read_layers(run, 20) == {"layer": {"x": {}}}
         return
     for read in (read_layers, layer_specs):
-        with pytest.raises(Damaged, match=rf"default: is no Orbax item as jpipe writes it \(.*{told}"):
+        with pytest.raises(Damaged, match=rf"default: is no Orbax item as jpipe writes it \(.*{reason}"):
             read(run, 20)
 
 
@@ -173,9 +173,9 @@ def test_what_is_no_file_keeps_nobody_waiting(run, place):
 @pytest.mark.parametrize(("name", "size"), [("checkpoint.json", 2**23), ("process-0.json", 2**23), ("metrics.jsonl", 2**30)])
 def test_records_without_end_are_not_read(run, place, name, size):
     os.truncate(place / name, size + 1)  # no blocks on the disk
-    told: list[str] = []
-    assert newest_good(run, told.append) is None
-    assert told[0].startswith(f"{place / name}: is larger than {size:,} bytes, was not written by jpipe")
+    messages: list[str] = []
+    assert newest_good(run, messages.append) is None
+    assert messages[0].startswith(f"{place / name}: is larger than {size:,} bytes, was not written by jpipe")
 
 
 ROWS = {
@@ -216,9 +216,9 @@ CONFIGS = {
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_configs_in_checkpoints_are_read_as_carefully_as_those_of_users(run, place, kind):
-    config, told = CONFIGS[kind]
+    config, reason = CONFIGS[kind]
     seal(place, FACTS | {"config": config})
-    with pytest.raises(jpipe.InputError, match=rf"checkpoints: step 20: facts: config: .*{told}"):
+    with pytest.raises(jpipe.InputError, match=rf"checkpoints: step 20: facts: config: .*{reason}"):
         find(Config.model_validate({"run": {"dir": str(run)}}), "auto", Together(None), print)
 
 
@@ -278,6 +278,6 @@ def test_a_refused_export_is_one_message_and_nothing_else(run, place, capfd):
 
 
 def test_what_the_writer_writes_the_reader_takes(run):
-    found = read_layers(run, 20)["layer"]["params"]["0"]
-    assert jnp.array_equal(found["w"], LAYERS["layer"]["params"]["0"]["w"])
+    restored = read_layers(run, 20)["layer"]["params"]["0"]
+    assert jnp.array_equal(restored["w"], LAYERS["layer"]["params"]["0"]["w"])
     assert yaml.safe_load(Facts(**FACTS).config) == {"train": {}, "plan": {}}

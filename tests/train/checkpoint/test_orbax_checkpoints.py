@@ -157,10 +157,10 @@ def test_a_run_begins_with_parameters_of_other_names(kind, tiny, tmp_path):
     else:
         file = tmp_path / "file.safetensors"
         save_file(arrays, file)
-    said = []
+    messages = []
     section = WarmStartConfig(file=str(file), names=renaming)
-    params = warm_start.load(section, pipe, batches.train[0], Together(None), said.append)
+    params = warm_start.load(section, pipe, batches.train[0], Together(None), messages.append)
     for i, name in enumerate(names):
         layer_id, _, path = name.partition("/")
         assert (params[layer_id][path] == i).all()
-    assert said[0].startswith("warm start: 3 of 3 layers from ")
+    assert messages[0].startswith("warm start: 3 of 3 layers from ")

@@ -34,13 +34,13 @@ def stop_before(monkeypatch, step):
     """Let the next run end before it feeds this batch, once all checkpoints begun are written."""
     real = checkpoints.Checkpoints.schedule_snapshot
 
-    def arm(self, at):
+    def schedule_snapshot(self, at):
         if at == step:
             self.finish()
             raise Killed
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", schedule_snapshot)
 
 
 def run_in_two(config, monkeypatch, step, **later):
@@ -118,9 +118,9 @@ def test_what_is_damaged_is_told_and_the_one_before_is_used(saved, monkeypatch, 
     damaged = max((folder / "checkpoints" / "4").rglob("d/*"), key=lambda file: file.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     summary = loop.main(changed(saved))
-    told = " ".join(capsys.readouterr().out.split())
-    assert damaged.name in told
-    assert "resumes at step 2" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert damaged.name in output
+    assert "resumes at step 2" in output
     assert [row["step"] for row in rows_of(summary.folder)] == list(range(7))
 
 
@@ -232,9 +232,9 @@ def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, c
     monkeypatch.setattr(RunFolder, "log", fuller)
     folder = loop.main(changed(saved, checkpoint={"on_full_disk": "train"})).folder
     assert [row["step"] for row in rows_of(folder)] == list(range(7))
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("cannot be written: No space left on device; the run goes on, and keeps its rows") == 1
-    assert told.count("has all rows again") == 1
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("cannot be written: No space left on device; the run goes on, and keeps its rows") == 1
+    assert output.count("has all rows again") == 1
     assert [json.loads(line)["step"] for line in checkpoint_files.read_metrics(folder, 4).splitlines()][:4] == [0, 1, 2, 3]
     monkeypatch.setattr(RunFolder, "log", log)
     monkeypatch.setattr(RunFolder, "go_on", fills)
@@ -273,9 +273,9 @@ def test_a_checkpoint_that_is_completed_while_the_one_before_is_read_is_not_lost
     newest_good = checkpoint_files.newest_good
 
     def slowly(*arguments):
-        found = newest_good(*arguments)
+        step = newest_good(*arguments)
         marker.write_bytes(content)
-        return found
+        return step
 
     monkeypatch.setattr(checkpoint_files, "newest_good", slowly)
     with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile, its last checkpoint is of step 4 now"):
@@ -287,10 +287,10 @@ def test_what_is_unfinished_makes_room_before_anything_is_written(saved, monkeyp
     folder = loop.main(changed(saved, train={"steps": 4})).folder
     unfinished = folder / "checkpoints" / "6"
     unfinished.mkdir()
-    go_on, there = RunFolder.go_on, []
-    monkeypatch.setattr(RunFolder, "go_on", lambda self, rows: there.append(unfinished.exists()) or go_on(self, rows))
+    go_on, existed = RunFolder.go_on, []
+    monkeypatch.setattr(RunFolder, "go_on", lambda self, rows: existed.append(unfinished.exists()) or go_on(self, rows))
     loop.main(changed(saved))
-    assert there == [False]
+    assert existed == [False]
 
 
 def test_checkpoints_that_may_not_be_read_are_told(saved, monkeypatch):
@@ -387,8 +387,8 @@ def test_settings_that_change_numbers_and_were_other_ones_are_told(tmp_path, mon
     facts = Facts(config="train: {}\nplan: {}\n", plan="{}", devices=1, val_loss_before=1.0, versions=numeric_settings())
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     with jax.default_prng_impl("rbg"):
-        told = Resumed(tmp_path, 3, facts, (3,)).other_versions()
-    assert told == ["jax_default_prng_impl threefry2x32, now rbg", "XLA_FLAGS unset, now --xla_cpu_enable_fast_math=true"]
+        changes = Resumed(tmp_path, 3, facts, (3,)).other_versions()
+    assert changes == ["jax_default_prng_impl threefry2x32, now rbg", "XLA_FLAGS unset, now --xla_cpu_enable_fast_math=true"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -430,9 +430,9 @@ def test_a_job_that_was_not_to_resume_goes_on_with_what_it_has_written_itself(sa
 
 @pytest.mark.slow
 def test_a_plan_found_once_is_kept(saved, monkeypatch):
-    found = jpipe.Plan.even(("embed", "block_0", "head"), 3, "pipedream", 2)
+    plan = jpipe.Plan.even(("embed", "block_0", "head"), 3, "pipedream", 2)
     calls = []
-    monkeypatch.setattr(loop, "find_plan", lambda *_: calls.append(1) or found)
+    monkeypatch.setattr(loop, "find_plan", lambda *_: calls.append(1) or plan)
     summary = run_in_two(saved | {"plan": {"file": "auto"}}, monkeypatch, 5)
     assert calls == [1]
     assert json.loads((summary.folder / "plan.json").read_text())["schedule"] == "pipedream"

@@ -49,8 +49,8 @@ def test_logits_of_masked_models_and_of_short_floats(name, theirs):
     stack, arrays = folders.read(theirs / name)
     inputs = jnp.asarray(expected["tokens"].astype(np.int32))
     if name == "masked":
-        made = folders.read(theirs / "bert")[1]
-        arrays = {key: arrays.get(key, array) for key, array in made.items()}
+        stored_arrays = folders.read(theirs / "bert")[1]
+        arrays = {key: arrays.get(key, array) for key, array in stored_arrays.items()}
     params = folders.nested(stack, {key: array.astype(np.float32) for key, array in arrays.items()}, inputs)
     outputs = applied(stack, stack.ties.split(params), inputs)
     folders.close(outputs["tokens"] if name == "masked" else outputs, expected["logits"])

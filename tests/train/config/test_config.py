@@ -43,14 +43,14 @@ def test_what_is_written_is_read_back(write, tiny):
 
 
 def test_keys_of_arguments_stay_the_numbers_they_are(write):
-    given = {"model": {"target": "a:b", "arguments": {"sizes": {1: 0.5, "1": "one", 2.5: True}}}}
-    written = config_file.to_yaml(Config.model_validate(given))
-    assert config_file.load(write(written), allow_code=True).model.arguments == given["model"]["arguments"]
+    content = {"model": {"target": "a:b", "arguments": {"sizes": {1: 0.5, "1": "one", 2.5: True}}}}
+    written = config_file.to_yaml(Config.model_validate(content))
+    assert config_file.load(write(written), allow_code=True).model.arguments == content["model"]["arguments"]
 
 
 def test_the_shipped_config_names_every_key():
-    given = yaml.safe_load(GPT_BYTES.read_text())
-    assert config_file.load(GPT_BYTES).model_dump() == given
+    content = yaml.safe_load(GPT_BYTES.read_text())
+    assert config_file.load(GPT_BYTES).model_dump() == content
 
 
 def test_the_small_llama_is_one():
@@ -61,9 +61,11 @@ def test_the_small_llama_is_one():
 
 def test_the_options_of_a_plan_are_those_of_a_config_in_the_same_order():
     options = {name: field for name, field in Plan.model_fields.items() if not field.is_required()}
-    own = {name: field for name, field in PlanConfig.model_fields.items() if name in options}
-    assert list(own) == [name for name in options if name not in ("format", "ranks", "order", "order_limit", "placement", "predicted")]
-    for name, field in own.items():
+    config_fields = {name: field for name, field in PlanConfig.model_fields.items() if name in options}
+    assert list(config_fields) == [
+        name for name in options if name not in ("format", "ranks", "order", "order_limit", "placement", "predicted")
+    ]
+    for name, field in config_fields.items():
         assert field.default == options[name].default
         if name in ("rules", "param_axes"):  # in a config a mapping like any other, in a plan one that cannot change
             continue

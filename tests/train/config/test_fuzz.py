@@ -86,10 +86,10 @@ SNIPPETS = st.sampled_from(
 ) | st.text(max_size=3)
 
 
-def places(data: Any, above: tuple = ()) -> list[tuple]:
+def paths(data: Any, above: tuple = ()) -> list[tuple]:
     """Return the paths of all items inside nested data."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [place for key, value in items for place in ((*above, key), *places(value, (*above, key)))]
+    return [place for key, value in items for place in ((*above, key), *paths(value, (*above, key)))]
 
 
 @st.composite
@@ -113,7 +113,7 @@ def spoiled_data(draw, data: Any) -> Any:
     """Plain data with a value or a key dropped, renamed, replaced, of another type, swapped or doubled in up to three places."""
     data = copy.deepcopy(data)
     for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
-        if not (inside := places(data)):
+        if not (inside := paths(data)):
             return data
         *above, last = draw(st.sampled_from(inside))
         holder = data
@@ -160,7 +160,7 @@ def spoiled_text(draw, text: str) -> str:
             case "insert":
                 text = text[:a] + draw(SNIPPETS) + text[a:]
             case "value":
-                lines[i] = re.sub(r"(: *)[^,}#]*", lambda found: found[1] + draw(SNIPPETS), lines[i], count=1)
+                lines[i] = re.sub(r"(: *)[^,}#]*", lambda match: match[1] + draw(SNIPPETS), lines[i], count=1)
                 text = "\n".join(lines)
             case "repeat":
                 at = draw(st.sampled_from([i, j, j]))
@@ -270,23 +270,23 @@ def refuse(constant: str) -> Any:
     raise Unclear(constant)
 
 
-def same(found: Any, meant: Any) -> bool:
+def same(actual: Any, meant: Any) -> bool:
     """Equal, and of the same type; only a whole number may stand for a float."""
-    match found, meant:
+    match actual, meant:
         case (dict(), dict()):
-            return found.keys() == meant.keys() and all(same(found[key], meant[key]) for key in found)
+            return actual.keys() == meant.keys() and all(same(actual[key], meant[key]) for key in actual)
         case (list(), list()):
-            return len(found) == len(meant) and all(map(same, found, meant))
+            return len(actual) == len(meant) and all(map(same, actual, meant))
         case (float(), int() | float()) if not isinstance(meant, bool):
-            return found == meant or found != found != meant != meant
-    return type(found) is type(meant) and found == meant
+            return actual == meant or actual != actual != meant != meant
+    return type(actual) is type(meant) and actual == meant
 
 
-def filled(given: dict, fields: dict, empty: tuple[str, ...] = ()) -> dict:
+def filled(section: dict, fields: dict, empty: tuple[str, ...] = ()) -> dict:
     """Add the defaults of missing fields, checking that there are no other keys; null may stand for {} in `empty`."""
-    assert given.keys() <= fields.keys()
+    assert section.keys() <= fields.keys()
     usual = {key: dict(field.default) if isinstance(field.default, Mapping) else field.default for key, field in fields.items()}
-    return {key: {} if key in empty and given.get(key, 0) is None else given.get(key, usual[key]) for key in fields}
+    return {key: {} if key in empty and section.get(key, 0) is None else section.get(key, usual[key]) for key in fields}
 
 
 def assert_means(config: Config, content: bytes, overrides: list[str]) -> None:
@@ -306,11 +306,11 @@ def assert_means(config: Config, content: bytes, overrides: list[str]) -> None:
     for scalar in scalars:
         assert same(getattr(config, scalar), sections.pop(scalar))
     for name, section in sections.items():
-        held = getattr(config, name)
+        parsed = getattr(config, name)
         if name == "model" and isinstance(section, dict) and section.get("preset"):
             section = {**PRESETS[section["preset"]], **section}
-        meant = filled(section, type(held).model_fields, ("arguments", "lr_arguments")) if isinstance(section, dict) else dict(section)
-        assert same(dict(held), meant)
+        meant = filled(section, type(parsed).model_fields, ("arguments", "lr_arguments")) if isinstance(section, dict) else dict(section)
+        assert same(dict(parsed), meant)
 
 
 @pytest.fixture
@@ -366,8 +366,8 @@ def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, t
     file.write_bytes(content)
     accepted.clear()
     flags = [word for override in overrides for word in ("--set", override)]
-    taken = answered(command, str(file), "--allow-code", *flags)
-    assert len(accepted) == taken
+    is_accepted = answered(command, str(file), "--allow-code", *flags)
+    assert len(accepted) == is_accepted
     for config in accepted:
         assert_means(config, content, overrides)
         file.write_text(config_file.to_yaml(config), encoding="utf-8")
@@ -384,8 +384,8 @@ def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, 
         patch.setattr(jpipe_train.plan.simulate, "MOST_FORWARDS", 200)
         patch.setattr(jpipe, "lower", lambda plan, batches, **options: (plans.append(plan), real(plan, batches, **options))[1])
         (tmp_path / "plan.json").write_bytes(content)
-        taken = answered("simulate", "plan.json")
-    assert bool(plans) == taken
+        is_accepted = answered("simulate", "plan.json")
+    assert bool(plans) == is_accepted
     for plan in plans:
         data = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
         stages = [filled(stage, jpipe.Stage.model_fields) for stage in data["stages"]]

@@ -19,8 +19,8 @@ OURS = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0
 
 def said(name: str, **changes) -> dict:
     """Return a golden `config.json` with other values; `...` removes a key."""
-    found = json.loads((GOLDEN / name / "config.json").read_text()) | changes
-    return {key: value for key, value in found.items() if value is not ...}
+    content = json.loads((GOLDEN / name / "config.json").read_text()) | changes
+    return {key: value for key, value in content.items() if value is not ...}
 
 
 def keys(name: str, **changes) -> dict:
@@ -47,9 +47,9 @@ def keys(name: str, **changes) -> dict:
     ],
 )  # fmt: skip
 def test_it_says_the_keys_of_the_model(name, changes, expected):
-    found = keys(name, **changes)
-    assert {key: found[key] for key in expected} == expected
-    ModelConfig(**found, seq_len=8)
+    model_keys = keys(name, **changes)
+    assert {key: model_keys[key] for key in expected} == expected
+    ModelConfig(**model_keys, seq_len=8)
 
 
 OTHERS = "expected one of GPT2LMHeadModel, LlamaForCausalLM, BertForPreTraining, BertForMaskedLM, found "
@@ -163,11 +163,11 @@ def test_a_folder_may_be_relative_and_linked(tmp_path, monkeypatch):
 def test_what_is_written_says_the_same_model(name):
     model = ModelConfig() if name == "default" else ModelConfig(preset=name)
     content = json.loads(json.dumps(huggingface.to_json_keys(model)))
-    found = huggingface.parse(content)
-    for key, value in found.keys.items():
+    parsed = huggingface.parse(content)
+    for key, value in parsed.keys.items():
         ours = getattr(model, f"{key}_used", getattr(model, key))
         assert (ours.model_dump() if key == "rope_scaling" and ours else ours) == value, key
-    assert content["model_type"] == {"G": "gpt2", "L": "llama", "B": "bert"}[found.architecture[0]]
+    assert content["model_type"] == {"G": "gpt2", "L": "llama", "B": "bert"}[parsed.architecture[0]]
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,12 @@ def preempt_at(monkeypatch, step):
     """Let it do so in this step of a run."""
     real = checkpoints.Checkpoints.schedule_snapshot
 
-    def arm(self, at):
+    def schedule_snapshot(self, at):
         if at == step:
             preempt()
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", schedule_snapshot)
 
 
 class Mailbox(jpipe.processes.Processes):
@@ -84,7 +84,7 @@ def test_all_processes_save_at_one_step_and_leave_at_one_step(seed):
         for preemption in {moment: [chance.choice(preemptions)], moment + 20: [chance.choice(preemptions)]}.get(now, []):
             with preemption:
                 preempt()
-        steps = [len(own) for own in orders]
+        steps = [len(process_orders) for process_orders in orders]
         able = [k for k in (1, 2) if steps[k] <= steps[0]] + ([0] if steps[0] < min(steps) + 3 else [])
         if left := [k for k in able if "leave" not in orders[k]]:
             k = chance.choice(left)
@@ -200,8 +200,8 @@ def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, 
     assert (parts.folder / "report.html").exists(), "the run came to its own end"
     assert (parts.steps, parts.val_loss_before, parts.val_loss_after) == (12, whole.val_loss_before, whole.val_loss_after)
     assert checkpoint_files.steps(parts.folder) == [4, 12]
-    found, expected = (checkpoint_files.read_layers(summary.folder, 12) for summary in (parts, whole))
-    check_equal(found, expected)
+    actual, expected = (checkpoint_files.read_layers(summary.folder, 12) for summary in (parts, whole))
+    check_equal(actual, expected)
 
 
 @pytest.mark.slow
@@ -216,9 +216,9 @@ def test_what_cannot_be_saved_is_no_success(saved, monkeypatch):
 
 
 def test_a_launcher_that_is_asked_to_end_ends_as_its_processes_do():
-    asked = "signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\nready()\ntime.sleep(60)"
+    program = "signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\nready()\ntime.sleep(60)"
     for code, expected in ("0", 0), ("me", 128 + signal.SIGTERM):
-        with launched(2, asked.replace("{code}", code), restarts=5) as process:
+        with launched(2, program.replace("{code}", code), restarts=5) as process:
             numbers = pids(process, 2)
             process.send_signal(signal.SIGTERM)
             _, err = process.communicate(timeout=LIMIT)
@@ -238,9 +238,9 @@ def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path,
             assert time.monotonic() < deadline
             time.sleep(0.05)
         processes[1].send_signal(signal.SIGTERM)
-        told = [process.communicate(timeout=LIMIT) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    step = int(re.search(r"stopped by SIGTERM; the checkpoint of step (\d+) is written", told[0][0])[1])
+        outputs = [process.communicate(timeout=LIMIT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    step = int(re.search(r"stopped by SIGTERM; the checkpoint of step (\d+) is written", outputs[0][0])[1])
     assert checkpoint_files.steps(metrics.parent) == [step]
     more = {"steps": step + 3, "eval_every": ENDLESS}
     parts = loop.main(changed(saved, train=more), resume="must")

@@ -39,12 +39,12 @@ def raise_at(monkeypatch, number, step):
     """Let the run get this signal in this step."""
     real = checkpoints.Checkpoints.schedule_snapshot
 
-    def arm(self, at):
+    def schedule_snapshot(self, at):
         if at == step:
             signal.raise_signal(number)
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", schedule_snapshot)
 
 
 @pytest.mark.slow
@@ -72,8 +72,8 @@ def test_where_sighup_is_ignored_it_stays_ignored(monkeypatch):
 
 
 def test_a_hangup_is_no_second_signal_and_under_launch_nothing_is(monkeypatch):
-    left = []
-    monkeypatch.setattr(signals, "leave", left.append)
+    exits = []
+    monkeypatch.setattr(signals, "leave", exits.append)
     with Preemption(None, saves=True) as one:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
@@ -85,15 +85,15 @@ def test_a_hangup_is_no_second_signal_and_under_launch_nothing_is(monkeypatch):
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
         assert one.decide(0, bool) == "save"
-    assert left == []
+    assert exits == []
 
 
 def test_the_launcher_says_that_it_is_one_and_takes_hangups_for_one_signal():
     assert process_group._environment(0, one_thread=False)[preemption.LAUNCHER] == str(os.getpid())
-    with launch._recorded_signals() as heard:
+    with launch._recorded_signals() as received:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
-    assert heard == [signal.SIGHUP, signal.SIGTERM]
+    assert received == [signal.SIGHUP, signal.SIGTERM]
 
 
 WAITS = """
@@ -187,8 +187,8 @@ def test_a_process_without_output_has_one_that_goes_nowhere(monkeypatch):
 
 
 def test_a_night_in_which_all_processes_are_stopped_is_no_loss(monkeypatch):
-    given = {}
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
+    arguments = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: arguments.update(options))
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     jax_runtime.start(Address("10.0.0.1", 9876), 2, 0, None, None, 60.0)
-    assert given["heartbeat_timeout_seconds"] >= 12 * 3600
+    assert arguments["heartbeat_timeout_seconds"] >= 12 * 3600

@@ -77,9 +77,9 @@ def test_what_is_only_named_like_an_image_is_told_before_the_first_step(tmp_path
     message = rf"data\.arguments\.folder: expected a file, found something else as '{folder}/a/4\.png', such as a FIFO or a link that leads"
     with pytest.raises(InputError, match=message):
         images.load(0, 1, **arguments)
-    found = images.load(0, 1, **arguments, skip_broken=True)
-    assert len(found.validation) >= 1
-    assert found.remarks == (f"2 images left out that is no regular file, the first is '{folder}/a/4.png'",)
+    dataset = images.load(0, 1, **arguments, skip_broken=True)
+    assert len(dataset.validation) >= 1
+    assert dataset.remarks == (f"2 images left out that is no regular file, the first is '{folder}/a/4.png'",)
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
@@ -140,7 +140,7 @@ def spoiled(path, flag: tuple[int, int] = (0, 0), header: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("changes", "message"),
     [
         ({"flag": (0, 1)}, "cannot read '{}': File .* is encrypted, password required"),  # RuntimeError
         ({"flag": (2, 93)}, "cannot read '{}': That compression method is not supported"),  # NotImplementedError
@@ -156,10 +156,10 @@ def spoiled(path, flag: tuple[int, int] = (0, 0), header: str = "") -> None:
     ],
     ids=["encrypted", "method", "tokens", "brackets", "many", "negative", "short", "objects"],
 )
-def test_features_that_lie_are_told(given, found, tmp_path):
+def test_features_that_lie_are_told(changes, message, tmp_path):
     path = tmp_path / "video.npz"
-    spoiled(path, **given)
-    with pytest.raises(InputError, match=found.format(re.escape(str(path)))):
+    spoiled(path, **changes)
+    with pytest.raises(InputError, match=message.format(re.escape(str(path)))):
         captions.features_of(path, SIZES)
 
 
@@ -167,31 +167,31 @@ def test_tokens_that_are_cut_off_while_they_are_read_are_told(documents, tokeniz
     """A memory map would end this process by SIGBUS."""
     prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
     folder, index = token_files.read_index(str(tmp_path / "tokens"), "data.path")
-    found = token_files.documents(folder, index, index.train)
-    found.read(0, 8)
-    found.begins(0, 8)
+    reader = token_files.documents(folder, index, index.train)
+    reader.read(0, 8)
+    reader.begins(0, 8)
     for name in ("train-00000.bin", "train-00000.ends"):
         os.truncate(folder / name, 4)
-    for read, name in ((found.read, "train-00000.bin"), (found.begins, "train-00000.ends")):
+    for read, name in ((reader.read, "train-00000.bin"), (reader.begins, "train-00000.ends")):
         message = rf"data: expected at least .* bytes in '{folder / name}', found 4: it was cut off while it was read; copy it again"
         with pytest.raises(InputError, match=message):
-            read(0, found.size)
+            read(0, reader.size)
 
 
 def test_ends_are_found_in_a_file_as_in_memory(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 4, 3000)
     ends = np.cumsum(lengths).astype("<u8")
     (tmp_path / "ends").write_bytes(b"skipped!" + ends.tobytes())
-    there = FileArray(tmp_path / "ends", ends.dtype, 8)
-    assert there.size == len(there) == ends.size
+    on_disk = FileArray(tmp_path / "ends", ends.dtype, 8)
+    assert on_disk.size == len(on_disk) == ends.size
     tokens = np.zeros(int(ends[-1]), np.uint16)
-    found, expected = (Documents([Shard("s", tokens.size, lambda: tokens, lambda each=each: each)], 9) for each in (there, ends))
+    actual, expected = (Documents([Shard("s", tokens.size, lambda: tokens, lambda each=each: each)], 9) for each in (on_disk, ends))
     starts = np.zeros(tokens.size, bool)
     starts[np.concatenate([[0], ends[:-1].astype(int)])] = True
     for start in range(0, tokens.size - 60, 501):
-        np.testing.assert_array_equal(found.begins(start, start + 60), starts[start : start + 60])
-        assert found.number(start) == expected.number(start) == (0, int(starts[: start + 1].sum()) - 1)
-    assert found.digest() == expected.digest()
+        np.testing.assert_array_equal(actual.begins(start, start + 60), starts[start : start + 60])
+        assert actual.number(start) == expected.number(start) == (0, int(starts[: start + 1].sum()) - 1)
+    assert actual.digest() == expected.digest()
 
 
 @pytest.mark.parametrize("files", [1, 3])
@@ -207,8 +207,8 @@ def test_bytes_that_take_too_much_memory_are_read_where_they_are_needed(files, t
     monkeypatch.setattr(splits, "_MOST_IN_MEMORY", 100)
     lazy = data.load(config)
     assert lazy.amount == in_memory.amount
-    found = [whole(lazy.train[t]) for t in range(3)] + [whole(lazy.validation[0])]
-    for one, other in zip(found, expected, strict=True):
+    actual = [whole(lazy.train[t]) for t in range(3)] + [whole(lazy.validation[0])]
+    for one, other in zip(actual, expected, strict=True):
         for mine, theirs in zip(one, other, strict=True):
             np.testing.assert_array_equal(mine, theirs)
     digest = lazy.digest()
@@ -222,8 +222,8 @@ def test_bytes_that_take_too_much_memory_are_read_where_they_are_needed(files, t
 def test_a_file_larger_than_memory_is_no_more_than_named(tiny, tmp_path):
     with open(tmp_path / "large.txt", "wb") as file:
         file.truncate(2**42)  # no blocks on the disk
-    found = data.load(Config.model_validate(tiny | {"data": {"path": str(tmp_path / "large.txt")}}))
-    assert not found.train[10**6][0][:1].any()
+    dataset = data.load(Config.model_validate(tiny | {"data": {"path": str(tmp_path / "large.txt")}}))
+    assert not dataset.train[10**6][0][:1].any()
 
 
 def test_too_little_memory_is_told(tiny, tmp_path, monkeypatch):

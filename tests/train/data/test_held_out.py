@@ -47,7 +47,7 @@ def test_all_is_there_once(tiny, keys_of, form):
     keys = keys_of(form)
     config = configured(tiny, keys, **({"kind": "bert"} if form == "masked" else {}))
     held_out, all_there = data.held_out(config), data.held_out(config, keys["path"])
-    assert all(same(held_out.validation[i], found) for i, found in enumerate(data.load(config).validation[i] for i in range(2)))
+    assert all(same(held_out.validation[i], batch) for i, batch in enumerate(data.load(config).validation[i] for i in range(2)))
     assert len(all_there.validation.elements) > len(held_out.validation.elements) >= 8
     elements = all_there.validation.elements
     labels = np.concatenate([np.ravel(leaf) for i in range(len(elements)) for leaf in jax.tree.leaves(elements[i][1])])
@@ -74,10 +74,10 @@ def test_the_rest_of_all_rows_fills_microbatches(tiny, tmp_path, rows, batch_siz
     seen = np.zeros(rows)
     tokens = [batches.elements[i][0] for i in range(rows)]
     for i in range(len(everything)):
-        found = everything[i][0][:]
-        assert len(found) % microbatch == 0
-        assert len(found) == everything.rows_of(i) * everything.copies_of(i)
-        for row in found:
+        microbatches = everything[i][0][:]
+        assert len(microbatches) % microbatch == 0
+        assert len(microbatches) == everything.rows_of(i) * everything.copies_of(i)
+        for row in microbatches:
             seen[[np.array_equal(row, each) for each in tokens].index(True)] += 1 / everything.copies_of(i)
     assert np.array_equal(seen, np.ones(rows))
     assert everything.rows == rows == sum(everything.rows_of(i) for i in range(len(everything)))

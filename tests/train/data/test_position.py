@@ -45,30 +45,30 @@ def resized(batches, size: int, step: int):
     if isinstance(batches, TrainingBatches):
         other = TrainingBatches(tuple(BatchesOfRows(Numbered(k), size, SPEC) for k in range(len(batches.rows))), batches.rows, batches.seed)
     elif isinstance(batches, OwnBatches):
-        other = own(size)
+        other = own_batches(size)
     else:
         other = BatchesOfRows(batches.elements, size, SPEC)
     return other.continued(batches.position(step))
 
 
-def own(size: int, count: int = 200) -> OwnBatches:
+def own_batches(size: int, count: int = 200) -> OwnBatches:
     rows = np.arange(count * size).reshape(count, size)
     return OwnBatches([(each, each) for each in rows], "train", size)
 
 
 def read(batches, first: int, end: int) -> list[tuple[int, int]]:
     """Return the rows of these batches, each as its number and its bucket."""
-    found = []
+    rows = []
     for t in range(first, end):
         inputs, labels = (np.asarray(part[: len(part)]) for part in batches[t])
-        found += zip(inputs.tolist(), labels.tolist(), strict=True)
-    return found
+        rows += zip(inputs.tolist(), labels.tolist(), strict=True)
+    return rows
 
 
 @pytest.mark.parametrize(("before", "after"), SIZES)
 @pytest.mark.parametrize("kind", ["rows", "own"])
 def test_no_row_is_read_twice_or_left_out(kind, before, after):
-    first = BatchesOfRows(Numbered(), before, SPEC) if kind == "rows" else own(before)
+    first = BatchesOfRows(Numbered(), before, SPEC) if kind == "rows" else own_batches(before)
     then = resized(first, after, 10)
     last = resized(then, before, 17)  # and once more, back to the size before
     rows = [number for number, _ in read(first, 0, 10) + read(then, 10, 17) + read(last, 17, 20)]
@@ -81,20 +81,20 @@ def test_no_row_of_a_bucket_is_read_twice_or_left_out(before, after):
     first = TrainingBatches(tuple(BatchesOfRows(Numbered(k), before, SPEC) for k in range(3)), rows, 5)
     for step in (0, 7, 30):
         then = resized(first, after, step)
-        places = Counter(read(first, 0, step) + read(then, step, step + 60))
-        assert set(places.values()) == {1}
+        reads = Counter(read(first, 0, step) + read(then, step, step + 60))
+        assert set(reads.values()) == {1}
         for bucket in range(3):
-            numbers = sorted(number for number, of in places if of == bucket)
+            numbers = sorted(number for number, of in reads if of == bucket)
             assert numbers == list(range(len(numbers)))
         again = TrainingBatches(then.buckets, rows, 5).continued(then.first_position)  # the next resume, with the same size
         assert read(again, step + 5, step + 60) == read(then, step + 5, step + 60)
         # Each epoch has its rows in its time, but for those that fill no batch.
         total = step * before + 60 * after
-        assert all(abs(count - total * rows[of] / sum(rows)) <= rows[of] + 3 * max(before, after) for of, count in counts(places).items())
+        assert all(abs(count - total * rows[of] / sum(rows)) <= rows[of] + 3 * max(before, after) for of, count in counts(reads).items())
 
 
-def counts(places) -> Counter:
-    return Counter(bucket for _, bucket in places)
+def counts(reads) -> Counter:
+    return Counter(bucket for _, bucket in reads)
 
 
 def test_an_order_that_begins_at_the_first_row_is_that_of_a_new_run():
@@ -107,9 +107,9 @@ def test_an_order_that_begins_at_the_first_row_is_that_of_a_new_run():
 def test_a_position_of_other_buckets_counts_all_rows():
     plain = BatchesOfRows(Numbered(), 4, SPEC)
     bucketed = TrainingBatches(tuple(BatchesOfRows(Numbered(k), 8, SPEC) for k in range(2)), (37, 101), 5)
-    found = bucketed.continued(plain.position(20))
-    assert found.first_position.batch == 20
-    assert found.first_position.total == 80
+    continued = bucketed.continued(plain.position(20))
+    assert continued.first_position.batch == 20
+    assert continued.first_position.total == 80
     assert plain.continued(bucketed.position(10)).first_position.total == 80
 
 
@@ -163,12 +163,12 @@ def of_length(tiny, monkeypatch):
     def make(count: int, *, again: bool = False) -> Config:
         module.batches = lambda seed, batch_size: (Short(batch_size, count, again=again), Short(batch_size, 1, again=False))
         monkeypatch.setitem(sys.modules, "short_data", module)
-        own = {
+        fields = {
             "data": {"target": "short_data:batches"},
             "model": {"target": "short_data:batches"},
             "loss": {"target": "short_data:batches"},
         }
-        return changed(tiny | own, train={"steps": 7})
+        return changed(tiny | fields, train={"steps": 7})
 
     return make
 

@@ -41,14 +41,14 @@ def of_format(tiny, documents, lines, made_tokenizers, tmp_path):
         return {"format": "tokens", "path": str(tmp_path / "tokens")}
 
     def config(kind: str, **sections) -> Config:
-        given = {
+        fields = {
             "text": lambda: text,
             "tokens": lambda: folder("decoder"),
             "prompts": lambda: text | {"format": "prompts", "path": str(lines)},
             "masked": lambda: folder("bert") | {"objective": "masked"},
         }[kind]()
         model = tiny["model"] | {"vocab_size": 300, "seq_len": 32, "kind": "bert" if kind == "masked" else "decoder"}
-        return changed(tiny | {"data": given, "model": model}, **sections)
+        return changed(tiny | {"data": fields, "model": model}, **sections)
 
     return config
 
@@ -80,9 +80,9 @@ def test_two_stages_learn_of_prompts_what_one_learns(of_format, tmp_path):
 
 
 def test_only_answers_are_learned(of_format):
-    found = data.load(of_format("prompts"))
+    dataset = data.load(of_format("prompts"))
     for i in range(3):
-        inputs, labels = found.train[i]
+        inputs, labels = dataset.train[i]
         counted = labels[:] >= 0
         assert 0.2 < counted.sum() / (inputs["segments"][:] > 0).sum() < 0.9
         assert not (counted & (inputs["segments"][:] == 0)).any()

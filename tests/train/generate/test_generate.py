@@ -43,20 +43,20 @@ def folder(tmp_path) -> Path:
     """Return a Hugging Face folder with a tokenizer of whole words."""
     place = tmp_path / "llama"
     shutil.copytree(GOLDEN / "llama", place)
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(place / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(place / "tokenizer.json"))
     return place
 
 
 def likeliest(folder: Path, rows: list[list[int]]) -> np.ndarray:
     """Return the likeliest token after each token, computed by the whole model."""
-    found = origin.find(str(folder), None, "newest", None, None, print)
-    stack = layers(found.config)
-    params = origin.parameters(found, dict.fromkeys(stack.ids, jax.devices()[0]), lambda: None)
-    tokens = np.zeros((len(rows), found.config.max_positions_used), np.int32)
-    for row, own in zip(tokens, rows, strict=True):
-        row[: len(own)] = own
+    source = origin.find(str(folder), None, "newest", None, None, print)
+    stack = layers(source.config)
+    params = origin.parameters(source, dict.fromkeys(stack.ids, jax.devices()[0]), lambda: None)
+    tokens = np.zeros((len(rows), source.config.max_positions_used), np.int32)
+    for row, prompt in zip(tokens, rows, strict=True):
+        row[: len(prompt)] = prompt
     return np.argmax(applied(stack, stack.ties.split(params), tokens), axis=-1)
 
 
@@ -84,14 +84,16 @@ def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
     arrays = load_file(folder / "model.safetensors")
     arrays["lm_head.weight"][1::2] *= 100
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS) if i % 2 == 0}, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS) if i % 2 == 0}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
     for options in ((), ("--top-p", "0.9"), ("--top-k", "40")):
         _, out, _ = run(str(folder), "--prompt", "w4", "--tokens", "12", "--json", *options)
-        said = json.loads(out)
-        assert said["tokens"] == 12
-        assert len(said["text"].split()) == 12
+        answer = json.loads(out)
+        assert answer["tokens"] == 12
+        assert len(answer["text"].split()) == 12
 
 
 def test_a_run_of_bytes_from_standard_input_and_a_pipe(run, monkeypatch):
@@ -198,8 +200,8 @@ def test_runs_of_other_models_and_data_are_told_from_those_that_generate(run, tm
     assert re.search(r"trained on data of your own \(data\.target\); give --tokenizer FILE", run(str(tmp_path / "run"), *FOX)[2])
     config.write_text(text.replace("width: 8", "width: 16"))
     assert re.search(r"expected 'embed/\S+' of shape \[\d+, 16\], as its config says, found it of", run(str(tmp_path / "run"), *FOX)[2])
-    own = re.sub(r"model:\n.*?\nloss:", "model: {target: 'mine:model', seq_len: 8}\nloss:", text, flags=re.DOTALL)
-    config.write_text(own)
+    config_text = re.sub(r"model:\n.*?\nloss:", "model: {target: 'mine:model', seq_len: 8}\nloss:", text, flags=re.DOTALL)
+    config.write_text(config_text)
     assert re.search(r"expected a model of jpipe's own, found 'mine:model' \(model\.target\)", run(str(tmp_path / "run"), *FOX)[2])
 
 

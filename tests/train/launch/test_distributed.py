@@ -166,12 +166,12 @@ def test_an_environment_that_does_not_fit_is_refused(variables, message, monkeyp
 SECRET = b"of these processes"
 
 
-def meet(address, *others, num_processes: int = 3, limit: float = LIMIT, host_limit: float | None = None) -> list:
+def meet(address, *members, num_processes: int = 3, limit: float = LIMIT, host_limit: float | None = None) -> list:
     """Connect process 0 and `others`, each (process_id, num_processes), and return the links or the error message of each."""
     with ThreadPoolExecutor() as pool:
         outcomes = [
             pool.submit(lambda: host(address, num_processes, host_limit or limit, SECRET).links),
-            *(pool.submit(join, address, *o, limit, SECRET) for o in others),
+            *(pool.submit(join, address, *o, limit, SECRET) for o in members),
         ]
     return [str(error) if (error := outcome.exception()) else outcome.result() for outcome in outcomes]
 
@@ -200,8 +200,8 @@ def test_a_port_is_free_again_after_the_meeting(address):
 
 
 def test_those_who_do_not_come_are_named_by_all_the_others(address):
-    told = meet(address, (2, 4), num_processes=4, host_limit=0.5)
-    assert set(told) == {
+    results = meet(address, (2, 4), num_processes=4, host_limit=0.5)
+    assert set(results) == {
         f"processes 1, 3 of 4 did not connect to {address} within 0.5 s; check that they were started, with the same coordinator, "
         "and can reach it; --connect-limit waits longer"
     }
@@ -209,22 +209,22 @@ def test_those_who_do_not_come_are_named_by_all_the_others(address):
 
 def test_a_process_0_that_waits_longer_is_no_other_program(address, monkeypatch):
     monkeypatch.setattr(rendezvous, "_ANSWER_LIMIT", 0.1)
-    told = meet(address, (1, 3), limit=1.0, host_limit=2.0)
-    assert told[0].startswith(f"processes 1, 2 of 3 did not connect to {address} within 2 s; ")
-    assert told[1] == (
+    results = meet(address, (1, 3), limit=1.0, host_limit=2.0)
+    assert results[0].startswith(f"processes 1, 2 of 3 did not connect to {address} within 2 s; ")
+    assert results[1] == (
         f"process 1 had no answer from {address} within 1.1 s; if process 0 runs there, it still waits for others: give all the same "
         "--connect-limit; if another program uses that port, choose another one"
     )
 
 
 def test_two_processes_with_one_number_are_refused(address):
-    told = meet(address, (1, 3), (1, 3))
-    assert set(told) == {"--process-id: two processes were started with 1; give each its own, from 0 to 2"}
+    results = meet(address, (1, 3), (1, 3))
+    assert set(results) == {"--process-id: two processes were started with 1; give each its own, from 0 to 2"}
 
 
 def test_counts_that_differ_are_refused(address):
-    told = meet(address, (1, 4))
-    assert set(told) == {"--num-processes: process 1 was started with 4, process 0 with 3; give all the same"}
+    results = meet(address, (1, 4))
+    assert set(results) == {"--num-processes: process 1 was started with 4, process 0 with 3; give all the same"}
 
 
 def test_a_coordinator_that_nobody_is_cannot_be_reached(address):
@@ -281,8 +281,8 @@ def test_the_limit_holds_for_joining_too_and_no_device_is_asked_before(tiny, tmp
     monkeypatch.setattr(Processes, "join", join)
     monkeypatch.setattr(distributed, "start", lambda *_: 2)
     monkeypatch.setattr(distributed, "leave_at_once", lambda code: None)
-    for asked in ("devices", "local_devices", "process_count", "process_index"):
-        monkeypatch.setattr(jax, asked, None)
+    for name in ("devices", "local_devices", "process_count", "process_index"):
+        monkeypatch.setattr(jax, name, None)
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tiny))
     assert main(["train", str(config), "--connect-limit", "7"]) == 1
@@ -328,9 +328,9 @@ def test_jax_runs_across_processes_and_survives_one(address):
             assert all(line.startswith("[Gloo]") for line in lines), process.stderr.read()
         processes[1].send_signal(signal.SIGTERM)
         assert processes[1].wait(LIMIT) == -signal.SIGTERM
-        told = [process.communicate("", timeout=LIMIT) for process in processes]
+        outputs = [process.communicate("", timeout=LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0, -signal.SIGTERM, 0]
-    assert told == [("left\n", ""), ("", ""), ("later than process 0\nleft\n", "")]
+    assert outputs == [("left\n", ""), ("", ""), ("later than process 0\nleft\n", "")]
 
 
 @pytest.mark.parametrize("waits", [distributed.start, distributed.membership, loop.main, train.train, join_processes])

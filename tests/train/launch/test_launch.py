@@ -107,13 +107,13 @@ os.write(1, b"no end")
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "told"),
+    ("end", "code", "message"),
     [
         ("sys.exit(3)", 3, "process 1 ended with exit code 3; ending the others"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 was ended by SIGKILL; ending the others"),
     ],
 )
-def test_the_first_failure_ends_all_and_is_named(end, code, told, tmp_path):
+def test_the_first_failure_ends_all_and_is_named(end, code, message, tmp_path):
     script = f"""
 if me == 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)
 ready()
@@ -127,7 +127,7 @@ time.sleep({LIMIT})
         (tmp_path / "now").touch()
         _, err = process.communicate(timeout=LIMIT)
         wait_until_gone(numbers)
-    assert (process.returncode, err) == (code, f"jpipe: {told}\n")
+    assert (process.returncode, err) == (code, f"jpipe: {message}\n")
 
 
 def test_somebody_who_has_left_the_tree_keeps_nobody_waiting():
@@ -208,8 +208,8 @@ sys.exit(7 + count)
     assert len(set(keys)) == 1, "the processes of a job have one secret"
 
 
-@pytest.mark.parametrize(("last", "told"), [(0, ""), (2, "jpipe: process 0 ended with exit code 2\n")])
-def test_what_has_succeeded_or_would_fail_again_is_not_started_again(last, told, tmp_path):
+@pytest.mark.parametrize(("last", "message"), [(0, ""), (2, "jpipe: process 0 ended with exit code 2\n")])
+def test_what_has_succeeded_or_would_fail_again_is_not_started_again(last, message, tmp_path):
     script = f"""
 {ATTEMPT}
 open(sys.argv[1] + f"/{{count}}", "x").close()
@@ -217,7 +217,7 @@ sys.exit({last} if count else 1)
 """
     with launched(1, script, str(tmp_path), restarts=5) as process:
         _, err = process.communicate(timeout=LIMIT)
-    assert err == f"jpipe: process 0 ended with exit code 1; starting all again in 0 s (1 of 5)\n{told}"
+    assert err == f"jpipe: process 0 ended with exit code 1; starting all again in 0 s (1 of 5)\n{message}"
     assert (process.returncode, len(list(tmp_path.iterdir()))) == (last, 2)
 
 
@@ -240,13 +240,13 @@ def test_a_signal_ends_the_wait_before_the_next_attempt():
 
 
 def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):
-    waits, told = [], []
+    waits, messages = [], []
     monkeypatch.setattr(launch, "_wait", lambda seconds, signals: waits.append(seconds))
     monkeypatch.setattr(ProcessGroup, "start", lambda *arguments: None)
-    monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again: told.append(again) or 1)
+    monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again: messages.append(again) or 1)
     assert launch.main(1, [], max_restarts=4) == 1
     assert waits == [1, 2, 4, 8]
-    assert told[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", ""]
+    assert messages[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", ""]
     waits.clear()
     assert launch.main(1, [], max_restarts=4, pause=20.0) == 1
     assert waits == [20, 40, 60, 60]
@@ -268,9 +268,9 @@ def test_pinned_processes_have_one_core_by_turns():
     script = "print(me, os.sched_getaffinity(0), os.environ['XLA_FLAGS'], os.environ['JAX_LOCAL_DEVICE_IDS'])"
     with launched(3, script, "--pin") as process:
         out, _ = process.communicate(timeout=LIMIT)
-    shown = sorted(line.removeprefix("[1] ").removeprefix("[2] ") for line in out.splitlines())
+    lines = sorted(line.removeprefix("[1] ").removeprefix("[2] ") for line in out.splitlines())
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
-    assert shown == [f"{i} {{{cores[i % len(cores)]}}} {flags} {i}" for i in range(3)]
+    assert lines == [f"{i} {{{cores[i % len(cores)]}}} {flags} {i}" for i in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -313,18 +313,18 @@ def test_the_next_attempt_of_a_job_finds_its_folder_and_begins_it_anew(tiny, tmp
         with RunFolder(numbered, plan) as folder:
             folder.log({"step": 0})
     monkeypatch.setenv(launch.JOB, "one")
-    again = of_same_job(numbered)
-    assert again == changed(tiny, run={"dir": "runs/0001"})
-    with RunFolder(again, plan) as folder:
+    next_attempt = of_same_job(numbered)
+    assert next_attempt == changed(tiny, run={"dir": "runs/0001"})
+    with RunFolder(next_attempt, plan) as folder:
         assert folder.rows() == []
         folder.log({"step": 1})
-    assert of_same_job(again) == again
+    assert of_same_job(next_attempt) == next_attempt
     with pytest.raises(InputError, match="found another run in 'runs/0002'"):
         RunFolder(changed(tiny, run={"dir": "runs/0002"}), plan)
     monkeypatch.delenv(launch.JOB)
     Path("runs/0001/.job").write_text("")
     with pytest.raises(InputError, match="found another run in 'runs/0001'"):
-        RunFolder(again, plan)
+        RunFolder(next_attempt, plan)
     assert [json.loads(path.read_text()) for path in sorted(Path("runs").glob("*/metrics.jsonl"))] == [{"step": 1}, {"step": 0}]
 
 
@@ -384,9 +384,9 @@ def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_
         alone = loop.main(Config.model_validate(config | {"run": {"dir": "alone"}})).folder
     finally:
         sys.modules.pop("parts", None)
-    found = end_of(tmp_path / "runs" / "0001")
-    assert [row["step"] for row in found.rows] == [0, 1, 2, 3, 4, 5]
-    assert difference(found, end_of(alone)) is None
+    resumed = end_of(tmp_path / "runs" / "0001")
+    assert [row["step"] for row in resumed.rows] == [0, 1, 2, 3, 4, 5]
+    assert difference(resumed, end_of(alone)) is None
     # Only process 0 has a layer that is another one now: that is bad input, not a run that failed and is started again.
     shutil.rmtree(tmp_path / "runs" / "0001" / "checkpoints" / "6")
     (tmp_path / "parts.py").write_text(PARTS.replace("Linear(2, 2,", "Linear(2, 2, use_bias=False,"))

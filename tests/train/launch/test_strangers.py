@@ -122,13 +122,13 @@ class Talks:
 def say(place, *texts: bytes) -> bytes:
     """All that is answered to a stranger that says this, until it is dropped."""
     with socket.create_connection(place, LIMIT) as stranger:
-        heard = b""
+        reply = b""
         with contextlib.suppress(ConnectionError):  # dropped while it still talks
             for text in texts:
                 stranger.sendall(text)
             while data := stranger.recv(1000):
-                heard += data
-        return heard
+                reply += data
+        return reply
 
 
 def garbage(run):
@@ -152,27 +152,27 @@ def another_purpose(run):
 
 def replay(run):
     """Replay on a new connection the messages with which another process proved that it knows the secret."""
-    said, nonce = [], b"0" * 32
+    messages, nonce = [], b"0" * 32
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor() as pool:
         calling = pool.submit(handshake.call, theirs, run.key, run.purpose, 1, COUNT, LIMIT)
-        said.append(ours.recv(1000))
+        messages.append(ours.recv(1000))
         ours.sendall(nonce + b"\n")
-        said.append(ours.recv(1000))
+        messages.append(ours.recv(1000))
         ours.close()
         assert calling.result(LIMIT) is None
-    heard = say_in_turn(run.place, said)
-    assert heard.endswith(b"\nunknown\n")
+    reply = say_in_turn(run.place, messages)
+    assert reply.endswith(b"\nunknown\n")
     return {"with another secret": 1}
 
 
 def say_in_turn(place, texts) -> bytes:
-    heard = b""
+    reply = b""
     with socket.create_connection(place, LIMIT) as stranger:
         for text in texts:
             stranger.sendall(text)
-            heard += stranger.recv(1000)
-        return heard + stranger.recv(1000)
+            reply += stranger.recv(1000)
+        return reply + stranger.recv(1000)
 
 
 def slow(run):
@@ -219,11 +219,11 @@ def test_strangers_are_dropped_and_counted_and_harm_nobody(place, attack, monkey
     expected = attack(run)
     returned = run.all_join()
     printed = capfd.readouterr().err
-    told = returned or printed
+    warning = returned or printed
     if place is Meets:  # and the one that looked whether process 0 listens
         expected["that closed early"] = expected.get("that closed early", 0) + 1
-    found = {reason: int(number) for number, reason in re.findall(r"(\d+) ([^,()]+)[,)]", told)}
-    assert found == expected or (attack is many and found["beyond the most at a time"] >= 4)
+    counts = {reason: int(number) for number, reason in re.findall(r"(\d+) ([^,()]+)[,)]", warning)}
+    assert counts == expected or (attack is many and counts["beyond the most at a time"] >= 4)
     assert printed.count("\n") == (place is Talks), "told once"
 
 
@@ -261,11 +261,11 @@ def test_without_a_secret_the_first_of_two_with_one_number_stays():
         link.close()
 
 
-@pytest.mark.parametrize("own", [None, b"another of these"])
-def test_a_process_with_another_secret_says_so_at_once_and_the_others_go_on(own):
+@pytest.mark.parametrize("secret", [None, b"another of these"])
+def test_a_process_with_another_secret_says_so_at_once_and_the_others_go_on(secret):
     run = Meets(SECRET)
     with pytest.raises(InputError) as caught:
-        rendezvous.join(run.address, 1, COUNT, LIMIT, own)
+        rendezvous.join(run.address, 1, COUNT, LIMIT, secret)
     assert str(caught.value) == (
         f"process 1 and process 0 at {run.address} have different secrets; give all processes of the run the same JPIPE_SECRET or "
         "--secret-file, or none of them any"
@@ -349,8 +349,10 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     if bind is not None:
         monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bind)
     calls = []
-    monkeypatch.setattr(rendezvous, "host", lambda *given: calls.append(given) or Meeting([], "2 connections were dropped (2 slow)"))
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **given: calls.append(given["coordinator_bind_address"]))
+    monkeypatch.setattr(
+        rendezvous, "host", lambda *arguments: calls.append(arguments) or Meeting([], "2 connections were dropped (2 slow)")
+    )
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **arguments: calls.append(arguments["coordinator_bind_address"]))
     monkeypatch.setattr(jax_internals, "keep_gloo_at", lambda host: calls.append(f"gloo at {host}"))
     monkeypatch.setattr(distributed._until_stop, "callback", lambda *_: None)
     for name in "jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability":
@@ -362,34 +364,34 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     assert calls[0][-2:] == (listens, False)
     assert calls[1] == (None if listens is None else str(Address(*listens)))
     assert calls[2:] == ["gloo at 127.7.7.7"] * local
-    told = capsys.readouterr().err.splitlines()
-    assert told.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes connected"
-    assert len(told) == (not local)
-    assert all(line.startswith("jpipe: no secret is set: whoever reaches port 7 of this host") for line in told)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes connected"
+    assert len(lines) == (not local)
+    assert all(line.startswith("jpipe: no secret is set: whoever reaches port 7 of this host") for line in lines)
 
 
 def test_certificates_that_do_not_fit_are_refused_before_jax_aborts(tmp_path, monkeypatch):
     names = "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE"
 
-    def given(*files, **others):
-        values = dict(zip(map(str.lower, names), files, strict=True)) | others
+    def set_certificates(*files, **overrides):
+        values = dict(zip(map(str.lower, names), files, strict=True)) | overrides
         monkeypatch.setattr(jax_runtime, "jax", types.SimpleNamespace(config=types.SimpleNamespace(values=values), __version__="0.12.0"))
 
     def refused(message):
         with pytest.raises(InputError, match=message):
             jax_runtime.uses_certificates()
 
-    given(None, None, None)
+    set_certificates(None, None, None)
     assert not jax_runtime.uses_certificates()
-    given(None, None, None, jax_distributed_verify_secure_credentials=True)
+    set_certificates(None, None, None, jax_distributed_verify_secure_credentials=True)
     refused("JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS: expected certificates, found none; set JAX_MTLS_CERT_FILE, ")
-    given("chain", None, "authority")
+    set_certificates("chain", None, "authority")
     refused("JAX_MTLS_KEY_FILE: missing; JAX needs all of JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE, JAX_MTLS_CA_FILE")
     files = [tmp_path / name for name in ("chain", "key", "authority")]
     for text in None, "no certificate":
         for file in files if text else ():
             file.write_text(text)
-        given(*map(str, files))
+        set_certificates(*map(str, files))
         refused("expected PEM files of a certificate, its key and its authority, found .*chain', .*key', .*authority': ")
     monkeypatch.setattr(ssl, "create_default_context", lambda cafile: types.SimpleNamespace(load_cert_chain=lambda *_, password: None))
     assert jax_runtime.uses_certificates()
@@ -400,18 +402,18 @@ def test_certificates_that_do_not_fit_are_refused_before_jax_aborts(tmp_path, mo
 
 
 def test_certificates_may_differ_between_processes():
-    own = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file", "jax_mtls_peer_uri_prefix"
-    assert all(_MAY_DIFFER.fullmatch(name) for name in (*own, "jax_distributed_verify_secure_credentials"))
-    assert not {*own} & {*numeric_settings()}
+    names = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file", "jax_mtls_peer_uri_prefix"
+    assert all(_MAY_DIFFER.fullmatch(name) for name in (*names, "jax_distributed_verify_secure_credentials"))
+    assert not {*names} & {*numeric_settings()}
 
 
 def test_processes_with_and_without_certificates_do_not_start_jax(monkeypatch):
     run = Meets(SECRET)
     with ThreadPoolExecutor() as pool:
-        own = [pool.submit(rendezvous.join, run.address, number, COUNT, LIMIT, SECRET, number == 1) for number in (1, 2)]
+        joins = [pool.submit(rendezvous.join, run.address, number, COUNT, LIMIT, SECRET, number == 1) for number in (1, 2)]
         with pytest.raises(InputError, match="process 1 has certificates, process 0 has none; set JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE"):
-            own[0].result(LIMIT)
-        for link in (own[1].result(LIMIT), *run.hosting.result(LIMIT).links):
+            joins[0].result(LIMIT)
+        for link in (joins[1].result(LIMIT), *run.hosting.result(LIMIT).links):
             link.close()
     run.pool.shutdown()
 
@@ -444,12 +446,12 @@ def test_gloo_listens_at_a_loopback_address(monkeypatch):
     from jax._src import xla_bridge
     from jaxlib import _jax
 
-    registered, made = {}, []
+    registered, hostnames = {}, []
     monkeypatch.setattr(backend, "register_backend_factory", lambda name, make, **_: registered.update({name: make}))
-    monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", lambda **given: made.append(given["hostname"]) or "gloo")
+    monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", lambda **options: hostnames.append(options["hostname"]) or "gloo")
     monkeypatch.setattr(xla_bridge, "make_cpu_client", lambda collectives: collectives)
     jax_internals.keep_gloo_at("127.0.0.1")
-    assert (registered["cpu"](), made) == ("gloo", ["127.0.0.1"])
+    assert (registered["cpu"](), hostnames) == ("gloo", ["127.0.0.1"])
 
 
 def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):

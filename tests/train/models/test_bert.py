@@ -23,8 +23,8 @@ def batch(rows: int = 4, masked: int = 3):
     segments[:, 14:] = 0
     labels = np.full((rows, 16), -1)
     labels[:, 2 : 2 + masked] = rng.integers(0, 256, (rows, masked))
-    found = {"tokens": tokens, "types": types, "segments": segments}, {"tokens": labels, "next": rng.integers(0, 2, rows)}
-    return jax.tree.map(lambda leaf: leaf.astype(np.int32), found)
+    arrays = {"tokens": tokens, "types": types, "segments": segments}, {"tokens": labels, "next": rng.integers(0, 2, rows)}
+    return jax.tree.map(lambda leaf: leaf.astype(np.int32), arrays)
 
 
 @pytest.mark.slow

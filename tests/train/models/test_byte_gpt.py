@@ -41,8 +41,8 @@ def test_its_layers_have_these_parameters():
 def test_it_begins_with_these_weights():
     params = params_of(layers(ModelConfig(**SMALL)), TOKENS[0, :, :-1])
     for layer_id, sums in SUMS.items():
-        found = named(params[layer_id])
-        np.testing.assert_allclose([np.abs(found[name]).sum(dtype="float64") for name in sums], list(sums.values()), rtol=1e-6)
+        weights = named(params[layer_id])
+        np.testing.assert_allclose([np.abs(weights[name]).sum(dtype="float64") for name in sums], list(sums.values()), rtol=1e-6)
     first = named(params["block_1"])["qkv/kernel"][0, :3]
     np.testing.assert_allclose(first, [-0.1958677, -0.3739683, -0.2675280], rtol=1e-5)
 

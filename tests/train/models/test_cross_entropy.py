@@ -49,10 +49,10 @@ def test_chunks_give_the_loss_and_gradients_of_all_logits_at_once(chunk, by_symb
         total, weight = loss(make(*arrays), labels)
         assert int(weight) == 8
         np.testing.assert_allclose(total, by_hand(*arrays, np.asarray(labels), by_symbol), rtol=1e-13)
-        given = tuple(range(3 if bias else 2))
-        found = jax.jit(jax.grad(lambda *arrays: 3 * loss(make(*arrays), labels)[0], given))(*arrays)
-        expected = jax.jit(jax.grad(lambda *arrays: 3 * loss(make(*arrays).logits(), labels)[0], given))(*arrays)
-        for one, other in zip(found, expected, strict=True):
+        argnums = tuple(range(3 if bias else 2))
+        actual = jax.jit(jax.grad(lambda *arrays: 3 * loss(make(*arrays), labels)[0], argnums))(*arrays)
+        expected = jax.jit(jax.grad(lambda *arrays: 3 * loss(make(*arrays).logits(), labels)[0], argnums))(*arrays)
+        for one, other in zip(actual, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
@@ -77,10 +77,10 @@ def test_accuracy_is_that_of_all_logits():
     *arrays, labels = parts()
     outputs = in_chunks(3, False)(*arrays)
     labels = labels.at[1].set(outputs.logits().argmax(-1)[1].astype(jnp.int32))
-    found = tuple(map(int, correct(outputs, labels)))
-    assert found == tuple(map(int, correct(outputs.logits(), labels)))
-    assert found[0] >= 5
-    assert found[1] == 8
+    counts = tuple(map(int, correct(outputs, labels)))
+    assert counts == tuple(map(int, correct(outputs.logits(), labels)))
+    assert counts[0] >= 5
+    assert counts[1] == 8
     assert vocab_size(outputs) == vocab_size(outputs.logits()) == SYMBOLS
     np.testing.assert_array_equal(all_logits({"tokens": outputs})["tokens"], outputs.logits())
 
@@ -151,13 +151,13 @@ def test_a_pipeline_learns_the_same_with_chunks(schedule, keys, options):
     options = dict(options)
     precision = {"precision": options.pop("precision")} if "precision" in options else {}
     is_rough = keys.get("compute_dtype") == "bfloat16"
-    found = []
+    results = []
     with jax.numpy_dtype_promotion("standard" if is_rough else "strict"):
         for chunk in (5, None):
             stack = layers(config, chunk)
             plan = jpipe.Plan.even(stack.ids, 2, schedule, 4, **options)
-            found.append(trained(stack, plan, batches, **precision))
-    (losses, params), (plain_losses, plain_params) = found
+            results.append(trained(stack, plan, batches, **precision))
+    (losses, params), (plain_losses, plain_params) = results
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-3 if is_rough else 1e-6)
     assert len(set(losses)) == 3
     near = {"rtol": 0.05, "atol": 2e-3} if is_rough else {"rtol": 1e-4, "atol": 1e-6}

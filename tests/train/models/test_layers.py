@@ -77,9 +77,9 @@ def test_a_symbol_changes_no_logits_before_it(keys, compute_dtype, promotion):
 @pytest.mark.parametrize("preset", ["gpt2-tiny", "bert-tiny"])
 def test_attention_computes_in_float16_on_cpus(preset):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4, 16))
-    found, exact = (attend(*(x.astype(dtype) for x in (q, k, v)), None, ModelConfig(preset=preset)) for dtype in ("float16", "float32"))
-    assert found.dtype == "float16"
-    np.testing.assert_allclose(found.astype("float32"), exact, atol=5e-3)
+    actual, exact = (attend(*(x.astype(dtype) for x in (q, k, v)), None, ModelConfig(preset=preset)) for dtype in ("float16", "float32"))
+    assert actual.dtype == "float16"
+    np.testing.assert_allclose(actual.astype("float32"), exact, atol=5e-3)
 
 
 @pytest.mark.parametrize("preset", ["llama-tiny", "bert-tiny"])
@@ -130,7 +130,7 @@ def test_turned_numbers_are_complex_products():
 def test_slow_waves_are_stretched_and_fast_ones_kept():
     scaling = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 64}
     keys = {"width": 32, "heads": 1, "seq_len": 8, "positions": "rope"}
-    plain, scaled = (frequencies(ModelConfig(**keys, rope_scaling=given)) for given in (None, RopeScaling(**scaling)))
+    plain, scaled = (frequencies(ModelConfig(**keys, rope_scaling=rope_scaling)) for rope_scaling in (None, RopeScaling(**scaling)))
     turns = 64 * plain / (2 * np.pi)
     np.testing.assert_allclose(scaled[turns > 4], plain[turns > 4], rtol=1e-12)
     np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / 8, rtol=1e-12)

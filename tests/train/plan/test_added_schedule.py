@@ -32,8 +32,8 @@ def test_it_is_priced_like_its_simulation(schedule, batch):
 
 
 def test_the_price_of_very_many_microbatches_is_found_at_once(schedule):
-    found = search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 10**6, exact=True, schedules=[schedule, "pipedream_flush"])
-    seconds = {c.schedule: c.seconds for c in found if c.microbatches == 10**6 and c.depth == 4}
+    candidates = search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 10**6, exact=True, schedules=[schedule, "pipedream_flush"])
+    seconds = {c.schedule: c.seconds for c in candidates if c.microbatches == 10**6 and c.depth == 4}
     assert seconds[schedule] == pytest.approx(seconds["pipedream_flush"], rel=1e-4)  # the slowest stage is always busy in both
 
 
@@ -42,10 +42,10 @@ def test_it_is_ranked_and_drawn_among_the_others(schedule):
     candidates = find_candidates(profile, TOPOLOGY, 8, schedules=planned_schedules())
     assert {candidate.schedule for candidate in candidates} == set(planned_schedules())
     choice = choose(profile, TOPOLOGY, [c for c in candidates if c.schedule in (schedule, "gpipe")], most=2)
-    own = next(ranked for ranked in choice.ranked if ranked.candidate.schedule == schedule)
-    assert own.samples_per_second > 0
+    added = next(ranked for ranked in choice.ranked if ranked.candidate.schedule == schedule)
+    assert added.samples_per_second > 0
     assert any(schedule in row for row in table.rows(choice, len(choice.ranked)))
-    scatter = draw_choice(choice, candidates, own).axes[0]
+    scatter = draw_choice(choice, candidates, added).axes[0]
     labels = [text.get_text() for text in scatter.get_legend().get_texts()]
     assert set(planned_schedules()) <= set(labels)
     colours = {tuple(points.get_facecolor()[0][:3]) for points in scatter.collections if points.get_label() in jpipe.schedules.SCHEDULES}

@@ -78,8 +78,8 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     assert re.search(rf"stage 0 × 2: embed … head; recompute none; {parts}, estimated [\d.]+ MB \([+-][\d,.]+%\)", out)
     assert "all kinds of plans fit" in out
     assert "train with it: jpipe train tiny.yaml --plan plan.json" in out
-    held = re.search(r"recompute none; peak memory ([\d.]+ kB) ", out)[1]
-    assert re.search(rf"^1 .* {re.escape(held)} \(", out, re.MULTILINE)  # the table has what XLA says
+    peak = re.search(r"recompute none; peak memory ([\d.]+ kB) ", out)[1]
+    assert re.search(rf"^1 .* {re.escape(peak)} \(", out, re.MULTILINE)  # the table has what XLA says
     assert re.search(r"compiled in the first (row|\d rows), estimated in the others", out)
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
     assert plan.layers == IDS
@@ -111,7 +111,7 @@ def test_meshes_are_tried_for_machines_of_a_file_and_can_be_left_out(files, caps
     assert "model 2" in planned(capsys, *alone)
     without = planned(capsys, *alone, "--mesh=none")
     Path("profile.json").write_text(profile().to_json())  # which knows nothing of shards
-    timeless = [re.sub(r"[\d.]+ s$", "", found, flags=re.MULTILINE) for found in (without, planned(capsys, *alone))]
+    timeless = [re.sub(r"[\d.]+ s$", "", text, flags=re.MULTILINE) for text in (without, planned(capsys, *alone))]
     assert timeless[0] == timeless[1]
     assert "mesh" not in without
 
@@ -146,11 +146,11 @@ def test_a_mesh_that_does_not_fit_is_refused(files, capsys, mesh, words):
 
 def test_the_memory_of_attention_is_told(files):
     config = Config.model_validate({"model": {"heads": 8, "width": 128, "seq_len": 1024}})
-    found = search(sharded_profile(), Topology.flat(2, 1e9, memory=1e9), 4, Request(meshes=("model=2",)), False, Reporter(1, 1, "samples"))
-    rows = found.choice.ranked[0].candidate.rows
-    assert f"a device holds {rows * 16.8:.3g} MB for all pairs of positions" in attention_words(config, found.choice)
+    result = search(sharded_profile(), Topology.flat(2, 1e9, memory=1e9), 4, Request(meshes=("model=2",)), False, Reporter(1, 1, "samples"))
+    rows = result.choice.ranked[0].candidate.rows
+    assert f"a device holds {rows * 16.8:.3g} MB for all pairs of positions" in attention_words(config, result.choice)
     small = config.model_copy(update={"model": config.model.model_copy(update={"seq_len": 16})})
-    assert attention_words(small, found.choice) == ""
+    assert attention_words(small, result.choice) == ""
 
 
 def test_how_many_plans_were_left_out_is_explained(files, capsys, monkeypatch):
@@ -169,8 +169,8 @@ def test_on_a_narrow_terminal_the_table_goes_on_below():
     reporter.table(
         ("rank", "word", "number", "last words"), [("1", "a", "22", "one"), ("10", "b", "3", "the others")], ("word", "last words")
     )
-    shown = [line.rstrip() for line in screen.getvalue().splitlines()]
-    assert shown == ["rank  word  number", "1     a         22", "10    b          3", "rank  last words", "1     one", "10    the others"]
+    lines = [line.rstrip() for line in screen.getvalue().splitlines()]
+    assert lines == ["rank  word  number", "1     a         22", "10    b          3", "rank  last words", "1     one", "10    the others"]
 
 
 @pytest.mark.slow
@@ -180,9 +180,9 @@ def test_the_plan_that_was_written_trains_and_is_held_against_its_prediction(fil
     out = capsys.readouterr().out
     assert re.search(r"planned +measured +ratio", out)
     assert re.search(r"peak memory, stage 0 ", out)
-    kept = json.loads((files / "run" / "planned.json").read_text())
-    assert kept["predicted"] == jpipe.Plan.from_json(Path("plan.json").read_text()).predicted.model_dump(mode="json")
-    assert kept["measured"]["batch_seconds"] > 0
+    recorded = json.loads((files / "run" / "planned.json").read_text())
+    assert recorded["predicted"] == jpipe.Plan.from_json(Path("plan.json").read_text()).predicted.model_dump(mode="json")
+    assert recorded["measured"]["batch_seconds"] > 0
 
 
 def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
@@ -334,9 +334,9 @@ def test_clipping_leaves_weight_stashing_one_stage(files, capsys):
 
 def test_no_device_may_stay_idle_where_each_is_a_process():
     topology = Topology.flat(7, 1e9)
-    found = search(profile(), topology, 8, Request(), False, Reporter(1, 1, "samples"))
-    assert any(ranked.candidate.devices < 7 for ranked in found.choice.ranked)
-    most = max(candidate.devices for candidate in found.candidates)
+    result = search(profile(), topology, 8, Request(), False, Reporter(1, 1, "samples"))
+    assert any(ranked.candidate.devices < 7 for ranked in result.choice.ranked)
+    most = max(candidate.devices for candidate in result.candidates)
     refusal = f"no plan has a batch of 8 rows on all of 7 devices, only on {most}; use {most} devices, or allow other batches"
     with pytest.raises(jpipe.InputError, match=refusal):
         search(profile(), topology, 8, Request(all_devices=True), False, Reporter(1, 1, "samples"))
@@ -345,9 +345,9 @@ def test_no_device_may_stay_idle_where_each_is_a_process():
 def test_a_model_without_replicas_on_more_processes_than_layers_is_told_so():
     layers, topology = len(profile().layers), Topology.flat(7, 1e9)
     alone = Request(replicas=False, meshes=("none",))
-    found = search(profile(), topology, 8, alone, False, Reporter(1, 1, "samples"))
-    assert {max(candidate.replicas) for candidate in found.candidates} == {1}
-    assert max(candidate.devices for candidate in found.candidates) == layers < 7
+    result = search(profile(), topology, 8, alone, False, Reporter(1, 1, "samples"))
+    assert {max(candidate.replicas) for candidate in result.candidates} == {1}
+    assert max(candidate.devices for candidate in result.candidates) == layers < 7
     refusal = f"on all of 7 devices, only on {layers}: layers carry their state .*, so stages have no replicas, and {layers} layers make"
     with pytest.raises(jpipe.InputError, match=refusal) as refused:
         search(profile(), topology, 8, dataclasses.replace(alone, all_devices=True), False, Reporter(1, 1, "samples"))
@@ -364,6 +364,6 @@ def test_a_faster_plan_with_delayed_weights_is_one_line_unless_it_is_asked_for(f
         r"only schedules that flush were considered; pipedream(_2bw)?.*, whose weights are delayed, would be about \d+% faster", out
     )
     assert not re.search(r" 1 pipedream(_2bw)? ", out)
-    asked = " ".join(planned(capsys, *arguments, "--schedules=all").split())
-    assert "only schedules that flush" not in asked
-    assert re.search(r" 1 pipedream(_2bw)? ", asked)
+    output = " ".join(planned(capsys, *arguments, "--schedules=all").split())
+    assert "only schedules that flush" not in output
+    assert re.search(r" 1 pipedream(_2bw)? ", output)

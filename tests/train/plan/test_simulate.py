@@ -109,8 +109,8 @@ def test_the_replicas_of_a_config_are_simulated_with_their_sizes(simulated, conf
     columns = table(printed)
     assert columns["layers"] == ["embed block_0", "embed block_0", "head"]
     assert columns["sends a batch"][0] == columns["sends a batch"][1] != columns["sends a batch"][2]
-    for held, temporary, peak in zip(columns["held"], columns["temporary"], columns["peak memory"], strict=True):
-        assert float(held.split()[0]) > 1
+    for held_bytes, temporary, peak in zip(columns["held"], columns["temporary"], columns["peak memory"], strict=True):
+        assert float(held_bytes.split()[0]) > 1
         assert float(temporary.split()[0]) > 0
         assert float(peak.split()[0]) > 1
 
@@ -168,10 +168,10 @@ def test_a_config_is_shown_with_exact_sizes_and_no_run_is_made(simulated, config
     assert columns["sends a batch"] == ["1.0 kB", "1.0 kB"]
     # At most: two versions, two moments and a count for each layer, sums, what is in flight. The head's weights: a norm and 8 × 256.
     weights = 4 * (2 * 8 + 8 * 256)
-    held, temporary, peak = (float(columns[name][1].removesuffix(" kB")) for name in ("held", "temporary", "peak memory"))
-    assert 5 * weights < 1000 * held < 6 * weights
+    held_kb, temporary, peak = (float(columns[name][1].removesuffix(" kB")) for name in ("held", "temporary", "peak memory"))
+    assert 5 * weights < 1000 * held_kb < 6 * weights
     assert temporary > 0.1
-    assert peak == pytest.approx(held + temporary, abs=0.2)
+    assert peak == pytest.approx(held_kb + temporary, abs=0.2)
     assert "\npeak memory: what a rank holds between its computations, and the temporaries of its largest program" in printed
     assert not Path(tiny["run"]["dir"]).exists()
 

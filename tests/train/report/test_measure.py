@@ -30,11 +30,11 @@ class Recorded(jpipe.Tracer):
 def windows(monkeypatch, tiny, steps, every, batches, schedule="pipedream_2bw"):
     """(traced steps, first batch and number of batches) of each window."""
     pipe, _ = build.build(changed(tiny, plan={"schedule": schedule}), Reporter(1, 1, "tokens"))
-    measure, found = Measure(pipe, (), steps, every, batches), []
+    measure, result = Measure(pipe, (), steps, every, batches), []
 
     def finish():
         if measure._tracer is not None:
-            found[-1] += ((measure._first, measure._batches),)
+            result[-1] += ((measure._first, measure._batches),)
             measure._tracer, measure._window = None, (measure._first, measure._batches)
 
     monkeypatch.setattr(jpipe, "Tracer", Recorded)
@@ -43,12 +43,12 @@ def windows(monkeypatch, tiny, steps, every, batches, schedule="pipedream_2bw"):
     for step in range(steps):
         tracer = measure.observer(step)
         if tracer is not None and tracer is not last:
-            found.append(([],))
+            result.append(([],))
         if tracer is not None:
-            found[-1][0].append(step)
+            result[-1][0].append(step)
         last = tracer
     finish()
-    return found
+    return result
 
 
 def test_windows_come_when_the_pipeline_is_full_and_after_evaluations(monkeypatch, tiny):
@@ -118,8 +118,8 @@ def test_what_a_rank_measured_travels_as_numbers():
         *(jpipe.programs.Span(op, 1, 0, 4.0, 5.0, chunk=2) for op in ("I", "W", "FI")),
     ]
     samples = [jpipe.programs.MemorySample(0.1, {3: 2**40, 4: 0}, 1, 2, 3, 4), jpipe.programs.MemorySample(0.2, {}, 5, 6, 7, 8)]
-    for held in (spans, samples), ([], samples), (spans, []):
-        assert gather.from_numbers(gather.numbers(*held)) == tuple(map(tuple, held))
+    for measured in (spans, samples), ([], samples), (spans, []):
+        assert gather.from_numbers(gather.numbers(*measured)) == tuple(map(tuple, measured))
 
 
 class Told(jpipe.processes.Processes):
@@ -155,11 +155,13 @@ def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(monkeypat
     everyone: list[Told] = []
     processes = [Told(index, everyone) for index in range(3)]
 
-    def own(rows, index):
+    def of_process(rows, index):
         return tuple(row if home == index else () for row, home in zip(rows, homes, strict=True))
 
     def gathered(process):
-        return gather.gather(process, pipe, "a trace", jpipe.runtime.Trace(own(spans, process.index), own(samples, process.index)))
+        return gather.gather(
+            process, pipe, "a trace", jpipe.runtime.Trace(of_process(spans, process.index), of_process(samples, process.index))
+        )
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(gathered, processes)) == [jpipe.runtime.Trace(tuple(spans), tuple(samples)), None, None]

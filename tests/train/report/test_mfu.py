@@ -126,8 +126,8 @@ def test_the_page_shows_the_same_peaks():
 def test_the_peak_of_float32_depends_on_how_it_is_multiplied(monkeypatch):
     for precision, gpu, tpu in (("float32", 66.9, None), ("highest", 66.9, None), ("tensorfloat32", 494.7, 275), ("high", None, None)):
         with jax.default_matmul_precision(precision):
-            found = [mfu.peak_of(kind, "float32") for kind in ("NVIDIA H100 80GB HBM3", "TPU v4")]
-        assert found == [None if expected is None else pytest.approx(expected * 1e12) for expected in (gpu, tpu)], precision
+            peaks = [mfu.peak_of(kind, "float32") for kind in ("NVIDIA H100 80GB HBM3", "TPU v4")]
+        assert peaks == [None if expected is None else pytest.approx(expected * 1e12) for expected in (gpu, tpu)], precision
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert mfu.peak_of("NVIDIA H100 80GB HBM3", "float32") == pytest.approx(66.9e12)
     assert mfu.peak_of("TPU v4", "float32") == pytest.approx(275e12)

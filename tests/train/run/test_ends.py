@@ -40,13 +40,13 @@ def before(monkeypatch, step, action):
     """Do something before the run feeds a batch, once all checkpoints begun are written."""
     real = checkpoints.Checkpoints.schedule_snapshot
 
-    def arm(self, at):
+    def schedule_snapshot(self, at):
         if at == step:
             self.finish()
             action()
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", schedule_snapshot)
 
 
 def test_a_run_whose_losses_never_come_does_not_end_well(saved, monkeypatch):
@@ -70,8 +70,10 @@ def test_a_run_without_its_last_checkpoint_does_not_end_well(cause, saved, monke
     if cause == "disk":
         monkeypatch.setattr(checkpoint_files, "write_layers", full)
     else:
-        arm = checkpoints.Checkpoints.schedule_snapshot
-        monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", lambda self, step: None if step == 6 else arm(self, step))
+        schedule_snapshot = checkpoints.Checkpoints.schedule_snapshot
+        monkeypatch.setattr(
+            checkpoints.Checkpoints, "schedule_snapshot", lambda self, step: None if step == 6 else schedule_snapshot(self, step)
+        )
     config = changed(saved, checkpoint={"on_full_disk": "train"})
     with pytest.raises(RunStopped, match="the checkpoint of step 7 could not be written; the last good one is of step 6"):
         loop.main(config)
@@ -193,12 +195,12 @@ def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, s
         monkeypatch.setattr(checkpoint_files, "layer_specs", lambda folder, step, real=checkpoint_files.layer_specs: real(folder, 4))
     capsys.readouterr()
     assert loop.main(changed(saved)).steps == 7
-    told = capsys.readouterr().out.splitlines()
-    [line] = [line for line in told if line.startswith("checkpoint: ")]
+    lines = capsys.readouterr().out.splitlines()
+    [line] = [line for line in lines if line.startswith("checkpoint: ")]
     assert str(place.relative_to(folder)) in line or "step 6: facts: devices" in line
     assert line.endswith("; the one before is tried")
-    assert any(line.startswith("resumes at step 4") for line in told)
-    assert f"checkpoints of later steps are kept as 6.old in '{folder / 'checkpoints'}'" in told
+    assert any(line.startswith("resumes at step 4") for line in lines)
+    assert f"checkpoints of later steps are kept as 6.old in '{folder / 'checkpoints'}'" in lines
     assert checkpoint_files.steps(folder) == [4, 6, 7]
     assert (folder / "checkpoints" / "6.old" / "checkpoint.json").exists(), "the damaged one is not removed"
     assert [row["loss"] for row in rows_of(folder)][:6] == losses
@@ -231,14 +233,14 @@ def test_a_run_that_goes_on_with_other_batches_reads_each_row_once(saved, monkey
     monkeypatch.setattr(documents.Documents, "read", noted)
     for steps, size in ((2, 8), (6, 4)):
         loop.main(changed(saved, train={"steps": steps, "batch_size": size, "eval_batches": 1}))
-    found = windows.copy()
+    starts = windows.copy()
     windows.clear()
     inputs, _ = data.load(changed(saved, train={"batch_size": 32}, plan={"microbatches": 1})).train[0]
     inputs[:32]  # the first 32 rows, in one batch
-    assert found == windows
-    assert len(found) == 32
-    told = capsys.readouterr().out
-    assert "the training data continue at row 16" in told
+    assert starts == windows
+    assert len(starts) == 32
+    output = capsys.readouterr().out
+    assert "the training data continue at row 16" in output
     facts = checkpoint_files.read_facts(Path(saved["run"]["dir"]), 6)["data"]
     assert facts["batch_size"] == 4
     assert facts["position"] == {"batch": 6, "rows": [32], "pieces": 8}

@@ -53,18 +53,18 @@ def home(tmp_path_factory):
         (texts / f"{i}.txt").write_bytes(SENTENCE[: 1 + 7 * (i % 7)])
     other = folder / "other.txt"
     other.write_bytes(SENTENCE[::-1] + b"and more")  # 53 bytes: 6 windows, a batch of 4 and 2 rows
-    given = BASE | {"data": {"path": str(texts), "boundaries": "keep", "validation_fraction": 0.3}, "run": {"dir": str(folder / "run")}}
-    return SimpleNamespace(folder=folder, texts=texts, other=other, run=loop.main(changed(given)).folder)
+    fields = BASE | {"data": {"path": str(texts), "boundaries": "keep", "validation_fraction": 0.3}, "run": {"dir": str(folder / "run")}}
+    return SimpleNamespace(folder=folder, texts=texts, other=other, run=loop.main(changed(fields)).folder)
 
 
 def at_once(run: Path, rows, step: int, weights="newest") -> Result:
     """Evaluate the whole model as one function, on all rows as one batch."""
     config = config_file.load_resolved(run / "config.yaml")
-    kept = checkpoint_files.read_layers(run, step)
-    arrays = export.by_name(kept if weights == "newest" else export.with_ema(kept, step))
+    stored_layers = checkpoint_files.read_layers(run, step)
+    arrays = export.by_name(stored_layers if weights == "newest" else export.with_ema(stored_layers, step))
     stack, params = layers.layers(config.model, config.logits_chunk), {}
-    for layer_id, places in stack.ties.places.items():
-        arrays |= {f"{layer_id}/{path}": arrays["/".join(stack.ties.first[name])] for path, name in places.items()}
+    for layer_id, paths in stack.ties.places.items():
+        arrays |= {f"{layer_id}/{path}": arrays["/".join(stack.ties.first[name])] for path, name in paths.items()}
     for name, array in arrays.items():
         *path, last = name.split("/")
         functools.reduce(lambda tree, key: tree.setdefault(key, {}), path, params)[last] = array
@@ -74,10 +74,10 @@ def at_once(run: Path, rows, step: int, weights="newest") -> Result:
     return Result(step, len(rows), len(rows), float(number), float(total / number), {"accuracy": float(hits / counted)})
 
 
-def check_equal(found: Result, expected: Result):
-    assert (found.step, found.rows, found.total, found.labels) == (expected.step, expected.rows, expected.total, expected.labels)
-    assert found.loss == pytest.approx(expected.loss, rel=2e-6)
-    assert found.metrics == pytest.approx(expected.metrics, rel=1e-6)
+def check_equal(actual: Result, expected: Result):
+    assert (actual.step, actual.rows, actual.total, actual.labels) == (expected.step, expected.rows, expected.total, expected.labels)
+    assert actual.loss == pytest.approx(expected.loss, rel=2e-6)
+    assert actual.metrics == pytest.approx(expected.metrics, rel=1e-6)
 
 
 def windows_of(text: bytes):
@@ -118,8 +118,8 @@ def test_every_row_counts_once_and_the_run_stays_as_it_is(home, plan, step, weig
     assert len(rows) % 4 == 3, "one microbatch and a half are left"
     assert sum((labels < 0).sum() for _, labels in rows) > 5
     overrides = tuple(f"plan.{key}={value}" for key, value in plan.items())
-    found = main(Request(str(home.run), step=step, weights=weights, overrides=overrides))
-    check_equal(found, at_once(home.run, rows, step or 5, weights))
+    result = main(Request(str(home.run), step=step, weights=weights, overrides=overrides))
+    check_equal(result, at_once(home.run, rows, step or 5, weights))
     assert listed(home.run) == before
 
 
@@ -128,16 +128,16 @@ def test_other_data_and_what_is_printed(home, capsys):
     rows = [({"tokens": tokens, "segments": np.ones(SEQ, np.int32)}, labels) for tokens, labels in windows_of(home.other.read_bytes())]
     expected = at_once(home.run, rows, 2)
     check_equal(main(Request(str(home.run), str(home.other), step=2)), expected)
-    said = capsys.readouterr().out
-    assert f"{home.run}, step 2; data: '{home.other}', 6 rows\n" in said
-    assert re.search(rf"over 48 labels\s+loss, nats per byte +{expected.loss:.4f}\d*\s+perplexity +{math.exp(expected.loss):.3f}", said)
+    output = capsys.readouterr().out
+    assert f"{home.run}, step 2; data: '{home.other}', 6 rows\n" in output
+    assert re.search(rf"over 48 labels\s+loss, nats per byte +{expected.loss:.4f}\d*\s+perplexity +{math.exp(expected.loss):.3f}", output)
 
 
 def test_some_batches_are_those_of_the_runs_own_validations(home):
     (last,) = [json.loads(line) for line in (home.run / "metrics.jsonl").read_text().splitlines()][-1:]
-    found = main(Request(str(home.run), batches=2))
-    assert (found.rows, found.loss, found.metrics) == (8, last["val_loss"], {"accuracy": last["val_accuracy"]})
-    assert found.total == len(held_out_rows(home))
+    result = main(Request(str(home.run), batches=2))
+    assert (result.rows, result.loss, result.metrics) == (8, last["val_loss"], {"accuracy": last["val_accuracy"]})
+    assert result.total == len(held_out_rows(home))
 
 
 def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):
@@ -183,10 +183,10 @@ def test_what_cannot_be_evaluated_is_told_in_a_line(home, monkeypatch, capsys, a
     (home.folder / "short.txt").write_bytes(b"8 bytes.")
     before = listed(home.run)
     assert cli.main(["evaluate", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("jpipe: ")
-    assert message in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("jpipe: ")
+    assert message in error
+    assert error.count("\n") == 1
     assert listed(home.run) == before
 
 
@@ -197,8 +197,8 @@ def test_masked_tokens_are_evaluated_as_they_are_learnt(tmp_path):
     Path(text).write_bytes(SENTENCE * 20)
     prepare.make_tokenizer(prepare.Files([text]), 280, str(tmp_path / "t.json"), Reporter(1, 1, "bytes", Console(quiet=True)), "bert")
     keys = {"format": "text", "path": text, "tokenizer": str(tmp_path / "t.json"), "validation_fraction": 0.3, "objective": "masked"}
-    given = BASE | {"data": keys, "run": {"dir": str(tmp_path / "run")}}
-    config = changed(given, model={"kind": "bert", "vocab_size": 280, "seq_len": 24}, loss={"chunk": 16})
+    fields = BASE | {"data": keys, "run": {"dir": str(tmp_path / "run")}}
+    config = changed(fields, model={"kind": "bert", "vocab_size": 280, "seq_len": 24}, loss={"chunk": 16})
     run = loop.main(config).folder
     elements = data.held_out(config).validation.elements
     rows = [elements[i] for i in range(len(elements))]

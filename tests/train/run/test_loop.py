@@ -63,9 +63,9 @@ def test_the_folder_can_run_again_and_gives_the_same(tiny, tmp_path):
     assert resolved == config
     plan = jpipe.Plan.from_json((folder / "plan.json").read_text())
     assert (plan.schedule, plan.depth, plan.microbatches) == ("pipedream_2bw", 2, 2)
-    again = loop.main(changed(resolved.model_dump(), run={"dir": str(tmp_path / "again")}, plan={"file": str(folder / "plan.json")}))
-    assert rows_of(again.folder) == rows_of(folder)
-    assert yaml.safe_load((again.folder / "config.yaml").read_text())["plan"] == {"file": str(folder / "plan.json")}
+    repeated = loop.main(changed(resolved.model_dump(), run={"dir": str(tmp_path / "again")}, plan={"file": str(folder / "plan.json")}))
+    assert rows_of(repeated.folder) == rows_of(folder)
+    assert yaml.safe_load((repeated.folder / "config.yaml").read_text())["plan"] == {"file": str(folder / "plan.json")}
 
 
 @pytest.mark.slow
@@ -76,9 +76,9 @@ def test_metrics_of_a_validation_are_logged_and_shown(tiny, capsys):
         ["step", "loss", *(["val_loss", "val_accuracy"] if step % 2 == 0 else []), "learning_rate"] for step in range(5)
     ]
     assert rows[0]["val_accuracy"] < rows[-1]["val_accuracy"] < 1
-    shown = capsys.readouterr().out
-    assert f"validation loss {rows[-1]['val_loss']:.3f}  validation accuracy {rows[-1]['val_accuracy']:.3f}" in shown
-    assert "step 4: val_lost is nan; metrics.jsonl does not have it" in shown
+    output = capsys.readouterr().out
+    assert f"validation loss {rows[-1]['val_loss']:.3f}  validation accuracy {rows[-1]['val_accuracy']:.3f}" in output
+    assert "step 4: val_lost is nan; metrics.jsonl does not have it" in output
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_a_report_that_cannot_be_drawn_ends_no_run(tiny, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("fails_at", ["metrics.jsonl", "config.yaml", "plan.json"])
-@pytest.mark.parametrize("given", [None, "new/deep", "empty"])
-def test_a_disk_that_is_full_at_once_leaves_nothing_behind(tiny, tmp_path, monkeypatch, given, fails_at):
+@pytest.mark.parametrize("run_dir", [None, "new/deep", "empty"])
+def test_a_disk_that_is_full_at_once_leaves_nothing_behind(tiny, tmp_path, monkeypatch, run_dir, fails_at):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -240,21 +240,21 @@ def test_a_disk_that_is_full_at_once_leaves_nothing_behind(tiny, tmp_path, monke
         replace(unfinished, path)
 
     monkeypatch.setattr(os, "replace", full)
-    where = "runs/0001" if given is None else given
+    where = "runs/0001" if run_dir is None else run_dir
     with pytest.raises(jpipe.InputError, match=rf"^run.dir: cannot write '{where}': No space left on device; choose another folder$"):
-        RunFolder(changed(tiny, run={"dir": given}), build.make_plan(changed(tiny).plan, ("embed", "block_0", "head")))
+        RunFolder(changed(tiny, run={"dir": run_dir}), build.make_plan(changed(tiny).plan, ("embed", "block_0", "head")))
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def reported(durations: list[float], steps: int, **console) -> tuple[Reporter, list[str]]:
     """Return a reporter and the lines that it prints for steps of these durations, measured by a simulated clock."""
-    now, shown = [0.0], io.StringIO()
-    reporter = Reporter(steps, 100, "tokens", Console(file=shown, highlight=False, width=200, **console), clock=lambda: now[0])
+    now, screen = [0.0], io.StringIO()
+    reporter = Reporter(steps, 100, "tokens", Console(file=screen, highlight=False, width=200, **console), clock=lambda: now[0])
     with reporter.training():
         for step, seconds in enumerate(durations):
             now[0] += seconds
             reporter.step(step, 1.0, {})
-    return reporter, shown.getvalue().splitlines()
+    return reporter, screen.getvalue().splitlines()
 
 
 def test_speed_and_time_left_are_of_the_recent_steps():
@@ -328,8 +328,8 @@ def test_a_run_that_only_skips_ends(tiny, monkeypatch, capsys):
         loop.main(changed(tiny, optimizer={"skip_nonfinite": True}))
     bad.remove(1)
     bad.add(3)  # never three in a row; the rows of skipped steps are always logged
-    again = changed(tiny, precision={"loss_scale": "dynamic"}, train={"log_every": 1000}, run={"dir": str(tiny_folder(tiny)) + "-again"})
-    skipped = [row for row in rows_of(loop.main(again).folder) if "skipped" in row]
+    config = changed(tiny, precision={"loss_scale": "dynamic"}, train={"log_every": 1000}, run={"dir": str(tiny_folder(tiny)) + "-again"})
+    skipped = [row for row in rows_of(loop.main(config).folder) if "skipped" in row]
     assert [(row["step"], row["loss_scale"]) for row in skipped] == [(0, 2**15), (2, 2**15), (3, 2**15)]
     assert (
         "step 2: skipped, because 1 entries of its gradient are NaN or infinite; the loss scale is now 32,768\n" in capsys.readouterr().out
@@ -347,10 +347,10 @@ def test_a_bar_is_shown_on_a_terminal(tiny, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     loop.main(changed(tiny))
-    shown = capsys.readouterr().out
-    assert "training" in shown
-    assert "5/5" in shown
-    assert "tokens/s" in shown
+    output = capsys.readouterr().out
+    assert "training" in output
+    assert "5/5" in output
+    assert "tokens/s" in output
 
 
 @pytest.mark.slow
