@@ -47,7 +47,7 @@ def test_the_readmes_snippets_run_and_the_model_learns(tmp_path):
     assert names["prediction"].grid() == blocks("text")[0].rstrip("\n")
 
 
-def test_a_model_of_ones_own_takes_fifteen_lines():
+def test_a_users_model_takes_fifteen_lines():
     lines = ast.unparse(ast.parse(blocks("python")[0])).splitlines()
     assert len([line for line in lines if line and not line.startswith(("import", "from"))]) <= 15
 
@@ -98,7 +98,7 @@ COMMANDS = sorted({shown for page in (ROOT / "README.md", *PAGES) for shown in C
 
 
 @pytest.mark.parametrize("command_line", COMMANDS)
-def test_commands_of_a_page_have_options_and_files_that_are_there(command_line, capsys, monkeypatch):
+def test_commands_of_a_page_have_options_and_files_that_exist(command_line, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     words = shlex.split(command_line, comments=True)
     known = ""
@@ -115,7 +115,7 @@ def test_commands_of_a_page_have_options_and_files_that_are_there(command_line, 
 @pytest.mark.parametrize(
     ("language", "snippet"), [m for page in PAGES for m in re.findall(r"^```(yaml|bash)\n(.*?)^```", page.read_text(), re.M | re.S)]
 )
-def test_yaml_and_shell_of_a_page_can_be_read(language, snippet):
+def test_yaml_and_shell_snippets_of_a_page_are_valid(language, snippet):
     if language == "yaml":
         assert all(isinstance(document, dict | list) for document in yaml.safe_load_all(snippet))
     else:
@@ -163,7 +163,7 @@ def is_section(field) -> bool:
 
 
 @pytest.mark.parametrize(("section", "key"), [(section, key) for section, rows in tables_of_keys().items() for key in rows])
-def test_a_row_of_the_tables_of_keys_is_true(section, key):
+def test_a_row_of_the_tables_of_keys_is_correct(section, key):
     meaning, default, limits = tables_of_keys()[section][key]
     model = Config if section == "Top level" else Config.model_fields[section].annotation
     assert len(meaning.split()) >= 2
@@ -213,7 +213,7 @@ def test_the_reference_has_every_public_name_in_order(pages):
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
-def test_the_reference_tells_what_every_public_name_is(pages, module, name):
+def test_the_reference_describes_every_public_name(pages, module, name):
     section = pages[module].split(f'<section id="{name}">')[1].split("</section>")[0]
     docstring = section.split('<div class="docstring">')[1].split("</div>")[0]
     assert len(html.unescape(re.sub(r"<[^>]*>", "", docstring)).split()) >= 4
@@ -238,7 +238,7 @@ def test_examples_in_docstrings(name):
         assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_files_that_the_readme_names_are_there():
+def test_files_that_the_readme_names_exist():
     text = (ROOT / "README.md").read_text()
     named = set(re.findall(r"^    (\S+[/.]\S*)  ", text, re.MULTILINE)) | set(re.findall(r"\]\(([^)#:]+)\)", text))
     assert len(named) > 10

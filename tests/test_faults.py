@@ -32,7 +32,7 @@ def again(stopped, tmp_path):
     return tmp_path
 
 
-def test_whatever_file_is_damaged_it_is_named_and_the_checkpoint_before_is_used(copied_run, stopped):
+def test_any_damaged_file_is_named_and_the_previous_checkpoint_used(copied_run, stopped):
     place, before = damage.newest(stopped), damage.STOPPED - EVERY
     expected, config = checkpoint_files.read_layers(stopped, before), Config.model_validate(config_of(copied_run, damage.PLAN, damage.END))
     names = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
@@ -52,7 +52,7 @@ def test_whatever_file_is_damaged_it_is_named_and_the_checkpoint_before_is_used(
     assert find(config, "auto", Together(None), print).step == damage.STOPPED, "each time all was as before but for one file"
 
 
-def test_a_run_with_a_damaged_checkpoint_comes_to_the_same_end(copied_run, tmp_path_factory, monkeypatch):
+def test_a_run_with_a_damaged_checkpoint_ends_with_equal_results(copied_run, tmp_path_factory, monkeypatch):
     monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
     expected = end_of(damage.trained(tmp_path_factory.mktemp("whole"), damage.END))
     name, how, at = next(one for one in damage.damages(damage.newest(copied_run / "run"), random.Random(1)) if one[1] == "changed")
@@ -60,13 +60,13 @@ def test_a_run_with_a_damaged_checkpoint_comes_to_the_same_end(copied_run, tmp_p
     assert damage.outcome(copied_run, name, expected) is None
 
 
-def test_replicas_that_save_in_the_middle_of_a_round_have_every_checkpoint(tmp_path, monkeypatch):
+def test_replicas_that_save_within_a_round_write_every_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
     loop.main(Config.model_validate(config_of(tmp_path, KINDS["2-1-1"], EVERY + 1)))
     assert checkpoint_files.steps(tmp_path / "run") == [EVERY, EVERY + 1]
 
 
-def test_what_differs_is_found():
+def test_differences_between_ends_are_found():
     end = {"a": [np.float32([1, np.nan]), {"b": 1.5}], "c": 3}
     assert difference(end, {"a": [np.float32([1, np.nan]), {"b": 1.5}], "c": 3}) is None
     changed_ends = {
@@ -83,7 +83,7 @@ def test_what_differs_is_found():
     assert difference(np.zeros(2), np.zeros((2, 1))) is not None
 
 
-def test_when_a_run_is_killed_is_told_by_its_folder(tmp_path):
+def test_the_folder_tells_when_a_run_was_killed(tmp_path):
     assert kills.moment_of(tmp_path) == "before the first"
     place = tmp_path / "checkpoints" / "00000003"
     place.mkdir(parents=True)

@@ -33,7 +33,7 @@ def test_no_file_of_the_project_is_ignored():
     assert git("ls-files", "--cached", "--ignored", "--exclude-standard") == []
 
 
-def test_what_is_ignored_is_named_from_the_root():
+def test_gitignore_patterns_start_at_the_root():
     """A name alone means every folder of that name, in the packages too; hatchling leaves out what git ignores."""
     rules = [line for line in (ROOT / ".gitignore").read_text().splitlines() if line and not line.startswith("#")]
     assert [rule for rule in rules if not rule.startswith("/")] == ["__pycache__/"]
@@ -56,7 +56,7 @@ def test_nobody_is_told_to_install_another_project():
         assert match is None or name == "tests/test_wheel.py", f"{name}: {match[0]}"
 
 
-def test_the_version_is_said_in_one_way():
+def test_the_version_is_defined_once():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == jpipe.__version__
 
 

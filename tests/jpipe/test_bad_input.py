@@ -173,12 +173,12 @@ def test_odd_plans_are_refused_with_a_message(text, message):
         ('"placement": null', r"^plan: placement: expected a valid tuple, found the key twice$"),
     ],
 )
-def test_a_key_that_is_there_twice_is_refused(twice, message):
+def test_a_duplicate_key_is_refused(twice, message):
     with pytest.raises(InputError, match=message):
         Plan.from_json(TEXT.replace(twice, f"{twice}, {twice}", 1))
 
 
-def test_what_is_not_printable_is_escaped_and_a_problem_keeps_its_line():
+def test_unprintable_characters_are_escaped_and_a_problem_keeps_its_line():
     assert str(InputError("a\nb\x1b[31m\u202eé →", "c\udcff")) == "a\\nb\\x1b[31m\\u202eé →\nc\\udcff"
 
 
@@ -388,7 +388,7 @@ for call in json.loads(sys.argv[1]):
 """
 
 
-def test_wrong_types_are_told_without_type_checks_too():
+def test_wrong_types_are_reported_without_type_checks_too():
     """The tests check types at run time; a user's program does not, and must hear of them from us."""
     command = [sys.executable, "-c", CALLS, json.dumps(list(UNTYPED))]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(jpipe.__file__).parents[1])
@@ -403,7 +403,7 @@ def test_integers_may_be_those_of_numpy():
     assert json.loads(Plan.even(IDS, 2, "gpipe", 2, replicas=np.int64(1)).to_json())["stages"][0]["replicas"] == 1
 
 
-def test_a_batch_unlike_the_one_of_init_is_refused():
+def test_a_batch_of_another_shape_than_that_of_init_is_refused():
     pipe = pipeline()
     state = pipe.init(jax.random.key(0), (X, X))
     for other in ((np.zeros((8, 3), np.float32),) * 2, (X, X.astype(np.int32)), ({"x": X}, X)):
@@ -454,7 +454,7 @@ def test_nothing_runs_on_a_device_before_a_refusal():
         ({"batches": -1}, "found start 0, begin 0, batches -1"),
     ],
 )
-def test_programs_that_cannot_be_are_refused(numbers, message):
+def test_impossible_programs_are_refused(numbers, message):
     with pytest.raises(InputError, match=message):
         lower(Plan.even("abc", 2, "pipedream_2bw", 2), **numbers)
 
@@ -466,7 +466,7 @@ def test_costs_are_fitted_rank_by_rank():
 
 
 @pytest.mark.parametrize("peaks", [[], [1], [1, 2, 3]], ids=len)
-def test_a_prediction_is_of_every_stage(peaks):
+def test_a_prediction_must_have_every_stage(peaks):
     predicted = {"batch_seconds": 1.0, "bubble": 0.1, "peak_bytes": peaks}
     message = rf"plan: predicted.peak_bytes: expected one number for each of 2 stages, found {len(peaks)}; plan again$"
     with pytest.raises(jpipe.InputError, match=message):
@@ -517,7 +517,7 @@ ODD_BATCHES = {
 
 
 @pytest.mark.parametrize(("inputs", "message"), ODD_BATCHES.values(), ids=ODD_BATCHES)
-def test_a_batch_that_jax_does_not_take_is_refused(inputs, message):
+def test_a_batch_that_jax_rejects_is_refused(inputs, message):
     pipe, state = started()
     with pytest.raises(InputError, match=f"^batch: {message}"):
         pipe.step(state, (inputs(), ONES))
@@ -556,7 +556,7 @@ def test_impossible_numbers_are_refused(make, message):
         lambda text: Plan.from_json(json.dumps({"format": text})),
     ],
 )
-def test_a_long_value_is_not_shown_whole(make):
+def test_a_long_value_is_shortened(make):
     for text in ("x" * 100_000, "x y\n" * 25_000):
         with pytest.raises(InputError) as caught:
             make(text)

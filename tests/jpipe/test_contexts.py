@@ -39,7 +39,7 @@ def mesh():
 @pytest.mark.parametrize(
     "context", [mesh, lambda: jax.transfer_guard("disallow"), lambda: jax.default_device(jax.devices()[1])], ids=["mesh", "guard", "device"]
 )
-def test_contexts_of_other_programs_change_nothing(context):
+def test_jax_contexts_of_the_caller_change_nothing(context):
     key = jax.random.key(3)
     expected = everything(built(), key)
     with context():
@@ -47,7 +47,7 @@ def test_contexts_of_other_programs_change_nothing(context):
     running.check_equal(actual, expected)
 
 
-def test_the_mesh_of_the_user_is_back_after_a_call():
+def test_the_mesh_of_the_user_is_restored_after_a_call():
     with mesh():
         before = jax.sharding.get_abstract_mesh()
         built().check(BATCH)

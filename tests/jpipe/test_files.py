@@ -20,7 +20,7 @@ def victim(tmp_path):
     return file
 
 
-def test_a_file_is_replaced_whole_and_nothing_is_left_of_one_that_fails(tmp_path, monkeypatch):
+def test_a_file_is_replaced_atomically_and_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     file = tmp_path / ("n" * 255)  # as long as a name can be
     files.write_atomically(file, "one")
     files.write_atomically(file, b"two")
@@ -142,7 +142,7 @@ def test_names_that_no_file_can_have_are_refused(text):
         files.resolved(text, "run.dir")
 
 
-def test_a_circle_is_refused_where_python_leaves_it_as_it_is(tmp_path, monkeypatch):
+def test_a_cycle_of_links_that_python_does_not_resolve_is_refused(tmp_path, monkeypatch):
     """As `resolve` does from Python 3.13 on."""
     (tmp_path / "circle").symlink_to("circle")
     monkeypatch.setattr(Path, "resolve", Path.absolute)

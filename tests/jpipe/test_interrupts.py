@@ -138,7 +138,7 @@ def raising(error, after=5):
     return observe, seen
 
 
-def test_what_an_observer_raises_comes_when_the_step_is_complete(pipe, start_state, batches, expected):
+def test_an_observers_exception_is_raised_when_the_step_is_complete(pipe, start_state, batches, expected):
     observe, seen = raising(ZeroDivisionError("mine"))
     state = models.copied(start_state)
     with pytest.raises(ZeroDivisionError, match="mine"):
@@ -152,7 +152,7 @@ def test_what_an_observer_raises_comes_when_the_step_is_complete(pipe, start_sta
         pipe.step(state, batches[-1])
 
 
-def test_another_batch_goes_on_from_the_step_that_was_interrupted(pipe, fresh, start_state, batches, expected):
+def test_another_batch_completes_the_interrupted_step(pipe, fresh, start_state, batches, expected):
     """As in `for batch in batches: …` with an `except KeyboardInterrupt` inside: no batch is lost, and no loss."""
     state, metrics = models.copied(fresh), Metrics.empty()
     for t, batch in enumerate(batches):
@@ -166,7 +166,7 @@ def test_another_batch_goes_on_from_the_step_that_was_interrupted(pipe, fresh, s
     running.check_equal(params, expected[1])
 
 
-def test_a_drain_goes_on_too(pipe, start_state, batches, expected):
+def test_an_interrupted_drain_is_completed(pipe, start_state, batches, expected):
     state, metrics = pipe.step(models.copied(start_state), batches[-1])
     with pytest.raises(KeyboardInterrupt):
         pipe.drain(state, observe=raising(KeyboardInterrupt())[0])
@@ -180,7 +180,7 @@ class Broken(np.ndarray):
         raise OSError("the disk is gone")
 
 
-def test_a_batch_that_cannot_be_read_leaves_the_state_as_it_is(pipe, start_state, batches, expected):
+def test_a_batch_that_cannot_be_read_leaves_the_state_unchanged(pipe, start_state, batches, expected):
     state, (x, labels) = models.copied(start_state), batches[-1]
     with pytest.raises(OSError, match="the disk is gone"):
         pipe.step(state, (x, labels.view(Broken)))
@@ -188,7 +188,7 @@ def test_a_batch_that_cannot_be_read_leaves_the_state_as_it_is(pipe, start_state
 
 
 @pytest.mark.parametrize("call", ["step", "drain"])
-def test_a_computation_that_fails_loses_the_state_and_says_so(pipe, start_state, batches, monkeypatch, call):
+def test_a_computation_that_fails_loses_the_state_and_reports_it(pipe, start_state, batches, monkeypatch, call):
     def out_of_memory(*arguments):
         raise MemoryError("RESOURCE_EXHAUSTED: 7 bytes\nand more")
 
@@ -207,7 +207,7 @@ def test_a_computation_that_fails_loses_the_state_and_says_so(pipe, start_state,
             use()
 
 
-def test_ctrl_c_again_after_some_seconds_does_not_wait(pipe, start_state, batches, monkeypatch):
+def test_a_second_ctrl_c_after_some_seconds_does_not_wait(pipe, start_state, batches, monkeypatch):
     """A step that waits for a process that is gone would never end else."""
     state, update = models.copied(start_state), interpreter._METHODS[interpreter.Update]
 
@@ -226,7 +226,7 @@ def test_ctrl_c_again_after_some_seconds_does_not_wait(pipe, start_state, batche
         pipe.step(state, batches[-1])
 
 
-def test_an_evaluation_that_is_interrupted_leaves_nothing(pipe, start_state, batches, expected, monkeypatch):
+def test_an_interrupted_evaluation_leaves_nothing(pipe, start_state, batches, expected, monkeypatch):
     state, evaluate = models.copied(start_state), interpreter._METHODS[interpreter.Compute]
     monkeypatch.setitem(interpreter._METHODS, interpreter.Receive, lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -237,7 +237,7 @@ def test_an_evaluation_that_is_interrupted_leaves_nothing(pipe, start_state, bat
     running.check_equal(outcome(pipe, *trained(pipe, state, batches)), expected)
 
 
-def test_signals_that_others_handle_are_left_alone():
+def test_signals_with_other_handlers_are_unchanged():
     received = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
@@ -258,7 +258,7 @@ def test_signals_that_others_handle_are_left_alone():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_in_another_thread_nothing_is_held_back(pipe, start_state, batches, expected):
+def test_outside_the_main_thread_no_signal_is_delayed(pipe, start_state, batches, expected):
     """Python delivers signals to the main thread only."""
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(outcome(pipe, *trained(pipe, models.copied(start_state), batches))))

@@ -68,7 +68,7 @@ def test_a_consumed_state_keeps_its_containers_and_loses_its_arrays(variant):
 
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
-def test_a_used_up_state_is_refused(variant):
+def test_a_consumed_state_is_refused(variant):
     pipe = pipeline(variant)
     old = fresh(pipe, BATCHES)
     state, _ = pipe.step(old, BATCHES[0])
@@ -85,7 +85,7 @@ def test_a_used_up_state_is_refused(variant):
 
 
 @pytest.mark.parametrize("variant", ASYNCHRONOUS)
-def test_a_state_that_drain_used_up_is_refused(variant):
+def test_a_state_consumed_by_drain_is_refused(variant):
     """A drain may leave the last stage alone: all its work is done in the step."""
     pipe = pipeline(variant)
     old, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
@@ -96,7 +96,7 @@ def test_a_state_that_drain_used_up_is_refused(variant):
             pipe.step(used_up, BATCHES[1])
 
 
-def test_what_is_no_state_is_refused():
+def test_an_invalid_state_is_refused():
     pipe, other = pipeline("gpipe"), pipeline("gpipe", d=2)
     with pytest.raises(InputError, match=r"state: this pipeline did not make it; call init first"):
         pipe.step(fresh(other, BATCHES), BATCHES[0])
@@ -131,7 +131,7 @@ def test_a_drained_pipeline_may_be_drained_again(variant):
 
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
-def test_evaluation_leaves_the_trajectory_as_it_is(variant):
+def test_evaluation_leaves_the_trajectory_unchanged(variant):
     pipe = pipeline(variant)
     expected = train(pipe, BATCHES)
     state, losses = fresh(pipe, BATCHES), []
@@ -242,7 +242,7 @@ def test_metrics_that_are_no_functions_by_name_are_refused(metrics, message):
         checked_metrics(metrics)
 
 
-def test_what_users_print_is_one_short_line():
+def test_users_print_one_short_line():
     pipe = pipeline("pipedream_2bw")
     assert repr(STACK) == "LayerStack(track, noise, mix, out)"
     assert "not compiled yet" in repr(pipe)
@@ -315,7 +315,7 @@ def test_evaluation_of_a_batch_without_weight_is_zero():
 
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
-def test_params_survive_the_steps_after(variant):
+def test_params_survive_later_steps(variant):
     """The next update may write into the memory of the version they were taken from."""
     pipe = pipeline(variant)
     state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
@@ -386,7 +386,7 @@ def test_observe_sees_every_instruction_in_the_order_of_the_program():
         ({"rows": 2}, r"microbatch is .*float32\[2, 3\].* there and .*float32\[4, 3\].* here"),
     ],
 )
-def test_the_state_of_another_pipeline_is_refused_with_what_differs(other, message):
+def test_the_state_of_another_pipeline_is_refused_with_the_difference(other, message):
     original = pipeline("gpipe")
     state = fresh(original, BATCHES)
     fields, optimizer = dict(other), other.get("optimizer", models.momentum())
@@ -419,7 +419,7 @@ class Lazy:
 @pytest.mark.parametrize(
     ("failure", "message"), [(OSError, "the disk is gone"), (InputError, r"batch: expected rows 4 to 5 as float32\[2, 3\]")]
 )
-def test_a_batch_that_cannot_be_read_leaves_the_state_as_it_was(failure, message):
+def test_a_batch_that_fails_to_load_leaves_the_state_unchanged(failure, message):
     pipe = pipeline("pipedream_2bw")
     expected = train(pipe, BATCHES[:3])
     state, losses = fresh(pipe, BATCHES), []

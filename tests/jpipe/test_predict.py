@@ -108,7 +108,7 @@ def test_rows_that_fill_up_a_microbatch_are_real():
     assert seen == [1.0, 5.0]
 
 
-def test_what_cannot_be_predicted_is_refused():
+def test_inputs_that_cannot_be_predicted_are_refused():
     stack = LayerStack({"in": models.dense(), "out": lambda x: {"rows": x, "sum": x.sum()}})
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), lambda y, labels: (y["sum"], 1.0), optax.sgd(0.1))
     x = np.ones((4, 3), np.float32)

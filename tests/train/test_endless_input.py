@@ -50,7 +50,7 @@ def error_line(tiny, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_has_no_end_is_not_read(error_line, tmp_path, command):
+def test_endless_files_are_not_read(error_line, tmp_path, command):
     ending = re.search(r"{}(\.\w+)", " ".join(COMMANDS[command]))[1]
     (tmp_path / f"zero{ending}").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / f"fifo{ending}")
@@ -85,7 +85,7 @@ def test_plans_of_too_many_stages_are_not_simulated(error_line, tmp_path, schedu
 
 
 @pytest.mark.parametrize("option", ["--batch", "--rows"])
-def test_batches_that_cannot_be_meant_are_refused(error_line, tmp_path, option):
+def test_absurd_batch_sizes_are_refused(error_line, tmp_path, option):
     (tmp_path / "graph.txt").write_text(NODE)
     words = ["plan", "--topology", "flat.yaml", "--profile", "graph.txt", option, str(10**15)]
     assert f"{option}: expected at most 1,000,000,000, found 1,000,000,000,000,000; is it a typo?" in error_line(*words)
@@ -136,13 +136,13 @@ def test_lines_just_short_enough_are_read_in_no_time():
         ("]\n", "]\ndevice: {efficiency: 1e-320}\n", r"device\.efficiency: expected a share of at least 1e-06"),
     ],
 )
-def test_machines_that_cannot_be_are_refused(old, new, why):
+def test_impossible_machines_are_refused(old, new, why):
     with pytest.raises(jpipe.InputError, match=rf"^topology: {why}"):
         Topology.from_yaml(FLAT.replace(old, new))
 
 
 @pytest.mark.parametrize("value", ["1e-3", "-.5", "0o17", "+010", "0x1", "yes", "1:30", "2001-01-01", "null", "", 1e-3, 3, None, ["a"] * 3])
-def test_what_is_written_as_yaml_is_read_as_it_was(value):
+def test_yaml_round_trip(value):
     shared = [value]
     data = {"a": shared, "b": shared, "c": {"d": value}}
     assert repr(parse(dump(data), "x")) == repr(data)
@@ -152,7 +152,7 @@ def evaluation(weight: float) -> jpipe.Evaluation:
     return jpipe.Evaluation(jnp.float32(0), jnp.float32(weight), 0, {"hits": jpipe.Mean(jnp.float32(1), jnp.float32(0))})
 
 
-def test_a_validation_that_nothing_counts_in_is_told():
+def test_a_validation_without_counted_labels_is_reported():
     with pytest.raises(jpipe.InputError, match=r"^validation: the weights that the loss returns for the 2 validation batches sum to 0, so"):
         mean_loss([evaluation(0), evaluation(0)])
     result = means([evaluation(0), evaluation(2)])

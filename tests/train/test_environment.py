@@ -25,7 +25,7 @@ def test_a_variable_that_jax_refuses_is_named_in_one_line(name, value):
     assert done.stderr.count("\n") == 1
 
 
-def test_an_error_of_another_kind_is_not_taken_for_one_of_jaxs_variables():
+def test_other_errors_are_not_mistaken_for_invalid_jax_variables():
     assert cli._invalid_jax_setting(ValueError("JAX_ENABLE_X64")) is None
 
 
@@ -38,7 +38,7 @@ def removed_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("removed_folder")
-def test_a_current_folder_that_is_gone_is_told_in_one_line(tmp_path, capsys, monkeypatch):
+def test_a_removed_current_folder_is_reported_in_one_line(tmp_path, capsys, monkeypatch):
     assert cli.main(["train", str(tmp_path / "config.yaml")]) == 2
     message = "jpipe: the current folder cannot be used: No such file or directory; change to another one (cd), and try again\n"
     assert capsys.readouterr() == ("", message)

@@ -12,7 +12,7 @@ from jpipe_train.config import shipped_configs
 ROOT = Path(__file__).parents[2]
 
 
-def test_configs_are_listed_with_what_they_are(capsys):
+def test_configs_are_listed_with_a_description(capsys):
     assert main(["configs"]) == 0
     *listed, hint = capsys.readouterr().out.splitlines()
     configs = {path.relative_to(ROOT).as_posix() for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")}
@@ -66,7 +66,7 @@ def test_with_a_config_comes_the_code_that_it_names(name, code, tmp_path, monkey
         ("--overwrite", "configs: --to and --overwrite are for copy; did you mean jpipe configs copy?"),
     ],
 )
-def test_what_cannot_be_copied_is_told(arguments, message, tmp_path, monkeypatch, capsys):
+def test_a_config_that_cannot_be_copied_is_reported(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     assert main(["configs", *arguments.split()]) == 2

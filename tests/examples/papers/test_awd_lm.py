@@ -35,7 +35,7 @@ def test_it_has_as_many_numbers_as_the_papers_say():
     assert round((sum(merity.values()) - merity["embed"]) / 1e6) == 24  # Merity et al. 2017, table 1
 
 
-def test_untied_words_have_a_matrix_of_their_own():
+def test_untied_words_have_their_own_matrix():
     stack = awd_lm(2, **DRY | {"tied": False})
     assert not stack.ties.first
     assert numbers(**DRY | {"tied": False})["head"] == (8 + 1) * 11
@@ -86,7 +86,7 @@ def test_rows_begin_with_zeros_where_nothing_is_carried(dry):
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_go_on_where_they_ended(dry):
+def test_rows_continue_where_they_ended(dry):
     begin, train, _ = dry
     words = text()
     logits, _ = train(begin(piece(words, 0, 15, 0)[0]), piece(words, 0, 15, 0)[0])
@@ -97,7 +97,7 @@ def test_rows_go_on_where_they_ended(dry):
     np.testing.assert_allclose(np.concatenate(parts, axis=1), logits, atol=1e-6)
 
 
-def test_each_microbatch_has_a_state_of_its_own(dry):
+def test_each_microbatch_has_its_own_state(dry):
     begin, train, _ = dry
     words = text()
     whole, _ = train(begin(piece(words, 0, 10, 0)[0]), piece(words, 0, 10, 0)[0])
@@ -112,7 +112,7 @@ def test_each_microbatch_has_a_state_of_its_own(dry):
         np.testing.assert_allclose(np.concatenate(parts, axis=1), whole[first : first + 2], atol=1e-6)
 
 
-def test_a_row_begins_anew_where_the_data_says_so(dry):
+def test_a_row_restarts_its_state_where_the_data_say_so(dry):
     begin, train, evaluate = dry
     first, second = piece(text(), 0, 5, 0)[0], piece(text(), 5, 10, 1)[0]
     fresh, _ = train(begin(first), second)

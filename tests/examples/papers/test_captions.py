@@ -55,7 +55,7 @@ def test_a_row_is_a_caption_with_its_video(folder):
     assert seen == {(expected[file], length) for file in range(3) for length in (4, 6)}
 
 
-def test_frames_are_filled_up_or_taken_evenly(folder):
+def test_frames_are_padded_or_sampled_evenly(folder):
     sizes = Sizes(**SIZES)
     for file, count in (("train0", 3), ("train2", 11)):
         stored = np.load(folder / "features" / f"{file}.npz")["features"].astype(np.float32)
@@ -86,7 +86,7 @@ def pickled(file):
         (pickled, "found object of shape [1]"),
     ],
 )
-def test_spoiled_files_are_named(folder, spoil, message):
+def test_damaged_files_are_named(folder, spoil, message):
     file = folder / "features" / "validation1.npz"
     spoil(file)
     with pytest.raises(InputError) as caught:
@@ -95,7 +95,7 @@ def test_spoiled_files_are_named(folder, spoil, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_breaks_later_is_named_when_it_is_read(folder):
+def test_a_file_that_breaks_later_is_named_when_it_is_read(folder):
     dataset = load(folder)
     for file in (folder / "features").glob("train*"):
         np.savez(file, features=np.full((2, 5), np.nan))

@@ -113,7 +113,7 @@ def test_it_computes_what_the_paper_says(small):
     np.testing.assert_allclose(forward(batch()), plain_gnmt(params, batch()), atol=2e-4)
 
 
-def test_attention_looks_at_what_is_there_only():
+def test_attention_reads_unmasked_positions_only():
     rng = np.random.default_rng(0)
     queries, keys = (jnp.asarray(rng.normal(size=(2, positions, 4)), jnp.float32) for positions in (3, 5))
     mask = jnp.arange(5)[None] < jnp.asarray([5, 2])[:, None]
@@ -123,7 +123,7 @@ def test_attention_looks_at_what_is_there_only():
     np.testing.assert_allclose(module.apply({"params": params}, queries, keys, mask), expected, atol=1e-5)
 
 
-def test_it_sees_the_source_but_no_padding_and_no_later_word(small):
+def test_the_decoder_reads_the_source_but_no_padding_and_no_later_word(small):
     _, forward = small
     before = forward(batch())
     source, padding, later = batch(), batch(), batch()
@@ -157,7 +157,7 @@ def test_dropout_is_between_layers_in_training_only():
 
 
 @pytest.mark.slow
-def test_a_run_with_buckets_goes_on_as_if_it_had_not_ended(tmp_path, capsys):
+def test_a_run_with_buckets_resumes_with_equal_results(tmp_path, capsys):
     """Batches of three lengths are in flight at a time; all rows are evaluated, those too that fill no batch."""
     make.SAMPLES["translation"](tmp_path, 0)
     for part, count in (("train", 60), ("validation", 19)):

@@ -71,7 +71,7 @@ def test_each_image_is_a_row_once_an_epoch_with_its_class(folder):
     assert dataset.amount == f"{train} images for training, {len(held_out)} for validation, of 3 classes"
 
 
-def test_what_is_held_out_depends_on_names_only(folder):
+def test_the_held_out_files_depend_on_names_only(folder):
     parts = [rows_of(load(folder, batch_size=1, seed=seed).validation, range(4)) for seed in (0, 1)]
     assert parts[0] == parts[1]
     whole = load(folder, batch_size=1, validation_folder=str(folder))
@@ -96,7 +96,7 @@ def test_batches_are_a_pure_function_of_the_seed_and_their_number(tmp_path):
     assert len({crop.tobytes() for crop in crops}) > 30  # of at most six images
 
 
-def test_only_the_rows_that_are_asked_for_are_decoded(folder, tmp_path):
+def test_only_requested_rows_are_decoded(folder, tmp_path):
     dataset = load(folder)
     inputs, labels = dataset.train[0]
     for name in CLASSES:
@@ -111,7 +111,7 @@ def test_only_the_rows_that_are_asked_for_are_decoded(folder, tmp_path):
     assert inputs[0:1].shape == (1, SIZE, SIZE, 3)
 
 
-def test_crops_to_learn_from_lie_inside_and_have_the_share_and_the_sides_asked_for():
+def test_training_crops_lie_inside_and_have_the_requested_share_and_aspect():
     random, crops = np.random.default_rng(0), Crops(SIZE, 0.25)
     boxes = [crops.box(400, 300, random) for _ in range(300)]
     shares = [(right - left) * (bottom - top) / (400 * 300) for left, top, right, bottom in boxes]
@@ -123,7 +123,7 @@ def test_crops_to_learn_from_lie_inside_and_have_the_share_and_the_sides_asked_f
     assert Crops(SIZE, 1.0).box(10, 1000, random) == (0, 493.5, 10, 506.5)  # where no drawn shape fits: the middle
 
 
-def test_half_of_the_crops_are_mirrored_if_that_is_asked_for(tmp_path):
+def test_half_of_the_crops_are_mirrored_if_requested(tmp_path):
     Image.fromarray(np.repeat(np.arange(8, dtype=np.uint8)[None, :, None] * 30, 8, 0).repeat(3, 2)).save(tmp_path / "ramp.png")
 
     def rises(flip: bool) -> list[bool]:
@@ -134,7 +134,7 @@ def test_half_of_the_crops_are_mirrored_if_that_is_asked_for(tmp_path):
     assert 30 < sum(rises(True)) < 70
 
 
-def test_for_validation_the_middle_is_seen(tmp_path):
+def test_validation_uses_the_central_crop(tmp_path):
     """Seven eighths of the shorter side; a pixel that is made is a mean over a few, some beyond the edge."""
 
     def row(border: int) -> np.ndarray:
@@ -165,7 +165,7 @@ def spoiled(tmp_path):
     return tmp_path
 
 
-def test_images_that_do_not_decode_are_left_out_by_choice(spoiled):
+def test_images_that_do_not_decode_are_left_out_on_request(spoiled):
     dataset = load(spoiled, batch_size=1, validation_folder=str(spoiled), skip_broken=True)
     assert len(dataset.validation) == 8
     rows_of(dataset.validation, range(8))
@@ -181,7 +181,7 @@ def test_images_that_do_not_decode_are_left_out_by_choice(spoiled):
 
 
 @pytest.mark.parametrize(("file", "reason"), [("a/cut.jpg", "image file is truncated"), ("a/empty.png", "the file is empty")])
-def test_otherwise_the_first_one_is_named(spoiled, file, reason):
+def test_by_default_the_first_broken_image_is_named(spoiled, file, reason):
     for other in ("a/cut.jpg", "a/empty.png", "b/text.png"):
         if other != file:
             (spoiled / other).unlink()
@@ -193,7 +193,7 @@ def test_otherwise_the_first_one_is_named(spoiled, file, reason):
         rows_of(dataset.validation, range(len(dataset.validation)))
 
 
-def test_folders_that_hold_no_classes_of_images_are_refused(tmp_path):
+def test_folders_without_classes_of_images_are_refused(tmp_path):
     def refused(message: str, **arguments: object) -> None:
         with pytest.raises(InputError, match=re.escape(message)):
             load(tmp_path / "there", batch_size=2, **arguments)

@@ -16,7 +16,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", make.SAMPLES)
-def test_a_seed_decides_what_is_made(name, tmp_path):
+def test_the_seed_determines_the_samples(name, tmp_path):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         (tmp_path / folder).mkdir()
         assert make.SAMPLES[name](tmp_path / folder, seed)
@@ -51,7 +51,7 @@ def test_images_are_shapes_by_class(tmp_path, capsys, monkeypatch):
         (["images", "--out", "there/file/images"], "--out: cannot write"),
     ],
 )
-def test_what_cannot_be_made_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
+def test_an_impossible_tokenizer_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("")

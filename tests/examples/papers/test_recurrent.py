@@ -50,7 +50,7 @@ def test_it_is_an_lstm(reverse, masked, carried):
     np.testing.assert_allclose(np.asarray(after), last, atol=1e-5)
 
 
-def test_what_is_masked_changes_nothing():
+def test_masked_positions_change_nothing():
     (x, *parameters), _ = weights()
     mask = below(jnp.asarray([5, 2, 1]), 5)
     assert mask.sum(1).tolist() == [5, 2, 1]
@@ -81,7 +81,7 @@ def test_recurrent_weights_are_dropped_once_for_all_positions():
     np.testing.assert_allclose(evaluated, plain_lstm(x, params["kernel"], whole, params["bias"])[1], atol=1e-5)
 
 
-def test_words_are_dropped_in_all_rows_alike():
+def test_words_are_dropped_equally_in_all_rows():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (4, 30)), jnp.int32)
     y, table, params = dropped(Embedding(40, 8, dropout=0.5), tokens, "Dropout_0")
     zeroed = (table == 0).all(axis=1)

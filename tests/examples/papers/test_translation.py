@@ -69,7 +69,7 @@ def test_each_row_is_a_pair_of_lines(folder):
     assert dataset.amount == "8 pairs of sentences for training, 8 for validation"
 
 
-def test_a_seed_decides_the_order_and_batches_can_be_read_again(folder):
+def test_the_seed_determines_the_order_and_batches_can_be_read_repeatedly(folder):
     one, repeated, other = (data.load(config(folder, seed=seed)) for seed in (0, 0, 1))
     for t in (5, 0):
         np.testing.assert_array_equal(rows(one.train, t)[1], rows(repeated.train, t)[1])
@@ -112,7 +112,7 @@ def test_lines_that_cannot_be_used_are_dropped_by_choice(folder):
         (lambda folder: [write(folder, f"validation.{name}", ["das"] * 3) for name in ("source", "target")], "found 3 in '{folder}/'"),
     ],
 )
-def test_spoiled_files_are_named(folder, spoil, message):
+def test_damaged_files_are_named(folder, spoil, message):
     spoil(folder)
     with pytest.raises(InputError) as caught:
         data.load(config(folder))
@@ -184,7 +184,7 @@ def test_batches_of_buckets_can_be_read_in_any_order_and_are_mixed(uneven):
         np.testing.assert_array_equal(rows(one.train, t)[1], rows(repeated.train, t)[1])
 
 
-def test_one_bucket_gives_what_none_gives(folder):
+def test_one_bucket_equals_no_buckets(folder):
     plain, bucketed = (data.load(config(folder, buckets=buckets)) for buckets in ([], [2]))
     assert plain.shapes == bucketed.shapes == (), "nothing is so short"
     for t in range(5):
@@ -204,7 +204,7 @@ def test_a_bucket_may_lack_rows_for_training_or_for_validation(uneven):
         data.load(config(uneven, buckets=[2, 5]))
 
 
-def test_all_rows_for_validation_are_there_once(uneven):
+def test_every_validation_row_is_read_once(uneven):
     dataset = data.load(config(uneven, buckets=[4, 6]))
     everything, counted = AllBatches(dataset.validation, 2), []
     assert len(dataset.validation) == 4

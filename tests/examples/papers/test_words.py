@@ -36,7 +36,7 @@ def numbers(folder, part):
     return words.numbers([word for line in lines[1] for word in (*line, "<eos>")])
 
 
-def test_row_b_goes_on_where_row_b_of_the_batch_before_ended(folder):
+def test_row_b_continues_where_row_b_of_the_previous_batch_ended(folder):
     dataset, text = load(folder), numbers(folder, "train")
     piece = len(text) // 3
     windows = (piece - 1) // 4
@@ -74,7 +74,7 @@ def test_words_are_numbered_from_the_most_frequent_on():
     assert Words.of(sentences, 3).words == ("<eos>", "<unk>", "a")
 
 
-def test_what_is_not_read_is_counted(folder):
+def test_unread_arrays_are_counted(folder):
     with (folder / "train.txt").open("a") as file:
         file.write("\n  \n")
     with (folder / "validation.txt").open("a") as file:

@@ -40,7 +40,7 @@ def train(pipe, batches, folder, until):
 
 
 @pytest.mark.slow
-def test_a_loop_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
+def test_a_stopped_loop_resumes_with_equal_results(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(8, 3)
     losses, params = train(pipe, batches, tmp_path / "whole", 8)
     train(pipe, batches, tmp_path / "parts", 6)
@@ -54,7 +54,7 @@ def test_a_loop_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
+def test_a_checkpoint_resumes_under_another_plan(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(6, 3)
     train(pipe, batches, tmp_path, 6)
     step, other = checkpoints.steps(tmp_path)[0], pipeline("gpipe", 2)
@@ -64,7 +64,7 @@ def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
     check_equal(jax.tree.map(np.asarray, other.params(state)), newest)
 
 
-def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
+def test_invalid_arguments_of_save_and_load_are_refused(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(4, 3)
     key = jax.random.key(KEY)
     assert checkpoints.load(pipe, tmp_path / "none", key, batches[0]) is None

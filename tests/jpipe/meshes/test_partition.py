@@ -135,7 +135,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused(case):
+def test_arguments_that_do_not_fit_are_refused(case):
     fields, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
         pipeline(**fields).check(BATCH)

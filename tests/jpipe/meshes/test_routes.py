@@ -68,7 +68,7 @@ def test_replicas_sum_each_shard_once():
         assert leaf.sharding == tree[name].sharding
 
 
-def test_what_was_joined_is_kept_alive_by_nothing():
+def test_nothing_keeps_joined_arrays_alive():
     futures, failures = [Future(), Future()], []
     whole = joined(futures, sum, failures.append)
     parts = [np.full(3, 1.0), np.full(3, 2.0)]

@@ -112,7 +112,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("way", "message"), WAYS.values(), ids=WAYS)
-def test_parameters_from_outside_are_refused(way, message):
+def test_parameters_of_a_closure_are_refused(way, message):
     stack = jpipe.LayerStack({"first": models.dense(), "b": way()})
     with pytest.raises(InputError, match=r"layer 'b': its forward reads an array from outside .*" + message):
         stack.specs(X)
@@ -147,7 +147,7 @@ CONSTANTS = {
 
 
 @pytest.mark.parametrize("function", CONSTANTS.values(), ids=CONSTANTS)
-def test_constants_are_taken(function):
+def test_functions_with_constants_are_accepted(function):
     assert jpipe.LayerStack({"a": function}).specs(X)["a"].params == {}
 
 
@@ -160,7 +160,7 @@ def test_arrays_made_while_a_forward_is_traced_are_constants():
     assert jpipe.LayerStack({"a": forward}).specs(X)["a"].params == {}
 
 
-def test_a_constructor_may_return_a_module_that_is_built_already():
+def test_a_constructor_may_return_an_existing_module():
     """Its weights are the first ones, whatever the key is; they are trained, and the module stays as it was."""
     module = nnx.Sequential(nnx.Linear(models.WIDTH, models.WIDTH, rngs=nnx.Rngs(5)), nnx.Dropout(0.5, rngs=nnx.Rngs(5)))
     module.eval()
@@ -218,7 +218,7 @@ class DrawingCall(nnx.Module):
         return self.dropout(x, rngs=rngs)
 
 
-def test_a_function_of_the_input_that_takes_rngs_is_told_where_random_numbers_come_from():
+def test_a_function_that_takes_rngs_is_refused_with_advice():
     def drop(x, *, rngs=None):
         return x
 

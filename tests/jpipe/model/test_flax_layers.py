@@ -172,7 +172,7 @@ def test_a_linen_module_is_told_whether_it_trains(name):
         (lambda x, train: 2 * x if train else x, lambda x: 2 * x, lambda x: x),
     ],
 )
-def test_bare_modules_and_functions_are_told_too(layer, in_training, in_evaluation):
+def test_bare_modules_and_functions_receive_the_mode(layer, in_training, in_evaluation):
     x = jnp.asarray(batches_of(1, 4)[0][0])
     np.testing.assert_allclose(outputs(layer, x, train=True), in_training(x), atol=1e-5)
     np.testing.assert_allclose(outputs(layer, x, train=False), in_evaluation(x), atol=1e-5)
@@ -292,12 +292,12 @@ def unknown(name: str, default: Any) -> linen.Module:
         (called_back, r"^layer 'a': its backward fails: ValueError: Pure callbacks .*; use operations that JAX"),
     ],
 )
-def test_what_would_be_lost_or_fails_later_is_refused_with_the_layer(layer, message):
+def test_unsupported_module_features_are_refused_with_the_layer(layer, message):
     with pytest.raises(InputError, match=message):
         check({"in": lambda rngs: nnx.Linear(3, 3, rngs=rngs), "a": layer, "out": lambda x: x})
 
 
-def test_a_backward_that_nobody_asks_for_need_not_exist():
+def test_a_backward_that_is_never_used_need_not_exist():
     layers = {"first": lambda x: x, "double": doubled, "dense": lambda rngs: nnx.Linear(3, 3, rngs=rngs)}
     check(layers)
     with pytest.raises(InputError, match=r"^layer 'double': its backward fails"):

@@ -26,7 +26,7 @@ def on_host(tree):
     return jax.tree.map(np.array, tree)
 
 
-def test_a_run_with_the_parameters_of_another_one_is_that_one():
+def test_a_run_with_the_initial_parameters_of_another_run_equals_it():
     """Nothing else in a model without dropout comes from the key."""
     pipe = pipeline(schedule="pipedream", replicas=[2, 1])
     expected = running.train(pipe, BATCHES, started(pipe, None, seed=1))
@@ -37,7 +37,7 @@ def test_a_run_with_the_parameters_of_another_one_is_that_one():
 
 
 @pytest.mark.parametrize("kind", [np.array, jax.numpy.array], ids=["NumPy", "JAX"])
-def test_what_is_given_is_not_written_to(kind):
+def test_initial_parameters_of_the_caller_are_not_modified(kind):
     pipe = pipeline()
     params = jax.tree.map(kind, on_host(pipe.params(started(pipe, None, seed=1))))
     before = on_host(params)
@@ -45,7 +45,7 @@ def test_what_is_given_is_not_written_to(kind):
     running.check_equal(params, before)
 
 
-def test_what_is_left_out_is_fresh():
+def test_missing_parameters_are_fresh():
     pipe = pipeline()
     fresh, ones = on_host(pipe.params(started(pipe, None))), np.ones((models.WIDTH, models.WIDTH), np.float32)
     actual = on_host(pipe.params(started(pipe, {"layer1": {"w": ones}})))
@@ -111,14 +111,14 @@ def from_flax():
 
 
 @pytest.mark.parametrize("convert", [lambda m: m, nnx.state, lambda m: nnx.state(m, nnx.Param)], ids=["module", "state", "its parameters"])
-def test_parameters_of_an_nnx_module_are_taken(convert):
+def test_parameters_of_an_nnx_module_are_accepted(convert):
     module = nnx.Linear(models.WIDTH, models.WIDTH, rngs=nnx.Rngs(3))
     pipe = from_flax()
     actual = on_host(pipe.params(started(pipe, {"a": convert(module)})))["a"]
     running.check_equal(actual, on_host(nnx.to_pure_dict(nnx.state(module, nnx.Param))))
 
 
-def test_what_else_flax_has_besides_parameters_is_refused():
+def test_other_flax_variables_than_parameters_are_refused():
     pipe = from_flax()
     norm = nnx.BatchNorm(models.WIDTH, rngs=nnx.Rngs(3))
     with pytest.raises(

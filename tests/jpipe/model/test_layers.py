@@ -185,7 +185,7 @@ def test_functions_and_layers_may_be_used_twice():
         ({"a": lambda rngs: 1 / 0}, r"layer 'a': its constructor fails: ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_is_no_layer_is_refused(layers, message):
+def test_invalid_layers_are_refused(layers, message):
     with pytest.raises(InputError, match=message):
         LayerStack(layers)
 
@@ -220,7 +220,7 @@ def line_of(function) -> str:
     return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + 1}"
 
 
-def test_a_mistake_in_a_layer_is_told_with_its_place_and_without_advice_about_shapes():
+def test_a_mistake_in_a_layer_is_reported_with_its_place_and_without_advice_about_shapes():
     stack = LayerStack({"first": models.dense(), "broken": breaks})
     with pytest.raises(InputError) as refused:
         stack.specs(np.zeros((2, 3), np.float32))
@@ -229,13 +229,13 @@ def test_a_mistake_in_a_layer_is_told_with_its_place_and_without_advice_about_sh
     )
 
 
-def test_a_mistake_in_a_constructor_is_told_with_its_place():
+def test_a_mistake_in_a_constructor_is_reported_with_its_place():
     with pytest.raises(InputError) as refused:
         LayerStack({"broken": fails_while_built})
     assert str(refused.value) == (f"layer 'broken': its constructor fails: KeyError: 'width' ({line_of(fails_while_built)}); fix it there")
 
 
-def test_a_mistake_in_a_loss_is_told_with_its_place():
+def test_a_mistake_in_a_loss_is_reported_with_its_place():
     def loss(y, labels):
         return breaks(y), y.size
 
@@ -249,7 +249,7 @@ def test_a_mistake_in_a_loss_is_told_with_its_place():
 
 
 @pytest.mark.parametrize("name", ["jax", "json", "typed in"])
-def test_a_place_outside_of_the_callers_own_files_is_left_out(name):
+def test_a_place_outside_the_callers_files_is_left_out(name):
     """What the own code called is not where the mistake is; what has no file has no place."""
     calls = {"jax": lambda x: jnp.dot(x, x), "json": lambda x: json.loads("?"), "typed in": lambda x: x.nothing}
     typed_in = types.FunctionType(calls[name].__code__.replace(co_filename="<string>"), globals())

@@ -43,18 +43,18 @@ def losses(sizes, m, count, *, seed=0, stack=STACK, variant="pipedream"):
 
 
 @pytest.mark.oldest
-def test_every_microbatch_draws_anew():
+def test_every_microbatch_draws_new_numbers():
     values = losses((1, 1, 1), 1, 6)
     assert len(set(values)) == 6
 
 
-def test_every_layer_draws_for_itself():
+def test_every_layer_draws_its_own_numbers():
     one = LayerStack({"a": drawing()})
     drawn = losses((1,), 1, 1, stack=one) - 1
     assert not np.isclose(losses((3,), 1, 1), 1 + 3 * drawn)
 
 
-def test_the_seed_decides():
+def test_the_seed_determines_the_text():
     np.testing.assert_array_equal(losses((1, 2), 1, 3, seed=5), losses((1, 2), 1, 3, seed=5))
     assert not np.any(losses((1, 2), 1, 3, seed=5) == losses((1, 2), 1, 3, seed=6))
 
@@ -136,7 +136,7 @@ def sampled(kind: str, sizes, **fields):
 
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_evaluations_draw_anew_for_each_microbatch_and_layer(kind):
+def test_evaluations_draw_new_numbers_for_each_microbatch_and_layer(kind):
     draws_of_rows = sampled(kind, (4,), schedule="gpipe")
     assert len(np.unique(draws_of_rows.round(4))) == 4
     np.testing.assert_allclose(sampled(kind, (2, 2), schedule="pipedream_2bw"), draws_of_rows, rtol=1e-6)
@@ -150,7 +150,7 @@ def test_evaluations_draw_anew_for_each_microbatch_and_layer(kind):
         assert not np.isclose(parts[0], parts[1]).any()
 
 
-def test_layers_of_ones_own_get_no_key_in_evaluation_unless_they_ask():
+def test_users_layers_get_no_key_in_evaluation_unless_they_request_it():
     def apply(params, state, x, key, train):
         return x if key is None else x + jax.random.uniform(key), state
 
@@ -182,7 +182,7 @@ def named_otherwise(y, key):
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("fields", [{"schedule": "gpipe"}, {"schedule": "pipedream_flush", "recompute": "full"}, {"schedule": "zb_h1"}])
 @pytest.mark.parametrize("loss", [with_rngs, with_key, functools.partial(with_key)])
-def test_a_loss_that_asks_for_random_numbers_draws_anew_for_each_microbatch(loss, fields):
+def test_a_random_loss_draws_new_numbers_for_each_microbatch(loss, fields):
     """In a schedule with a fused last stage, one without, one that splits; the gradient is that of the numbers that were drawn."""
     stack = LayerStack({"in": models.dense(1, lambda x: x), "mid": lambda x: x, "out": lambda x: x})
     pipe = Pipeline(stack, models.cut(stack.ids, (1, 1, 1), microbatches=3, **fields), loss, optax.sgd(1.0))

@@ -70,12 +70,12 @@ APART = {
 
 
 @pytest.mark.parametrize("layer", TOGETHER.values(), ids=TOGETHER)
-def test_layers_with_rows_together_are_found(layer):
+def test_layers_that_mix_rows_are_found(layer):
     assert rows_together({"first": lambda x: x * 2, "x": layer}) == (["x"], False)
 
 
 @pytest.mark.parametrize(("layers", "inputs"), APART.values(), ids=APART)
-def test_layers_with_rows_apart_are_not(layers, inputs):
+def test_layers_with_independent_rows_are_not_reported(layers, inputs):
     assert rows_together(layers, inputs=inputs) == ([], False)
 
 
@@ -112,12 +112,12 @@ def test_losses_over_pairs_of_rows_are_found(loss, together):
     assert rows_together({"x": lambda x: x * 2}, loss) == ([], together)
 
 
-def test_sums_over_rows_are_none():
+def test_sums_over_rows_are_not_reported():
     assert rows_together({"x": lambda x: x * 2}, masked, labels=NUMBERS) == ([], False)
     assert rows_together({"x": lambda x: x * 2}, row_by_row) == ([], False)
 
 
-def test_init_tells_of_them_once(caplog):
+def test_init_warns_about_layers_with_rows_together_once(caplog):
     _rows._warn_once.cache_clear()
     stack = jpipe.LayerStack({"norm": lambda x: x - x.mean(0, keepdims=True), "other": models.dense()})
     pipe = jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 1, "gpipe", 2), root, optax.sgd(0.1))

@@ -130,7 +130,7 @@ def may(plan, norm):
     return not norm or not SCHEDULES[plan.schedule].norm_refusal(plan)
 
 
-def test_a_loss_that_is_lost_is_an_error_of_ours(monkeypatch):
+def test_a_missing_loss_is_an_internal_error(monkeypatch):
     """Neither `init` nor a step goes on where the list of what ends a batch lacks an op."""
     plan = Plan.even(models.plain_stack().ids, 2, schedule="pipedream_2bw", microbatches=2, split_backward="early")
     pipe = jpipe.Pipeline(models.plain_stack(), plan, models.squares, models.momentum(), clip_global_norm=1.0)

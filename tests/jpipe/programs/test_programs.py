@@ -91,7 +91,7 @@ def test_every_schedule_is_verified_and_holds_as_many_versions_as_the_table_says
 
 @pytest.mark.parametrize("noam", [False, True])
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2), (3, 2), (2, 3, 1), (4, 2, 1), (2, 1, 2)])
-def test_stages_of_vertical_sync_hold_as_many_versions_as_is_said_whatever_the_replicas(replicas, noam):
+def test_stages_of_vertical_sync_hold_the_documented_number_of_versions_for_any_replicas(replicas, noam):
     for times in (1, 2, 3):
         m, rule = times * math.lcm(*replicas), SCHEDULES["pipedream"]
         plan = Plan.even(LAYERS, len(replicas), "pipedream", m, replicas=replicas, vertical_sync=True, noam=noam)
@@ -166,7 +166,7 @@ def test_once_a_pipeline_is_full_every_step_is_the_last_one_a_batch_later(replic
 
 @settings(deadline=None, max_examples=60)
 @given(fields=replicated_plans(), start=st.integers(0, 3), batches=st.integers(1, 4), global_norm=st.booleans(), seed=st.integers(0, 9))
-def test_replicated_plans_are_verified_whatever_things_cost(fields, start, batches, global_norm, seed):
+def test_replicated_plans_are_verified_under_any_costs(fields, start, batches, global_norm, seed):
     plan = Plan.even(**fields)
     program = lower(plan, start + batches, begin=start, start=start, global_norm=global_norm and has_norm(plan))
     rng = random.Random(seed)
@@ -241,7 +241,7 @@ def test_a_damaged_program_is_refused_with_the_grid(fields, data):
         simulate(dataclasses.replace(program, instructions=instructions))
 
 
-def test_the_words_of_each_violation():
+def test_the_message_of_each_violation():
     kinds = ["lost", "twice", "other version", "other microbatch", "retired early", "never retired", "swapped on its worker"]
     programs = (
         lower(Plan.even("ab", 2, "pipedream", 1), 3),
@@ -329,7 +329,7 @@ def test_the_timeline_in_a_schedules_docstring_is_what_it_does(name):
 
 @settings(deadline=None, max_examples=60)
 @given(fields=plans(), batches=st.integers(1, 3))
-def test_grids_are_read_back(fields, batches):
+def test_grids_round_trip(fields, batches):
     plan = Plan.even(**fields)
     timeline = to_ticks(simulate(lower(plan, batches)).timeline)
     text = format_grid(timeline)
@@ -346,7 +346,7 @@ def test_grids_are_read_back(fields, batches):
         ("hello", "line 1: expected 'rank 0"),
     ],
 )
-def test_a_grid_that_is_none(text, message):
+def test_an_invalid_grid(text, message):
     with pytest.raises(InputError, match=message):
         parse_grid(text)
 
@@ -408,7 +408,7 @@ def test_layer_costs_add_up_to_stage_costs():
         sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), {"a": layers["a"]})
 
 
-def test_a_part_of_a_run_is_not_simulated():
+def test_a_part_of_a_program_is_not_simulated():
     plan = Plan.even("ab", 2, "pipedream", 1)
     for part in (lower(plan, 2, drain=False), lower(plan, 2, begin=1)):
         with pytest.raises(InputError, match="expected the program of a whole run"):
@@ -420,7 +420,7 @@ def test_costs_of_too_few_stages():
         simulate(lower(Plan.even("ab", 2, "gpipe", 1), 1), [StageCost()])
 
 
-def test_what_a_program_is_made_of():
+def test_a_program_consists_of_commands():
     plan = Plan.even("ab", 2, "pipedream_2bw", 2)
     program = lower(plan, 3)
     assert isinstance(program, Program)

@@ -30,7 +30,7 @@ def test_a_predicted_window_is_that_of_a_run_from_the_first_batch(variant):
 
 
 @pytest.mark.parametrize("variant", ["pipedream", "pipedream_vertical_sync", "pipedream_2bw"])
-def test_a_window_that_begins_with_an_empty_pipeline_is_another(variant):
+def test_a_window_at_the_start_of_a_run_differs_from_a_full_one(variant):
     """Else the test above could not tell them apart."""
     plan = Plan.even("abc", 3, microbatches=M, **models.VARIANTS[variant])
     assert batches_until_full(plan) > 1

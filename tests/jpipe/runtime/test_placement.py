@@ -85,7 +85,7 @@ def test_fewer_workers_than_devices_are_refused_in_a_run_of_several_processes(ma
     assert numbers(plan_of(2, 1, placement=[[0, 1], [2]])) == [0, 1, 2]
 
 
-def test_a_device_that_is_not_there_is_refused(machines):
+def test_a_missing_device_is_refused(machines):
     machines(1, 1)
     assert refused(plan_of(1, 2, placement=[[0], [1, 2]])) == [
         "plan: placement names device 2, but there are 2 devices (0 to 1); name one of them",
@@ -118,7 +118,7 @@ def test_devices_of_different_kinds_are_refused(machines):
     assert refused(plan_of(1, 2), [devices[0], devices[1], devices[1]]) == expected
 
 
-def test_as_many_devices_as_workers_have_to_be_given(machines):
+def test_the_number_of_devices_must_be_the_number_of_workers(machines):
     devices = machines(4)
     assert refused(plan_of(1, 1), devices[:1]) == ["devices: expected 2, one for each stage, found 1"]
     assert refused(plan_of(2, 1), devices) == ["devices: expected 3, one for each rank, found 4"]

@@ -81,18 +81,18 @@ def trained(pipe, state, batches, cuts=()):
 
 @pytest.mark.thinned(most=6)
 @pytest.mark.parametrize("name", PLANS)
-def test_a_run_from_a_cut_is_the_run_that_went_on(name):
+def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
     check_restored(name, plan_of(PLANS[name]))
 
 
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("name", CLIPPED)
-def test_so_it_is_where_updates_wait_for_the_norm(name):
+def test_a_restored_run_is_equal_where_updates_wait_for_the_norm(name):
     check_restored(name, plan_of(CLIPPED[name]), clip_global_norm=3.0)
 
 
 @pytest.mark.parametrize("fields", [{"schedule": "pipedream", "vertical_sync": True}, {"schedule": "pipedream_2bw"}], ids=["sync", "2bw"])
-def test_so_it_is_where_a_forward_and_the_first_half_of_its_backward_are_one_program(fields):
+def test_a_restored_run_is_equal_where_a_forward_and_half_a_backward_are_one_program(fields):
     check_restored("early", plan_of({**fields, "split_backward": "early"}), clip_global_norm=3.0)
 
 
@@ -126,7 +126,7 @@ def test_validation_after_a_restore_is_of_the_weights_that_it_would_have_been(na
 
 
 @pytest.mark.parametrize("name", ["gpipe", "2BW", "3-1-2, own updates"])
-def test_a_cut_changes_nothing(name):
+def test_a_snapshot_changes_no_numbers(name):
     plan = plan_of(PLANS[name])
     pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)
     state = running.fresh(pipe, batches)
@@ -144,7 +144,7 @@ OTHERS = [
 
 @pytest.mark.thinned(most=0, most_slow=3)
 @pytest.mark.parametrize("first", ["gpipe", "pipedream", "2BW", "2-1-1", "2BW with chunks"])
-def test_a_run_goes_on_under_any_other_plan(first):
+def test_a_run_resumes_under_any_other_plan(first):
     """What it was trained to be is there: newest weights, optimizer state, and older weights as far as they were kept."""
     plan = plan_of(PLANS[first])
     pipe, batches = pipeline(plan), models.masked_batches(6, plan.microbatches)
@@ -174,7 +174,7 @@ def test_a_run_goes_on_under_any_other_plan(first):
     [("gpipe", "interleaved"), ("interleaved", "ZB-V"), ("ZB-V", "flush")],
     ids=["to chunks", "to a V", "to one stage a rank"],
 )
-def test_a_run_goes_on_with_other_chunks(first, then):
+def test_a_run_resumes_with_other_chunks(first, then):
     """What flushes is plain training under every plan: equal to rounding, for XLA compiles other stages."""
     pipe, other = (pipeline(plan_of(PLANS[name])) for name in (first, then))
     batches = models.masked_batches(6, pipe.plan.microbatches)
@@ -207,7 +207,7 @@ def of_three_replicas():
         ({"schedule": "naive", "replicas": [1, 1]}, False),
     ],
 )
-def test_replicas_go_on_from_their_own_layer_state_or_from_the_mean(fields, keeps_own_state, of_three_replicas):
+def test_replicas_restore_their_own_layer_state_or_the_mean(fields, keeps_own_state, of_three_replicas):
     layers, batch = of_three_replicas
     means, counts = state_of(layers, "track")
     assert len({mean.tobytes() for mean in means}) == 3
@@ -287,13 +287,13 @@ def without(layers, layer_id):
         ),
     ],
 )
-def test_a_cut_of_another_model_is_refused(change, message, cut_at_batch_2):
+def test_a_snapshot_of_another_model_is_refused(change, message, cut_at_batch_2):
     with pytest.raises(InputError) as error:
         restored(cut_at_batch_2, change(cut_at_batch_2[0]))
     assert str(error.value) == message
 
 
-def test_another_optimizer_begins_with_fresh_state_or_is_refused(cut_at_batch_2):
+def test_another_optimizer_needs_fresh_state_or_is_refused(cut_at_batch_2):
     with pytest.raises(InputError, match=r"layer 'track', optimizer state: '0/count', int32\[\] in the model, is not in it"):
         restored(cut_at_batch_2, cut_at_batch_2[0], optax.adam(0.1))
     state = restored(cut_at_batch_2, cut_at_batch_2[0], optax.adam(0.1), fresh_optimizer=True)

@@ -43,7 +43,7 @@ def traced(variant, steps, devices=None, clip=None):
 @pytest.mark.thinned(most=3)
 @pytest.mark.oldest
 @pytest.mark.parametrize("variant", models.VARIANTS)
-def test_a_trace_holds_what_the_schedule_says(variant):
+def test_a_trace_has_the_order_of_the_schedule(variant):
     plan, pipe, batch, trace, _ = traced(variant, 5)
     prediction = simulate(lower(plan, 5), pipe.costs(batch))
     for actual, expected in zip(trace.timeline, prediction.timeline, strict=True):
@@ -169,7 +169,7 @@ def test_an_update_that_clips_waits_for_the_first_stage():
         assert all([span for span in spans if span.updates][batch].update_start >= norm for spans in trace.timeline)
 
 
-def test_a_computation_that_fails_is_told_by_finish():
+def test_finish_reports_a_computation_that_fails():
     plan, _, _, _, state = traced("gpipe", 1)
     tracer, failed = Tracer(plan), jnp.zeros(())
     failed.delete()  # waiting for it raises, as waiting for a computation does that ran out of memory
@@ -201,7 +201,7 @@ def test_a_window_of_gpipe_has_the_bubble_of_the_paper():
     assert window.step_seconds == 3 * (M + 3)
 
 
-def test_a_window_keeps_what_was_held_before_it():
+def test_a_window_includes_memory_held_before_it():
     prediction = run_of("gpipe", [StageCost(weights=10, optimizer=20, accumulators=10, residuals=3, inputs=1)] * 4)
     window = extract_window(prediction.timeline, prediction.memory, M, 2, 2)
     assert all(samples[0].time == 0 and samples[0].optimizer == 20 for samples in window.memory)

@@ -27,7 +27,7 @@ def device(process: int, platform: str) -> jax.Device:
         ("cpu", True, True, "collectives"),
     ],
 )
-def test_messages_go_by_device_put_where_it_works_between_all_processes(platform, here, works_at_peer, way, monkeypatch):
+def test_device_put_sends_messages_where_it_works_between_all_processes(platform, here, works_at_peer, way, monkeypatch):
     pair = device(0, platform), device(1, platform)
     posted, tried = {}, []
     processes = NonCallableMock(spec=Processes, index=0, count=2)

@@ -20,7 +20,7 @@ def with_order(*order, m=2, ranks=None, stages=2, **fields):
     return Plan.even(layers, stages, "auto_zero_bubble", m, ranks=ranks, order=order, **fields)
 
 
-def test_an_order_is_read_and_runs_as_it_stands():
+def test_an_order_in_a_plan_runs_as_written():
     plan = with_order(*GOOD)
     assert [f"{op}{s}.{k}" for op, s, k in order_of(plan, 0)] == GOOD[0].split()
     # at the last stage what always stands side by side is one program
@@ -70,7 +70,7 @@ def test_a_wrong_order_is_refused(place, text, message):
         with_order(*order)
 
 
-def test_orders_are_refused_where_they_do_not_belong():
+def test_an_order_is_refused_for_other_schedules():
     with pytest.raises(
         InputError, match=r"'auto_zero_bubble' needs an order for each rank, found none; make one with jpipe\.schedules\.greedy"
     ):
@@ -211,7 +211,7 @@ def test_greedy_orders_keep_the_smallest_limits(v):
             simulate(lower(auto, 2))
 
 
-def test_what_greedy_order_refuses():
+def test_arguments_that_greedy_order_refuses():
     plan = plan_of("zb_v", 2, 2, 4)
     with pytest.raises(InputError, match=r"greedy_order: expected 4 costs, one for each stage, found 2$"):
         greedy_order(plan, [StageCost()] * 2, limits=4)

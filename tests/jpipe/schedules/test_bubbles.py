@@ -129,7 +129,7 @@ def test_ranks_hold_as_many_microbatches_as_said(schedule, v, to_input, to_weigh
 
 
 @pytest.mark.parametrize("d", [2, 3, 4])
-def test_zb_v_with_few_microbatches_is_what_is_left_of_the_order_of_more(d):
+def test_zb_v_with_few_microbatches_is_a_prefix_of_the_order_of_more(d):
     whole = plan_of("zb_v", d, 2, 2 * d - 1)
     for m in range(1, 2 * d - 1):
         plan = plan_of("zb_v", d, 2, m)

@@ -91,7 +91,7 @@ def test_versions_read_are_those_of_the_backwards_done(schedule, ranks, chunks, 
     assert list(alive) == [SCHEDULES[schedule].versions_alive(plan, s) for s in range(plan.depth)]
 
 
-def test_after_flushed_batches_the_order_begins_anew():
+def test_after_flushed_batches_the_order_restarts():
     plan = plan_of("pipedream", 2, 2, 3, flush_first=2)
     anew = plan_of("pipedream", 2, 2, 3)
     for p in range(2):

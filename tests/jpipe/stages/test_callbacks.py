@@ -145,7 +145,7 @@ def test_callbacks_on_a_mesh():
         pipe.init(jax.random.key(0), batch)
 
 
-def test_a_side_effect_that_does_not_compile_is_said_with_the_layer():
+def test_a_side_effect_that_does_not_compile_is_reported_with_the_layer():
     def checked(x):
         checkify.check(x.sum() < 1e9, "too large")
         return x
@@ -200,7 +200,7 @@ def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
 
 
 @pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
-def test_recomputation_runs_them_again_which_is_said_once(recompute, caplog):
+def test_recomputation_repeats_callbacks_with_one_warning(recompute, caplog):
     batch, stack = batch_of(), LayerStack({"in": models.dense(), "noted": lambda x: noted("again", jnp.exp(x)), "out": models.dense()})
     plan = models.cut(stack.ids, (2, 1), recompute=recompute, schedule="gpipe", microbatches=MICROBATCHES)
     pipe = Pipeline(stack, plan, models.squares, STILL)

@@ -114,7 +114,7 @@ def test_dots_saveable_keeps_the_outputs_of_matrix_products_and_the_stage_input(
     assert sorted(leaf.shape for leaf in jax.tree.leaves(saved)) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
 
 
-def test_an_array_is_kept_once_though_several_layers_need_it():
+def test_an_array_that_several_layers_need_is_stored_once():
     """What flows between two layers of a stage is one array, and so is the stage input, though two layers read it."""
 
     def unchanged(x):

@@ -271,7 +271,7 @@ def _products(jaxpr) -> int:
         ("convolution", "dots_saveable"),
     ],
 )
-def test_halves_make_what_the_whole_backward_makes(kind, recompute):
+def test_halves_equal_the_whole_backward(kind, recompute):
     check_halves(middle(kind, recompute))
 
 
@@ -279,7 +279,7 @@ def test_halves_make_what_the_whole_backward_makes(kind, recompute):
 @pytest.mark.parametrize("kind", ["lstm", "scanned", "nested"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.usefixtures("float64")
-def test_halves_of_loops_make_what_the_whole_backward_makes(kind, recompute):
+def test_halves_of_loops_equal_the_whole_backward(kind, recompute):
     """In float64, for a loop that is compiled as a whole is rounded in other ways than its two halves."""
     run = Run(middle(kind, recompute, inputs=np.zeros((2 * ROWS, STEPS, WIDTH))))
     assert {leaf.dtype for leaf in jax.tree.leaves(run.params)} == {np.dtype(np.float64)}
@@ -292,14 +292,14 @@ def test_halves_of_loops_make_what_the_whole_backward_makes(kind, recompute):
     [Precision(params="bfloat16"), Precision(loss_scale=8.0), Precision(params="float16", loss_scale="dynamic")],
     ids=["masters", "fixed scale", "dynamic scale"],
 )
-def test_halves_in_another_precision_make_what_the_whole_backward_makes(precision):
+def test_halves_in_another_precision_equal_the_whole_backward(precision):
     for f in functions_of({f"layer{n}": LAYERS["dense"]() for n in range(3)}, precision=precision):
         check_halves(f, tolerance=1e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)])
-def test_halves_with_a_shared_weight_make_what_the_whole_backward_makes(sizes):
+def test_halves_with_a_shared_weight_equal_the_whole_backward(sizes):
     """Where both places are in one stage, and where they are in two."""
     layers = {name: LAYERS["dense"]() for name in ("in", "one", "two", "out")}
     for f in functions_of(layers, sizes, ties=[Tie(("one", "w"), ("two", "w"))]):
@@ -333,7 +333,7 @@ def test_no_product_is_computed_twice(kind, of_inputs, of_weights, recompute):
 
 
 @pytest.mark.parametrize(("kind", "most"), [("gpt", 66_308), ("lstm", 24_580)])
-def test_less_is_kept_between_the_halves_than_before_the_first(kind, most):
+def test_less_is_stored_between_the_halves_than_before_the_first(kind, most):
     """With every array that the second half reads, and not the cheapest cut, the LSTM would keep more."""
     f = middle(kind)
     assert nbytes(f.halves.stash_spec) <= most < nbytes(f.between_specs[:2]) / 2

@@ -85,7 +85,7 @@ def test_halves_of_backwards_have_their_colours_and_a_fused_forward_is_cut_in_th
         assert [row for row in boxes(axes, colour) if row] == [row for row in rows if row]
 
 
-def test_chunks_are_told_by_lines_and_by_small_numbers():
+def test_chunks_are_separated_by_lines_and_numbered():
     spans = (Span("F", 0, 0, 0.0, 1.0), Span("F", 0, 0, 1.0, 2.0, chunk=1), Span("B", 12, 0, 2.0, 4.0, chunk=2))
     figure = jpipe.draw_timeline({"measured": (spans,)}, unit="forwards")
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.0", "0.0¹", "12.0²"]
@@ -98,7 +98,7 @@ def test_chunks_are_told_by_lines_and_by_small_numbers():
     assert "chunk" not in alone.axes[0].get_xlabel()
 
 
-def test_the_legend_has_what_occurs():
+def test_the_legend_lists_the_drawn_computations():
     def legend(timeline) -> list[str]:
         (drawn,) = jpipe.draw_timeline({"a": timeline}).legends
         return [text.get_text() for text in drawn.get_texts()]
@@ -131,7 +131,7 @@ def test_panels_share_the_axis_and_are_headed_by_length_and_bubble():
     assert "Two" in [text.get_text() for text in figure.texts]
 
 
-def test_a_window_is_as_long_as_it_was_cut():
+def test_a_window_has_the_requested_length():
     prediction = predict("gpipe")
     window = jpipe.programs.extract_window(prediction.timeline, prediction.memory, 4, 0, 1)
     cut_short = tuple(spans[:-1] for spans in window.timeline)
@@ -233,7 +233,7 @@ def test_memory_has_a_row_a_rank_a_column_an_entry_and_one_scale():
         (plan_of("zb_v", 4, 2, replicas=2), ["0, 3·0", "0, 3·1", "1, 2·0", "1, 2·1"], "its stages·replica"),
     ],
 )
-def test_where_ranks_have_replicas_or_several_stages_each_row_tells_whose_it_is(plan, names, note):
+def test_where_ranks_have_replicas_or_several_stages_each_row_is_labelled(plan, names, note):
     prediction = jpipe.simulate(jpipe.lower(plan, 3))
     timeline = jpipe.draw_timeline({"a": prediction.timeline, "b": prediction.timeline}, plan=plan)
     memory = jpipe.draw_memory({"a": prediction.memory}, seconds=prediction.seconds, plan=plan)

@@ -110,6 +110,6 @@ def test_arrows_leave_out_backwards_for_weights():
     assert not starts & {(event["tid"], round(event["ts"] * 1000)) for event in events_of({"a": timeline}, "stf")}
 
 
-def test_a_microbatch_seen_once_has_no_arrow_and_nothing_is_a_trace_too():
+def test_a_microbatch_with_one_slice_has_no_arrow_and_a_trace_may_be_empty():
     assert events_of({"cut": ((Span("F", 7, 2, 0.0, 1.0),), ())}, "stf") == []
     assert json.loads(jpipe.to_perfetto({}))["traceEvents"] == []

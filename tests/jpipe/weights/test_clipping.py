@@ -102,7 +102,7 @@ def nan_gradient() -> Layer:
 
 
 @pytest.mark.parametrize("clip", [None, NORM])
-def test_a_norm_that_is_no_number_spares_no_layer(clip):
+def test_a_nan_norm_reaches_every_layer(clip):
     """As with optax: one layer's NaN reaches all of them, through the norm alone."""
     stack = LayerStack({"first": models.dense(), "bad": nan_gradient(), "last": models.dense()})
     batch = models.batches_of(1, 2 * M)[0]
@@ -138,7 +138,7 @@ def test_squares_of_short_floats_are_summed_in_float32(dtype, size):
 
 
 @pytest.mark.parametrize("schedule", FLUSHING)
-def test_no_stage_updates_before_the_norm_is_there(schedule):
+def test_no_stage_updates_before_the_norm_arrives(schedule):
     plan = Plan.even("abcd", 4, schedule, M)
     prediction = simulate(lower(plan, 3, global_norm=True), [StageCost(update=1.0)] * 4)
     for batch in range(3):
@@ -188,7 +188,7 @@ def plans_without_a_flush(draw) -> dict:
 @settings(deadline=None, max_examples=30)
 @given(fields=plans_without_a_flush(), batches=st.integers(1, 5), latency=st.sampled_from([0.0, 0.4]), seed=st.integers(0, 9))
 @pytest.mark.slow
-def test_no_worker_waits_for_the_norm_whatever_things_cost(fields, batches, latency, seed):
+def test_no_worker_waits_for_the_norm_under_any_costs(fields, batches, latency, seed):
     """All computations read the versions and begin at the times that they read and begin at without clipping."""
     plan, rng = Plan.even("abcdef", **fields), random.Random(seed)
     costs = [StageCost(forward=rng.uniform(0.1, 2), backward=rng.uniform(0.1, 4), outputs=3, gradient=3) for _ in plan.stages]
@@ -221,7 +221,7 @@ def plans_with_replicas(draw) -> dict:
 
 @settings(deadline=None, max_examples=5)
 @given(fields=plans_with_replicas(), seed=st.integers(0, 9))
-def test_replicas_begin_as_without_the_norm_whatever_computations_cost(fields, seed):
+def test_replicas_start_as_without_the_norm_under_any_costs(fields, seed):
     """In steady state, where sums and messages take no time."""
     plan, rng = Plan.even("abcd", **fields), random.Random(seed)
     costs = [StageCost(forward=rng.uniform(0.1, 2), backward=rng.uniform(0.1, 4)) for _ in plan.stages]
@@ -262,7 +262,7 @@ STASHING = {"schedule": "pipedream", "microbatches": 2}
         (STASHING | {"vertical_sync": True, "replicas": (1, 1), "update_every": "replicas"}, "expected update_every 'batch', found"),
     ],
 )
-def test_weight_stashing_says_why_it_has_no_norm(fields, why, option):
+def test_weight_stashing_reports_why_it_has_no_norm(fields, why, option):
     with pytest.raises(InputError, match=f"{next(iter(option))}: {why}"):
         Pipeline(STACK, Plan.even(STACK.ids, 2, **fields), models.masked_squares, optax.sgd(0.1), **option)
     with pytest.raises(InputError, match=f"lower: global_norm: {why}"):

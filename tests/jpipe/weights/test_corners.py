@@ -125,7 +125,7 @@ def test_a_scan_over_layers_leaves_no_weights_behind():
     pipe.step(state, batch)
 
 
-def test_what_is_frozen_stays_frozen():
+def test_frozen_parameters_stay_frozen():
     stack = LayerStack({"norm": lambda rngs: nnx.BatchNorm(3, use_running_average=True, rngs=rngs)})
     before = stack.init_layer("norm", jax.random.key(0), jnp.ones((2, 3)))[1]
     pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 1), squares, momentum())
@@ -160,7 +160,7 @@ def test_layers_whose_form_changes_are_refused_before_any_device_work(layer, mes
         (jax.random.split(jax.random.key(0)), r"key<fry>\[2\]"),
     ],
 )
-def test_what_is_no_key(key, description):
+def test_an_invalid_key_is_refused(key, description):
     with pytest.raises(InputError, match=rf"expected a random key like jax.random.key\(0\).*found {description}"):
         as_key(key)
 

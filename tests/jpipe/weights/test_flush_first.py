@@ -50,7 +50,7 @@ def test_programs_are_verified_and_those_of_the_steps_are_the_same_run(fields, s
 
 @settings(deadline=None, max_examples=10)
 @given(fields=plans(), batches=st.integers(1, 5), norm=st.booleans())
-def test_the_hand_over_is_the_beginning_of_a_run(fields, batches, norm):
+def test_the_program_after_the_warm_up_equals_the_start_of_a_run(fields, batches, norm):
     """Instruction by instruction: after the warm-up follows the program of a run without one, so many batches later."""
     plan = Plan.even(**fields)
     norm, first = norm and not SCHEDULES[plan.schedule].norm_refusal(plan), plan.flush_first
@@ -86,7 +86,7 @@ def flushing(plan: Plan) -> Plan:
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("variant", ["pipedream_2bw", "pipedream_vertical_sync"])
-def test_an_evaluation_reads_what_it_reads_in_a_run_without_a_warm_up(variant, norm):
+def test_an_evaluation_reads_the_version_of_a_run_without_a_warm_up(variant, norm):
     """So many batches later; in each batch, most of all in the first ones after the warm-up."""
     fields, first = FREE[variant], 3
     m = 4 if variant == "pipedream_2bw" else 1
@@ -103,7 +103,7 @@ def test_an_evaluation_reads_what_it_reads_in_a_run_without_a_warm_up(variant, n
 
 
 @pytest.mark.parametrize("cut", [1, 3])
-def test_a_run_that_is_restored_during_or_after_the_warm_up_is_the_same(cut):
+def test_a_run_restored_during_or_after_the_warm_up_has_equal_results(cut):
     plan = Plan.even(STACK.ids, 2, "pipedream_2bw", 2, flush_first=2)
     pipe, batches = Pipeline(STACK, plan, models.masked_squares, models.momentum()), models.masked_batches(6, 2)
     state, snapshot = fresh(pipe, batches), None
@@ -127,6 +127,6 @@ def test_a_run_that_is_restored_during_or_after_the_warm_up_is_the_same(cut):
         ),
     ],
 )
-def test_a_warm_up_that_cannot_be_is_refused(fields, message):
+def test_an_impossible_warm_up_is_refused(fields, message):
     with pytest.raises(InputError, match=message):
         Plan.even("ab", 2, microbatches=2, **fields)

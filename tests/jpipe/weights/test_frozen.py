@@ -144,7 +144,7 @@ def leaves_of(tree):
 
 
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
-def test_nothing_is_kept_or_sent_for_frozen_parameters(schedule):
+def test_nothing_is_stored_or_sent_for_frozen_parameters(schedule):
     plan = even(schedule=schedule)
     pipe = pipeline(["track", "noise", "mix/w"], plan)
     batches = models.masked_batches(4, plan.microbatches)
@@ -177,7 +177,7 @@ def test_nothing_is_kept_or_sent_for_frozen_parameters(schedule):
     simulate(lower(plan, 4, shared=shared_stages(costs)), costs)
 
 
-def test_a_backward_of_frozen_layers_computes_nothing_but_what_passes_through():
+def test_a_backward_of_frozen_layers_computes_only_the_gradient_of_its_input():
     pipe = pipeline(["track", "mix"], even(num_stages=4))
     functions = pipe.stage_functions(models.masked_batches(1, 4)[0])
 
@@ -267,7 +267,7 @@ WORDS = ["track", "noise/w"]
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(), Precision(params="bfloat16")], ids=["float32", "masters"])
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
-def test_a_restored_run_is_the_same_run(schedule, precision):
+def test_a_restored_run_has_equal_results(schedule, precision):
     pipe = pipeline(WORDS, even(schedule=schedule, num_stages=2), precision=precision, inner=adamw)
     batches = models.masked_batches(STEPS, 4)
     layers, expected = cut(pipe, batches, 3)

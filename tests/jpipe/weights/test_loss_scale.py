@@ -81,7 +81,7 @@ def test_the_scale_changes_no_other_bit():
 
 
 @pytest.mark.slow
-def test_a_restored_run_goes_on_with_the_scales_of_all_versions():
+def test_a_restored_run_has_the_scales_of_all_versions():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 2), models.masked_batches(8, 2)
 
     def pipeline(plan, precision=HALF):
@@ -115,7 +115,7 @@ def test_a_restored_run_goes_on_with_the_scales_of_all_versions():
         pipeline(plan).restore(jax.random.key(running.KEY), batches[0], layers, 3)
 
 
-def test_an_evaluation_leaves_the_scales_as_they_are():
+def test_an_evaluation_leaves_the_scales_unchanged():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 2), models.masked_batches(5, 2)
     pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum(), precision=HALF)
     expected, state = trained(pipe, batches)[1], running.fresh(pipe, batches)

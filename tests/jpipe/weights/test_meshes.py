@@ -87,7 +87,7 @@ OPTIONS = {
 @pytest.mark.thinned(most=1, most_slow=2)
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_2bw"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_what_else_a_run_does_is_the_same_on_a_mesh(option, schedule):
+def test_other_features_of_a_run_are_equal_on_a_mesh(option, schedule):
     fields = {"microbatches": 3, **OPTIONS[option], "schedule": schedule}
     options = {name: fields.pop(name) for name in ("clip_global_norm", "ema_decay") if name in fields}
     stack = models.wide_stack(fields.pop("tied", False))
@@ -171,7 +171,7 @@ def alive(device: jax.Device) -> int:
 
 
 @pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
-def test_a_run_goes_on_under_another_mesh(schedule):
+def test_a_run_resumes_under_another_mesh(schedule):
     before = even(schedule=schedule, microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)
     batches = batches_for(before, 5)
     pipe = Pipeline(models.wide_stack(), before, models.masked_squares, models.momentum())

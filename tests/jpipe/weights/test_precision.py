@@ -169,7 +169,7 @@ def test_the_loss_scale_keeps_small_float16_gradients():
 # What is computed in which dtype ---------------------------------------------------------------------------------------
 
 
-def test_layers_compute_in_the_dtype_and_the_loss_and_the_state_do_not():
+def test_layers_compute_in_the_dtype_but_the_loss_and_the_state_do_not():
     seen = []
 
     def look(x):
@@ -190,7 +190,7 @@ def test_layers_compute_in_the_dtype_and_the_loss_and_the_state_do_not():
     assert dtypes(state.workers[0].layer_state) == {"float32", "int32"}
 
 
-def test_float64_is_left_alone():
+def test_float64_is_unchanged():
     with jax.enable_x64(True):
         stack, batches = LayerStack({"one": models.dense()}), models.batches_of(2, 2, dtype=np.float64)
         plan = Plan.even(stack.ids, 1, "pipedream_2bw", 1)
@@ -269,7 +269,7 @@ def test_a_wrong_precision_is_refused(fields, message):
         Precision(**fields)
 
 
-def test_a_pipeline_refuses_what_is_no_precision_or_needs_other_settings():
+def test_a_pipeline_refuses_invalid_precisions():
     plan = Plan.even(STACK.ids, 1, "gpipe", 1)
     with pytest.raises(InputError, match=r"^precision: expected a jpipe\.Precision, found str; give Precision\("):
         Pipeline.__init__.__wrapped__(object.__new__(Pipeline), STACK, plan, models.squares, models.momentum(), precision="bfloat16")

@@ -103,7 +103,7 @@ def test_numbers_with_the_global_norm_are_those_of_the_reference(schedule, chunk
     ids=["masters", "fixed scale", "dynamic scale"],
 )
 @pytest.mark.parametrize(("schedule", "chunks"), [("zb_h1", 1), ("interleaved_zero_bubble", 2), ("pipedream_2bw", 2)])
-def test_numbers_in_another_precision_are_those_of_the_reference(schedule, chunks, precision):
+def test_numbers_in_another_precision_equal_the_reference(schedule, chunks, precision):
     check(plan_of(schedule, 2, chunks, 4), drain_after={2}, precision=precision)
 
 

@@ -91,7 +91,7 @@ def test_an_evaluation_in_flight_reads_the_mean_and_leaves_each_replica_its_own(
     np.testing.assert_allclose(losses, [((y - labels) ** 2).mean()] * 2, rtol=1e-5)
 
 
-def test_without_sync_state_each_replica_keeps_its_own():
+def test_without_sync_state_each_replica_keeps_its_layer_state():
     pipe = pipeline(1, "pipedream_2bw", 2, sync_state=False)
     batches = models.batches_of(3, 2 * models.ROWS)
     state = pipe.init(jax.random.key(0), batches[0])

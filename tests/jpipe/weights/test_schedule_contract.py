@@ -105,7 +105,7 @@ def check_stage(plan, s, order, microbatches):
     assert s == plan.depth - 1 or not fused, "a backward of another stage needs that of the next one"
 
 
-def test_what_is_in_flight_is_what_the_order_does(schedule):
+def test_in_flight_counts_follow_from_the_order(schedule):
     for plan in plans(schedule):
         batches = 1 if schedule.flushes else batches_until_full(plan) + 2 * schedule.period(plan) + 1
         for p, replica, stages in rank_replicas(plan):

@@ -64,7 +64,7 @@ OPTIONS = ("clip_global_norm", "skip_nonfinite", "precision")
 
 @pytest.mark.thinned(most=2, most_slow=3)
 @pytest.mark.parametrize("case", CASES)
-def test_the_numbers_are_those_without(case):
+def test_the_numbers_equal_those_without_sharding(case):
     fields = dict(CASES[case])
     options = {name: fields.pop(name) for name in OPTIONS if name in fields}
     tied, wide = fields.pop("tied", False), fields.pop("wide", False)
@@ -78,7 +78,7 @@ def test_the_numbers_are_those_without(case):
         check_bits(actual, expected)
 
 
-def test_a_batch_that_is_skipped_changes_nothing():
+def test_a_skipped_batch_changes_nothing():
     pipe = pipeline(plan_of(schedule="pipedream_flush"), skip_nonfinite=True)
     batches = batches_for(pipe.plan)
     state = pipe.init(jax.random.key(0), batches[0])
@@ -113,7 +113,7 @@ def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_shares_and_without_them():
+def test_a_run_resumes_with_a_sharded_optimizer_and_without():
     """In all directions, with other replicas and cuts, and with the masters that some replica has."""
     options = {"precision": Precision(params="bfloat16"), "optimizer": optax.adam(1e-2)}
     plans = [plan_of(), plan_of(False), plan_of(num_stages=1, schedule="pipedream_flush", replicas=4)]

@@ -65,7 +65,7 @@ def test_a_bad_batch_leaves_weights_and_optimizer_as_they_are_at_all_stages(sche
         assert any(np.any(a != b) for a, b in zip(*(jax.tree.leaves(states[t][0]) for t in (before, after)), strict=True))
 
 
-def test_without_it_the_weights_are_lost():
+def test_without_skipping_the_weights_become_nan():
     plan = Plan.even(STACK.ids, 2, "pipedream_2bw", 2)
     pipe = Pipeline(STACK, plan, models.masked_squares, optax.sgd(0.1))
     batches = batches_of(plan, {0: np.nan})

@@ -155,7 +155,7 @@ def check_copies(state, name="embed shared token/embedding") -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_the_two_layers_are_in_one_stage():
+def test_a_run_resumes_where_the_tied_layers_share_a_stage():
     """And the other way round; a checkpoint has the parameter once."""
     first, second, data = pipeline((1, 1, 1), {"schedule": "pipedream_2bw"}), pipeline((1,), {"schedule": "pipedream_2bw"}), batches()
     state, cut = first.init(jax.random.key(0), data[0]), first.snapshot(2)
@@ -215,7 +215,7 @@ def test_masters_of_a_shared_parameter(replicas):
 
 
 @pytest.mark.slow
-def test_given_parameters_are_those_of_the_first_place():
+def test_initial_parameters_of_a_tie_are_those_of_the_first_place():
     pipe, data = pipeline((1, 1), {"schedule": "gpipe"}), batches()
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5), pipe.params(pipe.init(jax.random.key(0), data[0])))
     for some in {"embed": params["embed"]}, params:
@@ -272,7 +272,7 @@ def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batch
         ]
 
 
-def test_a_predicted_window_has_the_exchange():
+def test_a_predicted_window_includes_the_exchange_of_shared_gradients():
     plan = Plan.even("abc", 3, "pipedream_2bw", 3)
     windows = [predict_window(plan, [StageCost(shared=sizes) for sizes in three], 6, 2) for three in ([()] * 3, [(100,), (0,), (100,)])]
     assert [window.held_bytes for window in windows] == [(0, 0, 0), (100, 0, 100)]  # after computations
@@ -330,7 +330,7 @@ A, B, C = ("embed", "token/embedding"), ("head", "table/embedding"), ("a", "kern
         ({}, r"expected a list of jpipe.Tie, found dict"),
     ],
 )
-def test_ties_that_are_none(ties, message):
+def test_invalid_ties(ties, message):
     with pytest.raises(InputError, match=f"ties: {message}"):  # past the types that tests check at run time
         Ties.__init__.__wrapped__(object.__new__(Ties), ties, ["embed", "a", "a shared b", "head"])
 
@@ -349,6 +349,6 @@ def test_weight_stashing_cannot_share_between_stages():
 
 
 @pytest.mark.parametrize("shared", [[(0,)], [(1, 0)], [(0, 3)], [(0, 0)]])
-def test_groups_of_stages_that_cannot_be(shared):
+def test_impossible_groups_of_stages(shared):
     with pytest.raises(InputError, match="lower: shared: expected two or more stages of 3 in order, found"):
         lower(Plan.even("abc", 3, "gpipe", 2), 2, shared=shared)

@@ -84,7 +84,7 @@ def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, optio
 
 
 @pytest.mark.slow
-def test_masters_and_averages_go_on_where_stages_of_several_devices_are_joined():
+def test_masters_and_averages_are_restored_where_stages_of_several_devices_are_joined():
     """With new optimizer state, which begins with the masters, also of parameters that are one array, as shared ones are."""
     options = {"precision": Precision(params="bfloat16"), "ema_decay": 0.5}
     pipe, one = (pipeline(d, "pipedream_2bw", optax.adam(0.05), jax.devices()[:d], **options) for d in (4, 1))

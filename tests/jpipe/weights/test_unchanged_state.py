@@ -53,7 +53,7 @@ def test_unchanged_state_is_the_same_array_after_a_step(fields, recompute):
 
 
 @pytest.mark.usefixtures("float64")
-def test_replicas_leave_unchanged_state_as_it_is():
+def test_replicas_do_not_copy_unchanged_state():
     """Three copies summed and divided by three would be another number."""
     plan = Plan.even(STACK.ids, 1, "pipedream_flush", 6, replicas=3)
     pipe, batches = Pipeline(STACK, plan, models.masked_squares, models.momentum()), models.masked_batches(3, 6, dtype=np.float64)
@@ -95,7 +95,7 @@ def test_frozen_batch_statistics_are_not_copied(make):
         assert not f.changed.has_any(f.specs.state)
 
 
-def test_what_a_jaxpr_passes_on():
+def test_unchanged_outputs_of_a_jaxpr():
     def function(a, b, c):
         inner = jax.jit(lambda x, y: (y, x + 1))(a, b)
         saved = jax.checkpoint(lambda x: (x, jnp.sin(x)))(c)

@@ -28,7 +28,7 @@ def least_of_2bw(replicas, extra):
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 2), (2, 2, 2), (3, 3), (1, 2), (2, 1), (3, 1, 2)])
-def test_2bw_with_replicas_and_more_in_flight_needs_so_many_microbatches(replicas, extra):
+def test_2bw_with_replicas_and_more_in_flight_needs_enough_microbatches(replicas, extra):
     d, r, least = len(replicas), replicas[0], least_of_2bw(replicas, extra)
     fields = {"layers": STACK.ids, "num_stages": d, "schedule": "pipedream_2bw", "replicas": replicas, "extra_in_flight": extra}
     assert [m for m in range(1, least + 1) if models.is_legal(microbatches=m, **fields)] == [least]

@@ -69,7 +69,7 @@ def test_the_bytes_of_a_profile_are_those_of_the_pipeline(precision):
             assert true.accumulators - 8 <= actual.accumulators <= true.accumulators  # the weight and the loss of a batch
 
 
-def test_what_plans_hold_and_send_is_what_the_simulator_counts():
+def test_held_and_sent_bytes_of_plans_equal_the_simulators():
     topology = Topology.flat(4, bandwidth=1e9)
     for profile in shared_profile(1, "layer_0", "layer_7"), shared_profile(2, "layer_1", "layer_2", "layer_6"):
         candidates = search_parallel(profile, topology, 8, exact=True, schedules=("gpipe", "pipedream_flush", "pipedream_2bw"))
@@ -110,7 +110,7 @@ def test_no_simulation_is_faster_than_the_ports_that_carry_shared_gradients():
     assert simulate_plan(plan, costs, topology).batch_seconds >= least
 
 
-def test_weight_stashing_is_left_out():
+def test_weight_stashing_is_excluded():
     profile, topology = shared_profile(1, "layer_0", "layer_7"), Topology.flat(2, bandwidth=1e9)
     assert "under weight stashing the last stage updates before" in sharing_refusal("pipedream")
     candidates = find_candidates(profile, topology, 4)

@@ -22,7 +22,7 @@ def test_the_devices_here_their_links_and_what_they_share(monkeypatch):
     assert local.local_topology(3).num_devices == 3
 
 
-def test_what_computations_cost_is_no_part_of_a_link(monkeypatch):
+def test_the_cost_of_computations_is_not_part_of_a_link(monkeypatch):
     monkeypatch.setattr(local, "STEPS", 4)
     monkeypatch.setattr(local, "_WIDE", 64)
     assert local.local_topology(dispatch=10.0).levels[0].latency == 0
@@ -60,7 +60,7 @@ def test_bandwidth_latency_and_cores_are_those_of_the_machine(monkeypatch):
 
 
 @pytest.mark.parametrize(("alone", "together", "cores"), [(5.0, 0.1, 8), (0.1, 5.0, 1), (1.0, 2.0, 4)])
-def test_cores_are_between_one_and_the_number_of_devices_whatever_the_clock_says(monkeypatch, alone, together, cores):
+def test_cores_are_between_one_and_the_number_of_devices_for_any_measured_times(monkeypatch, alone, together, cores):
     clock = SimpleNamespace(now=0.0)
 
     def finish(products):

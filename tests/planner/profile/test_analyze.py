@@ -195,7 +195,7 @@ def test_equal_layers_are_profiled_once_and_nothing_is_allocated():
         ),
     ],
 )
-def test_a_device_without_the_figures(device, message):
+def test_a_device_without_known_figures(device, message):
     stack = jpipe.LayerStack({"in": linear(4, 4), "out": linear(4, 4)})
     with pytest.raises(InputError) as caught:
         analyze(stack, floats(4), squares, optax.sgd(0.1), [1], device)

@@ -94,7 +94,7 @@ def test_a_model_is_measured():
     assert jpipe.simulate(jpipe.lower(plan, 4), profile.stage_costs(plan, 8)).timeline
 
 
-def test_equal_layers_are_known_whatever_their_optimizer_does():
+def test_equal_layers_are_recognized_under_any_optimizer():
     stack = jpipe.LayerStack({name: linear(4, 4) for name in ("in", "a", "b", "c", "out")})
     frozen = {"in": "adam", "a": "adam", "b": "none", "c": "adam", "out": "adam"}
     masked = optax.multi_transform({"adam": optax.adam(1e-3), "none": optax.set_to_zero()}, frozen)

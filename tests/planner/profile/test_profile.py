@@ -31,7 +31,7 @@ def profile(**fields):
     )
 
 
-def test_json_there_and_back():
+def test_json_round_trip():
     assert Profile.from_json(profile().to_json()) == profile()
 
 
@@ -99,7 +99,7 @@ def changed(path, value):
         (changed(("layers",), []), "some.json: layers: expected at least 1 of them, found 0"),
     ],
 )
-def test_what_is_no_profile(text, message):
+def test_an_invalid_profile(text, message):
     with pytest.raises(InputError) as caught:
         Profile.from_json(text, where="some.json")
     assert str(caught.value).startswith(message)

@@ -119,7 +119,7 @@ def test_meshes_are_read_from_text(text, expected):
 @pytest.mark.parametrize(
     "text", ["", "4", "model=0", "model=-2", "model=2,model=4", "tensor=2", "model=2.5", "none,model=2", "data=1,fsdp", "fsdp"]
 )
-def test_what_is_no_mesh_is_refused(text):
+def test_an_invalid_mesh_is_refused(text):
     with pytest.raises(jpipe.InputError, match="--mesh: "):
         Degrees.read(text)
 

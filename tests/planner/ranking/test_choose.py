@@ -40,7 +40,7 @@ def machines(bandwidth: float, memory: float | None = None) -> Topology:
 
 
 @pytest.mark.slow
-def test_what_is_chosen_is_what_the_simulator_finds_fastest_of_all():
+def test_the_chosen_plan_is_the_fastest_in_the_simulator():
     profile, topology = gpt(4), machines(50_000.0)
     candidates = find_candidates(profile, topology, 8)
     choice = choose(profile, topology, candidates)
@@ -59,7 +59,7 @@ def test_what_is_chosen_is_what_the_simulator_finds_fastest_of_all():
 
 
 @pytest.mark.slow
-def test_one_of_each_kind_is_ranked():
+def test_one_plan_of_each_kind_is_ranked():
     profile, topology = gpt(), machines(50_000.0)
     choice = choose(profile, topology, find_candidates(profile, topology, 8))
     kinds = [(r.candidate.schedule, r.candidate.replicas, r.candidate.keep_together) for r in choice.ranked]
@@ -140,7 +140,7 @@ TRULY_DIFFERENT = {
 
 
 @pytest.mark.parametrize("why", TRULY_DIFFERENT)
-def test_what_really_differs_is_called_by_its_name(why):
+def test_real_differences_are_named(why):
     assert [ranked.why for ranked in choose(*TRULY_DIFFERENT[why]).ranked] == [why]
 
 

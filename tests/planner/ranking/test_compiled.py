@@ -61,7 +61,7 @@ def test_a_plan_fits_up_to_its_last_byte():
 
 
 @pytest.mark.slow
-def test_an_estimate_that_is_too_high_is_above_nothing():
+def test_an_estimate_that_is_too_high_is_reported_as_a_lower_bound():
     exact = compiled_choice("gpipe")[0]
     doubled = dataclasses.replace(exact, estimated=tuple(2 * size for size in exact.ranked.memory))
     assert doubled.errors == (1.0, 1.0)

@@ -60,7 +60,7 @@ def confirmed(memory: float, actual: Profile, schedules=("pipedream_flush",), es
     return confirm(choice, candidates, known, compile_stages, reported.append), compiled, reported
 
 
-def test_stages_that_lack_memory_recompute_more_and_the_others_do_not():
+def test_only_stages_that_lack_memory_recompute_more():
     # Four stages of two layers hold 8 MB and, from the first on, the residuals of 4, 3, 2 and 1 microbatches.
     result, compiled, reported = confirmed(18e6, profile(fixed=4 * MB))
     first = result.fitting[0].ranked.candidate
@@ -77,7 +77,7 @@ def test_stages_that_lack_memory_recompute_more_and_the_others_do_not():
     assert result.known[first].memory == result.fitting[0].ranked.memory
 
 
-def test_policies_that_save_too_little_are_passed_over():
+def test_policies_that_save_too_little_are_skipped():
     result, compiled, _ = confirmed(18e6, profile(fixed=7 * MB))
     assert compiled[1].policies[0] == "full"
     assert result.fitting[0].ranked.candidate == compiled[-1]
@@ -91,7 +91,7 @@ def test_where_recomputing_everything_is_not_enough_microbatches_become_smaller(
     assert any(attempt.ranked.candidate.policies[0] == "full" for attempt in reported)
 
 
-def test_where_nothing_fits_what_was_tried_is_kept():
+def test_where_nothing_fits_all_attempts_are_reported():
     result, compiled, reported = confirmed(18e6, profile(fixed=30 * MB))
     assert not result.fitting
     assert len(compiled) == len(set(compiled)) == len(reported)

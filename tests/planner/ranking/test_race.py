@@ -46,7 +46,7 @@ def test_no_simulation_is_faster_than_the_bounds(seed):
         assert max(bounds) <= seconds * 1.01, candidate
 
 
-def test_candidates_that_cannot_be_the_fastest_are_told_by_their_bound():
+def test_candidates_that_cannot_be_the_fastest_are_listed_with_their_bound():
     profile, topology = invented_profile(0), invented_topology(0)
     candidates = find_candidates(profile, topology, 12)
     choice = choose(profile, topology, candidates, most=1)
@@ -57,7 +57,7 @@ def test_candidates_that_cannot_be_the_fastest_are_told_by_their_bound():
     assert [text.startswith("≤") for text in speeds] == [one.simulated is None for one in choice.ranked]
 
 
-def test_what_takes_too_long_to_simulate_is_told(monkeypatch):
+def test_a_simulation_that_takes_too_long_is_reported(monkeypatch):
     monkeypatch.setattr("jpipe_planner.ranking.race.MOST_SIMULATED", 1)
     profile, topology = invented_profile(3), invented_topology(3)
     choice = choose(profile, topology, find_candidates(profile, topology, 12))

@@ -69,7 +69,7 @@ def test_chunks_gain_nothing_without_a_flush():
     assert any(one.candidate.chunks > 1 for one in without_flush)
 
 
-def test_plans_of_chunks_that_nobody_simulated_are_simulated():
+def test_plans_of_chunks_without_a_simulation_are_simulated():
     """The bounds by which others are left out hold for one stage on each rank only."""
     profile = gpt(8, sizes=(1,))
     variants = find_variants(profile, FAST, 8, schedules=["interleaved_1f1b", "zb_h1"]).simulated
@@ -80,7 +80,7 @@ def test_plans_of_chunks_that_nobody_simulated_are_simulated():
     assert all(one.simulated is not None for one in ranked)
 
 
-def test_plans_that_do_not_fit_are_told_by_rank():
+def test_plans_that_do_not_fit_are_rejected_by_rank():
     limited = levels((4, 1e9, 0.0), memory=100_000)
     variants = find_variants(gpt(6), limited, 8, schedules=["zb_h2", "interleaved_1f1b"]).simulated
     assert any(candidate.over for candidate in variants)
@@ -91,7 +91,7 @@ def test_plans_that_do_not_fit_are_told_by_rank():
 
 
 @pytest.mark.slow
-def test_why_a_plan_was_chosen_is_told():
+def test_the_reason_for_a_plan_is_explained():
     choice = ranking(gpt(7, head=0.9, sizes=(1,)), FAST, 4)
     rows = table.why_chosen(choice, 6)
     assert rows[0][-1] == "chosen"
@@ -132,7 +132,7 @@ def test_early_gradients_win_where_they_hide_the_latency_of_links(schedule):
 
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream", "pipedream_2bw"])
-def test_early_gradients_do_not_win_where_nothing_is_to_hide(schedule):
+def test_early_gradients_do_not_win_without_latency(schedule):
     """Without weights to compute the gradient is no earlier; then whole backwards are as fast, with fewer programs."""
     choice = straight_pipelines(schedule, 0.4, backward_weight=0.0)
     assert [one.candidate.split_backward for one in choice.ranked] == ["joint", "early"]

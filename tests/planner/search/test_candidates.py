@@ -42,14 +42,14 @@ def simulate(profile, topology, candidate):
 
 
 @pytest.mark.parametrize(("replicas", "microbatches"), [((2, 1, 1), 4), ((3, 2), "replicas"), ((4,), 8), ((1, 1, 1), 3)])
-def test_what_stages_of_their_own_replicas_send_is_what_the_simulator_counts(replicas, microbatches):
+def test_sent_bytes_of_stages_with_unequal_replicas_equal_the_simulators(replicas, microbatches):
     profile, topology = blocks(), machines(sum(replicas))
     candidate = placed(profile, topology, *replicas, microbatches=microbatches)
     assert candidate.sent * candidate.batch == pytest.approx(sum(simulate(profile, topology, candidate).sent_bytes), rel=1e-3)
 
 
 @pytest.mark.slow
-def test_what_equal_pipelines_send_is_what_the_simulator_counts():
+def test_sent_bytes_of_equal_pipelines_equal_the_simulators():
     profile, topology = blocks(), machines(4)
     for candidate in search_parallel(profile, topology, 8, exact=True):
         assert candidate.sent * candidate.batch == pytest.approx(sum(simulate(profile, topology, candidate).sent_bytes), rel=1e-3)

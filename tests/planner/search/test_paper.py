@@ -57,7 +57,7 @@ def test_the_recurrence_as_written(layers, levels, price):
     assert result.devices == topology.num_devices
 
 
-def test_the_stages_behind_the_number():
+def test_the_stages_of_the_best_partition():
     layers = [jpipe.programs.LayerCost(5.0, 10.0, outputs=1, weights=1), jpipe.programs.LayerCost(2.0, 3.0, outputs=1, weights=100)]
     result = search_paper(Problem(layers, Topology.flat(4, bandwidth=10.0)))
     assert [(stage.stop, stage.first, stage.replicas) for stage in result.stages] == [(1, 0, 3), (2, 3, 1)]

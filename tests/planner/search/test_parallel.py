@@ -125,7 +125,7 @@ def test_stages_cost_what_their_layers_sum_up_to():
                 assert stages.temporary[p, s] + one_program == cost.temporary
 
 
-def test_every_legal_plan_is_there_and_no_other():
+def test_every_legal_plan_is_found_and_no_other():
     profile, batch = gpt(3), 22
     candidates = search_parallel(profile, TWO_LEVELS, batch)
     seen = [(c.schedule, c.replicas, c.rows, c.microbatches, c.extra_in_flight, c.keep_together) for c in candidates]
@@ -233,7 +233,7 @@ def test_links_that_pipelines_share_carry_the_bytes_of_all():
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "pipedream_flush"])
 @pytest.mark.parametrize(("bandwidth", "bound"), [(1e30, "bubble"), (20_000.0, "bubble"), (50.0, "cut")])
-def test_a_cut_is_to_blame_only_for_what_its_link_adds(schedule, bandwidth, bound):
+def test_a_cut_is_the_bound_only_for_what_its_link_adds(schedule, bandwidth, bound):
     candidates = [
         c for c in search_parallel(gpt(7, head=0.5), levels((4, bandwidth, 0.0)), 4, exact=True, schedules=[schedule]) if c.depth == 4
     ]
@@ -267,7 +267,7 @@ def test_data_parallelism_computes_sums_and_updates():
     assert candidates[0].sent == pytest.approx(2 * 3 * weights / 24)
 
 
-def test_a_sum_without_a_flush_is_waited_for_as_far_as_it_is_not_hidden():
+def test_a_sum_without_a_flush_costs_the_time_that_is_not_hidden():
     profile, topology = gpt(sizes=(1,)), levels((2, 800.0, 0.0), (2, 1e9, 0.0))
     seconds = {
         c.schedule: c.seconds
@@ -323,21 +323,21 @@ def test_more_memory_is_never_slower():
 
 
 @pytest.mark.parametrize("batch", [7, 12, 30])
-def test_the_batch_is_kept(batch):
+def test_the_batch_size_is_not_exceeded(batch):
     profile, topology = gpt(), levels((3, 20_000.0, 0.0))
     assert max(candidate.batch for candidate in search_parallel(profile, topology, batch)) <= batch
     for candidate in search_parallel(profile, topology, batch, exact=True):
         assert candidate.batch == candidate.plan(profile.ids).microbatches * candidate.rows == batch
 
 
-def test_workers_are_left_over_only_where_no_other_plan_is_possible():
+def test_workers_are_unused_only_where_no_other_plan_is_possible():
     assert {c.devices for c in search_parallel(gpt(1), levels((5, 20_000.0, 0.0)), 10, exact=True)} == {5}
     candidates = search_parallel(gpt(1), levels((5, 20_000.0, 0.0)), 4, exact=True)
     assert {(c.depth, c.replicas[0]) for c in candidates} == {(1, 4), (1, 2), (2, 2), (3, 1)}
     assert search_parallel(gpt(1, sizes=(3,)), levels((5, 20_000.0, 0.0)), 4, exact=True) == []
 
 
-def test_what_does_not_fit_comes_last_and_says_how_much_it_lacks():
+def test_plans_that_do_not_fit_come_last_with_the_missing_bytes():
     candidates = search_parallel(gpt(), levels((4, 20_000.0, 0.0), memory=250_000), 16)
     lacks = [candidate.over[1] if candidate.over else 0 for candidate in candidates]
     assert lacks == sorted(lacks)

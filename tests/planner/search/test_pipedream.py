@@ -147,7 +147,7 @@ def test_stages_that_keep_less_than_their_input_equal_exhaustive_search(devices,
     assert (result.seconds, result.stages, result.over) == (pytest.approx(seconds, rel=1e-12), stages, None)
 
 
-def test_by_the_relaxed_rules_more_in_flight_never_lets_more_be_in_flight_before():
+def test_under_the_relaxed_rules_more_in_flight_never_allows_more_in_the_stage_before():
     layers = [jpipe.programs.LayerCost(1.0, 1.0, outputs=out, weights=8, residuals={"none": 3}) for out in (10, 40, 5)]
     runs = Ranges(Problem(layers, Topology.flat(4, bandwidth=1.0), 4, inputs=20, memory=200.0))
     ahead = np.arange(1, 40)
@@ -198,14 +198,14 @@ def test_vgg_has_its_convolutions_on_fifteen_workers_and_its_dense_layers_on_one
     assert result.stages[0].stop in (12, 13)  # whether the last convolution is with the dense layers
 
 
-def test_a_topology_with_more_workers_than_can_be_used_is_left_idle_in_part():
+def test_devices_beyond_the_usable_number_stay_idle():
     layers = [jpipe.programs.LayerCost(1.0, 2.0, weights=1000), jpipe.programs.LayerCost(2.0, 4.0, weights=1000)]
     result = search_pipedream(Problem(layers, Topology.flat(64, bandwidth=1e-3), microbatches=1))
     assert result.devices == 2
     assert result.bound == ("stage", 1)
 
 
-def test_of_equally_fast_and_deep_ways_the_one_with_fewer_workers_is_taken():
+def test_of_equally_fast_and_deep_partitions_the_one_with_fewer_workers_wins():
     layers = [
         jpipe.programs.LayerCost(1.0, 2.0, outputs=9, weights=100),
         jpipe.programs.LayerCost(1.0, 2.0, outputs=9),

@@ -36,7 +36,7 @@ def forget() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
-def test_the_second_run_finds_its_programs_and_gives_the_same_numbers(tiny, tmp_path, capsys):
+def test_the_second_run_reads_its_programs_from_the_cache_with_equal_numbers(tiny, tmp_path, capsys):
     rows, lines = [], []
     for name in ("first", "second"):
         summary = loop.main(changed(tiny, run={"dir": str(tmp_path / name)}, train={"trace_batches": 0}))
@@ -63,7 +63,7 @@ def test_null_keeps_nothing_and_a_folder_given_to_jax_stays(tiny, tmp_path):
 
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("how", ["others can write", "a link", "a file", "another's"])
-def test_a_folder_that_is_not_the_users_own_is_not_used(how, tmp_path, monkeypatch):
+def test_a_cache_folder_of_another_user_is_not_used(how, tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     if how == "others can write":
         folder.mkdir()

@@ -129,7 +129,7 @@ def test_names_of_any_characters_come_back(tmp_path):
     assert_same(read_layers(tmp_path, 1, ["..", "a.b"]), {"..": layers[".."], "a.b": layers["a.b"]})
 
 
-def test_what_cannot_be_read_again_is_not_written(tmp_path):
+def test_config_values_that_cannot_be_read_back_are_not_written(tmp_path):
     for tree in ({"a": [jnp.zeros(1)]}, {"a": None}, {"a": jnp.zeros(1, "uint4")}):
         with pytest.raises((TypeError, ValueError), match=r"nested dicts of arrays|uint4"):
             write_layers(tmp_path, 1, {"layer": tree}, 0)
@@ -195,7 +195,7 @@ def test_a_process_without_any_array_takes_part(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_only_what_is_asked_for_is_read(run):
+def test_only_requested_arrays_are_read(run):
     shutil.rmtree(place(run, 20) / "default" / "ocdbt.process_0")
     assert list(read_layers(run, 20, ["layer 1"])) == ["layer 1"]
     with pytest.raises(Damaged, match=r"process_0/.* is missing"):
@@ -211,14 +211,14 @@ def test_facts_are_any_json(run):
     assert steps(run) == [10, 20, 30]
 
 
-def test_the_rows_of_the_run_are_kept_with_it(run):
+def test_the_rows_of_the_run_are_stored_with_it(run):
     assert read_metrics(run, 20) == b'{"step": 0}\n'
     change(place(run, 20) / "metrics.jsonl", "changed")
     with pytest.raises(Damaged, match=r"/20/metrics.jsonl: is not what was written"):
         read_metrics(run, 20)
 
 
-def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_none(run, tmp_path, monkeypatch):
+def test_a_file_or_a_link_in_place_of_a_checkpoint_is_skipped(run, tmp_path, monkeypatch):
     place(run, 30).write_text("a file")
     place(run, 40).symlink_to(tmp_path)
     messages = []
@@ -236,7 +236,7 @@ def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_none(run, tmp_path, mo
     assert not place(run, 40).is_symlink()
 
 
-def test_a_layer_that_is_not_there_is_named(run):
+def test_a_missing_layer_is_named(run):
     with pytest.raises(jpipe.InputError, match=r"expected the layer 'head', found layer 0, layer 1; is it a checkpoint of this model\?$"):
         read_layers(run, 20, ["layer 1", "head"])
 
@@ -302,7 +302,7 @@ def rewrite_marker(run: Path, **changes: object) -> None:
     path.write_text(json.dumps(data | {"sha256": hashlib.sha256(plain.encode()).hexdigest()}))
 
 
-def test_a_checkpoint_of_a_newer_jpipe_is_not_passed_over(run):
+def test_a_checkpoint_of_a_newer_jpipe_is_not_skipped(run):
     rewrite_marker(run, format="jpipe-checkpoint/3", surprise=1)
     for use in (lambda: newest_good(run, print), lambda: verify(run, 20), lambda: read_layers(run, 20), lambda: read_facts(run, 20)):
         with pytest.raises(
@@ -355,7 +355,7 @@ def test_names_do_not_lead_out_of_the_folder(run, name):
         read_layers(run, 20)
 
 
-def test_a_strangers_item_with_fitting_hashes_is_refused_by_name(run):
+def test_a_foreign_item_with_valid_hashes_is_refused_by_name(run):
     for path in files_of(place(run, 20) / "default"):
         path.write_bytes(b"nonsense")
     forge(run, {})
@@ -373,7 +373,7 @@ def test_a_strangers_item_with_fitting_hashes_is_refused_by_name(run):
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, Damaged), (errno.EACCES, jpipe.InputError), (errno.ESTALE, jpipe.InputError)])
-def test_what_may_not_be_read_now_is_not_taken_for_damaged(run, monkeypatch, number, kind):
+def test_an_unreadable_checkpoint_is_not_reported_as_damaged(run, monkeypatch, number, kind):
     def unreadable(path):
         raise OSError(number, os.strerror(number), str(path))
 
@@ -383,7 +383,7 @@ def test_what_may_not_be_read_now_is_not_taken_for_damaged(run, monkeypatch, num
     assert type(caught.value) is kind
 
 
-def test_all_of_an_item_is_on_the_disk_before_it_is_said_to_be_whole(tmp_path, monkeypatch):
+def test_an_item_is_synced_to_disk_before_it_is_marked_complete(tmp_path, monkeypatch):
     on_disk, sync, replace = set(), os.fsync, os.replace
 
     def noted(number):
@@ -406,7 +406,7 @@ def test_all_of_an_item_is_on_the_disk_before_it_is_said_to_be_whole(tmp_path, m
     assert lacking == [[], []]
 
 
-def test_a_full_disk_leaves_nothing_that_looks_complete(run):
+def test_a_full_disk_leaves_no_checkpoint_that_looks_complete(run):
     """The limit on a file's size fails in the same calls as a full disk."""
     write_layers(run, 30, layers_of(0), 0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -491,7 +491,7 @@ def test_orbax_logs_no_tracebacks_where_the_disk_is_full(tmp_path, monkeypatch, 
     assert caplog.records == []
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "run").write_text("a file")
     message = r"run/checkpoints: checkpoints cannot be written there: .*; choose another run\.dir$"
     with pytest.raises(jpipe.InputError, match=message):
@@ -500,7 +500,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
         write_layers(tmp_path / "run", 1, layers_of(0), 0)
 
 
-def test_a_run_that_goes_on_clears_what_it_will_write_again(run):
+def test_a_resumed_run_removes_the_rows_that_it_will_write_again(run):
     write_layers(run, 30, layers_of(1), 1)
     begin(run, 20)
     assert sorted(os.listdir(run / "checkpoints")) == ["10", "20"]
@@ -516,7 +516,7 @@ def test_a_run_that_goes_on_clears_what_it_will_write_again(run):
     assert os.listdir(run / "checkpoints") == ["20.old"]
 
 
-def test_an_item_is_written_again_over_what_a_killed_process_left(run):
+def test_an_item_replaces_the_remains_of_a_killed_process(run):
     write_layers(run, 20, layers_of(7), 1)
     (unfinished_folder(run, 20) / "process-1.json").unlink()
     for process in range(2):
@@ -553,7 +553,7 @@ HOUR = 3600
     ],
     ids=str,
 )
-def test_what_is_kept(tmp_path, arguments, expected):
+def test_pruning_keeps_the_configured_checkpoints(tmp_path, arguments, expected):
     for step in range(10, 70, 10):  # one an hour
         write_layers(tmp_path, step, {}, 0)
         complete(tmp_path, step, 1, facts=None)
@@ -573,7 +573,7 @@ def test_nothing_is_removed_while_the_newest_is_not_all_there(run):
     assert steps(run) == [10, 20]
 
 
-def test_a_damaged_one_is_neither_counted_nor_removed(run):
+def test_a_damaged_checkpoint_is_neither_counted_nor_removed(run):
     for step in (30, 40):
         save(run, step)
     (place(run, 30) / "process-1.json").unlink()
@@ -584,7 +584,7 @@ def test_a_damaged_one_is_neither_counted_nor_removed(run):
     assert steps(run) == [30, 40, 50]
 
 
-def test_what_cannot_be_read_is_passed_over_though_its_hashes_fit(run):
+def test_an_unreadable_checkpoint_with_valid_hashes_is_skipped(run):
     index = next((place(run, 20) / "default" / "d").iterdir())
     index.unlink()
     marker = json.loads((place(run, 20) / "checkpoint.json").read_text())
@@ -596,7 +596,7 @@ def test_what_cannot_be_read_is_passed_over_though_its_hashes_fit(run):
     assert [line.partition(": ")[0] for line in messages] == [str(place(run, 20) / "default")]
 
 
-def test_a_kill_while_removing_leaves_what_is_unfinished_not_what_is_damaged(run, monkeypatch):
+def test_a_kill_during_removal_leaves_an_unfinished_checkpoint_not_a_damaged_one(run, monkeypatch):
     def killed(path):
         files_of(path)[-1].unlink()
         raise KeyboardInterrupt

@@ -110,7 +110,7 @@ def check_what_becomes_of_4(checkpoints, processes, messages, folder, reason):
     [({0}, "No space left on device"), ({1}, "process 1 could not write its part"), ({0, 2}, "No space left on device")],
     ids=str,
 )
-def test_what_a_process_cannot_write_is_not_waited_for_and_takes_no_room(lacking, reason, some, tmp_path, monkeypatch):
+def test_a_failed_part_of_a_checkpoint_is_not_waited_for_and_is_removed(lacking, reason, some, tmp_path, monkeypatch):
     checkpoints, processes, messages = some("train", 3)
     begin_to_save(checkpoints, 2)
     for one in checkpoints:
@@ -128,7 +128,7 @@ def test_what_a_process_cannot_write_is_not_waited_for_and_takes_no_room(lacking
     check_what_becomes_of_4(checkpoints, processes, messages, tmp_path, reason)
 
 
-def test_where_only_the_marker_finds_no_room_nothing_else_takes_it(some, tmp_path, monkeypatch):
+def test_a_checkpoint_whose_marker_cannot_be_written_is_removed(some, tmp_path, monkeypatch):
     checkpoints, processes, messages = some("train")
     begin_to_save(checkpoints, 2)
     for one in checkpoints:
@@ -144,7 +144,7 @@ def test_where_only_the_marker_finds_no_room_nothing_else_takes_it(some, tmp_pat
     check_what_becomes_of_4(checkpoints, processes, messages, tmp_path, "No space left on device")
 
 
-def test_an_old_checkpoint_that_stays_is_not_taken_for_a_new_one_that_is_lacking(some, tmp_path, monkeypatch):
+def test_a_failure_to_remove_an_old_checkpoint_is_not_reported_as_a_failed_save(some, tmp_path, monkeypatch):
     def stays(*_):
         raise PermissionError(13, "Permission denied")
 
@@ -158,7 +158,7 @@ def test_an_old_checkpoint_that_stays_is_not_taken_for_a_new_one_that_is_lacking
     assert checkpoint_files.steps(tmp_path) == [2]
 
 
-def test_a_run_that_stops_for_it_says_which_is_the_last_good_one_in_every_process(some, monkeypatch):
+def test_every_process_of_a_stopped_run_names_the_last_good_checkpoint(some, monkeypatch):
     checkpoints, _, _ = some("stop")
     begin_to_save(checkpoints, 2)
     for one in checkpoints:

@@ -100,14 +100,14 @@ def test_an_export_has_the_newest_parameters_by_name(home, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["earlier.safetensors"]
 
 
-def test_a_run_that_begins_with_an_export_knows_what_that_run_knew(home, tmp_path, capsys):
+def test_a_warm_start_from_an_export_has_the_weights_of_the_exported_run(home, tmp_path, capsys):
     run = {"dir": str(tmp_path / "run")}
     summary = loop.main(changed(home.data, warm_start={"file": str(home.file)}, run=run, train={"steps": 1}, checkpoint={"every": None}))
     assert summary.val_loss_before == home.loss
     assert "warm start: 3 of 3 layers from" in capsys.readouterr().out
 
 
-def test_a_run_that_goes_on_leaves_a_warm_start_aside(home, tmp_path, capsys):
+def test_a_resumed_run_ignores_a_warm_start(home, tmp_path, capsys):
     run = {"dir": str(shutil.copytree(home.run, tmp_path / "run"))}
     loop.main(changed(home.data, run=run, train={"steps": STEPS + 1}, warm_start={"file": "nowhere.safetensors"}))
     output = capsys.readouterr().out
@@ -115,13 +115,13 @@ def test_a_run_that_goes_on_leaves_a_warm_start_aside(home, tmp_path, capsys):
     assert "warm_start is ignored: it is for new runs" in output
 
 
-def test_a_runs_folder_gives_what_its_export_gives(home):
+def test_a_warm_start_from_a_run_folder_equals_one_from_its_export(home):
     params, messages = loaded(home, home.run)
     check_equal(named(params), load_file(home.file))
     assert messages == [f"warm start: 3 of 3 layers from '{home.run}', step 40"]
 
 
-def test_partial_takes_what_fits_and_says_what_does_not(home):
+def test_a_partial_warm_start_loads_what_fits_and_reports_what_does_not(home):
     params, messages = loaded(home, home.file, "partial", model={"depth": 2, "seq_len": 4})
     expected = load_file(home.file)
     del expected["embed/position/embedding"]
@@ -134,7 +134,7 @@ def test_partial_takes_what_fits_and_says_what_does_not(home):
     assert message.endswith(" and 3 more")
 
 
-def test_partial_converts_and_strict_does_not(home, tmp_path):
+def test_a_partial_warm_start_converts_dtypes_and_a_strict_one_does_not(home, tmp_path):
     file = tmp_path / "half.safetensors"
     halves = {name: array.astype(ml_dtypes.bfloat16) for name, array in load_file(home.file).items()}
     save_file(halves, file)
@@ -166,7 +166,7 @@ def test_another_model_is_refused_by_its_first_difference(sections, message, hom
             loaded(home, file, **sections)
 
 
-def test_what_the_model_has_not_is_refused_but_layer_state(home, tmp_path):
+def test_arrays_that_the_model_lacks_are_refused_except_layer_state(home, tmp_path):
     arrays = load_file(home.file)
     save_file(arrays | {"head state/mean": np.zeros(3)}, tmp_path / "state.safetensors")
     loaded(home, tmp_path / "state.safetensors")
@@ -189,7 +189,7 @@ def test_processes_agree_on_what_is_in_the_file(home, tmp_path, monkeypatch):
     assert first == second != other
 
 
-def test_files_that_are_none_are_refused(home, tmp_path):
+def test_invalid_files_are_refused(home, tmp_path):
     cut, text, empty = (tmp_path / f"{name}.safetensors" for name in ("cut", "text", "empty"))
     cut.write_bytes(home.file.read_bytes()[:-1])
     text.write_text("no weights in here, only words")
@@ -222,7 +222,7 @@ def test_files_that_are_none_are_refused(home, tmp_path):
         (["{run}", "--out", "x" * 300 + ".safetensors"], r"--out: cannot write 'x+\.safetensors': File name too long; choose another file"),
     ],
 )
-def test_exports_that_cannot_be_are_refused_in_a_line(words, message, home, tmp_path, monkeypatch, capsys):
+def test_impossible_exports_are_refused_in_one_line(words, message, home, tmp_path, monkeypatch, capsys):
     names = {"run": home.run, "file": home.file, "text": home.folder / "text.txt", "none": tmp_path / "none"}
     words = [word.format(**names) for word in words]
     monkeypatch.chdir(tmp_path)
@@ -232,7 +232,7 @@ def test_exports_that_cannot_be_are_refused_in_a_line(words, message, home, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_exported(home, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_exported(home, tmp_path, capsys):
     run = shutil.copytree(home.run, tmp_path / "run")
     damaged = max((run / "checkpoints" / "40").rglob("d/*"), key=lambda file: file.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_exported(home, tmp_p
     check_equal(load_file(out), newest(run, 20))
 
 
-def test_layer_state_goes_by_a_name_of_its_own_and_that_of_other_replicas_is_left():
+def test_layer_state_has_its_own_name_and_that_of_other_replicas_is_omitted():
     w, mean = np.ones(2), np.zeros(3)
     layers = {
         "norm.0": {"params": {"0": {"a/b": w}, "1": {"a/b": 2 * w}}, "optimizer": {"mu": {"a/b": w}}, "state": {"mean": mean}},
@@ -291,7 +291,7 @@ def test_an_export_of_the_average_has_the_dtypes_of_the_weights():
     check_equal(export.by_name(export.with_ema(layers, 1)), {"a/w": w * w.dtype.type(0.5)})
 
 
-def test_an_export_has_the_masters_and_not_what_only_looks_like_them():
+def test_an_export_has_the_masters_and_no_other_optimizer_state():
     short, master = np.ones(2, np.float16), np.full(2, 1.25, np.float32)
     layers = {
         "a": {"params": {"0": {"w": short}}, "optimizer": {"masters": {"w": master}, "state": {"mu": {"w": short}}}},

@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_links_planted_in_a_run_folder_lead_nowhere(saved, outside, monkeypatch):
+def test_links_planted_in_a_run_folder_are_not_followed(saved, outside, monkeypatch):
     """The attack: a run folder of a stranger, whose files and names to come are links to files of the user's."""
     before = contents(outside)
     with monkeypatch.context() as patched:
@@ -78,7 +78,7 @@ def test_a_planted_lock_is_refused(saved, outside):
     assert contents(outside) == before
 
 
-def test_a_linked_folder_of_checkpoints_is_refused_and_what_is_behind_it_stays(saved, outside, tmp_path, monkeypatch):
+def test_a_linked_folder_of_checkpoints_is_refused_and_its_target_stays(saved, outside, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     folder = loop.main(changed(saved)).folder
     shutil.move(folder / "checkpoints", outside / "checkpoints")
@@ -97,7 +97,7 @@ def test_a_linked_folder_of_checkpoints_is_refused_and_what_is_behind_it_stays(s
 
 
 @pytest.mark.parametrize("link", [False, True], ids=["folder", "link"])
-def test_numbered_folders_of_somebody_else_stay(saved, outside, link):
+def test_numbered_folders_of_other_programs_stay(saved, outside, link):
     before = contents(outside)
     folder = Path(saved["run"]["dir"])
     folder.mkdir()
@@ -183,7 +183,7 @@ def test_names_that_only_look_like_those_of_a_checkpoint_are_kept(name, tmp_path
     assert file.read_text() == "mine"
 
 
-def test_a_file_in_place_of_an_old_checkpoint_is_left(tmp_path):
+def test_a_file_in_place_of_an_old_checkpoint_is_not_removed(tmp_path):
     for step in (1, 2, 3):
         checkpoint_files.write_layers(tmp_path, step, {}, 0)
         checkpoint_files.complete(tmp_path, step, 1, {})
@@ -220,7 +220,7 @@ def test_a_folder_with_something_that_a_run_would_overwrite_is_refused(saved):
         (folder / name).unlink()
 
 
-def test_a_run_goes_where_its_path_leads_and_resumes_there(saved, tmp_path, monkeypatch, capsys):
+def test_a_run_is_written_where_its_path_leads_and_resumes_there(saved, tmp_path, monkeypatch, capsys):
     """`..`, a linked parent, a space, letters that are not ASCII, a slash at the end: each alone broke the first checkpoint or none."""
     for folder in ("here", "real place/deep"):
         (tmp_path / folder).mkdir(parents=True)
@@ -237,7 +237,7 @@ def test_a_run_goes_where_its_path_leads_and_resumes_there(saved, tmp_path, monk
     assert (tmp_path / "out put.safetensors").exists()
 
 
-def test_a_name_that_is_not_utf8_is_refused_before_anything_is_made(saved, tmp_path, monkeypatch):
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_created(saved, tmp_path, monkeypatch):
     here = os.fsencode(tmp_path) + b"/\xff"
     os.mkdir(here)
     monkeypatch.chdir(here)

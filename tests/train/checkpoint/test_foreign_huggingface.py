@@ -81,7 +81,7 @@ def test_tensors_that_are_missing_additional_or_of_another_shape_are_listed(tmp_
     assert len(loaded) == 19
 
 
-def test_one_tensor_is_told_of_as_one_and_a_long_name_is_cut(tmp_path):
+def test_one_tensor_is_reported_in_the_singular_and_a_long_name_is_shortened(tmp_path):
     def change(tensors):
         del tensors["transformer.ln_f.bias"]
         tensors["a" * 5000] = np.zeros(3, np.float32)
@@ -141,7 +141,7 @@ def test_names_that_no_file_in_the_folder_can_have_are_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["a file", "a folder"])
-def test_weights_that_are_cut_off_while_they_are_read_are_told(whole, tmp_path):
+def test_weights_that_are_cut_off_while_they_are_read_are_reported(whole, tmp_path):
     """A memory map would end this process by SIGBUS."""
     folder = folders.copied("gpt2", tmp_path / "folder")
     if whole:
@@ -203,7 +203,7 @@ def test_a_link_of_a_download_leads_to_the_blobs_beside_it(tmp_path):
         ('{"weight_map": {"a": 3}}', f"{INDEX}: weight_map.a: expected a valid string, found 3"),
     ],
 )
-def test_an_index_that_is_none_is_refused(content, message, tmp_path):
+def test_an_invalid_index_is_refused(content, message, tmp_path):
     folder = folders.in_shards("llama", tmp_path / "folder")
     (folder / INDEX).write_text(content)
     refused(folder, message)
@@ -226,7 +226,7 @@ def test_numbers_that_are_no_floats_are_refused(tmp_path):
 # Versions and kinds that are read ------------------------------------------------------------------------------------------
 
 
-def test_what_older_versions_wrote_is_read(tmp_path):
+def test_files_of_older_versions_are_read(tmp_path):
     """Names without the prefix, buffers, a copy of the tied embeddings, gamma and beta."""
     expected = arrays(GOLDEN / "gpt2")
 
@@ -256,7 +256,7 @@ def test_tied_embeddings_that_differ_are_refused(tmp_path):
         arrays(folder)
 
 
-def test_a_masked_model_without_the_other_head_begins_with_a_fresh_one(tmp_path):
+def test_a_masked_model_without_a_next_sentence_head_gets_a_fresh_one(tmp_path):
     """As transformers writes BertForMaskedLM; part of that head is a mistake."""
     config_changes = {"architectures": ["BertForMaskedLM"]}
     optional = ("bert.pooler.", "cls.seq_relationship.")
@@ -280,14 +280,14 @@ def test_a_masked_model_without_the_other_head_begins_with_a_fresh_one(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
-def test_other_floats_are_read_as_they_are(dtype, tmp_path):
+def test_other_float_dtypes_are_read_unchanged(dtype, tmp_path):
     folder = folders.copied("llama", tmp_path / "folder", lambda tensors: {key: tensor.astype(dtype) for key, tensor in tensors.items()})
     actual, expected = arrays(folder), arrays(GOLDEN / "llama")
     for name, array in expected.items():
         np.testing.assert_array_equal(actual[name], array.astype(dtype), strict=True)
 
 
-def test_the_digest_tells_folders_apart(tmp_path):
+def test_the_digest_differs_between_folders(tmp_path):
     """By what is in a file, too, of which only samples are read."""
     digests = {huggingface.source(GOLDEN / "gpt2").digest(), huggingface.source(folders.copied("gpt2", tmp_path / "same")).digest()}
     for i, change in enumerate((lambda tensors: {key: tensor + 1 for key, tensor in tensors.items()}, None)):
@@ -296,7 +296,7 @@ def test_the_digest_tells_folders_apart(tmp_path):
     assert huggingface.source(GOLDEN / "gpt2").digest() == huggingface.source(GOLDEN / "gpt2").digest()
 
 
-def test_a_folder_of_a_run_is_none_in_that_layout(tmp_path):
+def test_a_run_folder_is_not_a_hugging_face_folder(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     save_file({"a": np.ones(3)}, tmp_path / "run" / "model.safetensors")  # an export of the user's
     assert not huggingface.is_meant(tmp_path / "run")

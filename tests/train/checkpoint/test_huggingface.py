@@ -63,7 +63,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @pytest.mark.parametrize("limit", [10**9, 4000])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_run_read_it_writes_bit_for_bit(name, limit, tmp_path, monkeypatch, capsys):
+def test_an_export_equals_the_imported_folder_bit_for_bit(name, limit, tmp_path, monkeypatch, capsys):
     """In one file, or in several with an index, which are written and read alike."""
     begin = folders.in_shards(name, tmp_path / "begin")
     config = folders.config(tmp_path, name, file=begin)
@@ -160,7 +160,7 @@ def test_each_process_reads_the_tensors_of_its_own_layers(name, expected, tmp_pa
 # Export -------------------------------------------------------------------------------------------------------------------
 
 
-def test_fresh_weights_are_those_that_the_run_begins_with(tmp_path):
+def test_fresh_weights_equal_the_initial_weights_of_the_run(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("model: {preset: gpt2-tiny, depth: 1}\nseed: 5\n")
     writing.main(str(config), str(tmp_path / "out"), None, print)
@@ -214,13 +214,13 @@ def refused(words: list[str], message: str, capsys, code: int = 2) -> None:
     assert capsys.readouterr().err.startswith(f"jpipe: {message}")
 
 
-def test_an_export_makes_the_folders_that_it_is_to_be_in(run, tmp_path):
+def test_an_export_creates_its_parent_folders(run, tmp_path):
     out = tmp_path / "new" / "newer" / "out"
     assert cli.main(["export", str(run), str(out), "--layout", "huggingface"]) == 0
     assert (out / "config.json").is_file()
 
 
-def test_an_export_that_cannot_be_is_refused_and_nothing_is_written(run, tmp_path, monkeypatch, capsys):
+def test_an_impossible_export_is_refused_and_nothing_is_written(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to("nowhere")

@@ -361,7 +361,7 @@ def accepted(monkeypatch) -> list[Config]:
     overrides=command_lines(),
     command=st.sampled_from(["train", "simulate"]),
 )
-def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, tmp_path, content, overrides, command):
+def test_a_corrupted_config_is_refused_or_read_exactly(answered, accepted, tmp_path, content, overrides, command):
     file = tmp_path / "config.yaml"
     file.write_bytes(content)
     accepted.clear()
@@ -378,7 +378,7 @@ def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, t
 @pytest.mark.slow
 @some(700)
 @examples(content=plan_files())
-def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, tmp_path, content):
+def test_a_corrupted_plan_is_refused_or_read_exactly(answered, monkeypatch, tmp_path, content):
     plans, real = [], jpipe.lower
     with monkeypatch.context() as patch:
         patch.setattr(jpipe_train.plan.simulate, "MOST_FORWARDS", 200)
@@ -408,6 +408,6 @@ def argument(name: str, key: str, functions: dict) -> st.SearchStrategy[list[str
     | argument("lr_schedule", "lr_arguments", optax_names.schedules())
     | override_words().map(lambda word: [word])
 )
-def test_a_spoiled_value_is_refused_where_the_run_is_built_if_not_before(answered, tmp_path, tiny, overrides):
+def test_a_corrupted_value_is_refused_no_later_than_when_the_run_is_built(answered, tmp_path, tiny, overrides):
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny))
     answered("simulate", "tiny.yaml", *(word for override in overrides for word in ("--set", override)))

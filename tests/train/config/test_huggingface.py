@@ -87,7 +87,7 @@ OTHERS = "expected one of GPT2LMHeadModel, LlamaForCausalLM, BertForPreTraining,
         ("bert", {"is_decoder": True}, "config.json: is_decoder: expected False, found True"),
     ],
 )  # fmt: skip
-def test_a_model_that_is_none_of_jpipes_is_refused(name, changes, message):
+def test_a_model_that_jpipe_does_not_have_is_refused(name, changes, message):
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         keys(name, **changes)
     line = str(caught.value)
@@ -107,7 +107,7 @@ def test_a_model_that_is_none_of_jpipes_is_refused(name, changes, message):
     ],
     ids=["cut off", "a list", "not UTF-8", "NaN", "deep", "huge"],
 )
-def test_a_file_that_is_no_config_is_refused(content, message, tmp_path):
+def test_a_file_that_is_not_a_config_is_refused(content, message, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(InputError, match=re.escape(message)):
         huggingface.read(tmp_path)
@@ -160,7 +160,7 @@ def test_a_folder_may_be_relative_and_linked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "default"])
-def test_what_is_written_says_the_same_model(name):
+def test_a_written_config_describes_the_same_model(name):
     model = ModelConfig() if name == "default" else ModelConfig(preset=name)
     content = json.loads(json.dumps(huggingface.to_json_keys(model)))
     parsed = huggingface.parse(content)
@@ -184,6 +184,6 @@ def test_what_is_written_says_the_same_model(name):
         ({"target": "a:b"}, "expected a built-in model, found one of 'a:b'; leave out --layout"),
     ],
 )  # fmt: skip
-def test_a_mix_that_no_architecture_has_is_refused(model, message):
+def test_a_combination_that_no_architecture_has_is_refused(model, message):
     with pytest.raises(InputError, match=re.escape(message)):
         huggingface.to_json_keys(ModelConfig(**model))

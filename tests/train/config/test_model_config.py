@@ -58,7 +58,7 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path, text, message):
         ("loss: {chunk: 8}\nmodel: {target: 'a:b'}", "loss.chunk would mean nothing beside model.target"),
     ],
 )
-def test_a_chunk_that_means_nothing_is_refused(tmp_path, text, message):
+def test_a_chunk_without_an_effect_is_refused(tmp_path, text, message):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(InputError, match=re.escape(message)):
         config_file.load(tmp_path / "config.yaml", allow_code=True)

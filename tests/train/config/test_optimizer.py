@@ -139,7 +139,7 @@ def test_patterns_choose_what_decays(patterns, expected):
     assert decayed(decay=patterns, arguments={"weight_decay": 0.5}) == expected
 
 
-def test_layers_that_are_elsewhere_are_left_alone():
+def test_layers_of_other_processes_are_not_read():
     rule = build(decay=["*/kernel"], learning_rate=1.0, arguments={"weight_decay": 0.5})
     here = jax.tree.map(lambda _: optax.MaskedNode(), PARAMS) | {"head": PARAMS["head"]}
     zeros = jax.tree.map(jnp.zeros_like, here)
@@ -293,7 +293,7 @@ def test_hyperparameters_can_be_seen_in_the_state():
         ),
     ],
 )
-def test_a_mistake_is_told_in_one_line(keys, message):
+def test_a_mistake_is_reported_in_one_line(keys, message):
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         build(**keys)
     assert "\n" not in str(caught.value)
@@ -338,7 +338,7 @@ def own_optimizers(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("own_optimizers")
-def test_an_optimizer_of_ones_own():
+def test_a_users_optimizer():
     keys = {"name": "own_optimizers:mine", "learning_rate": 0.5, "arguments": {"momentum": 0.5}}
     assert decayed(**keys | {"decay": ["head/*"]}) == {"head/kernel"}
     np.testing.assert_allclose(rates(1, **keys), [1.5, 2.25])  # the gradient 1, the weight 2; then the momentum
@@ -358,7 +358,7 @@ def test_an_optimizer_of_ones_own():
         ),
     ],
 )
-def test_a_mistake_in_an_optimizer_of_ones_own(keys, message):
+def test_a_mistake_in_a_users_optimizer(keys, message):
     with pytest.raises(InputError, match=re.escape(message)):
         build(**keys)
 

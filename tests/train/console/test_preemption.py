@@ -95,7 +95,7 @@ def test_all_processes_save_at_one_step_and_leave_at_one_step(seed):
     assert {preemption.signal for preemption in preemptions} == {signal.SIGTERM}
 
 
-def test_only_what_saves_and_is_not_watched_by_others_watches():
+def test_only_a_run_that_saves_handles_sigterm():
     with Preemption(None, saves=False) as preemption:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert preemption.decide(0, bool) == "go on"
@@ -158,7 +158,7 @@ def test_children_of_a_program_are_ended_by_their_own_signal_and_count_for_nothi
     assert (done.returncode, done.stdout) == (0, "-15\n-15\nsave\n"), done.stderr
 
 
-def test_who_was_woken_by_signals_before_is_again():
+def test_the_previous_wakeup_fd_is_restored():
     with socket.socket() as ours:
         ours.setblocking(False)
         before = signal.set_wakeup_fd(ours.fileno())
@@ -181,7 +181,7 @@ def saved(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, monkeypatch, capsys):
+def test_a_preempted_run_resumes_with_equal_results(saved, tmp_path, monkeypatch, capsys):
     whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
     with monkeypatch.context() as patched:
         preempt_at(patched, 2)
@@ -205,7 +205,7 @@ def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, 
 
 
 @pytest.mark.slow
-def test_what_cannot_be_saved_is_no_success(saved, monkeypatch):
+def test_a_checkpoint_that_cannot_be_saved_is_not_a_success(saved, monkeypatch):
     def write(folder, step, layers, process):
         raise OSError(28, "No space left on device")
 
@@ -215,7 +215,7 @@ def test_what_cannot_be_saved_is_no_success(saved, monkeypatch):
         loop.main(changed(saved, checkpoint={"on_full_disk": "train"}, train={"steps": ENDLESS}))
 
 
-def test_a_launcher_that_is_asked_to_end_ends_as_its_processes_do():
+def test_a_launcher_that_gets_sigterm_exits_like_its_processes():
     program = "signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\nready()\ntime.sleep(60)"
     for code, expected in ("0", 0), ("me", 128 + signal.SIGTERM):
         with launched(2, program.replace("{code}", code), restarts=5) as process:

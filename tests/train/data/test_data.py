@@ -122,7 +122,7 @@ def test_the_standard_library_is_read_without_tests_and_packages():
     assert not {"site-packages", "test", "tests", "__pycache__"} & set(itertools.chain(*(Path(name).parts for name in names)))
 
 
-def test_hidden_files_links_and_pipes_are_passed_over(tmp_path):
+def test_hidden_files_links_and_pipes_are_skipped(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / ".hidden").write_text("b")
     (tmp_path / ".git").mkdir()
@@ -150,7 +150,7 @@ def test_a_text_that_is_too_short_says_how_much_is_missing(tiny, text):
 
 
 @pytest.mark.parametrize("kind", ["empty folder", "device", "no match"])
-def test_a_path_without_a_regular_file_is_refused(kind, tmp_path):
+def test_a_path_that_is_not_a_regular_file_is_refused(kind, tmp_path):
     path = {"empty folder": str(tmp_path), "device": os.devnull, "no match": str(tmp_path / "*.txt")}[kind]
     with pytest.raises(InputError, match=r"found no regular file at .* so 0 bytes"):
         splits.read_bytes(path, 0.5)
@@ -159,7 +159,7 @@ def test_a_path_without_a_regular_file_is_refused(kind, tmp_path):
 @pytest.mark.parametrize(
     ("module", "function"), [("pathlib.Path", "is_dir"), ("os", "open"), ("os", "scandir")], ids=["look", "read", "list"]
 )
-def test_what_may_not_be_read_is_named(module, function, tmp_path, text, monkeypatch):
+def test_an_unreadable_file_is_named(module, function, tmp_path, text, monkeypatch):
     def refuse(path, *_):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -173,7 +173,7 @@ def test_a_path_too_long_is_refused():
         splits.read_bytes("a" * 400, 0.5)
 
 
-def test_names_that_are_not_utf8_are_read_as_others(tmp_path):
+def test_names_that_are_not_utf8_are_read_like_others(tmp_path):
     for name in (b"a", b"\xff.txt"):
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(b"text")
     split = splits.read_bytes(str(tmp_path), 0.5)

@@ -69,7 +69,7 @@ def folder_of_images(tmp_path):
     return tmp_path / "images"
 
 
-def test_what_is_only_named_like_an_image_is_told_before_the_first_step(tmp_path):
+def test_a_false_image_is_reported_before_the_first_step(tmp_path):
     folder = folder_of_images(tmp_path)
     os.mkfifo(folder / "b" / "3.png")
     (folder / "a" / "4.png").symlink_to("nowhere")
@@ -111,7 +111,7 @@ def of_features(path, compression: int = zipfile.ZIP_STORED) -> bytes:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of NumPy, about headers of Python 2
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_whatever_is_damaged_in_features_is_told(compression, tmp_path):
+def test_any_damage_in_features_is_reported(compression, tmp_path):
     path, chance, messages = tmp_path / "video.npz", random.Random(compression), set()
     content = of_features(path, compression)
     np.testing.assert_array_equal(captions.features_of(path, SIZES)[:3], np.arange(15).reshape(3, 5))
@@ -156,14 +156,14 @@ def spoiled(path, flag: tuple[int, int] = (0, 0), header: str = "") -> None:
     ],
     ids=["encrypted", "method", "tokens", "brackets", "many", "negative", "short", "objects"],
 )
-def test_features_that_lie_are_told(changes, message, tmp_path):
+def test_features_with_false_headers_are_reported(changes, message, tmp_path):
     path = tmp_path / "video.npz"
     spoiled(path, **changes)
     with pytest.raises(InputError, match=message.format(re.escape(str(path)))):
         captions.features_of(path, SIZES)
 
 
-def test_tokens_that_are_cut_off_while_they_are_read_are_told(documents, tokenizer, tmp_path):
+def test_tokens_that_are_cut_off_while_they_are_read_are_reported(documents, tokenizer, tmp_path):
     """A memory map would end this process by SIGBUS."""
     prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
     folder, index = token_files.read_index(str(tmp_path / "tokens"), "data.path")
@@ -178,7 +178,7 @@ def test_tokens_that_are_cut_off_while_they_are_read_are_told(documents, tokeniz
             read(0, reader.size)
 
 
-def test_ends_are_found_in_a_file_as_in_memory(tmp_path):
+def test_document_ends_in_a_file_equal_those_in_memory(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 4, 3000)
     ends = np.cumsum(lengths).astype("<u8")
     (tmp_path / "ends").write_bytes(b"skipped!" + ends.tobytes())
@@ -195,7 +195,7 @@ def test_ends_are_found_in_a_file_as_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_bytes_that_take_too_much_memory_are_read_where_they_are_needed(files, tiny, tmp_path, monkeypatch):
+def test_a_large_text_is_read_on_demand(files, tiny, tmp_path, monkeypatch):
     folder = tmp_path / "texts"
     folder.mkdir()
     for i in range(files):
@@ -219,14 +219,14 @@ def test_bytes_that_take_too_much_memory_are_read_where_they_are_needed(files, t
     assert data.load(config).digest() != digest
 
 
-def test_a_file_larger_than_memory_is_no_more_than_named(tiny, tmp_path):
+def test_a_file_larger_than_memory_is_not_read_at_once(tiny, tmp_path):
     with open(tmp_path / "large.txt", "wb") as file:
         file.truncate(2**42)  # no blocks on the disk
     dataset = data.load(Config.model_validate(tiny | {"data": {"path": str(tmp_path / "large.txt")}}))
     assert not dataset.train[10**6][0][:1].any()
 
 
-def test_too_little_memory_is_told(tiny, tmp_path, monkeypatch):
+def test_too_little_memory_is_reported(tiny, tmp_path, monkeypatch):
     def no_memory(*_):
         raise MemoryError
 

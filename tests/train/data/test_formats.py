@@ -280,14 +280,14 @@ def other_tokenizer(folder: Path) -> None:
         "two ends",
     ],
 )
-def test_a_damaged_or_foreign_folder_is_told(spoil, message, tiny, tokens):
+def test_a_damaged_or_foreign_folder_is_reported(spoil, message, tiny, tokens):
     spoil(tokens)
     config = configured(tiny, {"format": "tokens", "path": str(tokens)})
     with pytest.raises(InputError, match=message):
         batches_of(config, 8)
 
 
-def test_the_digest_knows_changes_but_not_times(tokens, tmp_path):
+def test_the_digest_depends_on_contents_but_not_on_times(tokens, tmp_path):
     def digest(folder: Path) -> str:
         return token_files.digest(*token_files.read_index(str(folder), "data.path"))
 
@@ -299,7 +299,7 @@ def test_the_digest_knows_changes_but_not_times(tokens, tmp_path):
     assert digest(tokens) != digest(tmp_path / "copy")
 
 
-def test_a_folder_that_does_not_say_where_documents_end_is_a_running_text(tiny, tokens):
+def test_a_folder_without_document_ends_is_a_running_text(tiny, tokens):
     index = json.loads((tokens / "tokens.json").read_text())
     for part in ("train", "validation"):
         index[part] = [shard | {"documents": None} for shard in index[part]]
@@ -337,7 +337,7 @@ def test_keys_that_contradict_each_other_are_refused(keys, message, tiny):
         changed(tiny | {"data": keys})
 
 
-def test_a_resolved_config_is_one_again(tiny, tokenizer):
+def test_a_resolved_config_is_a_valid_config(tiny, tokenizer):
     config = changed(tiny | {"data": {"format": "text", "tokenizer": tokenizer}})
     assert type(config).model_validate(config.model_dump()) == config
 
@@ -376,7 +376,7 @@ def test_a_resolved_config_is_one_again(tiny, tokenizer):
         ),
     ],
 )
-def test_what_does_not_fit_the_model_is_told(kind, keys, sections, message, tiny, request):
+def test_a_checkpoint_that_does_not_fit_the_model_is_reported(kind, keys, sections, message, tiny, request):
     with pytest.raises(InputError, match=message):
         data.load(configured(tiny, of_format(tiny, kind, request) | keys, **sections))
 
@@ -390,7 +390,7 @@ def test_examples_that_are_cut_to_nothing_are_counted(tiny, prompts, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_tokens_are_those_of_the_weights_that_a_run_begins_with(kind, tiny, tokenizer, made_tokenizers, request, tmp_path):
+def test_a_warm_start_determines_the_tokenizer(kind, tiny, tokenizer, made_tokenizers, request, tmp_path):
     """Other tokens behind theirs are no difference."""
     beside, fields = tmp_path / "weights" / "tokenizer.json", of_format(tiny, kind, request)
     beside.parent.mkdir()

@@ -43,7 +43,7 @@ def keys_of(tokenizer, made_tokenizers, documents, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["bytes", "text", "tokens", "prompts", "masked"])
-def test_all_is_there_once(tiny, keys_of, form):
+def test_every_validation_batch_is_read_once(tiny, keys_of, form):
     keys = keys_of(form)
     config = configured(tiny, keys, **({"kind": "bert"} if form == "masked" else {}))
     held_out, all_there = data.held_out(config), data.held_out(config, keys["path"])
@@ -99,7 +99,7 @@ def test_the_rest_of_all_rows_fills_microbatches(tiny, tmp_path, rows, batch_siz
         ("tokens", None, r"data.path: cannot read '.*tokens.json': No such file"),
     ],
 )
-def test_less_than_a_row_is_told(tiny, keys_of, tmp_path, form, content, message):
+def test_a_text_shorter_than_a_row_is_reported(tiny, keys_of, tmp_path, form, content, message):
     other = tmp_path / "other"
     other.mkdir()
     if content is not None:
@@ -119,7 +119,7 @@ def test_tokens_of_another_tokenizer_are_refused_where_that_can_be_seen(tiny, ke
     assert data.held_out(config, other).validation.elements[0]
 
 
-def test_data_that_come_from_a_function_have_no_path(tiny):
+def test_data_from_a_function_have_no_path(tiny):
     config = changed(tiny | {"data": {"target": "tests.nothing:load"}})
     with pytest.raises(InputError, match=r"the data come from 'tests.nothing:load' \(data.target\), found the path 'text'"):
         data.held_out(config, "text")

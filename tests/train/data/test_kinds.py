@@ -130,7 +130,7 @@ def configured(tiny, path: Path, **keys: str) -> Config:
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_data_of_another_kind_are_refused_with_what_to_do(kind, tiny, tmp_path):
+def test_data_of_another_kind_are_refused_with_advice(kind, tiny, tmp_path):
     content, message = OTHERS[kind]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "0.txt").write_text("some text\n")
@@ -202,13 +202,13 @@ def test_bytes_without_a_known_form_may_be_learned(tiny, tmp_path):
     assert data.load(configured(tiny, tmp_path / "genome")).train[0][0].shape == (4, 8)
 
 
-def test_a_folder_of_tokens_is_known(tiny, documents, tokenizer, tmp_path):
+def test_a_folder_of_tokens_is_recognized(tiny, documents, tokenizer, tmp_path):
     prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
     with pytest.raises(InputError, match=r"data\.path: '.*/tokens' is a folder of tokens, .*; set data\.format: tokens, or set data"):
         data.load(configured(tiny, tmp_path / "tokens"))
 
 
-def test_what_is_prepared_as_text_is_text_or_asked_for(tokenizer, tmp_path):
+def test_only_text_files_are_prepared_unless_requested(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
     (tmp_path / "a.csv").write_bytes(table(ROWS))
     for name, message in (

@@ -97,14 +97,14 @@ def counts(reads) -> Counter:
     return Counter(bucket for _, bucket in reads)
 
 
-def test_an_order_that_begins_at_the_first_row_is_that_of_a_new_run():
+def test_an_order_that_begins_at_the_first_row_equals_that_of_a_new_run():
     rows = (37, 101)
     new = TrainingBatches(tuple(BatchesOfRows(Numbered(k), 4, SPEC) for k in range(2)), rows, 5)
     assert read(new.continued(start(4, 2)), 0, 50) == read(new, 0, 50)
     assert new.position(50) == Position(batch=50, rows=tuple(counts(read(new, 0, 50))[k] for k in range(2)), pieces=4)
 
 
-def test_a_position_of_other_buckets_counts_all_rows():
+def test_a_position_from_other_buckets_counts_all_rows():
     plain = BatchesOfRows(Numbered(), 4, SPEC)
     bucketed = TrainingBatches(tuple(BatchesOfRows(Numbered(k), 8, SPEC) for k in range(2)), (37, 101), 5)
     continued = bucketed.continued(plain.position(20))
@@ -114,7 +114,7 @@ def test_a_position_of_other_buckets_counts_all_rows():
 
 
 @pytest.mark.parametrize("after", [2, 5])
-def test_a_running_text_keeps_its_pieces(after):
+def test_a_running_text_keeps_its_windows(after):
     words = np.arange(4 * 25, dtype=np.int32)
     spec = ({"tokens": jax.ShapeDtypeStruct((3,), words.dtype), "continues": SPEC[0]}, jax.ShapeDtypeStruct((3,), words.dtype))
     first = BatchesOfRows(Streams(words, 4, 3, True), 4, spec)
@@ -130,7 +130,7 @@ def facts_of(batch_size: int, place: DataFacts | None) -> Facts:
     return Facts(config=config, plan="", devices=1, val_loss_before=1.0, data=place)
 
 
-def test_where_a_resumed_run_reads(tmp_path):
+def test_the_first_row_of_a_resumed_run(tmp_path):
     order, here = Position(batch=4, rows=(40,), pieces=8), Position(batch=10, rows=(88,), pieces=8)
     resumed = Resumed(tmp_path, 10, facts_of(8, DataFacts(batch_size=8, order=order, position=here)), ())
     assert resumed.position(8) == order

@@ -86,7 +86,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("at", ["add", "close"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), InputError("line 3")])
-def test_nothing_is_left_of_a_folder_that_is_not_finished(error, at, documents, tokenizer, tmp_path, monkeypatch):
+def test_an_unfinished_folder_leaves_nothing(error, at, documents, tokenizer, tmp_path, monkeypatch):
     def fail(*_):
         raise error
 
@@ -132,7 +132,7 @@ def test_a_mistake_in_preparing_is_one_line(words, message, documents, tokenizer
     assert not (tmp_path / "new").exists()
 
 
-def test_a_tokenizer_is_made_from_text(documents, tmp_path, capsys):
+def test_a_tokenizer_is_trained_from_text(documents, tmp_path, capsys):
     out = tmp_path / "tokenizer.json"
     assert cli.main(["data", "tokenizer", str(documents), "--vocab-size", "270", "--out", str(out)]) == 0
     assert capsys.readouterr().out.endswith(f"{out}: 270 tokens\n")
@@ -206,7 +206,7 @@ def test_links_are_not_followed_when_a_folder_is_written(documents, tokenizer, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=["Ctrl-C", "killed"])
-def test_a_process_that_ends_early_leaves_nothing_that_is_taken_for_whole(number, code, tokenizer, tmp_path):
+def test_a_process_that_ends_early_leaves_no_folder_that_looks_complete(number, code, tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"some words, {i}\n" for i in range(10**6)))
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from jpipe_train import cli; sys.exit(cli.main())"

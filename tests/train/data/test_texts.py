@@ -18,7 +18,7 @@ def load(path, end_of_text="auto"):
     return tokenizers.load(str(path), "data.tokenizer", end_of_text)
 
 
-def test_a_tokenizer_says_how_many_tokens_it_has_and_what_ends_a_text(made_tokenizers):
+def test_a_tokenizer_determines_the_vocabulary_size_and_the_end_of_text(made_tokenizers):
     decoder, bert = (load(made_tokenizers[kind]) for kind in ("decoder", "bert"))
     assert decoder.vocab_size == decoder.rules.get_vocab_size() <= 300
     assert (decoder.begin, decoder.end) == ((), decoder.id_of("<|endoftext|>"))
@@ -33,7 +33,7 @@ def test_a_tokenizer_says_how_many_tokens_it_has_and_what_ends_a_text(made_token
         decoder.id_of("[MASK]", "<mask>")
 
 
-def test_what_begins_a_text_by_the_tokenizers_rules_begins_a_document(tokenizer, tmp_path):
+def test_special_tokens_at_the_start_of_a_text_start_each_document(tokenizer, tmp_path):
     rules = library.Tokenizer.from_file(tokenizer)
     rules.add_special_tokens(["<|begin|>", "<|end|>"])
     begin, end = rules.token_to_id("<|begin|>"), rules.token_to_id("<|end|>")
@@ -53,7 +53,7 @@ def words_of(vocabulary: dict[str, int]) -> bytes:
     return json.dumps({"version": "1.0", "added_tokens": [], "model": model}).encode()
 
 
-def test_a_tokenizer_says_which_ids_it_has(tmp_path):
+def test_a_tokenizer_lists_its_ids(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(words_of({"b": 7, "a": 2}))
     loaded = load(tmp_path / "tokenizer.json")
     assert (loaded.ids.tolist(), loaded.vocab_size) == ([2, 7], 8)
@@ -72,7 +72,7 @@ def test_a_tokenizer_says_which_ids_it_has(tmp_path):
     ],
     ids=["empty", "no keys", "bytes", "deep", "no tokens", "large id", "large"],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(content, message, tmp_path):
+def test_a_file_that_is_not_a_tokenizer_is_refused(content, message, tmp_path):
     path = tmp_path / "tokenizer.json"
     if content is None:
         with open(path, "wb") as file:
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(content, message, tmp_path):
         load(path)
 
 
-def test_whatever_fails_in_the_library_becomes_a_message(tokenizer, monkeypatch):
+def test_any_error_in_the_library_becomes_a_message(tokenizer, monkeypatch):
     class Panic(BaseException):
         pass
 
@@ -96,7 +96,7 @@ def test_whatever_fails_in_the_library_becomes_a_message(tokenizer, monkeypatch)
         tokenizers.Tokenizer(Broken(), b"", loaded.where, (), None).encoded(["a"])
 
 
-def test_a_long_text_is_parted_where_the_tokenizer_parts_it(tokenizer, tmp_path, monkeypatch):
+def test_a_long_text_is_split_where_the_tokenizer_splits_it(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "PIECE", 40)
     monkeypatch.setattr(texts, "_BLOCK", 7)
     lines = [f"word{'s' * (i % 5)}; ünï\n" + ("    indented\n" if i % 3 == 0 else "") + ("\n\n" if i % 7 == 0 else "") for i in range(200)]
@@ -131,7 +131,7 @@ def prefixing(kind: str) -> library.Tokenizer:
 
 @pytest.mark.parametrize("kind", ["prepend", "first", "always", "bytes"])
 @pytest.mark.parametrize("line", ["word; ünï\n    indented\nwide\n", "word ünï wide "], ids=["lines", "words"])
-def test_a_space_that_a_tokenizer_puts_before_a_text_is_only_where_it_begins(kind, line, tmp_path, monkeypatch):
+def test_a_space_that_a_tokenizer_prepends_is_only_at_the_start_of_a_text(kind, line, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "PIECE", 40)
     prefixing(kind).save(str(tmp_path / "tokenizer.json"))
     loaded = load(tmp_path / "tokenizer.json")
@@ -238,7 +238,7 @@ def test_wrong_lines_are_counted_and_the_first_five_named(tmp_path):
     assert message.endswith("; and 9 more; correct them, or name other keys")
 
 
-def test_a_line_may_not_be_endless(tmp_path, monkeypatch):
+def test_an_endless_line_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "_LONGEST_LINE", 10)
     (tmp_path / "a.jsonl").write_bytes(b"x" * 12)
     with pytest.raises(InputError, match="line 1: expected at most 10 bytes, found more"):
@@ -246,7 +246,7 @@ def test_a_line_may_not_be_endless(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [2**20, 3])
-def test_a_byte_that_is_no_utf8_is_found(block, tmp_path, monkeypatch):
+def test_invalid_utf8_is_found(block, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "_BLOCK", block)
     (tmp_path / "a.txt").write_bytes("ünï".encode() + b"x\xfe")
     with pytest.raises(InputError, match=r"expected text in UTF-8 in '.*a\.txt', found the byte 0xfe at 6; convert the file"):
@@ -263,7 +263,7 @@ def test_a_byte_that_is_no_utf8_is_found(block, tmp_path, monkeypatch):
     ],
     ids=["pickle", "zip", "parquet", "gzip"],
 )
-def test_files_that_are_no_text_are_known(content, words, tmp_path):
+def test_files_that_are_not_text_are_recognized(content, words, tmp_path):
     (tmp_path / "a").write_bytes(content)
     for form in ("text", "prompts"):
         with pytest.raises(InputError, match=rf"found the byte .* \(it seems to be {words}"):

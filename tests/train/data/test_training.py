@@ -60,7 +60,7 @@ def losses(config: Config) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prompts", "masked", pytest.param("tokens", marks=pytest.mark.exhaustive)])
-def test_a_format_trains_through_two_stages(kind, of_format):
+def test_each_format_trains_with_two_stages(kind, of_format):
     run = {"steps": 12, "eval_every": 11, "eval_batches": 1, "trace_batches": 0}
     rows = losses(of_format(kind, train=run, optimizer={"learning_rate": 0.03}))
     assert abs(rows[0]["val_loss"] - math.log(300) - math.log(2) * (kind == "masked")) < 0.7
@@ -89,7 +89,7 @@ def test_only_answers_are_learned(of_format):
 
 
 @pytest.mark.slow
-def test_a_run_on_prompts_resumes_where_it_was(of_format, tmp_path):
+def test_a_run_on_prompts_resumes_at_its_position(of_format, tmp_path):
     config = of_format("prompts", train={"steps": 6, "eval_every": 6, "trace_batches": 0}, checkpoint={"every": 3})
     whole = losses(config)
     (tmp_path / "run").rename(tmp_path / "whole")

@@ -61,7 +61,7 @@ def likeliest(folder: Path, rows: list[list[int]]) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_a_folder_of_transformers_several_prompts_as_json(run, folder):
+def test_a_hugging_face_folder_answers_several_prompts_as_json(run, folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [LAST, 99999]}))
     code, out, err = run(str(folder), "--prompt", "w3 w10 w60", "--prompt", "", "--tokens", "14", "--json")
     assert code == 0, err
@@ -123,7 +123,7 @@ def test_several_texts_come_one_after_the_other_under_their_prompts(run):
     assert re.findall(r"^jpipe: (prompt .*)$", err, re.MULTILINE) == ["prompt 1: 'a'", "prompt 2: 'fox'"]
 
 
-def test_ctrl_c_ends_the_text_and_not_in_a_traceback(run, folder, monkeypatch, interruptible):
+def test_ctrl_c_ends_the_text_without_a_traceback(run, folder, monkeypatch, interruptible):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
     written = []
@@ -141,7 +141,7 @@ def test_ctrl_c_ends_the_text_and_not_in_a_traceback(run, folder, monkeypatch, i
     assert written[-1].endswith("\n")
 
 
-def test_what_a_model_says_does_not_control_a_terminal(monkeypatch):
+def test_generated_text_does_not_control_a_terminal(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", screen)
@@ -192,7 +192,7 @@ def test_a_terminal_without_a_prompt_and_input_without_end_are_refused(run, monk
     assert re.search("expected a text to continue, found none; give --prompt TEXT, or pipe one in", run(HERE)[2])
 
 
-def test_runs_of_other_models_and_data_are_told_from_those_that_generate(run, tmp_path):
+def test_runs_that_cannot_generate_are_recognized(run, tmp_path):
     shutil.copytree(RUN, tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     text = config.read_text()
@@ -205,7 +205,7 @@ def test_runs_of_other_models_and_data_are_told_from_those_that_generate(run, tm
     assert re.search(r"expected a model of jpipe's own, found 'mine:model' \(model\.target\)", run(str(tmp_path / "run"), *FOX)[2])
 
 
-def test_a_model_that_has_diverged_is_told(run, folder):
+def test_a_diverged_model_is_reported(run, folder):
     arrays = load_file(folder / "model.safetensors")
     arrays["model.norm.weight"][0] = np.nan
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})

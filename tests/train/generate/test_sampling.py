@@ -60,7 +60,7 @@ def test_top_p_leaves_the_fewest_that_have_the_probability(p):
     np.testing.assert_array_equal(np.asarray(with_top_p(jnp.asarray(LOGITS), p)), expected)
 
 
-def test_what_is_drawn_has_the_probabilities_that_the_options_leave():
+def test_samples_follow_the_truncated_probabilities():
     logits = np.log(np.asarray([0.4, 0.1, 0.3, 0.2], np.float32))
     samples = drawn(Sampling(1.0, top_k=3, top_p=0.7), np.tile(logits, (8000, 1)))  # of 0.4, 0.3, 0.2 the first two have 7/9
     np.testing.assert_allclose(np.bincount(samples, minlength=4) / 8000, [4 / 7, 0, 3 / 7, 0], atol=0.03)
@@ -75,7 +75,7 @@ def test_draws_depend_on_seed_row_and_count_and_not_on_other_rows():
         assert (drawn(sampling, logits, **other) != together).sum() >= 5
 
 
-def test_what_is_no_number_is_told_from_a_token():
+def test_nan_logits_give_no_token():
     logits = LOGITS.copy()
     logits[3, 0] = np.nan
     for sampling in (Sampling(), Sampling(1.0, 4, 0.5)):

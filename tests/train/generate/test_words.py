@@ -53,7 +53,7 @@ def test_text_comes_piece_by_piece_and_characters_whole(kind, start, tmp_path):
     assert max(map(len, pieces)) <= 2  # nothing waits that need not
 
 
-def test_what_is_no_text_comes_as_replacement_characters_at_the_latest_in_the_end():
+def test_bytes_that_are_not_text_become_replacement_characters_by_the_end():
     tokens = [*b"a\xff\xff\xff\xff\xffb\xf0\x9f\x99"]
     stream = Stream(words.of_bytes().decode, [])
     pieces = [stream.add(token) for token in tokens]

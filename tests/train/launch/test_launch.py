@@ -130,7 +130,7 @@ time.sleep({LIMIT})
     assert (process.returncode, err) == (code, f"jpipe: {message}\n")
 
 
-def test_somebody_who_has_left_the_tree_keeps_nobody_waiting():
+def test_the_launcher_does_not_wait_for_a_detached_process():
     script = 'subprocess.Popen(["yes"], start_new_session=True)'  # ends when nobody reads what it prints
     with launched(1, script, grace=0.2) as process:
         out, err = process.communicate(timeout=LIMIT / 2)
@@ -209,7 +209,7 @@ sys.exit(7 + count)
 
 
 @pytest.mark.parametrize(("last", "message"), [(0, ""), (2, "jpipe: process 0 ended with exit code 2\n")])
-def test_what_has_succeeded_or_would_fail_again_is_not_started_again(last, message, tmp_path):
+def test_processes_that_succeeded_or_would_fail_again_are_not_restarted(last, message, tmp_path):
     script = f"""
 {ATTEMPT}
 open(sys.argv[1] + f"/{{count}}", "x").close()
@@ -222,7 +222,7 @@ sys.exit({last} if count else 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_a_signal_ends_is_not_started_again(number):
+def test_processes_ended_by_a_signal_are_not_restarted(number):
     with launched(2, f"signal.signal(signal.SIGINT, signal.SIG_DFL); ready(); time.sleep({LIMIT})", restarts=5) as process:
         numbers = pids(process, 2)
         process.send_signal(number)
@@ -286,7 +286,7 @@ def test_pinned_processes_have_one_core_by_turns():
         ("-n 2 -- train x --process_id=1", "launch: --process-id after -- is given to each process by launch; leave it out there"),
     ],
 )
-def test_what_cannot_be_launched_is_refused_in_one_line(arguments, message, capsys):
+def test_an_impossible_launch_is_refused_in_one_line(arguments, message, capsys):
     assert main(["launch", *arguments.split()]) == 2
     assert capsys.readouterr().err == f"jpipe: {message}\n"
 
@@ -303,7 +303,7 @@ def test_a_bad_config_is_refused_by_the_processes(tmp_path):
     assert len(lines) >= 2
 
 
-def test_the_next_attempt_of_a_job_finds_its_folder_and_begins_it_anew(tiny, tmp_path, monkeypatch):
+def test_the_next_attempt_of_a_job_reuses_its_folder(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan, numbered = Plan.even("ab", num_stages=2, schedule="gpipe", microbatches=2), changed(tiny, run={"dir": None})
     assert of_same_job(numbered) == numbered, "a run by itself takes the next number"
@@ -362,7 +362,7 @@ def squares(outputs, labels):
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_path, monkeypatch):
+def test_a_run_that_loses_a_process_ends_with_the_results_of_an_undisturbed_run(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text(PARTS)
     config = {
         **{section: {"target": f"parts:{name}"} for section, name in (("model", "model"), ("data", "batches"), ("loss", "squares"))},

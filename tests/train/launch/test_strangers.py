@@ -211,7 +211,7 @@ ATTACKS = [garbage, another_secret, another_purpose, replay, slow, many, leaves]
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 @pytest.mark.parametrize("place", [Meets, Talks])
-def test_strangers_are_dropped_and_counted_and_harm_nobody(place, attack, monkeypatch, capfd):
+def test_foreign_connections_are_dropped_and_counted(place, attack, monkeypatch, capfd):
     monkeypatch.setattr(handshake, "_MOST", 8)
     if attack is slow:
         monkeypatch.setattr(handshake, "_PATIENCE", 0.3)
@@ -227,7 +227,7 @@ def test_strangers_are_dropped_and_counted_and_harm_nobody(place, attack, monkey
     assert printed.count("\n") == (place is Talks), "told once"
 
 
-def test_a_process_that_leaves_before_all_are_there_may_come_again():
+def test_a_process_that_leaves_early_may_join_again():
     run = Meets(SECRET)
     ours = socket.create_connection(run.place, LIMIT)
     calling = run.pool.submit(handshake.call, ours, run.key, run.purpose, 1, COUNT, LIMIT)
@@ -239,14 +239,14 @@ def test_a_process_that_leaves_before_all_are_there_may_come_again():
 
 
 @pytest.mark.parametrize(("number", "count"), [(1, 4), (0, 3), (7, 3)])
-def test_without_a_secret_a_forged_hello_ends_nobody_but_its_own_sender(number, count):
+def test_without_a_secret_a_forged_hello_ends_only_its_sender(number, count):
     run = Meets(None)
     with socket.create_connection(run.place, LIMIT) as link:
         assert handshake.call(link, run.key, run.purpose, number, count, LIMIT).startswith("no --")
     assert f"1 as process {number} of {count}" in run.all_join()
 
 
-def test_without_a_secret_the_first_of_two_with_one_number_stays():
+def test_without_a_secret_the_first_of_two_equal_process_ids_stays():
     run = Meets(None)
     with socket.create_connection(run.place, LIMIT) as first, socket.create_connection(run.place, LIMIT) as second:
         waiting = run.pool.submit(handshake.call, first, run.key, run.purpose, 1, COUNT, LIMIT)
@@ -262,7 +262,7 @@ def test_without_a_secret_the_first_of_two_with_one_number_stays():
 
 
 @pytest.mark.parametrize("secret", [None, b"another of these"])
-def test_a_process_with_another_secret_says_so_at_once_and_the_others_go_on(secret):
+def test_a_process_with_another_secret_fails_at_once_and_the_others_continue(secret):
     run = Meets(SECRET)
     with pytest.raises(InputError) as caught:
         rendezvous.join(run.address, 1, COUNT, LIMIT, secret)
@@ -273,7 +273,7 @@ def test_a_process_with_another_secret_says_so_at_once_and_the_others_go_on(secr
     assert "1 with another secret" in run.all_join()
 
 
-def test_those_who_wait_in_vain_are_told_what_was_dropped(monkeypatch):
+def test_a_timeout_reports_the_dropped_connections(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = Address(*listener.getsockname())
     with ThreadPoolExecutor() as pool:
@@ -302,7 +302,7 @@ def test_nobody_else_can_be_process_0(answer):
         pretending.result(LIMIT)
 
 
-def test_what_stands_in_jaxs_store_lets_only_those_in_who_know_the_secret():
+def test_the_contents_of_jaxs_store_do_not_replace_the_secret():
     for secret, raises in (SECRET, pytest.raises(handshake.UnknownHere)), (None, contextlib.nullcontext()):
         run = Talks(secret)
         host, port, token = json.loads(run.left.value)
@@ -313,14 +313,14 @@ def test_what_stands_in_jaxs_store_lets_only_those_in_who_know_the_secret():
 
 
 @pytest.mark.parametrize("word", ['["127.0.0.1", 99999, "t"]', "[]", "{", '["h", "1", "t"]', "[" * 100_000])
-def test_a_word_in_jaxs_store_that_is_not_process_0s_is_told(word):
+def test_a_foreign_value_in_jaxs_store_is_reported(word):
     store = Left(1, Left(0))
     store.first.value = word
     with pytest.raises(InputError, match="expected the address of process 0 in JAX's store"):
         Channel(1, COUNT, Limits(), print, lambda: Beat("")).open(store, LIMIT)
 
 
-def test_a_place_in_jaxs_store_that_is_taken_is_told(monkeypatch):
+def test_a_key_of_jaxs_store_that_is_in_use_is_reported(monkeypatch):
     class Taken:
         def key_value_set(self, key, value):
             raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: Config key jpipe/processes/0 already exists.\nmore")
@@ -479,7 +479,7 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
         ("fifo", 0o600, "expected a regular file"),
     ],
 )
-def test_a_secret_file_that_will_not_do_is_refused(content, mode, message, tmp_path):
+def test_an_invalid_secret_file_is_refused(content, mode, message, tmp_path):
     file = tmp_path / "secret"
     if content == "folder":
         file.mkdir()

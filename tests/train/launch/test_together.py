@@ -249,7 +249,7 @@ def test_replicas_in_two_processes_log_what_one_process_logs():
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_named_by_the_others_and_nothing_is_half_written():
+def test_a_killed_process_is_named_by_the_others_and_no_file_is_incomplete():
     arguments = command(CURVES | FOREVER, plan={"num_stages": 3})
     with by_hand(arguments, arguments, arguments) as processes:
         wait_for_rows(3)
@@ -266,7 +266,7 @@ def test_a_process_that_is_killed_is_named_by_the_others_and_nothing_is_half_wri
 
 
 @pytest.mark.slow
-def test_configs_and_platforms_that_differ_are_refused_and_the_difference_is_told():
+def test_configs_and_platforms_that_differ_are_refused_with_the_difference():
     commands = command(CURVES), command(CURVES, name="other.yaml", optimizer={"learning_rate": 0.02})
     with by_hand(*commands, JAX_PLATFORMS="cuda") as processes:  # JAX, if it looked for its devices, would never find them
         results = endings(processes)
@@ -310,7 +310,7 @@ def test_a_folder_that_holds_a_run_ends_all_with_one_message():
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_ends_all_with_one_message():
+def test_a_nan_loss_ends_all_processes_with_one_message():
     code, _, err = done("launch", "-n", "2", "--", *command(CURVES, data={"arguments": {"poisoned": 3}}))
     assert code == 1
     hint = "lower optimizer.learning_rate or raise optimizer.warmup_steps; the steps logged so far are in run"
@@ -365,7 +365,7 @@ def jax_setting(name, value):
         lambda patch: patch.setenv("XLA_FLAGS", "--xla_dump_to=elsewhere --xla_force_host_platform_device_count=2"),
     ],
 )
-def test_what_changes_no_number_each_process_may_have_its_own(difference, tiny, monkeypatch):
+def test_settings_that_change_no_number_may_differ_between_processes(difference, tiny, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     first = together.facts(changed(tiny))
     with difference(monkeypatch) or contextlib.nullcontext():
@@ -398,7 +398,7 @@ def code_of_own_parts(patch):
         (lambda patch: patch.setenv("FLAX_FIX_RNG_SEPARATOR", "1"), "FLAX_FIX_RNG_SEPARATOR"),
     ],
 )
-def test_what_differs_between_processes_is_refused_and_named(difference, name, tiny, monkeypatch):
+def test_differences_between_processes_are_refused_and_named(difference, name, tiny, monkeypatch):
     Path("own").mkdir()
     Path("own/parts.py").write_text("def model(): return 1")
     config = changed(tiny | {"model": {"target": "own.parts:model"}})
@@ -473,7 +473,7 @@ class Lost(InputError):
     """What both go on after."""
 
 
-def test_all_processes_know_what_one_of_them_cannot_read():
+def test_all_processes_report_what_one_of_them_cannot_read():
     def work(one):
         def read():
             if one.index == 1:
@@ -504,7 +504,7 @@ def test_all_processes_end_with_the_code_of_the_one_that_fails(number, code):
     assert (str(second), code_of(second)) == (f"data.path: {os.strerror(number)}", code)
 
 
-def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
+def test_the_plan_and_the_data_must_be_equal_in_all_processes(tiny, monkeypatch):
     noted = Noted()
 
     @contextlib.contextmanager
@@ -540,7 +540,7 @@ def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
         (PeerLost("process 1 crashed"), 1, "jpipe: process 1 crashed\n"),
     ],
 )
-def test_the_last_words_are_said_and_the_end_is_sure_before_jax_waits(reason, code, message, tiny, monkeypatch, capfd):
+def test_the_last_message_is_printed_before_jax_waits(reason, code, message, tiny, monkeypatch, capfd):
     Path("config.yaml").write_text(yaml.safe_dump(tiny))
     ended, outputs, codes = threading.Event(), [], []
 

@@ -72,7 +72,7 @@ def test_it_reads_what_comes_before_and_after_which_sentence_it_is_and_no_paddin
 
 
 @pytest.mark.slow
-def test_a_pipeline_trains_it():
+def test_a_pipeline_trains_the_module():
     one = batch()
     stack = layers(CONFIG, chunk=7)
     losses, params = trained(stack, jpipe.Plan.even(stack.ids, 2, "zb_h1", 2), [one] * 2)

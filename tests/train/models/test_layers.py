@@ -83,7 +83,7 @@ def test_attention_computes_in_float16_on_cpus(preset):
 
 
 @pytest.mark.parametrize("preset", ["llama-tiny", "bert-tiny"])
-def test_what_flows_is_in_the_dtype_of_the_computations_and_parameters_are_float32(preset):
+def test_activations_have_the_compute_dtype_and_parameters_are_float32(preset):
     stack = layers(ModelConfig(preset=preset, compute_dtype="bfloat16"))
     with jax.numpy_dtype_promotion("standard"):
         specs = stack.specs({"tokens": jax.ShapeDtypeStruct((2, 8), np.int32), "segments": jax.ShapeDtypeStruct((2, 8), np.int32)})
@@ -113,7 +113,7 @@ def test_a_sequence_longer_than_the_positions_is_refused():
 # Positions ----------------------------------------------------------------------------------------------------------------
 
 
-def test_positions_begin_anew_with_each_segment():
+def test_positions_restart_with_each_segment():
     segments = jnp.asarray([[1, 1, 1, 2, 2, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2]], jnp.int32)
     np.testing.assert_array_equal(positions_of(segments), [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]])
 
@@ -127,7 +127,7 @@ def test_turned_numbers_are_complex_products():
     np.testing.assert_allclose(rotated(jnp.asarray(x), jnp.arange(8)[None], config), expected, atol=1e-5)
 
 
-def test_slow_waves_are_stretched_and_fast_ones_kept():
+def test_low_frequencies_are_stretched_and_high_ones_unchanged():
     scaling = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 64}
     keys = {"width": 32, "heads": 1, "seq_len": 8, "positions": "rope"}
     plain, scaled = (frequencies(ModelConfig(**keys, rope_scaling=rope_scaling)) for rope_scaling in (None, RopeScaling(**scaling)))

@@ -22,7 +22,7 @@ BASE = 100.0
     {"activation": "gelu"},
     {"kind": "bert", "activation": "gelu_exact"},
 ], ids=["llama", "gpt", "bert"])  # fmt: skip
-def test_a_block_is_that_of_numpy(keys):
+def test_a_block_equals_a_numpy_implementation(keys):
     config = ModelConfig(width=16, heads=4, seq_len=8, norm_epsilon=1e-2, **keys)
     block = Block(config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)

@@ -23,7 +23,7 @@ def schedule(two_by_two):
 
 # In 400 rows are more microbatches than are walked through.
 @pytest.mark.parametrize("batch", [12, pytest.param(400, marks=pytest.mark.slow)])
-def test_it_is_priced_like_its_simulation(schedule, batch):
+def test_its_price_equals_its_simulation(schedule, batch):
     profile = gpt(6, head=0.5)
     candidates = search_parallel(profile, TOPOLOGY, batch, schedules=[schedule])
     assert {candidate.depth for candidate in candidates} == {2, 4}  # data parallelism is another schedule's
@@ -52,7 +52,7 @@ def test_it_is_ranked_and_drawn_among_the_others(schedule):
     assert len(colours) == len(planned_schedules())
 
 
-def test_a_config_may_name_it(schedule, tiny, tmp_path, capsys):
+def test_a_config_may_name_an_added_schedule(schedule, tiny, tmp_path, capsys):
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(tiny))
     picture = tmp_path / "grid.png"

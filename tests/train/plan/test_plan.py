@@ -56,7 +56,7 @@ def planned(capsys, *arguments: str) -> str:
     return printed.out
 
 
-def test_the_best_plan_is_told_written_and_drawn(files, capsys):
+def test_the_best_plan_is_printed_written_and_drawn(files, capsys):
     out = planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--png=p.png", "--explain")
     head = next(line for line in out.splitlines() if line.startswith("rank"))
     for column in (
@@ -95,7 +95,7 @@ def sharded_profile(heads: int = 2) -> Profile:
     return Profile(**profile().model_dump(exclude={"layers"}), layers=[{**one.model_dump(), "tensor": tensor} for one in profile().layers])
 
 
-def test_a_plan_on_a_mesh_is_told_compiled_and_written(files, capsys):
+def test_a_plan_on_a_mesh_is_printed_compiled_and_written(files, capsys):
     Path("profile.json").write_text(sharded_profile().to_json())
     out = planned(capsys, "tiny.yaml", *BOTH, "--mesh=model=2", "--schedules=pipedream_flush", "--out=plan.json", "--explain")
     assert re.search(r"^rank +schedule +stages +mesh ", out, re.MULTILINE)
@@ -116,7 +116,7 @@ def test_meshes_are_tried_for_machines_of_a_file_and_can_be_left_out(files, caps
     assert "mesh" not in without
 
 
-def test_a_mesh_larger_than_a_server_has_its_price(files, capsys):
+def test_a_mesh_larger_than_a_server_costs_more(files, capsys):
     Path("profile.json").write_text(sharded_profile(4).to_json())
     levels = [{"count": 2, "bandwidth": "10 GB/s", "name": "NVLink"}, {"count": 2, "bandwidth": "2 GB/s"}]
     Path("two.yaml").write_text(yaml.safe_dump({**TOPOLOGY, "levels": levels}))
@@ -144,7 +144,7 @@ def test_a_mesh_that_does_not_fit_is_refused(files, capsys, mesh, words):
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_the_memory_of_attention_is_told(files):
+def test_the_memory_of_attention_is_printed(files):
     config = Config.model_validate({"model": {"heads": 8, "width": 128, "seq_len": 1024}})
     result = search(sharded_profile(), Topology.flat(2, 1e9, memory=1e9), 4, Request(meshes=("model=2",)), False, Reporter(1, 1, "samples"))
     rows = result.choice.ranked[0].candidate.rows
@@ -163,7 +163,7 @@ def test_how_many_plans_were_left_out_is_explained(files, capsys, monkeypatch):
     )
 
 
-def test_on_a_narrow_terminal_the_table_goes_on_below():
+def test_on_a_narrow_terminal_the_table_continues_below():
     screen = io.StringIO()
     reporter = Reporter(1, 1, "samples", Console(file=screen, width=24))
     reporter.table(
@@ -174,7 +174,7 @@ def test_on_a_narrow_terminal_the_table_goes_on_below():
 
 
 @pytest.mark.slow
-def test_the_plan_that_was_written_trains_and_is_held_against_its_prediction(files, capsys):
+def test_the_written_plan_trains_and_is_compared_with_its_prediction(files, capsys):
     planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--schedules=pipedream_2bw")
     assert cli.main(["train", "tiny.yaml", "--plan=plan.json", *MEASURED]) == 0
     out = capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_a_graph_of_the_original_is_planned(files, capsys):
     assert jpipe.Plan.from_json(Path("plan.json").read_text()).layers == ("node1", "node2")
 
 
-def test_rows_of_a_graph_that_are_not_said_are_one_and_it_is_told(files, capsys):
+def test_a_graph_without_rows_has_one_row_with_a_warning(files, capsys):
     Path("graph.txt").write_text(
         "node1 -- Dense -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=40.0\n"
     )
@@ -222,13 +222,13 @@ def test_rows_of_a_graph_that_are_not_said_are_one_and_it_is_told(files, capsys)
     assert "microbatches of 1 row: say how many with --rows\n" in out
 
 
-def test_more_devices_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
+def test_unused_devices_stay_idle_and_are_reported(files, capsys):
     Path("many.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 16, "bandwidth": "1 GB/s"}]}))
     out = planned(capsys, "--profile=profile.json", "--topology=many.yaml", "--batch=2")
     assert re.search(r"it uses \d of 16 devices; the others", out)
 
 
-def test_clipping_leaves_out_weight_stashing(files, capsys):
+def test_clipping_excludes_weight_stashing(files, capsys):
     arguments = "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--set", "optimizer.clip_global_norm=1.0", "--out=plan.json"
     out = planned(capsys, *arguments, "--schedules=all")
     assert (
@@ -255,7 +255,7 @@ def test_shared_parameters_leave_out_weight_stashing(files, capsys):
     assert "profile: expected layers that share a parameter: none; found embed, head; profile this model" in capsys.readouterr().err
 
 
-def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, capsys):
+def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, capsys):
     Path("big.json").write_text(profile(weights=10**9).to_json())
     assert cli.main(["plan", "--profile=big.json", "--topology=two.yaml", "--batch=4", "--out=plan.json"]) == 2
     err = capsys.readouterr().err
@@ -297,7 +297,7 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, c
         ),
     ],
 )
-def test_mistakes_are_told_in_a_line(files, capsys, arguments, message):
+def test_mistakes_are_reported_in_one_line(files, capsys, arguments, message):
     code = cli.main(["plan", *arguments])
     printed = capsys.readouterr()
     assert code == 2
@@ -315,14 +315,14 @@ def test_sizes_are_divisors_of_the_batch_up_to_twice_the_share_of_a_device():
 
 
 @pytest.mark.slow
-def test_what_is_printed_to_train_with_says_all_that_the_plan_was_made_for(files, capsys):
+def test_the_printed_command_has_all_options_of_the_plan(files, capsys):
     arguments = "tiny.yaml", *BOTH, "--batch=8", "--set", "optimizer.learning_rate=0.02", "--out=plan.json", "--schedules=gpipe"
     out = planned(capsys, *arguments)
     assert "train with it: jpipe train tiny.yaml --plan plan.json --set optimizer.learning_rate=0.02 --set train.batch_size=8\n" in out
 
 
 @pytest.mark.slow
-def test_clipping_leaves_weight_stashing_one_stage(files, capsys):
+def test_clipping_allows_weight_stashing_with_one_stage(files, capsys):
     """Where nothing is late; the pipeline takes that plan."""
     arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream", "--out=plan.json"
     out = planned(capsys, *arguments)
@@ -342,7 +342,7 @@ def test_no_device_may_stay_idle_where_each_is_a_process():
         search(profile(), topology, 8, Request(all_devices=True), False, Reporter(1, 1, "samples"))
 
 
-def test_a_model_without_replicas_on_more_processes_than_layers_is_told_so():
+def test_a_model_without_replicas_on_more_processes_than_layers_is_reported():
     layers, topology = len(profile().layers), Topology.flat(7, 1e9)
     alone = Request(replicas=False, meshes=("none",))
     result = search(profile(), topology, 8, alone, False, Reporter(1, 1, "samples"))
@@ -354,7 +354,7 @@ def test_a_model_without_replicas_on_more_processes_than_layers_is_told_so():
     assert str(refused.value).endswith(f"use {layers} devices, or a model of more layers")
 
 
-def test_a_faster_plan_with_delayed_weights_is_one_line_unless_it_is_asked_for(files, capsys):
+def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, capsys):
     Path("three.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 3, "bandwidth": "10 GB/s"}], "device": {}}))
     slow = [layer.model_copy(update={"weights": 10**10, "accumulators": 10**10, "optimizer": 0}) for layer in profile().layers]
     Path("heavy.json").write_text(Profile(**dict(profile()) | {"layers": slow, "dispatch": 0.05}).to_json())  # too heavy to replicate

@@ -84,7 +84,7 @@ def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
     assert {candidate.rows for candidate in result.candidates} == {2}
 
 
-def test_a_search_for_thousands_of_devices_says_that_it_takes_long(monkeypatch):
+def test_a_search_for_thousands_of_devices_warns_that_it_takes_minutes(monkeypatch):
     monkeypatch.setattr(searching, "MANY_DEVICES", 2)
     reporter = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200))
     search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
@@ -96,7 +96,7 @@ def test_a_search_for_thousands_of_devices_says_that_it_takes_long(monkeypatch):
     assert "minutes" not in output.getvalue()
 
 
-def test_only_schedules_that_flush_are_considered_unless_others_are_asked_for():
+def test_only_schedules_that_flush_are_considered_by_default():
     def schedules(**options) -> set[str]:
         result = search(profile(), TWO, 8, Request(replicas=False, **options), False, silent())
         return {candidate.schedule for candidate in result.candidates}
@@ -110,7 +110,7 @@ def test_only_schedules_that_flush_are_considered_unless_others_are_asked_for():
     assert schedules(pipedream="replicas") - flushing == {"pipedream"}
 
 
-def test_what_delayed_weights_would_gain_is_known_where_they_were_not_asked_for():
+def test_the_gain_of_delayed_weights_is_known_where_they_were_not_requested():
     def delayed(devices: int, **options):
         topology = Topology.flat(devices, 1e9)
         return search(profile(dispatch=0.05), topology, 4, Request(replicas=False, **options), False, silent())
@@ -123,7 +123,7 @@ def test_what_delayed_weights_would_gain_is_known_where_they_were_not_asked_for(
     assert delayed(1).delayed is None  # one stage has no bubble
 
 
-def test_a_batch_of_too_many_microbatches_says_how_many_there_may_be():
+def test_a_batch_of_too_many_microbatches_is_refused_with_the_limit():
     with pytest.raises(jpipe.InputError, match="no plan has a batch of 10000000 rows in at most 1,024 microbatches of 1, 2 rows"):
         search(profile(), TWO, 10_000_000, Request(), False, silent())
 
@@ -148,7 +148,7 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
     assert set(attempts) <= set(after.known)
 
 
-def test_where_nothing_fits_when_compiled_it_is_said_by_how_much(fits):
+def test_where_nothing_fits_when_compiled_the_missing_bytes_are_reported(fits):
     fits(lambda candidate: False)
     with pytest.raises(jpipe.InputError, match=r"stages of .* plans need too much memory(.|\n)*: stage 0 lacks 2 kB when compiled"):
         confirm(searched(TWO), parts(), lambda _: None)
@@ -172,7 +172,7 @@ def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, do
     assert any(after.known.get(candidate) is confirmed.ranked for candidate in result.candidates)
 
 
-def test_nothing_that_could_fit_is_compiled_in_vain(fits):
+def test_nothing_is_compiled_if_no_plan_can_fit(fits):
     compiled = fits(lambda candidate: True)
     with pytest.raises(jpipe.InputError, match="no plan fits: nearest is"):
         confirm(searched(Topology.flat(2, 1e9, memory=1e6)), parts(), lambda *_: None)

@@ -68,7 +68,7 @@ def test_a_resumed_run_shows_its_whole_history(tiny, monkeypatch):
     assert "command" in text
 
 
-def test_a_checkpoint_without_a_history_is_one_part():
+def test_a_checkpoint_without_a_history_has_one_part():
     plan = jpipe.Plan.even("ab", 2, "pipedream_2bw", 2)
     facts = {"config": "optimizer: {name: lion}\n", "plan": plan.to_json(), "devices": 2, "val_loss_before": 1.0}
     for config, updates in ((facts["config"], 0), (facts["config"] + "resume: {optimizer: reset}\n", None)):
@@ -109,7 +109,7 @@ def test_a_history_of_thousands_of_parts_stays_small():
 
 
 @pytest.mark.parametrize("name", ["tests.train.own:rule", "noisy_sgd"])
-def test_a_learning_rate_that_is_not_known_is_left_out(name):
+def test_an_unknown_learning_rate_is_left_out(name):
     known = optimizer.learning_rate(OptimizerConfig(name=name), 10)
     assert (known is None) == (":" in name)
 

@@ -98,7 +98,7 @@ def test_nothing_is_measured_where_nothing_is_wanted(monkeypatch, tiny):
 @pytest.mark.thinned(most=1)
 @pytest.mark.oldest
 @pytest.mark.parametrize("schedule", sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"}))
-def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
+def test_the_measured_window_is_the_predicted_one(tiny, schedule):
     summary = loop.main(changed(tiny, train={"steps": 9, "eval_every": 50}, plan={"schedule": schedule}))
     predicted, measured = summary.predicted, summary.measured
     assert predicted.batches == measured.batches == 3
@@ -110,7 +110,7 @@ def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
         assert abs(most[0] - most[1]) <= 64
 
 
-def test_what_a_rank_measured_travels_as_numbers():
+def test_measurements_of_a_rank_are_encoded_as_numbers():
     spans = [
         jpipe.programs.Span("FB", 3, 2, 0.1, 0.25, True, 1e-9, 0.5),
         jpipe.programs.Span("F", 2**40, 0, -1.0, 0.0),
@@ -142,7 +142,7 @@ class Told(jpipe.processes.Processes):
             return self.kept.pop(name)
 
 
-def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(monkeypatch):
+def test_process_0_gathers_all_traces_in_pieces_and_no_process_keeps_them(monkeypatch):
     monkeypatch.setattr(gather, "_PIECE", 7)
     homes = (0, 2, 1)
     plan = jpipe.Plan.even("abcdef", 6, "zb_v", 6)

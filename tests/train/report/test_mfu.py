@@ -133,7 +133,7 @@ def test_the_peak_of_float32_depends_on_how_it_is_multiplied(monkeypatch):
     assert mfu.peak_of("TPU v4", "float32") == pytest.approx(275e12)
 
 
-def test_a_run_tells_it_where_the_peak_is_known(tiny, monkeypatch, capsys):
+def test_a_run_prints_its_mfu_where_the_peak_is_known(tiny, monkeypatch, capsys):
     config = changed(tiny)
     monkeypatch.setattr(mfu, "PEAKS", (("^cpu$", {"float32": 1e-4}),))
     folder = loop.main(config).folder
@@ -150,7 +150,7 @@ def test_a_run_tells_it_where_the_peak_is_known(tiny, monkeypatch, capsys):
     assert "<dt>MFU</dt>" in (folder / "report.html").read_text()
 
 
-def test_a_run_on_devices_whose_peak_is_not_known_tells_nothing(tiny, monkeypatch, capsys):
+def test_a_run_on_devices_with_an_unknown_peak_prints_no_mfu(tiny, monkeypatch, capsys):
     monkeypatch.setattr(mfu, "forward_flops", lambda *_: pytest.fail("counted in vain"))
     folder = loop.main(changed(tiny)).folder
     assert "mfu" not in (folder / "metrics.jsonl").read_text()

@@ -83,7 +83,7 @@ def test_a_whole_report_is_five_files_and_the_page_needs_only_itself(folder):
     assert (folder / "trace.json").read_text() == jpipe.to_perfetto({"predicted": window().timeline, "measured": window(1.1).timeline})
 
 
-def test_the_page_says_what_was_found(folder):
+def test_the_page_shows_the_results(folder):
     text = Page(folder / "report.html").text
     losses = [row["val_loss"] for row in rows_of() if "val_loss" in row]
     result = f"validation loss, nats per byte{losses[0]:.3f} → {losses[-1]:.3f}"
@@ -108,7 +108,7 @@ STAGES = [
 
 
 @pytest.mark.slow
-def test_the_page_tells_the_times_of_each_stage_and_the_parts_of_a_run(tmp_path):
+def test_the_page_shows_the_times_of_each_stage_and_the_parts_of_a_run(tmp_path):
     rows = rows_of()
     for row in rows:
         row |= {
@@ -169,7 +169,7 @@ def test_no_word_from_outside_becomes_markup(tmp_path, folder):
     assert "validation loss, <b>$x" in page.text
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_missing_files_are_reported(tmp_path):
     write_report(tmp_path, report(rows=[], predicted=None, measured=None))
     assert written(tmp_path) == {"report.html"}
     text = Page(tmp_path / "report.html").text
@@ -186,7 +186,7 @@ def test_a_prediction_alone_is_shown_as_one(tmp_path):
     assert "bubble, predicted" in text
 
 
-def test_a_comparison_is_of_what_both_know():
+def test_only_figures_known_to_both_are_compared():
     predicted = jpipe.programs.Window(
         ((),), ((jpipe.programs.MemorySample(0.0, {0: 1500}, 0, 0, 0, 0),), ()), seconds=0.5, batches=4, bubble=0.2
     )
@@ -205,14 +205,14 @@ def test_a_comparison_is_of_what_both_know():
     assert compare(predicted, None)[2] == Comparison("held memory, rank 0", "1.5 kB", "–", "–")
 
 
-def test_temporaries_of_other_processes_are_said_to_be_unknown():
+def test_temporaries_of_other_processes_are_reported_as_unknown():
     whole = "peak memory is held memory and the temporaries of the largest program, as compiled: 5 B at rank 0"
     assert comparison.temporary_words([5]) == whole
     assert comparison.temporary_words([5, None]) == f"{whole}; those of other ranks are known in their processes only"
     assert comparison.temporary_words([None, None]) == ""
 
 
-def test_what_was_measured_stands_beside_what_was_planned():
+def test_measurements_are_shown_beside_the_plan():
     plan, measured = jpipe.Plan.even("ab", 2, "gpipe", 2), window()
     actual = as_predicted(plan, measured, [jpipe.programs.StageCost(temporary=1000), jpipe.programs.StageCost(temporary=2000, inputs=300)])
     assert actual.batch_seconds == measured.step_seconds
@@ -257,7 +257,7 @@ def test_the_times_of_a_stage_are_those_of_its_chunk_on_its_ranks():
     assert abs(busy / 100 - (1 - window.bubble)) < 0.02
 
 
-def test_why_steps_are_much_slower_than_predicted_is_said(tmp_path):
+def test_an_explanation_of_much_slower_steps_is_shown(tmp_path):
     assert why_slower(window(), window(1.4)) is None
     assert why_slower(None, window()) is None
     assert why_slower(window(), None) is None

@@ -80,7 +80,7 @@ def test_a_run_leaves_its_rows_and_its_config(tiny, capsys):
     assert "wandb: offline; the rows are kept on disk, and wandb sync " in capsys.readouterr().out
 
 
-def test_a_run_that_is_resumed_goes_on_in_the_same_one(tmp_path, messages, monkeypatch):
+def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, messages, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.delenv("WANDB_MODE")  # nobody is logged in
     for code, steps in ((1, range(3)), (0, range(2, 5))):
@@ -117,7 +117,7 @@ def test_a_server_that_never_answers_leaves_the_rows_on_disk(tmp_path, messages,
 
 
 @pytest.mark.slow
-def test_a_run_for_which_wandb_is_disabled_is_told(tmp_path, messages, monkeypatch):
+def test_a_run_for_which_wandb_is_disabled_is_reported(tmp_path, messages, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with Wandb(tmp_path, {}, messages.append) as log:
         log.write(0, {"loss": 1.0})
@@ -164,7 +164,7 @@ def test_a_process_that_hangs_holds_up_nothing(tmp_path, messages):
     assert messages == [f"wandb: not all was sent in 0.2 s; wandb sync {tmp_path / 'wandb'} sends what is kept there"]
 
 
-def test_rows_that_nobody_takes_are_not_kept_for_ever(tmp_path, messages, monkeypatch):
+def test_rows_that_are_never_sent_are_dropped_eventually(tmp_path, messages, monkeypatch):
     monkeypatch.setattr(wandb, "_MOST_QUEUED", 3)
     with served("time.sleep(1e6)", tmp_path, messages, limit=0.1) as log:
         for step in range(2000):
@@ -181,14 +181,14 @@ def test_rows_that_nobody_takes_are_not_kept_for_ever(tmp_path, messages, monkey
         ("print('not JSON'); print('{'); sys.exit(1)", "wandb: its process has ended; the run goes on without it"),
     ],
 )
-def test_a_process_that_ends_is_told_once_and_the_run_goes_on(tmp_path, messages, code, message):
+def test_a_process_that_ends_is_reported_once_and_the_run_continues(tmp_path, messages, code, message):
     with served(code, tmp_path, messages) as log:
         for step in range(100):
             log.write(step, {"loss": 1.0})
     assert messages == [message]
 
 
-def test_the_address_is_told_and_the_end_is_that_of_the_run(tmp_path, messages, monkeypatch):
+def test_the_url_is_printed_and_the_exit_code_is_that_of_the_run(tmp_path, messages, monkeypatch):
     code = "print(json.dumps({'url': 'https://there/run'}), flush=True)\nopen('lines', 'w').writelines(sys.stdin)"
     monkeypatch.chdir(tmp_path)
     with contextlib.suppress(KeyboardInterrupt), served(code, tmp_path, messages) as log:
@@ -200,7 +200,7 @@ def test_the_address_is_told_and_the_end_is_that_of_the_run(tmp_path, messages, 
     assert remaining == [{"step": 3, "row": {"loss": 1.5}}, {"end": 1}]
 
 
-def test_a_folder_that_cannot_be_used_is_told(tmp_path, messages):
+def test_a_folder_that_cannot_be_used_is_reported(tmp_path, messages):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "wandb").symlink_to(tmp_path / "elsewhere")
     with Wandb(tmp_path, {}, messages.append) as log:
@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path, messages):
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_library_that_is_missing_is_told_before_anything_is_done(tiny, monkeypatch):
+def test_a_missing_library_is_reported_before_the_run_starts(tiny, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *arguments: None if name == "wandb" else find(name, *arguments))
     with pytest.raises(InputError, match=r"log: wandb is not installed; install it with pip install wandb, or leave"):

@@ -113,7 +113,7 @@ def listed(folder: Path):
         ({"schedule": "pipedream", "num_stages": 3, "microbatches": 4, "replicas": [2, 1, 1]}, 2, "newest"),
     ],
 )
-def test_every_row_counts_once_and_the_run_stays_as_it_is(home, plan, step, weights):
+def test_every_row_counts_once_and_the_run_is_unchanged(home, plan, step, weights):
     rows, before = held_out_rows(home), listed(home.run)
     assert len(rows) % 4 == 3, "one microbatch and a half are left"
     assert sum((labels < 0).sum() for _, labels in rows) > 5
@@ -123,7 +123,7 @@ def test_every_row_counts_once_and_the_run_stays_as_it_is(home, plan, step, weig
     assert listed(home.run) == before
 
 
-def test_other_data_and_what_is_printed(home, capsys):
+def test_evaluation_on_other_data_and_its_output(home, capsys):
     """A single document, all of whose labels count."""
     rows = [({"tokens": tokens, "segments": np.ones(SEQ, np.int32)}, labels) for tokens, labels in windows_of(home.other.read_bytes())]
     expected = at_once(home.run, rows, 2)
@@ -140,7 +140,7 @@ def test_some_batches_are_those_of_the_runs_own_validations(home):
     assert result.total == len(held_out_rows(home))
 
 
-def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):
+def test_ctrl_c_ends_the_command_with_a_message(home, capsys, monkeypatch, interruptible):
     def press(*_, **__):
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -150,7 +150,7 @@ def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):
 
 
 @pytest.mark.slow
-def test_two_processes_find_the_same(home):
+def test_two_processes_find_the_same_plan(home):
     """Started as a person does; each reads only the rows and the layers that its stages need."""
     command = [sys.executable, "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "evaluate", str(home.run), "--wait-limit", "60"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -178,7 +178,7 @@ def test_two_processes_find_the_same(home):
         (["run", "--set", "plan.stages=1"], "config.yaml --set plan.stages=1: unknown key 'plan.stages'"),
     ],
 )
-def test_what_cannot_be_evaluated_is_told_in_a_line(home, monkeypatch, capsys, arguments, message):
+def test_an_impossible_evaluation_is_reported_in_one_line(home, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(home.folder)
     (home.folder / "short.txt").write_bytes(b"8 bytes.")
     before = listed(home.run)
@@ -191,7 +191,7 @@ def test_what_cannot_be_evaluated_is_told_in_a_line(home, monkeypatch, capsys, a
 
 
 @pytest.mark.slow
-def test_masked_tokens_are_evaluated_as_they_are_learnt(tmp_path):
+def test_masked_tokens_are_evaluated_as_in_training(tmp_path):
     """Each row has a label of its own as well, the embedding is tied to the head, and logits are made in chunks."""
     text = str(tmp_path / "text.txt")
     Path(text).write_bytes(SENTENCE * 20)
