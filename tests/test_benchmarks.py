@@ -45,7 +45,7 @@ def squares(y, labels):
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """Optax, and JAX's own attention in bfloat16, promote by themselves."""
+    """Allow standard promotion, which optax and JAX's attention in bfloat16 need."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -503,7 +503,7 @@ def layer_profile(n, forward, size):
 
 
 def placements(replicas, count):
-    """All cuts of so many layers into stages with these replicas."""
+    """Yield all cuts of `count` layers into stages with these replicas."""
     firsts = (0, *itertools.accumulate(replicas))
     for cuts in itertools.combinations(range(1, count), len(replicas) - 1):
         pieces = itertools.pairwise((0, *cuts, count))

@@ -58,7 +58,7 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.M
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_of_a_page_print_what_it_shows(page, tmp_path, monkeypatch):
-    """All snippets of a page are one script; a text block right below one is what that one prints."""
+    """All snippets of a page form one script; a text block right below a snippet is its output."""
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
     lines, outputs = [""] * text.count("\n"), []
@@ -142,7 +142,7 @@ def test_links_of_a_page_lead_somewhere(page):
 
 
 def tables_of_keys() -> dict[str, dict[str, list[str]]]:
-    """docs/configuration.md as {section: {key: [meaning, default, limits]}}."""
+    """Return the tables of docs/configuration.md as {section: {key: [meaning, default, limits]}}."""
     tables = {}
     for part in (ROOT / "docs" / "configuration.md").read_text().split("\n## ")[1:]:
         title, _, body = part.partition("\n")

@@ -34,7 +34,7 @@ def test_no_file_of_the_project_is_ignored():
 
 
 def test_gitignore_patterns_start_at_the_root():
-    """A name alone means every folder of that name, in the packages too; hatchling leaves out what git ignores."""
+    """A plain name matches every folder of that name, also inside the packages, and hatchling leaves out what git ignores."""
     rules = [line for line in (ROOT / ".gitignore").read_text().splitlines() if line and not line.startswith("#")]
     assert [rule for rule in rules if not rule.startswith("/")] == ["__pycache__/"]
 
@@ -46,7 +46,7 @@ def test_every_folder_of_the_packages_is_a_package():
 
 
 def test_nobody_is_told_to_install_another_project():
-    """In package indexes, `jpipe` is not ours."""
+    """The name `jpipe` belongs to another project in package indexes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "jpipe-train"
     assert project["scripts"] == {"jpipe": "jpipe_train.cli:main"}
@@ -61,7 +61,7 @@ def test_the_version_is_defined_once():
 
 
 def test_every_command_of_an_installed_jpipe_is_tried():
-    """`.ci/check-wheel` runs them, and finds a file that the wheel lacks."""
+    """`.ci/check-wheel` runs them and so detects files missing in the wheel."""
     loader = importlib.machinery.SourceFileLoader("readme_commands", str(ROOT / ".ci" / "readme-commands"))
     tries = types.ModuleType(loader.name)
     loader.exec_module(tries)

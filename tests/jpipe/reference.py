@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
 
 def in_flight(plan, s: int) -> int:
-    """How many forwards a replica of an asynchronous stage does before its first backward."""
+    """Return the number of forwards that a replica of an asynchronous stage computes before its first backward."""
     after = plan.replicas[s + 1 :]
     if plan.noam:
         return -(-(plan.replicas[s] + sum(after)) // plan.replicas[s])
@@ -33,12 +33,12 @@ def in_flight(plan, s: int) -> int:
 
 
 def every(plan, s: int) -> int:
-    """How many microbatches an update of stage s sees."""
+    """Return the number of microbatches of an update of stage s."""
     return plan.replicas[s] if plan.update_every == "replicas" else plan.microbatches
 
 
 def version(plan, s: int, k: int) -> int:
-    """How many updates the weights have seen that microbatch k reads at stage s."""
+    """Return the number of updates of the weights that microbatch k reads at stage s."""
     if plan.flush_first:
         batch, free = k // plan.microbatches, plan.model_copy(update={"flush_first": 0})
         return min(batch, plan.flush_first) + version(free, s, max(k - plan.flush_first * plan.microbatches, 0))
@@ -131,13 +131,13 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
 
 
 def forward(f, calls, params, arguments, draw):
-    """(output, layer state, residuals) of a forward."""
+    """Run a forward and return (output, layer state, residuals)."""
     x, changed, saved = calls["forward"](params, *arguments, draw)
     return x, f.changed.joined(changed, arguments[0]), saved
 
 
 def updated(trained, calls, params, optimizer, total, norm):
-    """Update the weights. Returns (the next version, the next optimizer state, (mean loss, weight))."""
+    """Update the weights and return (the next version, the next optimizer state, (mean loss, weight))."""
     new, optimizer, _, mean = calls["update"](trained.part(params), optimizer, total, norm)
     return trained.joined(new, params), optimizer, mean
 

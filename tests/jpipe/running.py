@@ -21,7 +21,7 @@ JITTED: dict = {}  # the stage functions that the reference runs, by stack and s
 
 
 class Trained(NamedTuple):
-    """Loss of every batch; parameters and layer state by layer id after a drain."""
+    """The loss of every batch, and the parameters and layer state by layer id after a drain."""
 
     losses: list[float]
     params: dict[str, Any]

@@ -335,7 +335,7 @@ def main(what: str, group: str, address: str, count: int, index: int, file: str)
 
 @contextlib.contextmanager
 def started(what: str, group: str, count: int, folder: Path) -> Iterator[list[subprocess.Popen]]:
-    """`count` processes of this program, which write to FOLDER/COUNT.INDEX.npz and .txt; killed in the end, whatever happened."""
+    """Start `count` processes of this program that write to FOLDER/COUNT.INDEX.npz and .txt, and kill them on exit."""
     traced = os.environ | {"PYTHONFAULTHANDLER": "1"}  # a process that crashes prints where
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))

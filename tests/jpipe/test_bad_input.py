@@ -389,7 +389,7 @@ for call in json.loads(sys.argv[1]):
 
 
 def test_wrong_types_are_reported_without_type_checks_too():
-    """The tests check types at run time; a user's program does not, and must hear of them from us."""
+    """The tests check types at run time but a user's program does not, so jpipe must report wrong types itself."""
     command = [sys.executable, "-c", CALLS, json.dumps(list(UNTYPED))]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(jpipe.__file__).parents[1])
     assert dict(zip(UNTYPED, result.stdout.splitlines(), strict=True)) == UNTYPED
@@ -488,7 +488,7 @@ class OnlyAShape:
 
 
 class Frame:
-    """A table without one dtype."""
+    """A table whose columns differ in dtype."""
 
     shape, ndim = (2, 3), 2
 

@@ -106,7 +106,7 @@ def test_paths_that_cannot_be_used_are_refused(text, message, tmp_path, monkeypa
 
 
 def test_all_that_writes_goes_through_one_module():
-    """Another `open` for writing is a place where a link may be followed."""
+    """Any other `open` for writing might follow a link."""
     root = Path(files.__file__).parents[1]
     ways = (
         r"\.write_(text|bytes)\(",
@@ -143,7 +143,7 @@ def test_names_that_no_file_can_have_are_refused(text):
 
 
 def test_a_cycle_of_links_that_python_does_not_resolve_is_refused(tmp_path, monkeypatch):
-    """As `resolve` does from Python 3.13 on."""
+    """`Path.resolve` does not raise an error from Python 3.13 on."""
     (tmp_path / "circle").symlink_to("circle")
     monkeypatch.setattr(Path, "resolve", Path.absolute)
     with pytest.raises(InputError, match=r"^run.dir: cannot find '.*/circle/rr': Too many levels of symbolic links; choose another$"):

@@ -41,17 +41,17 @@ def fresh(pipe, batches):
 @pytest.fixture(scope="module")
 def start_state(pipe, batches, fresh):
     """Return a state before the last batch, with microbatches in flight."""
-    state, _ = trained(pipe, models.copied(fresh), batches[:-1])
+    state, _ = finish_training(pipe, models.copied(fresh), batches[:-1])
     return state
 
 
 @pytest.fixture(scope="module")
 def expected(pipe, batches, start_state):
-    """Of the last batch, when nothing interrupts its step."""
-    return outcome(pipe, *trained(pipe, models.copied(start_state), batches))
+    """Return the outcome of the last batch without an interruption."""
+    return outcome(pipe, *finish_training(pipe, models.copied(start_state), batches))
 
 
-def trained(pipe, state, batches, metrics=None):
+def finish_training(pipe, state, batches, metrics=None):
     """Train from `state.batch` to the last batch, as after an interruption, and return the state and all metrics."""
     metrics = metrics or Metrics.empty()
     while state.batch < len(batches):
@@ -61,13 +61,13 @@ def trained(pipe, state, batches, metrics=None):
 
 
 def outcome(pipe, state, metrics):
-    """All metrics and the weights in the end."""
+    """Return all metrics and the final weights."""
     state, more = pipe.drain(state, with_metrics=True)
     return jax.tree.map(np.asarray, (interrupts.merged(metrics, more)._asdict(), pipe.params(state)))
 
 
 class Interrupting:
-    """Sends SIGINT at the n-th line of jpipe's code, or at the n-th instruction of some functions, where Python would let it in."""
+    """A tracer that sends SIGINT at the n-th line of jpipe's code, or at the n-th instruction of some functions."""
 
     def __init__(self, at: int, functions: tuple = ()):
         self.at, self.count, self.codes = at, 0, {function.__code__ for function in functions}
@@ -106,7 +106,7 @@ HANDING_OVER = (STEP, undecorated(interrupts.consume), undecorated(interrupts.he
 
 
 def interrupted(pipe, start_state, batches, expected, at, functions=()):
-    """Whether the step was interrupted there, and how many places there are; the numbers are those of the run that was not."""
+    """Interrupt a step, check its numbers, and return whether the interruption happened and the number of possible places."""
     state, metrics, hit, tracer = models.copied(start_state), Metrics.empty(), False, Interrupting(at, functions)
     try:
         with tracer:
@@ -114,7 +114,7 @@ def interrupted(pipe, start_state, batches, expected, at, functions=()):
     except KeyboardInterrupt:
         hit = True
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    running.check_equal(outcome(pipe, *trained(pipe, state, batches, metrics)), expected)
+    running.check_equal(outcome(pipe, *finish_training(pipe, state, batches, metrics)), expected)
     return hit, tracer.count
 
 
@@ -153,7 +153,7 @@ def test_an_observers_exception_is_raised_when_the_step_is_complete(pipe, start_
 
 
 def test_another_batch_completes_the_interrupted_step(pipe, fresh, start_state, batches, expected):
-    """As in `for batch in batches: …` with an `except KeyboardInterrupt` inside: no batch is lost, and no loss."""
+    """A loop `for batch in batches` that catches `KeyboardInterrupt` loses no batch and no loss."""
     state, metrics = models.copied(fresh), Metrics.empty()
     for t, batch in enumerate(batches):
         try:
@@ -184,7 +184,7 @@ def test_a_batch_that_cannot_be_read_leaves_the_state_unchanged(pipe, start_stat
     state, (x, labels) = models.copied(start_state), batches[-1]
     with pytest.raises(OSError, match="the disk is gone"):
         pipe.step(state, (x, labels.view(Broken)))
-    running.check_equal(outcome(pipe, *trained(pipe, state, batches)), expected)
+    running.check_equal(outcome(pipe, *finish_training(pipe, state, batches)), expected)
 
 
 @pytest.mark.parametrize("call", ["step", "drain"])
@@ -208,7 +208,7 @@ def test_a_computation_that_fails_loses_the_state_and_reports_it(pipe, start_sta
 
 
 def test_a_second_ctrl_c_after_some_seconds_does_not_wait(pipe, start_state, batches, monkeypatch):
-    """A step that waits for a process that is gone would never end else."""
+    """Otherwise a step that waits for a lost process would never end."""
     state, update = models.copied(start_state), interpreter._METHODS[interpreter.Update]
 
     def pressed_again(*arguments):
@@ -234,7 +234,7 @@ def test_an_interrupted_evaluation_leaves_nothing(pipe, start_state, batches, ex
     monkeypatch.undo()
     assert interpreter._METHODS[interpreter.Compute] is evaluate
     assert pipe._executor._transport._mailbox == {}
-    running.check_equal(outcome(pipe, *trained(pipe, state, batches)), expected)
+    running.check_equal(outcome(pipe, *finish_training(pipe, state, batches)), expected)
 
 
 def test_signals_with_other_handlers_are_unchanged():
@@ -261,7 +261,7 @@ def test_signals_with_other_handlers_are_unchanged():
 def test_outside_the_main_thread_no_signal_is_delayed(pipe, start_state, batches, expected):
     """Python delivers signals to the main thread only."""
     outcomes = []
-    thread = threading.Thread(target=lambda: outcomes.append(outcome(pipe, *trained(pipe, models.copied(start_state), batches))))
+    thread = threading.Thread(target=lambda: outcomes.append(outcome(pipe, *finish_training(pipe, models.copied(start_state), batches))))
     thread.start()
     thread.join()
     running.check_equal(outcomes[0], expected)

@@ -52,7 +52,7 @@ def test_each_step_finishes_its_own_batch_and_does_not_wait_for_it(variant):
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_a_consumed_state_keeps_its_containers_and_loses_its_arrays(variant):
-    """As an argument that `jax.jit` donates; arrays that the next state shares are not deleted, nor is what metrics hold."""
+    """Like an argument that `jax.jit` donates; arrays that the next state or the metrics share are not deleted."""
     pipe = pipeline(variant, **{"clip_global_norm": 1.0} if variant in ("pipedream_2bw", "gpipe") else {})
     state, results = fresh(pipe, BATCHES), []
     for batch in (*BATCHES[:4], None):
@@ -86,7 +86,7 @@ def test_a_consumed_state_is_refused(variant):
 
 @pytest.mark.parametrize("variant", ASYNCHRONOUS)
 def test_a_state_consumed_by_drain_is_refused(variant):
-    """A drain may leave the last stage alone: all its work is done in the step."""
+    """A drain may do nothing at the last stage, whose work is complete after the step."""
     pipe = pipeline(variant)
     old, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
     same_arrays = jax.tree.map(lambda leaf: leaf, old)
@@ -107,7 +107,7 @@ def test_an_invalid_state_is_refused():
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_the_whole_state_is_a_pytree(variant):
-    """Taken apart and put together, with other arrays of the same values, training goes on with the same numbers."""
+    """A state that is flattened and rebuilt with copies of its arrays trains with the same numbers."""
     pipe = pipeline(variant)
     expected = train(pipe, BATCHES)
     state = fresh(pipe, BATCHES)
@@ -151,7 +151,7 @@ def test_evaluation_leaves_the_trajectory_unchanged(variant):
 @pytest.mark.parametrize("variant", models.VARIANTS)
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_evaluation_equals_a_forward_by_hand_at_the_version_it_names(variant, steps):
-    """Before and during training; stashing holds no version in all stages then, so a drained copy is evaluated."""
+    """Evaluate before and during training; with stashing no version is in all stages, so a drained copy is evaluated."""
     pipe = pipeline(variant)
     state = fresh(pipe, BATCHES)
     for batch in BATCHES[:steps]:
@@ -260,7 +260,7 @@ def test_users_print_one_short_line():
 
 
 def shown_table(html: str) -> tuple[str, list[list[str]]]:
-    """Caption and rows of the table that a notebook would show."""
+    """Return the caption and the rows of the table that a notebook shows."""
     shown = ElementTree.fromstring(html)
     return shown.findtext("p"), [[cell.text for cell in row] for row in shown.iter("tr")]
 
@@ -316,7 +316,7 @@ def test_evaluation_of_a_batch_without_weight_is_zero():
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_params_survive_later_steps(variant):
-    """The next update may write into the memory of the version they were taken from."""
+    """The next update may write into the memory of the version that was returned."""
     pipe = pipeline(variant)
     state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
     params = pipe.params(state)
@@ -330,7 +330,7 @@ def test_params_survive_later_steps(variant):
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_the_caller_may_overwrite_its_batch_at_once(variant):
-    """As a loader does that fills one buffer again and again. Large rows, so that a copy made late would be seen."""
+    """A loader may fill one buffer repeatedly. Rows are large, so that a late copy would be noticed."""
     width, rows = 256, 256
     stack = models.LayerStack({"a": models.dense(width), "b": models.dense(width), "c": models.dense(width)})
     plan = Plan.even(stack.ids, 3, microbatches=M, **models.VARIANTS[variant])
@@ -403,7 +403,7 @@ def test_the_state_of_another_pipeline_is_refused_with_the_difference(other, mes
 
 
 class Lazy:
-    """Rows that are read when they are asked for; the third time fails, or gives too few."""
+    """Rows that are read on demand; the third read fails or returns too few."""
 
     def __init__(self, array, failure):
         self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim

@@ -130,7 +130,7 @@ def test_no_code_runs_from_data():
 
 
 def test_no_function_is_longer_than_60_lines():
-    """Documentation counts: what needs more to be explained does too much."""
+    """Documentation counts: a function that needs more explanation does too much."""
     for package in ("jpipe", "planner", "train", "benchmarks", "docs", "examples", "tests"):
         for path in (ROOT.parent / package).rglob("*.py"):
             for node in ast.walk(parsed(path)):
@@ -140,7 +140,7 @@ def test_no_function_is_longer_than_60_lines():
 
 
 def test_a_changed_copy_recomputes_cached_properties():
-    """`model_copy` of pydantic copies cached properties, too. A model that has some drops them; the others compute each time."""
+    """Pydantic's `model_copy` copies cached properties; models that have some must drop them."""
     files = [path for folder in PACKAGES.values() for path in folder.rglob("*.py") if "cached_property" in path.read_text()]
     modules = [importlib.import_module(module_name(path)) for path in files]
     classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}

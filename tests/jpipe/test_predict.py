@@ -92,7 +92,7 @@ def test_predictions_read_no_labels_run_no_loss_and_take_any_rows_and_buckets(mo
 
 
 def test_rows_that_fill_up_a_microbatch_are_real():
-    """A check of a user's on values of the last layers sees no zeros."""
+    """A user's check of values in the last layers must not see zeros."""
     seen = []
 
     def positive(x):

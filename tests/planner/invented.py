@@ -9,7 +9,7 @@ from jpipe_planner.ranking.choose import Ranked
 
 
 def simulate_all(profile, topology, candidates):
-    """All candidates that fit by their estimates, as a search without bounds would know them."""
+    """Simulate all candidates that fit by their estimates, as a search without bounds would."""
     fitting = [candidate for candidate in candidates if candidate.over is None]
     plans = [candidate.plan(profile.ids) for candidate in fitting]
     return [
@@ -19,7 +19,7 @@ def simulate_all(profile, topology, candidates):
 
 
 def invented_profile(seed: int, layers: int = 8) -> Profile:
-    """Layers of which no two are alike; a microbatch of one row."""
+    """Invent a profile of different layers, for microbatches of one row."""
     random = np.random.default_rng(seed)
     forwards, backwards = random.exponential(1e-3, layers), random.exponential(2e-3, layers)
     outputs, weights = 10 ** random.uniform(4, 7, layers), 10 ** random.uniform(4, 8, layers)
@@ -31,7 +31,7 @@ def invented_profile(seed: int, layers: int = 8) -> Profile:
 
 
 def invented_topology(seed: int) -> Topology:
-    """Four or six devices in one or two servers; every other one with little memory."""
+    """Invent a topology of one or two servers; every other one has little memory."""
     random = np.random.default_rng(seed)
     inner, outer = 10 ** random.uniform(9, 10.5), 10 ** random.uniform(8, 9.7)
     levels = [

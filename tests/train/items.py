@@ -9,7 +9,7 @@ STEP = 40
 
 
 def layers_of(process: int) -> dict:
-    """Layers that differ from process to process, in names and numbers."""
+    """Return layers whose names and numbers differ between processes."""
     import jax.numpy as jnp
 
     return {f"layer {process}": {"weights": {"w": jnp.arange(6.0).reshape(2, 3) + process}, "count": jnp.int32(process)}}

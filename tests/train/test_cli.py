@@ -342,21 +342,21 @@ def press(*_, **__):
     signal.raise_signal(signal.SIGINT)
 
 
-def press_where_it_is_lost():
-    """Python drops what a callback of its garbage collection raises; JAX has one."""
+def press_where_python_drops_it():
+    """Press Ctrl-C inside a callback of Python's garbage collection, which drops exceptions; JAX has one."""
     gc.callbacks.append(press_once := lambda *_: gc.callbacks.remove(press_once) or press())
     gc.collect()
 
 
-def press_where_it_is_changed():
-    """As C code may do."""
+def press_where_it_is_replaced():
+    """Press Ctrl-C where the exception is replaced by another, as C code may do."""
     try:
         press()
     except KeyboardInterrupt:
         raise RuntimeError("something else") from None
 
 
-@pytest.mark.parametrize("way", [press, press_where_it_is_lost, press_where_it_is_changed])
+@pytest.mark.parametrize("way", [press, press_where_python_drops_it, press_where_it_is_replaced])
 @pytest.mark.parametrize("moment", ["jpipe_train.data.data.load", "jpipe.Pipeline.check", "jpipe.Pipeline.init", "jpipe.Pipeline.evaluate"])
 def test_ctrl_c_is_handled_at_every_moment(write_config, tiny, capsys, monkeypatch, interruptible, moment, way):
     real, ways = pkgutil.resolve_name(moment), [way]  # once: a second Ctrl-C ends the process
@@ -390,7 +390,7 @@ def test_a_lost_ctrl_c_stops_the_next_step(write_config, tiny, capsys, monkeypat
     def step(*arguments, **options):
         steps.append(len(steps))
         if steps[-1] == 2:
-            press_where_it_is_lost()
+            press_where_python_drops_it()
         return real(*arguments, **options)
 
     monkeypatch.setattr(jpipe.Pipeline, "step", step)

@@ -147,7 +147,7 @@ def test_some_words_are_dropped_as_a_whole():
 
 
 def plain(stack, batches, microbatches):
-    """SGD without a pipeline: the mean gradient of the microbatches of each batch."""
+    """Train by SGD without a pipeline, with the mean gradient of the microbatches of each batch."""
     rows = len(batches[0][1]) // microbatches
 
     def part(batch, k):

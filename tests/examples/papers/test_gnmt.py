@@ -158,7 +158,7 @@ def test_dropout_is_between_layers_in_training_only():
 
 @pytest.mark.slow
 def test_a_run_with_buckets_resumes_with_equal_results(tmp_path, capsys):
-    """Batches of three lengths are in flight at a time; all rows are evaluated, those too that fill no batch."""
+    """Batches of three lengths are in flight at the same time; the evaluation includes rows that do not fill a batch."""
     make.SAMPLES["translation"](tmp_path, 0)
     for part, count in (("train", 60), ("validation", 19)):
         for name in ("source", "target"):
@@ -190,6 +190,6 @@ def test_a_run_with_buckets_resumes_with_equal_results(tmp_path, capsys):
 
 
 def losses(file):
-    """By step."""
+    """Return the losses of a metrics file by step."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return {row["step"]: row["loss"] for row in rows if "loss" in row}

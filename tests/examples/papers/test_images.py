@@ -19,13 +19,13 @@ SIZE = 6
 
 
 def color(name: str, number: int) -> tuple[int, int, int]:
-    """Another one for each image."""
+    """Return a color that differs between images."""
     return 40 + 60 * list(CLASSES).index(name), 10 + 7 * number, 200 - 5 * number
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Images of one color each, in several formats and sizes, so that every crop of one is the same."""
+    """Write images of one color each in several formats and sizes, so that all crops of an image are equal."""
     root = tmp_path_factory.mktemp("images")
     for name, count in CLASSES.items():
         (root / name / "more").mkdir(parents=True)
@@ -42,7 +42,7 @@ def load(folder: Path | str, batch_size: int = 4, seed: int = 0, **arguments: ob
     return images.load(seed, batch_size, **options)
 
 
-def which(row: np.ndarray) -> tuple[int, ...]:
+def color_of(row: np.ndarray) -> tuple[int, ...]:
     """Return the color of a row whose pixels all have the same one."""
     pixels = np.rint((row * DEVIATION + MEAN) * 255).astype(int).reshape(-1, 3)
     assert (pixels == pixels[0]).all()
@@ -54,7 +54,7 @@ def rows_of(batches: data.Batches, indices: range) -> list[tuple[tuple[int, ...]
     for index in indices:
         inputs, labels = batches[index]
         assert (inputs.shape[1:], inputs.dtype, labels.dtype) == ((SIZE, SIZE, 3), np.float32, np.int32)
-        rows += [(which(row), int(label)) for row, label in zip(inputs[0 : len(inputs)], labels[0 : len(labels)], strict=True)]
+        rows += [(color_of(row), int(label)) for row, label in zip(inputs[0 : len(inputs)], labels[0 : len(labels)], strict=True)]
     return rows
 
 
@@ -135,7 +135,7 @@ def test_half_of_the_crops_are_mirrored_if_requested(tmp_path):
 
 
 def test_validation_uses_the_central_crop(tmp_path):
-    """Seven eighths of the shorter side; a pixel that is made is a mean over a few, some beyond the edge."""
+    """The crop is seven eighths of the shorter side; each of its pixels averages a few, some of them outside the crop."""
 
     def row(border: int) -> np.ndarray:
         pixels = np.zeros((80, 64, 3), np.uint8)
@@ -143,15 +143,15 @@ def test_validation_uses_the_central_crop(tmp_path):
         Image.fromarray(pixels).save(tmp_path / "frame.png")
         return Crops(28, None).row(tmp_path / "frame.png", (0, 0))
 
-    assert which(row(2)) == (0, 0, 255)
+    assert color_of(row(2)) == (0, 0, 255)
     for corner in ((0, 0), (0, -1), (-1, 0), (-1, -1)):
-        assert which(row(6)[corner])[2] < 10
-    assert which(row(6)[2:-2, 2:-2]) == (0, 0, 255)
+        assert color_of(row(6)[corner])[2] < 10
+    assert color_of(row(6)[2:-2, 2:-2]) == (0, 0, 255)
 
 
 @pytest.fixture
 def spoiled(tmp_path):
-    """Four images of two classes that decode, and some that do not."""
+    """Write four images of two classes that decode, and some files that do not."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for i in range(4):

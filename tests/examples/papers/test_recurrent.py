@@ -13,7 +13,7 @@ def sigmoid(x):
 
 
 def plain_lstm(x, kernel, recurrent, bias, mask=None, carry=None, reverse=False):
-    """One row and one position at a time, in float64."""
+    """Apply an LSTM to one row and one position at a time, in float64."""
     x, kernel, recurrent, bias = (np.asarray(each, np.float64) for each in (x, kernel, recurrent, bias))
     rows, positions, hidden = x.shape[0], x.shape[1], recurrent.shape[0]
     y = np.zeros((rows, positions, hidden))

@@ -130,7 +130,7 @@ def test_a_vocabulary_larger_than_the_outputs_is_refused(folder):
 
 @pytest.fixture
 def uneven(sample, tmp_path):
-    """As many pairs of three lengths as make odd numbers of batches: 7 of up to 4 tokens, 5 of up to 6, 9 longer; each has its number."""
+    """Write pairs of three lengths that fill odd numbers of batches: 7 of up to 4 tokens, 5 of up to 6, and 9 longer ones."""
     text = (sample / "train.source").read_text(encoding="utf-8").splitlines()
     tokenizer = translation.load_tokenizer(str(sample))
     words = [word for word in dict.fromkeys(" ".join(text).split()) if tokenizer.encoded([f"the {word}"])[0].size == 2]
@@ -143,7 +143,7 @@ def uneven(sample, tmp_path):
 
 
 def sizes(labels):
-    """Tokens of each sentence, its end included."""
+    """Return the number of tokens of each sentence, including the end token."""
     return (labels >= 0).sum(1).tolist()
 
 

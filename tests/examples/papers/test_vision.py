@@ -33,7 +33,7 @@ def specs_of(target: str, size: int, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize(("target", "count"), PUBLISHED)
 def test_models_have_as_many_parameters_as_published(target, count):
-    """As torchvision counts them; of Inception-v3 without its auxiliary head, which has 3,326,696."""
+    """The counts are those of torchvision; for Inception-v3 without its auxiliary head, which has 3,326,696."""
     specs = specs_of(target, 299 if target == "inception_v3" else 224)
     assert sum(leaf.size for spec in specs.values() for leaf in jax.tree.leaves(spec.params)) == count
     assert specs[next(reversed(specs))].output.shape == (1, 1000)
@@ -121,7 +121,7 @@ def test_branches_are_put_beside_each_other():
 
 @pytest.mark.slow
 def test_alexnet_is_convolutions_and_dense_layers():
-    """Against the same model written with JAX's own convolution."""
+    """The reference is the same model written with JAX's own convolution."""
     stack = stack_of("alexnet", image_size=63, width=0.05, classes=3)
     x = jax.random.normal(jax.random.key(1), (2, 63, 63, 3))
     params = params_of(stack, x)

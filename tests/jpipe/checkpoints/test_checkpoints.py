@@ -87,7 +87,7 @@ def test_invalid_arguments_of_save_and_load_are_refused(tmp_path):
 
 
 def test_copies_of_a_shared_parameter_that_differ_are_not_saved(tmp_path):
-    """Whether the weights or only the optimizer state differ, and in which replica."""
+    """Differences in the weights or only in the optimizer state of any replica are detected."""
     ties = [Tie(("in", "kernel"), ("out", "kernel"))]
     linear = functools.partial(nnx.Linear, 3, 3)
     stack = LayerStack({"in": lambda rngs: linear(rngs=rngs), "out": lambda rngs: linear(rngs=rngs)}, ties=ties)

@@ -18,7 +18,7 @@ INIT = nnx.initializers
 
 
 class Block(nnx.Module):
-    """Two linear layers whose weights are sharded over the hidden dim, and a norm without logical axes."""
+    """Two linear layers whose weights are sharded over the hidden dimension, and a norm without logical axes."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         named = nnx.with_partitioning
@@ -32,7 +32,7 @@ class Block(nnx.Module):
 
 
 class LinenBlock(linen.Module):
-    """The same axes in Linen's words."""
+    """The Linen version of `Block`."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -49,7 +49,7 @@ def pipeline(stack=STACK, **fields) -> Pipeline:
 
 
 def specs(pipe: Pipeline, batch=BATCH) -> dict:
-    """By "layer/path" how each parameter of the first stage is sharded; those that are whole are left out."""
+    """Return the partition spec of each sharded parameter of the first stage, by "layer/path"."""
     first = pipe.stage_functions(batch)[0].partition
     return {f"{entry}/{path}": spec for entry, layer_specs in first.params.items() for path, spec in layer_specs.items()}
 
@@ -88,7 +88,7 @@ def test_rules_of_the_plan_replace_the_usual_ones():
 
 
 def collectives(pipe: Pipeline) -> dict[str, list[tuple[str, str]]]:
-    """By name of each program of stage 0 its collectives, as (operation, shape of the result)."""
+    """Return the collectives of each program of stage 0, as (operation, shape of the result), by the program's name."""
     pipe.init(jax.random.key(0), BATCH)
     pattern = re.compile(
         r"= \(?(\w+\[[\d,]*\])\S* (?:.*?\) )?(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("

@@ -24,7 +24,7 @@ def place(mesh: dict[str, int], first: int) -> Place:
 
 
 def message(where: Place):
-    """Rows over "data" where there is such an axis, and a number, as specs."""
+    """Return specs of rows, sharded over "data" where the mesh has this axis, and of a scalar."""
     tree = {"x": jax.ShapeDtypeStruct((ROWS, 3), np.float32), "weight": jax.ShapeDtypeStruct((), np.float32)}
     return where.specs(tree, {"x": P("data") if "data" in where.mesh else P(), "weight": P()})
 

@@ -161,7 +161,7 @@ def test_arrays_made_while_a_forward_is_traced_are_constants():
 
 
 def test_a_constructor_may_return_an_existing_module():
-    """Its weights are the first ones, whatever the key is; they are trained, and the module stays as it was."""
+    """The module's weights are the initial ones for any key; training does not change the module itself."""
     module = nnx.Sequential(nnx.Linear(models.WIDTH, models.WIDTH, rngs=nnx.Rngs(5)), nnx.Dropout(0.5, rngs=nnx.Rngs(5)))
     module.eval()
     before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(module, nnx.Param)))

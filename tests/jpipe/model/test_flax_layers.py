@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("lenient")
 
 
 class Positions(nnx.Module):
-    """Arrays that are in no `nnx.Variable`, one of them in a container, one of NumPy's, one that forwards change."""
+    """Arrays outside of any `nnx.Variable`: one in a container, one of NumPy, and one that forwards change."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense = nnx.Linear(3, 3, rngs=rngs)
@@ -39,7 +39,7 @@ def weight_norm(rngs: nnx.Rngs) -> nnx.Module:
 
 
 def trained_by_flax(module: nnx.Module, batches: list, *, keeps_params: bool) -> tuple[list[float], nnx.Module]:
-    """Losses and the module after plain SGD, as with `nnx.value_and_grad`; `keeps_params`: what forwards write into them is dropped."""
+    """Train by plain SGD with Flax and return the losses and the module; `keeps_params` drops writes of forwards to parameters."""
 
     @nnx.jit
     def step(module: nnx.Module, x: jax.Array, labels: jax.Array) -> jax.Array:
@@ -84,8 +84,8 @@ def test_arrays_of_a_module_survive_replicas_and_checkpoints():
     check_equal(to_plain(layer_state(restored)), to_plain(layer_state(state)))
 
 
-class Attends(nnx.Module):
-    """Attention with dropout; nothing says whether to train."""
+class AttentionWithDropout(nnx.Module):
+    """Attention with dropout and no argument that says whether to train."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.attention = nnx.MultiHeadAttention(num_heads=3, in_features=3, dropout_rate=0.5, rngs=rngs)
@@ -104,15 +104,15 @@ def outputs(layer: Any, x: jax.Array, *, train: bool, microbatch: int = 0) -> ja
 
 def test_attention_drops_in_training_and_not_in_evaluation():
     x = jnp.asarray(batches_of(1, 4)[0][0])
-    module = Attends(nnx.Rngs(LayerStack({"a": Attends}).init_key("a", jax.random.key(0))))
+    module = AttentionWithDropout(nnx.Rngs(LayerStack({"a": AttentionWithDropout}).init_key("a", jax.random.key(0))))
     module.eval(decode=False)
-    np.testing.assert_allclose(outputs(Attends, x, train=False), module(x), rtol=1e-5)
-    assert not jnp.allclose(outputs(Attends, x, train=True), module(x))
-    assert not jnp.allclose(outputs(Attends, x, train=True), outputs(Attends, x, train=True, microbatch=1))
+    np.testing.assert_allclose(outputs(AttentionWithDropout, x, train=False), module(x), rtol=1e-5)
+    assert not jnp.allclose(outputs(AttentionWithDropout, x, train=True), module(x))
+    assert not jnp.allclose(outputs(AttentionWithDropout, x, train=True), outputs(AttentionWithDropout, x, train=True, microbatch=1))
 
 
 class OwnMode(nnx.Module):
-    """Says by itself what training mode is, as a module with a frozen part may."""
+    """A module that defines its training mode itself, as one with a frozen part may."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
@@ -202,7 +202,7 @@ def test_linens_batch_norm_in_float64_as_with_flax(float64):
 
 
 def check(layers: dict[str, Any], loss: Any = squares, depth: int = 1) -> None:
-    """As `Pipeline.check` of a stack of these."""
+    """Call `Pipeline.check` with a stack of these layers."""
     stack = LayerStack(layers)
     Pipeline(stack, Plan.even(stack.ids, depth, "gpipe", 2), loss, optax.sgd(0.1)).check(batches_of(1, 4)[0])
 
@@ -232,7 +232,7 @@ def learns(module: Any, x: jax.Array) -> None:
 
 
 class Halt(BaseException):
-    """No `Exception`."""
+    """An error that is not an `Exception`."""
 
 
 def halts(*_: Any) -> Any:

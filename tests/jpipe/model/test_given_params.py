@@ -27,7 +27,7 @@ def on_host(tree):
 
 
 def test_a_run_with_the_initial_parameters_of_another_run_equals_it():
-    """Nothing else in a model without dropout comes from the key."""
+    """In a model without dropout the key determines only the initial parameters."""
     pipe = pipeline(schedule="pipedream", replicas=[2, 1])
     expected = running.train(pipe, BATCHES, started(pipe, None, seed=1))
     actual = running.train(pipe, BATCHES, started(pipe, pipe.params(started(pipe, None, seed=1))))
@@ -68,7 +68,7 @@ def nested() -> jpipe.Layer:
 
 
 def test_parameters_go_by_their_paths():
-    """As in a file: any nesting of plain dicts, also none."""
+    """As in a file, plain dicts may be nested in any way or not at all."""
     stack = jpipe.LayerStack({"a": nested(), "b": nested()})
     pipe = jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
     params = on_host(pipe.params(started(pipe, None, seed=1)))

@@ -64,7 +64,7 @@ def test_all_kinds_of_layers_train_in_one_stack(variant, float64):
 
 
 class Tower(nnx.Module):
-    """More sublayers than one digit counts, and paths that sort otherwise as text."""
+    """More sublayers than one digit can count, with paths that sort differently as text."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.parts = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(12)])
@@ -104,7 +104,7 @@ NORMS = {"nnx": lambda rngs: nnx.BatchNorm(3, momentum=0.8, rngs=rngs), "linen":
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 @pytest.mark.parametrize("kind", NORMS)
 def test_batch_statistics_advance_once_for_each_microbatch_in_order(kind, variant, recompute):
-    """The running mean and variance of the raw inputs, by hand with NumPy; the norm comes first, so that no weight reaches them."""
+    """The norm comes first, so its running mean and variance are those of the raw inputs, computed by hand with NumPy."""
     stack, m = LayerStack({"norm": NORMS[kind], "first": models.dense(), "second": models.dense()}), 3
     plan = models.cut(stack.ids, (1, 1, 1), microbatches=m, recompute=recompute, **models.VARIANTS[variant])
     batches = models.batches_of(4, 4 * m)
@@ -216,7 +216,7 @@ def fails_while_built(rngs):
 
 
 def line_of(function) -> str:
-    """`file:line` of the body of a function of one statement."""
+    """Return `file:line` of the body of a function with one statement."""
     return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + 1}"
 
 
@@ -250,7 +250,7 @@ def test_a_mistake_in_a_loss_is_reported_with_its_place():
 
 @pytest.mark.parametrize("name", ["jax", "json", "typed in"])
 def test_a_place_outside_the_callers_files_is_left_out(name):
-    """What the own code called is not where the mistake is; what has no file has no place."""
+    """Code that the user's code calls is not the place of the mistake, and code without a file has no place."""
     calls = {"jax": lambda x: jnp.dot(x, x), "json": lambda x: json.loads("?"), "typed in": lambda x: x.nothing}
     typed_in = types.FunctionType(calls[name].__code__.replace(co_filename="<string>"), globals())
     with pytest.raises(InputError) as refused:
@@ -269,7 +269,7 @@ def test_the_place_of_a_mistake_that_a_library_finds_is_where_the_own_code_calle
 
 
 def test_complex_parameters_are_refused():
-    """The optimizer would see their real parts only."""
+    """The optimizer would update their real parts only."""
     turned = Layer(lambda key, x: ({"w": jnp.ones(3, jnp.complex64)}, {}), lambda params, state, x, key, train: (x, state))
     with pytest.raises(InputError, match=r"parameter a\['w'\] is complex64: only real .*; keep its real and imaginary parts as two"):
         LayerStack({"a": turned}).specs(np.zeros((2, 3), np.float32))

@@ -30,7 +30,7 @@ KIND = {layer_id: dict.fromkeys(tree, "slow" if layer_id == "embed" else "fast")
 
 
 def on_a_ball(radius):
-    """Scales the parameters down where their norm over all layers is above `radius`."""
+    """Scale the parameters down if their norm over all layers exceeds `radius`."""
 
     def update(updates, state, params):
         norm = optax.tree.norm(optax.apply_updates(params, updates))
@@ -96,7 +96,7 @@ OFTEN |= {row.name for row in optimizers.ROWS if row.instead or "mask" in row.na
 
 
 def marks_of(row) -> list[pytest.MarkDecorator]:
-    """`make test` has some of the rows, `make test-slow` a twelfth of the others, `make test-all` has them all."""
+    """Return the marks of a row: `make test` runs some of the rows, `make test-slow` a twelfth of the others, `make test-all` all."""
     if row.name in OFTEN:
         return []
     return [pytest.mark.slow] if optimizers.ROWS.index(row) % 12 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
@@ -106,7 +106,7 @@ def marks_of(row) -> list[pytest.MarkDecorator]:
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=marks_of(row)) for row in optimizers.ROWS])
 def test_a_row_of_the_tables_is_correct(row):
-    """It works layer by layer as on the whole model, or is refused with the words of the row."""
+    """The optimizer gives equal updates layer by layer and on the whole model, or is refused with the text of the row."""
     assert optimizers.check(row) == ""
 
 
@@ -205,7 +205,7 @@ def test_a_mask_lacks_a_layer_without_parameters():
 
 
 def test_a_shared_parameter_is_probed_separately_from_its_layers():
-    """An optimizer that scales each layer by its norm gives other numbers where a parameter of the layer is updated by itself."""
+    """An optimizer that scales each layer by its norm gives other numbers if a parameter of the layer is updated alone."""
 
     def scaled(updates, state, params=None):
         norms = {layer_id: sum(abs(leaf).sum() for leaf in jax.tree.leaves(tree)) for layer_id, tree in updates.items()}
@@ -218,7 +218,7 @@ def test_a_shared_parameter_is_probed_separately_from_its_layers():
 
 
 def label_of(*words):
-    """Labels by path: "frozen" where it contains one of these words, else "trained"."""
+    """Label a parameter "frozen" if its path contains one of these words, else "trained"."""
 
     def label(path, _):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

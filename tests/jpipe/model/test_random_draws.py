@@ -27,7 +27,7 @@ STACK = LayerStack({"a": drawing(), "b": drawing(), "c": drawing()})
 
 
 def total(y, labels):
-    """Of a microbatch of ones: 1 + what was drawn for it."""
+    """Return the sum of the outputs: for a microbatch of ones, 1 plus the random number drawn for it."""
     return y[0, 0], 1.0
 
 
@@ -67,7 +67,7 @@ def test_draws_do_not_depend_on_the_cut_or_the_schedule(sizes, variant):
 
 
 def test_draws_do_not_depend_on_the_number_of_microbatches_in_a_batch():
-    """Microbatch k is counted over the whole run: two batches of three draw what six batches of one draw."""
+    """Microbatches are counted over the whole run, so two batches of three draw the numbers of six batches of one."""
     np.testing.assert_allclose(losses((1, 2), 3, 2), losses((1, 2), 1, 6).reshape(2, 3).mean(1), rtol=1e-6)
 
 
@@ -100,7 +100,7 @@ def test_initial_weights_do_not_depend_on_the_cut_the_schedule_or_the_other_laye
 
 
 class Sampled(nnx.Module):
-    """Draws in evaluation, too."""
+    """A layer that draws random numbers in evaluation, too."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.rngs = rngs
@@ -110,7 +110,7 @@ class Sampled(nnx.Module):
 
 
 class SampledInLinen(linen.Module):
-    """The same, in Linen."""
+    """The Linen version of `Sampled`."""
 
     @linen.compact
     def __call__(self, x, train):
@@ -174,8 +174,8 @@ def with_key(y, labels, *, key=None):
     return (y * jax.random.uniform(key)).sum(), 1.0
 
 
-def named_otherwise(y, key):
-    """Its labels are called `key`."""
+def loss_of_key(y, key):
+    """Compute a loss whose labels are called `key`."""
     return (y * key).sum(), 1.0
 
 
@@ -183,7 +183,7 @@ def named_otherwise(y, key):
 @pytest.mark.parametrize("fields", [{"schedule": "gpipe"}, {"schedule": "pipedream_flush", "recompute": "full"}, {"schedule": "zb_h1"}])
 @pytest.mark.parametrize("loss", [with_rngs, with_key, functools.partial(with_key)])
 def test_a_random_loss_draws_new_numbers_for_each_microbatch(loss, fields):
-    """In a schedule with a fused last stage, one without, one that splits; the gradient is that of the numbers that were drawn."""
+    """The schedules have a fused last stage, none, and a split backward; the gradient uses the numbers of the forward."""
     stack = LayerStack({"in": models.dense(1, lambda x: x), "mid": lambda x: x, "out": lambda x: x})
     pipe = Pipeline(stack, models.cut(stack.ids, (1, 1, 1), microbatches=3, **fields), loss, optax.sgd(1.0))
     x = np.ones((3, 1), np.float32)
@@ -191,7 +191,7 @@ def test_a_random_loss_draws_new_numbers_for_each_microbatch(loss, fields):
     w = float(pipe.params(state)["in"]["w"][0, 0])
     draws = {train: [_drawn(loss, stack.draw_key(jax.random.key(0), "", k, train)) for k in range(6)] for train in (True, False)}
     assert len({round(d, 5) for of in draws.values() for d in of}) == 12
-    evaluation = pipe.evaluate(state, (np.ones((5, 1), np.float32),) * 2, {"again": with_key, "rngs": with_rngs, "plain": named_otherwise})
+    evaluation = pipe.evaluate(state, (np.ones((5, 1), np.float32),) * 2, {"again": with_key, "rngs": with_rngs, "plain": loss_of_key})
     np.testing.assert_allclose(evaluation.loss, w * np.mean(draws[False][:5]), rtol=1e-5)
     np.testing.assert_allclose(evaluation.metrics["plain"].mean, w, rtol=1e-5)
     for name, metric in (("again", with_key), ("rngs", with_rngs)):

@@ -52,7 +52,7 @@ def spec_of(message):
 
 
 def random_bits(spec, seed):
-    """Any bits at all, NaNs with payloads and subnormal numbers included: the same on both sides."""
+    """Return arrays of random bits, including NaNs with payloads and subnormal numbers, that are equal on both sides."""
     random = np.random.default_rng(seed)
 
     def leaf(spec):
@@ -72,7 +72,7 @@ def assert_arrived(tree, expected, device):
 
 
 class Processes:
-    """What every scenario sees: the first device of each process, the second one of process 0, and which process this is."""
+    """The first device of each process, the second device of process 0, and the index of this process."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -199,7 +199,7 @@ def a_send_of_what_is_still_computed_delays_nothing(world):
 
 @jax.jit
 def slow(x):
-    """x, a few milliseconds later."""
+    """Return x after some milliseconds of computation."""
     return x + jax.lax.fori_loop(0, 30, lambda _, a: a @ a, jnp.zeros((200, 200)))[0, 0]
 
 
@@ -236,7 +236,7 @@ GRADIENTS = (
 
 
 def part_of(spec, process):
-    """Numbers of many magnitudes, so that the order of the sum shows in its bits."""
+    """Return numbers of many magnitudes, so that the bits of their sum depend on its order."""
     random = np.random.default_rng(process)
     return jax.tree.map(lambda s: (random.normal(size=s.shape) * np.exp(random.normal(0, 4, size=s.shape))).astype(s.dtype), spec)
 
@@ -266,7 +266,7 @@ def sums_are_in_the_order_of_the_devices(world):
 
 
 def links_and_sums_at_once(world, count=20):
-    """On the same two devices: a link each way, small sums, and those large enough to go both ways at once over the links' connections."""
+    """Use the same two devices for a link each way, for small sums, and for sums that use both directions of the links' connections."""
     spec = jax.ShapeDtypeStruct((40000,), "float32"), jax.ShapeDtypeStruct((100003,), "float32")
     devices = world.first[:2]
     links = [link_of(world, *devices, spec[0]), link_of(world, *devices[::-1], spec[0])]
@@ -335,7 +335,7 @@ SCENARIOS = (
 
 
 def main(process, port, results):
-    """One of the processes: what happened in each scenario goes to a file."""
+    """Run all scenarios in one of the processes and write the outcome of each to a file."""
     jax.config.update("jax_num_cpu_devices", DEVICES[process])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", len(DEVICES), process)
@@ -351,8 +351,8 @@ def main(process, port, results):
 
 
 @pytest.fixture(scope="module")
-def happened(tmp_path_factory):
-    """For each scenario what each of the processes says of it."""
+def scenario_outcomes(tmp_path_factory):
+    """Return the outcomes of all processes for each scenario, and their output."""
     folder = tmp_path_factory.mktemp("links")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -393,8 +393,8 @@ def happened(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_three_processes(happened, scenario):
-    outcomes, output = happened
+def test_three_processes(scenario_outcomes, scenario):
+    outcomes, output = scenario_outcomes
     assert outcomes[scenario] == ["as it should"] * len(DEVICES), "\n".join([*outcomes[scenario], output[-3000:]])
 
 

@@ -28,7 +28,7 @@ def test_the_calls_are_those_of_the_main_thread_the_innermost_first():
     )
 
 
-LOOKED_AT = """
+PROGRAM = """
 import sys, threading
 from jpipe.processes._main_thread import main_thread_calls
 sys.setswitchinterval(1e-5)
@@ -44,7 +44,7 @@ print(sum(any(name.endswith("(call)") for name in look) for look in looks) > 0)
 
 
 def test_the_calls_of_a_running_main_thread_are_read():
-    done = subprocess.run([sys.executable, "-c", LOOKED_AT], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 

@@ -212,8 +212,8 @@ def test_an_address_that_cannot_be_reached_is_reported(tmp_path):
         )
 
 
-class Nobody:
-    """How a process finds the others where there are none."""
+class EmptyStore:
+    """A store without any other process."""
 
     index, count, host = 0, 1, ""
 
@@ -257,7 +257,7 @@ def test_a_missing_address_of_process_0_is_reported(monkeypatch):
 
 
 def test_a_run_of_one_process_needs_no_connections():
-    processes = Processes.join(store=Nobody())
+    processes = Processes.join(store=EmptyStore())
     processes.agree({"config": "any"})
     processes.barrier("start")
     processes.broadcast("loss", [0.5, math.inf])
@@ -279,7 +279,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
         lambda processes: _lanes.Lane().put(fails, (), processes.fail),
         lambda processes: _metrics._send(processes, "loss", fails),
     ):
-        processes = Processes.join(store=Nobody())
+        processes = Processes.join(store=EmptyStore())
         thread(processes)
         with pytest.raises(ZeroDivisionError):
             processes.receive("loss")
@@ -288,7 +288,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
 
 
 def test_the_end_of_a_wait_is_progress_and_a_wait_names_all_processes():
-    processes = Processes.join(store=Nobody())
+    processes = Processes.join(store=EmptyStore())
     before = [processes._waits.beat().still for _ in range(2)]
     with processes.waiting("the sum", (1, 2)):
         assert str(processes._waits.longest()) == "the sum of processes 1, 2"
@@ -297,12 +297,12 @@ def test_the_end_of_a_wait_is_progress_and_a_wait_names_all_processes():
 
 def test_a_received_part_has_its_declared_size():
     spec = np.zeros(3, np.float32), np.zeros(5, np.float64)
-    coming = _lanes.PendingTransfer(Future(), "", (), Processes.join(store=Nobody()), lambda: {7: spec})
+    coming = _lanes.PendingTransfer(Future(), "", (), Processes.join(store=EmptyStore()), lambda: {7: spec})
     assert [part.nbytes for part in (coming, coming[7], coming[7][0], coming[7][1])] == [52, 52, 12, 40]
 
 
 def test_a_sending_thread_that_cannot_start_is_reported(monkeypatch):
-    class First(Nobody):
+    class First(EmptyStore):
         count, host = 2, "127.0.0.1"
 
         def put(self, value: str) -> None:

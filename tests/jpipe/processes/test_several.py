@@ -54,13 +54,13 @@ def trained(group: str, several: int, folder) -> tuple[dict, list[dict]]:
                 code, text = process.wait(max(ends - time.monotonic(), 0.1)), (folder / f"{count}.{index}.txt").read_text()
                 assert code == (1 if count == 4 else 0), text
                 if count == 4:
-                    check_what_nobody_caught(index, text.splitlines()[-1])
+                    check_uncaught(index, text.splitlines()[-1])
     one, *each = (dict(np.load(folder / f"{count}.{index}.npz")) for count in processes for index in range(count))
     return one, each
 
 
-def check_what_nobody_caught(index: int, line: str) -> None:
-    """Of the four, process 1 ends by an error when it has found all; the others have too, or nearly."""
+def check_uncaught(index: int, line: str) -> None:
+    """Check the last line of a process when nobody catches an error of process 1."""
     how = "jpipe: process 1 stopped: ValueError: nobody catches this; process"
     assert line.startswith("ValueError: nobody catches this" if index == 1 else f"{how} {index} stops")
 
@@ -84,7 +84,7 @@ def check_bits(expected: dict, each: list[dict], rounds: bool) -> None:
 
 
 def check_mean_of_layer_state(each: list[dict]) -> None:
-    """All replicas end with the mean of what each has made of its layer state."""
+    """Check that all replicas end with the mean of their layer states."""
     means: dict[str, set[bytes]] = {}
     for numbers in each:
         for name, value in numbers.items():

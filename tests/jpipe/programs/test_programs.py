@@ -67,7 +67,7 @@ def replicated_plans(draw) -> dict:
 
 
 def has_norm(plan: Plan) -> bool:
-    """Whether updates of the plan can use the global norm."""
+    """Return whether updates of the plan can use the global norm."""
     return not SCHEDULES[plan.schedule].norm_refusal(plan)
 
 
@@ -185,7 +185,7 @@ def test_replicated_plans_are_verified_under_any_costs(fields, start, batches, g
 
 @pytest.mark.parametrize("replicas", [(2, 1, 1), (3, 2), (2, 3, 1), (15, 1), (1, 3)])
 def test_round_robin_keeps_every_worker_busy(replicas):
-    """At least 98.5% with our number in flight and sums that hide; less with the paper's and sums that do not."""
+    """Workers are busy 98.5% of the time with jpipe's number in flight and hidden sums, and less with the paper's or exposed sums."""
     busy = {}
     for noam in (False, True):
         plan = Plan.even(LAYERS, len(replicas), "pipedream", math.lcm(*replicas), replicas=replicas, noam=noam)
@@ -197,7 +197,7 @@ def test_round_robin_keeps_every_worker_busy(replicas):
 
 
 def damaged(instructions, kind: str, at: int):
-    """One instruction changed; None where the change would change nothing."""
+    """Change one instruction; return None if that would change nothing."""
     items, i = list(instructions), instructions[at]
     if kind == "lost":
         del items[at]
@@ -365,7 +365,7 @@ def test_asynchronous_schedules_have_no_bubble_but_start_and_end():
 
 @pytest.mark.parametrize("depth", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_latency_is_exposed_and_extra_in_flight_hides_it(depth):
-    """A microbatch comes back to stage 0 after d (F + B) + 2 (d - 1) l, and n_0 of them share that time."""
+    """A microbatch returns to stage 0 after d (F + B) + 2 (d - 1) l, and n_0 microbatches share that time."""
 
     def period(extra):
         plan = Plan.even(LAYERS, depth, "pipedream", 1, extra_in_flight=extra)
@@ -447,7 +447,7 @@ if __name__ == "__main__":  # write the golden grids anew; look at the differenc
 
 
 def test_the_stash_of_a_split_backward_counts_from_its_first_half_to_its_second():
-    """The peaks of zb_h1 on three ranks, added up by hand: a forward keeps 100 bytes, the first half makes 60 of them for the second."""
+    """The peaks of zb_h1 on three ranks, added up by hand: a forward stores 100 bytes, of which the first half leaves 60 for the second."""
     residuals, stash = 100, 60
     costs = [StageCost(residuals=residuals, stash=stash, weights=7, optimizer=5, accumulators=3)] * 2 + [StageCost(stash=stash, weights=11)]
     prediction = simulate(lower(Plan.even("abc", 3, "zb_h1", 4), 2), costs)

@@ -14,13 +14,13 @@ GOOD = models.batches_of(1, models.ROWS * 2)[0]
 
 
 def root(x):
-    """NaN for the inputs of the bad batch only."""
+    """Return NaN for the inputs of the bad batch only."""
     return x * jnp.sqrt(50.0 - jnp.abs(x).max(-1, keepdims=True))
 
 
 @jax.custom_jvp
 def steep(x):
-    """NaN in the gradient for large inputs."""
+    """Compute a function whose gradient is NaN for large inputs."""
     return x
 
 

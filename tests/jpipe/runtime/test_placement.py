@@ -14,7 +14,7 @@ from jpipe.runtime._placement import place, placement_grid
 def machines(monkeypatch):
     """Return a function that replaces `jax.devices` by mocks: the number of devices of each process, and their kinds."""
 
-    def there_are(*counts, kinds=("cpu",)):
+    def set_devices(*counts, kinds=("cpu",)):
         owners = [process for process, count in enumerate(counts) for _ in range(count)]
         devices = [
             NonCallableMock(spec=jax.Device, process_index=p, id=10 + number, platform="cpu", device_kind=kinds[p % len(kinds)])
@@ -24,7 +24,7 @@ def machines(monkeypatch):
         monkeypatch.setattr(jax, "process_count", lambda: len(counts))
         return devices
 
-    return there_are
+    return set_devices
 
 
 def plan_of(*replicas, **fields) -> Plan:

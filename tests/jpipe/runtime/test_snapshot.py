@@ -60,7 +60,7 @@ def on_host(tree):
 
 
 def trained(pipe, state, batches, cuts=()):
-    """Losses, parameters and layer state in the end; and the layers of each cut."""
+    """Return the losses, the final parameters and layer state, and the layers of each snapshot."""
     losses, snapshots, cut_layers = {}, {}, {}
     first = state.batch
     for t, batch in enumerate(batches, start=first):
@@ -133,7 +133,7 @@ def test_a_snapshot_changes_no_numbers(name):
     running.check_equal(trained(pipe, models.copied(state), batches)[:3], trained(pipe, state, batches, CUTS)[:3])
 
 
-OTHERS = [
+OTHER_PLANS = [
     {"num_stages": 1, "schedule": "gpipe"},
     {"num_stages": 2, "schedule": "pipedream_2bw"},
     {"num_stages": 4, "schedule": "pipedream"},
@@ -145,14 +145,14 @@ OTHERS = [
 @pytest.mark.thinned(most=0, most_slow=3)
 @pytest.mark.parametrize("first", ["gpipe", "pipedream", "2BW", "2-1-1", "2BW with chunks"])
 def test_a_run_resumes_under_any_other_plan(first):
-    """What it was trained to be is there: newest weights, optimizer state, and older weights as far as they were kept."""
+    """The snapshot holds the newest weights, the optimizer state, and older weights as far as they are stored."""
     plan = plan_of(PLANS[first])
     pipe, batches = pipeline(plan), models.masked_batches(6, plan.microbatches)
     *_, cut_layers = trained(pipe, running.fresh(pipe, batches), batches[:5], (3,))
     newest = {layer_id: cut_layers[3][layer_id]["params"]["0"] for layer_id in pipe.stack.ids}
     momenta = {layer_id: jax.tree.leaves(cut_layers[3][layer_id]["optimizer"]) for layer_id in pipe.stack.ids}
     batches = models.masked_batches(2, 12, seed=3)
-    for fields in OTHERS:
+    for fields in OTHER_PLANS:
         resumed_pipe = pipeline(jpipe.Plan.even(models.rich_stack().ids, microbatches=12, **fields))
         state = resumed_pipe.restore(jax.random.key(running.KEY), batches[0], cut_layers[3], 3)
         running.check_equal(on_host(resumed_pipe.params(state)), newest)
@@ -175,7 +175,7 @@ def test_a_run_resumes_under_any_other_plan(first):
     ids=["to chunks", "to a V", "to one stage a rank"],
 )
 def test_a_run_resumes_with_other_chunks(first, then):
-    """What flushes is plain training under every plan: equal to rounding, for XLA compiles other stages."""
+    """Schedules that flush are plain training under every plan, equal up to rounding because XLA compiles other stages."""
     pipe, other = (pipeline(plan_of(PLANS[name])) for name in (first, then))
     batches = models.masked_batches(6, pipe.plan.microbatches)
     losses, params, state, cut_layers = trained(pipe, running.fresh(pipe, batches), batches, (3,))

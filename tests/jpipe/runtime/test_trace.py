@@ -29,7 +29,7 @@ STACK = models.rich_stack()
 
 
 def traced(variant, steps, devices=None, clip=None):
-    """(plan, pipeline, batch, trace of all `steps`, the state after them)."""
+    """Run `steps` steps and return (plan, pipeline, batch, trace, final state)."""
     plan = Plan.even(STACK.ids, 3, microbatches=M, **models.VARIANTS[variant])
     pipe = Pipeline(STACK, plan, models.masked_squares, optax.adam(1e-2), devices, clip_global_norm=clip)
     batches = models.masked_batches(steps, M)
@@ -63,7 +63,7 @@ def test_a_trace_has_the_order_of_the_schedule(variant):
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_measured_memory_is_the_predicted_one(variant):
-    """After each computation of each worker, part by part; the order of the workers among each other does not matter."""
+    """Each kind of memory is compared after each computation of each worker; the order between workers does not matter."""
     plan, pipe, batch, trace, _ = traced(variant, 5)
     prediction = simulate(lower(plan, 5), pipe.costs(batch))
     for actual, expected in zip(trace.memory, prediction.memory, strict=True):
@@ -104,7 +104,7 @@ def test_tracing_changes_no_numbers():
 
 
 def test_nothing_is_counted_twice():
-    """What a trace says that the workers hold is at most what all arrays alive take."""
+    """The memory that a trace reports for the workers is at most that of all live arrays."""
     plan, alive = Plan.even(STACK.ids, 3, "gpipe", M), []
     pipe = Pipeline(STACK, plan, models.masked_squares, optax.adam(1e-2))
     batches = models.masked_batches(3, M)
@@ -125,7 +125,7 @@ def test_nothing_is_counted_twice():
 
 
 def test_many_microbatches_cost_no_more_each(monkeypatch):
-    """What the tracer looks at per computation does not grow with what is in flight."""
+    """The work of the tracer per computation does not grow with the number of microbatches in flight."""
     looked_at = []
     real = jax.tree.leaves
     monkeypatch.setattr("jpipe.runtime._trace.jax.tree.leaves", lambda *a, **k: looked_at.append(1) or real(*a, **k))
@@ -194,7 +194,7 @@ def test_a_window_of_a_full_pipeline_has_no_bubble():
 
 
 def test_a_window_of_gpipe_has_the_bubble_of_the_paper():
-    """(d - 1) / (m + d - 1), section 2.3 of GPipe."""
+    """Section 2.3 of GPipe: (d - 1) / (m + d - 1)."""
     prediction = run_of("gpipe", None)
     window = extract_window(prediction.timeline, prediction.memory, M, 2, 3)
     assert np.isclose(window.bubble, 3 / (M + 3))

@@ -6,7 +6,7 @@ from jpipe.schedules import SCHEDULES
 
 
 def names(count):
-    """So many layers."""
+    """Return `count` names of layers."""
     return [f"layer{n}" for n in range(count)]
 
 

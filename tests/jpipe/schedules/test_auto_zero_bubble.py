@@ -120,7 +120,7 @@ def test_a_deadlock_is_refused_with_the_grid(last):
 
 
 def test_stashes_are_in_the_predicted_memory():
-    """Rank s of ZB-H1 delays its backwards for weights by s microbatches, and so holds s + 1 stashes; those of the first are whole."""
+    """Rank s of ZB-H1 delays its backwards for weights by s microbatches and holds s + 1 stashes; those of rank 0 are whole residuals."""
     plan = Plan.even("abc", 3, "zb_h1", microbatches=6)
     assert simulate(lower(plan, 3), [StageCost(stash=10)] * 3).held_bytes == (0, 20, 30)
 
@@ -189,7 +189,7 @@ def test_a_greedy_order_on_a_v_has_no_bubble_for_equal_times(d, m):
 
 @pytest.mark.parametrize(("schedule", "d", "v", "limit"), [("zb_h1", 4, 1, 4), ("zb_h1", 4, 1, 7), ("zb_v", 3, 2, 8)])
 def test_greedy_orders_know_the_latency(schedule, d, v, limit):
-    """With slow messages an order that was made for them is shorter than one that was made for none."""
+    """With slow messages, an order computed for them takes less time than one computed without latency."""
     plan, costs = plan_of(schedule, d, v, 2 * d), [StageCost()] * (d * v)
     orders = [with_order_of(plan, greedy_order(plan, costs, limits=limit, latency=latency)) for latency in (0.0, 1.0)]
     without, with_latency = (simulate(lower(auto, 1), costs, Link(latency=1.0)).seconds for auto in orders)

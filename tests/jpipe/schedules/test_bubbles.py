@@ -9,7 +9,7 @@ from tests.jpipe.schedules.pricing import Priced, most_held, order_of, plan_of
 
 
 def price(schedule, d, v, m, times):
-    """Of a batch on d ranks of v stages; times of a whole rank's share are v times those of a stage."""
+    """Simulate a batch on d ranks of v stages; a whole rank's share takes v times as long as a stage."""
     return Priced(plan_of(schedule, d, v, m), *times)
 
 
@@ -45,7 +45,7 @@ FORMULAS = [
 
 
 def check_formulas(ranks, microbatches, times):
-    """Hold each formula against the simulator where it applies."""
+    """Compare each formula with the simulator where it applies."""
     checked = 0
     for schedule, chunks, suit, whole, kind, formula in FORMULAS:
         for d in ranks:
@@ -65,7 +65,7 @@ def test_bubbles_are_those_of_the_formulas():
 
 @pytest.mark.slow
 def test_bubbles_are_those_of_the_formulas_for_many_microbatches_and_random_times():
-    """For d = 2, 4 and 8 the least m, 2d - 1, 2d, 3d and 32, with equal times and one draw of others, forwards the longest."""
+    """For d = 2, 4 and 8, m is the least possible, 2d - 1, 2d, 3d and 32; the times are equal or drawn, with forwards the longest."""
     draw = random.Random(0)
     times = [(1, 1, 1), sorted((draw.randint(1, 9) for _ in "fiw"), reverse=True)]
     assert check_formulas((2, 4, 8), lambda d: sorted({d, 2 * d - 1, 2 * d, 3 * d, 32}), times) > 100
@@ -73,7 +73,7 @@ def test_bubbles_are_those_of_the_formulas_for_many_microbatches_and_random_time
 
 @pytest.mark.parametrize("kind", ["idle", "own"])
 def test_the_conditions_of_the_formulas_are_needed(kind):
-    """Where they do not hold the bubble is another: the simulator decides."""
+    """Where the conditions do not hold, the simulator gives another bubble."""
     if kind == "idle":
         assert max(price("zb_h1", 4, 1, 8, (1, 1, 2)).idle) > 0
         assert max(price("interleaved_1f1b", 4, 2, 13, (1, 1, 1)).idle) > 3 * 3

@@ -9,7 +9,7 @@ from tests.jpipe.schedules.pricing import order_of, plan_of
 
 
 def counted(plan, p, replica, batches):
-    """(stage, microbatch, how many backwards the rank has done at that stage) of each forward of a rank."""
+    """Return (stage, microbatch, number of backwards that the rank has done at that stage) for each forward of a rank."""
     done = dict.fromkeys(plan.pipeline_ranks[p], 0)
     forwards = []
     for entry in order_of(plan, p, replica, batches):
@@ -81,7 +81,7 @@ def test_2bw_in_chunks_is_legal_where_two_versions_are_enough_for_more_ranks(ran
 
 @pytest.mark.parametrize(("schedule", "ranks", "chunks", "m"), [("pipedream", 3, 2, 3), ("pipedream", 2, 3, 5), ("pipedream_2bw", 3, 2, 5)])
 def test_versions_read_are_those_of_the_backwards_done(schedule, ranks, chunks, m):
-    """Weight stashing reads what there is; 2BW one version less than that of the batch."""
+    """Weight stashing reads the newest version; 2BW reads the version before that of the batch."""
     plan = plan_of(schedule, ranks, chunks, m)
     for p in range(ranks):
         for s, k, done in counted(plan, p, 0, 6):

@@ -131,7 +131,7 @@ def test_invalid_round_robin_plans_are_refused():
 
 
 def flattened() -> Layer:
-    """Has a weight for each position."""
+    """Build a layer with a weight for each position."""
     return Layer(
         lambda key, x: ({"w": jnp.ones(x.shape[1:])}, {}),
         lambda params, state, x, key, train: ((x * params["w"][None]).sum(1), state),
@@ -139,7 +139,7 @@ def flattened() -> Layer:
 
 
 def counting() -> Layer:
-    """Has a count for each position as its state."""
+    """Build a layer whose state counts each position."""
     return Layer(lambda key, x: ({}, {"n": jnp.zeros(x.shape[1])}), lambda params, state, x, key, train: (x.mean(1), state))
 
 

@@ -112,12 +112,12 @@ def _nested_scans(p, x):
 
 
 def _branched(p, x):
-    """One of two products by the data: what is inside of a `cond` is not cut."""
+    """Compute one of two products, chosen by the data; the body of a `cond` is not split."""
     return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ p["a"]), lambda x: jnp.sin(x @ p["b"]), x)
 
 
 def _routed(p, x):
-    """Each row goes to one of the experts, whose weights are gathered."""
+    """Send each row to one of the experts, gathering the expert's weights."""
     expert = jnp.argmax(x.mean(1) @ p["router"], axis=-1)
     share = jax.nn.softmax(x.mean(1) @ p["router"]).max(-1)
     return x + share[:, None, None] * jnp.einsum("bsw,bwv->bsv", x, p["experts"][expert])
@@ -174,7 +174,7 @@ def middle(kind: str, recompute: str = "none", **options) -> StageFunctions:
 
 
 def filled(specs, seed: int = 0):
-    """Random arrays of these shapes and dtypes."""
+    """Return random arrays of these shapes and dtypes."""
     draw = np.random.default_rng(seed)
 
     def fill(spec):
@@ -188,7 +188,7 @@ def filled(specs, seed: int = 0):
 
 
 class Run:
-    """A forward of a stage and what its backward takes, on random arrays."""
+    """A forward of a stage and the inputs of its backward, on random arrays."""
 
     def __init__(self, f: StageFunctions) -> None:
         self.f = f
@@ -214,7 +214,7 @@ class Run:
 
 
 def check_close(actual, expected, tolerance: float = 1e-3) -> None:
-    """Equal to rounding: XLA may fuse the same operations in other ways."""
+    """Check that two trees are equal up to rounding: XLA may fuse the same operations differently."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
@@ -228,7 +228,7 @@ def one_by_one(function, arguments):
 
 
 def check_halves(f: StageFunctions, tolerance: float = 1e-3) -> Run:
-    """Both halves make what the whole backward makes: compiled to rounding; operation by operation the same bits."""
+    """Check that both halves equal the whole backward: up to rounding if compiled, and bit for bit operation by operation."""
     run = Run(f)
     check_close(run.in_halves(), jax.jit(f.backward)(*run.whole()), tolerance)
     message, stash = one_by_one(f.backward_input, run.first())
@@ -241,12 +241,12 @@ def check_halves(f: StageFunctions, tolerance: float = 1e-3) -> Run:
 
 
 def has_scan(function, arguments) -> bool:
-    """Whether there is a loop in a function."""
+    """Return whether a function contains a loop."""
     return "scan[" in str(jax.make_jaxpr(function)(*arguments))
 
 
 def products(function, arguments) -> int:
-    """How many products and convolutions a function computes that its results depend on; in a loop, once a step."""
+    """Count the products and convolutions that the results of a function depend on, for each step of a loop."""
     return _products(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
@@ -280,7 +280,7 @@ def test_halves_equal_the_whole_backward(kind, recompute):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.usefixtures("float64")
 def test_halves_of_loops_equal_the_whole_backward(kind, recompute):
-    """In float64, for a loop that is compiled as a whole is rounded in other ways than its two halves."""
+    """The comparison is in float64 because a compiled loop rounds differently from its two halves."""
     run = Run(middle(kind, recompute, inputs=np.zeros((2 * ROWS, STEPS, WIDTH))))
     assert {leaf.dtype for leaf in jax.tree.leaves(run.params)} == {np.dtype(np.float64)}
     check_close(run.in_halves(), jax.jit(run.f.backward)(*run.whole()), tolerance=1e-11)
@@ -300,7 +300,7 @@ def test_halves_in_another_precision_equal_the_whole_backward(precision):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)])
 def test_halves_with_a_shared_weight_equal_the_whole_backward(sizes):
-    """Where both places are in one stage, and where they are in two."""
+    """Both uses of the weight are in one stage, or in two."""
     layers = {name: LAYERS["dense"]() for name in ("in", "one", "two", "out")}
     for f in functions_of(layers, sizes, ties=[Tie(("one", "w"), ("two", "w"))]):
         check_halves(f)
@@ -312,7 +312,7 @@ def _merged(p, x):
 
 
 def test_a_product_of_weights_is_not_computed_twice():
-    """Its result goes from one half to the other, though the second half has the weights."""
+    """The first half passes its result to the second, though the second half has the weights."""
     layers = {"in": LAYERS["dense"](), "merged": stateless(_merged, a=(WIDTH, 2), b=(2, WIDTH)), "out": LAYERS["dense"]()}
     run = check_halves(functions_of(layers, recompute="full")[1])
     _, stash = jax.eval_shape(run.f.backward_input, *run.first())
@@ -323,7 +323,7 @@ def test_a_product_of_weights_is_not_computed_twice():
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("kind", "of_inputs", "of_weights"), [("gpt", 16, 8), ("convolution", 2, 2)])
 def test_no_product_is_computed_twice(kind, of_inputs, of_weights, recompute):
-    """Products of weight gradients are those of the second half, all others are those of the first."""
+    """The second half computes the products of weight gradients, the first half all other products."""
     run = Run(middle(kind, recompute))
     _, stash = jax.eval_shape(run.f.backward_input, *run.first())
     whole = products(run.f.backward, run.whole())
@@ -334,7 +334,7 @@ def test_no_product_is_computed_twice(kind, of_inputs, of_weights, recompute):
 
 @pytest.mark.parametrize(("kind", "most"), [("gpt", 66_308), ("lstm", 24_580)])
 def test_less_is_stored_between_the_halves_than_before_the_first(kind, most):
-    """With every array that the second half reads, and not the cheapest cut, the LSTM would keep more."""
+    """The LSTM would store more if every array that the second half reads were stored in place of the cheapest cut."""
     f = middle(kind)
     assert nbytes(f.halves.stash_spec) <= most < nbytes(f.between_specs[:2]) / 2
 
@@ -373,7 +373,7 @@ def _reported(p, x):
 
 
 def test_a_layer_whose_backward_cannot_be_split():
-    """Its name is told, its stage runs the whole backward early, and the numbers stay."""
+    """A warning names the layer, its stage runs the whole backward early, and the numbers are equal."""
     layers = {
         "in": LAYERS["dense"](),
         "reported": stateless(_reported, w=SQUARE, b=(WIDTH,)),

@@ -28,7 +28,7 @@ def plan_of(schedule: str, depth: int, microbatches: int, **options) -> jpipe.Pl
 
 
 def boxes(axes, colour: str) -> list[list[tuple[float, float]]]:
-    """(left, right) of all boxes of a colour, for each row from the top that has such a box, without empty ones."""
+    """Return (left, right) of all boxes of a colour, for each row from the top that has such a box."""
     rows = boxes_by_row(axes, colour)
     return [rows[w] for w in sorted(rows)]
 

@@ -16,7 +16,7 @@ SCHEDULES = sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"})
 
 
 def timeline_of(schedule, costs=COSTS):
-    """Four batches: of three microbatches, on three ranks; or of four, on two ranks of two stages each if the schedule is made for that."""
+    """Simulate four batches of three microbatches on three ranks, or of four on two ranks of two stages for schedules with chunks."""
     if jpipe.schedules.SCHEDULES[schedule].layout == "straight" or not jpipe.schedules.SCHEDULES[schedule].flushes:
         program = jpipe.lower(Plan.even("abc", num_stages=3, schedule=schedule, microbatches=3), batches=4)
     else:

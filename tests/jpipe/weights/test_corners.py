@@ -29,7 +29,7 @@ def first_loss(stack, depth, loss=squares32):
 
 
 class HalfDense(nnx.Module):
-    """Computes in bfloat16: what it multiplies decides the dtype of its output."""
+    """A dense layer that computes in bfloat16, which determines the dtype of its output."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.scale = nnx.Param(jnp.full((3,), 0.5))
@@ -62,7 +62,7 @@ def test_a_weight_too_large_for_the_gradients_dtype_still_divides():
 
 
 class Stacked(nnx.Module):
-    """Blocks with dropout, stacked and scanned over: their random streams are stacks of keys."""
+    """Stacked blocks with dropout in a scan, whose random streams are stacks of keys."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         @nnx.split_rngs(splits=4)

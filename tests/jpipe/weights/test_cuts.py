@@ -35,5 +35,5 @@ def test_flushing_schedules_do_not_depend_on_the_cut(sizes, variant, uncut):
 
 @pytest.mark.parametrize("sizes", [(1, 3), (1, 2, 1)])
 def test_2bw_does_not_depend_on_the_cut(sizes):
-    """All stages read one version, whatever the depth."""
+    """All stages read one version at any depth."""
     check_close(trained(sizes, "pipedream_2bw"), trained((4,), "pipedream_2bw"))

@@ -40,7 +40,7 @@ def plain_averages(pipe, batches):
 
 
 def loss_of(params, batch):
-    """Of the whole model."""
+    """Return the loss of the whole model."""
     y, _ = STACK.apply(STACK.ids, params, {i: {} for i in STACK.ids}, batch[0], key=None, microbatch=None, train=False)
     total, weight = models.masked_squares(y, batch[1])
     return total / weight
@@ -113,7 +113,7 @@ def test_an_average_starts_with_the_given_weights():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_average_is_stored_in_float32_and_follows_scaled_updates(dtype):
-    """In bfloat16 steps of a thousandth of the weights would be lost."""
+    """In bfloat16, steps of a thousandth of the weights would be lost."""
     rule = LayerwiseOptimizer(optax.sgd(1.0), {}, ema_decay=0.999)
     params = {"w": jnp.ones(3, dtype)}
     state = rule.init("a", params)

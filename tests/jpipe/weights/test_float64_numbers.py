@@ -92,7 +92,7 @@ def test_microbatches_and_batches_of_weight_zero_teach_nothing(variant):
 
 
 def test_a_batch_divides_by_its_total_weight():
-    """One microbatch of weight 6 and one of weight 2 give what their eight rows give together."""
+    """A microbatch of weight 6 and one of weight 2 give the gradient of their eight rows together."""
     stack = models.plain_stack()
     batches = models.masked_batches(3, 2, rows=4, dtype=np.float64)
     for _, labels in batches:
@@ -104,7 +104,7 @@ def test_a_batch_divides_by_its_total_weight():
 
 
 def embed() -> Layer:
-    """Token ids to vectors; passes the ids and a copy of the vectors on."""
+    """Build a layer that maps token ids to vectors and passes on the ids and a copy of the vectors."""
 
     def apply(params, state, x, key, train):
         vectors = params["table"][x["ids"]]

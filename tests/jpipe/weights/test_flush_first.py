@@ -51,7 +51,7 @@ def test_programs_are_verified_and_those_of_the_steps_are_the_same_run(fields, s
 @settings(deadline=None, max_examples=10)
 @given(fields=plans(), batches=st.integers(1, 5), norm=st.booleans())
 def test_the_program_after_the_warm_up_equals_the_start_of_a_run(fields, batches, norm):
-    """Instruction by instruction: after the warm-up follows the program of a run without one, so many batches later."""
+    """The instructions after the warm-up are those of a run without one, shifted by the batches of the warm-up."""
     plan = Plan.even(**fields)
     norm, first = norm and not SCHEDULES[plan.schedule].norm_refusal(plan), plan.flush_first
     without = lower(plan.model_copy(update={"flush_first": 0}), batches, global_norm=norm)
@@ -87,7 +87,7 @@ def flushing(plan: Plan) -> Plan:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("variant", ["pipedream_2bw", "pipedream_vertical_sync"])
 def test_an_evaluation_reads_the_version_of_a_run_without_a_warm_up(variant, norm):
-    """So many batches later; in each batch, most of all in the first ones after the warm-up."""
+    """The versions are compared for each batch, above all the first ones after the warm-up."""
     fields, first = FREE[variant], 3
     m = 4 if variant == "pipedream_2bw" else 1
     batches, versions = models.masked_batches(8, m), {}

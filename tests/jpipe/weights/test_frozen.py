@@ -17,7 +17,7 @@ STEPS = 5
 
 
 def frozen(*words):
-    """Labels by path: "frozen" where it contains one of these words, else "trained"."""
+    """Label parameters "frozen" if their path contains one of these words, else "trained"."""
 
     def label(path, _):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -191,7 +191,7 @@ def test_a_backward_of_frozen_layers_computes_only_the_gradient_of_its_input():
 
 
 def test_a_frozen_layer_may_have_no_backward():
-    """Before the first trained layer none is computed, so an operation that JAX does not differentiate is allowed there."""
+    """No backward is computed before the first trained layer, so an operation without a derivative is allowed there."""
 
     def doubled(params, state, x, key, train):
         return jax.lax.while_loop(lambda y: jnp.abs(y).max() < 10, lambda y: y * 2 + params["w"], x), state
@@ -246,7 +246,7 @@ def test_stages_sum_no_gradients_of_a_frozen_tied_parameter(words, groups):
 
 
 def cut(pipe, batches, at):
-    """(layers of a snapshot before batch `at`, the outcome of the whole run)."""
+    """Return (layers of a snapshot before batch `at`, the outcome of the whole run)."""
     state, snapshot = running.fresh(pipe, batches), pipe.snapshot(at)
     for batch in batches:
         state, _ = pipe.step(state, batch, observe=snapshot)

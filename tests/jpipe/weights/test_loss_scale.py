@@ -14,7 +14,7 @@ HALF = Precision(params="float16", loss_scale=DynamicLossScale(initial=2.0**15, 
 
 
 def test_the_rule_by_hand():
-    """Two finite batches in a row double it, and counting begins again; any other batch halves it; 1 is the smallest."""
+    """Two finite batches in a row double the scale and restart the count; any other batch halves it, down to 1."""
     rule = DynamicLossScale(4, growth_every=2)
     scale, history = rule.first(), []
     for is_finite in (True, True, True, False, True, True, False, False, False, False, False, True, True):
@@ -41,13 +41,13 @@ def test_the_rule_by_hand():
 )
 @pytest.mark.parametrize("clip", [None, 3.0])
 def test_equals_the_sequential_reference_bit_for_bit(replicas, fields, clip):
-    """Gradients of these batches overflow when they are scaled by 2**15, and fit later; then the scale grows until they do not."""
+    """The gradients of these batches overflow at a scale of 2**15 and fit later; then the scale grows until they overflow."""
     plan = Plan.even(STACK.ids, len(replicas), replicas=replicas, **fields)
     running.check_against_reference(STACK, plan, {3}, precision=HALF, clip_global_norm=clip)
 
 
 def trained(pipe, batches, state=None, observe=None):
-    """(state after a drain, loss scale that follows each batch, batches that were skipped)."""
+    """Train and return (state after a drain, loss scale after each batch, skipped batches)."""
     state, scales, skipped = state or running.fresh(pipe, batches), {}, []
     for batch in [*batches, None]:
         state, metrics = pipe.drain(state, with_metrics=True) if batch is None else pipe.step(state, batch, observe=observe)
@@ -72,7 +72,7 @@ def test_float16_overflows_at_first_and_trains_then():
 
 @pytest.mark.slow
 def test_the_scale_changes_no_other_bit():
-    """In bfloat16, where nothing overflows, a run whose scale grows all the time equals one without a scale that may skip batches."""
+    """In bfloat16, where nothing overflows, a run with a growing scale equals one without a scale that may skip batches."""
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 2), models.masked_batches(6, 2)
     options = [{"precision": Precision(params="bfloat16"), "skip_nonfinite": True}]
     options.append({"precision": Precision(params="bfloat16", loss_scale=DynamicLossScale(1, 1))})

@@ -99,7 +99,7 @@ def test_other_features_of_a_run_are_equal_on_a_mesh(option, schedule):
 
 @pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
 def test_workers_that_share_the_devices_of_a_mesh_compute_one_after_the_other(schedule):
-    """Six workers on pairs of eight devices: their collectives must not wait for each other's threads."""
+    """Six workers share pairs of eight devices; their collectives must not wait for each other's threads."""
     stack = LayerStack({"a": models.dense(4), "b": models.dense(4)})
     plain = Plan.even(stack.ids, 2, schedule=schedule, microbatches=6)
     expected, _ = trained(plain, stack, steps=2)
@@ -165,7 +165,7 @@ def test_each_device_holds_its_share_and_the_run_is_measured_as_predicted():
 
 
 def alive(device: jax.Device) -> int:
-    """Bytes on a device of all arrays that are not deleted, but keys and marks of computations."""
+    """Return the bytes of all live arrays on a device, except keys and markers of computations."""
     arrays = [a for a in jax.live_arrays() if device in a.devices() and not a.is_deleted()]
     return sum(shard_bytes(a) for a in arrays if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key) and a.dtype != bool)
 

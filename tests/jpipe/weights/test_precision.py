@@ -35,7 +35,7 @@ def dtypes(tree) -> set[str]:
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(("variant", "d", "m", "replicas"), CASES)
 def test_masters_are_the_float32_parameters_of_a_run_that_casts_them(variant, d, m, replicas):
-    """And a weight version is what the masters are in bfloat16, of half the bytes: so is the whole stash."""
+    """A weight version is the masters cast to bfloat16, of half the bytes, and so is the whole stash."""
     plan, batches = Plan.even(STACK.ids, d, microbatches=m, replicas=replicas, **models.VARIANTS[variant]), models.masked_batches(5, m)
     cast, with_masters = (pipeline(plan, precision) for precision in (Precision(compute="bfloat16"), MASTERS))
     expected = running.train(cast, batches)
@@ -70,7 +70,7 @@ def test_a_schedule_with_masters_equals_the_sequential_reference_bit_for_bit(var
 
 
 def test_a_step_with_masters_by_hand():
-    """Cast the masters, compute in bfloat16, sum in float32, change the masters; in numbers of which only the named steps are rounded."""
+    """Cast the masters, compute in bfloat16, sum in float32 and update the masters; only the named steps round these numbers."""
     layer = Layer(
         lambda key, x: ({"w": jax.random.normal(key, (3,))}, {}), lambda params, state, x, key, train: (params["w"][None] * x, state)
     )
@@ -102,13 +102,13 @@ def _bfloat16(array):
 
 
 def scale(dtype) -> Layer:
-    """`w * x`, with a `w` of zeros."""
+    """Build a layer that computes `w * x`, with a `w` of zeros."""
     return Layer(lambda key, x: ({"w": jnp.zeros((), dtype)}, {}), lambda params, state, x, key, train: (params["w"] * x, state))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_many_small_bfloat16_gradients_do_not_vanish(replicas):
-    """A sum in bfloat16 stays at 1: each of the others is less than half of its last digit."""
+    """A sum in bfloat16 would stay at 1: each other term is less than half of its last digit."""
     stack, m = LayerStack({"scale": scale(jnp.bfloat16)}), 64
     x = np.full((m, 1), 2.0**-9, jnp.bfloat16)
     x[0] = 1

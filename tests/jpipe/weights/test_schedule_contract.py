@@ -31,14 +31,14 @@ CHANGES = {
 
 @pytest.fixture(params=[*SCHEDULES, "two_by_two"])
 def schedule(request):
-    """Each schedule of the registry, and one that was added to it with nothing else."""
+    """Return each schedule of the registry, and one that only adds itself to it."""
     if request.param not in SCHEDULES:
         request.getfixturevalue(request.param)
     return SCHEDULES[request.param]
 
 
 def plans(schedule):
-    """Legal plans of all kinds: straight, in chunks and replicated, few and many microbatches, with each option of the schedule."""
+    """Return legal plans of all kinds: straight, in chunks and replicated, few and many microbatches, and each option of the schedule."""
     cases = []
     shapes = [(replicas, 1) for replicas in REPLICAS] + CHUNKS
     options = [None, *(option for option in schedule.options if option in CHANGES)]
@@ -63,7 +63,7 @@ def legal(schedule, fields, chunks):
 
 
 def with_order(name, fields, chunks):
-    """Plans whose order is data: that of another schedule, and one by times."""
+    """Return plans whose order is data: that of another schedule, and one computed from times."""
     try:
         other = Plan.even(schedule=name, chunks_per_rank=chunks, **fields)
     except InputError:
@@ -76,7 +76,7 @@ def with_order(name, fields, chunks):
 
 
 def rank_replicas(plan):
-    """Each rank and replica, with its stages."""
+    """Return each rank and replica with its stages."""
     return [(p, replica, stages) for p, stages in enumerate(plan.pipeline_ranks) for replica in range(plan.replicas[stages[0]])]
 
 

@@ -114,7 +114,7 @@ def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
 
 @pytest.mark.slow
 def test_a_run_resumes_with_a_sharded_optimizer_and_without():
-    """In all directions, with other replicas and cuts, and with the masters that some replica has."""
+    """Restore in all directions, with other replicas and cuts, and with the masters that some replica has."""
     options = {"precision": Precision(params="bfloat16"), "optimizer": optax.adam(1e-2)}
     plans = [plan_of(), plan_of(False), plan_of(num_stages=1, schedule="pipedream_flush", replicas=4)]
     batches, key = batches_for(plans[0], count=3), jax.random.key(3)

@@ -78,7 +78,7 @@ def test_without_skipping_the_weights_become_nan():
 
 
 def test_large_finite_gradients_are_no_reason_to_skip():
-    """Their squares overflow, so that the norm is infinite; they are finite."""
+    """The gradients are finite, but their squares overflow, so that the norm is infinite."""
     plan = Plan.even(STACK.ids, 2, "gpipe", 2)
     pipe = Pipeline(STACK, plan, lambda y, labels: (1e25 * y.sum(), jnp.float32(1)), optax.sgd(1e-30), skip_nonfinite=True)
     batches = models.masked_batches(1, 2)

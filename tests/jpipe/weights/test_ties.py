@@ -74,7 +74,7 @@ def batches() -> list[Any]:
 
 
 def sequential(params, version, optimizer, data):
-    """Plain training of the model with one table, each microbatch at the weights of `version(k)`."""
+    """Train the model with one table plainly, each microbatch at the weights of `version(k)`."""
 
     def total(p, x, labels):
         h = p["embed"]["token"]["embedding"][x] + p["embed"]["position"][None]
@@ -94,7 +94,7 @@ def sequential(params, version, optimizer, data):
 
 
 def plain(params) -> dict[str, Any]:
-    """Parameters as dicts, without the second place of the table."""
+    """Return parameters as dicts, without the second place of the table."""
     trees = {layer_id: nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree for layer_id, tree in params.items()}
     return trees | {"head": {"bias": trees["head"]["bias"]}}
 
@@ -156,7 +156,7 @@ def check_copies(state, name="embed shared token/embedding") -> None:
 
 @pytest.mark.slow
 def test_a_run_resumes_where_the_tied_layers_share_a_stage():
-    """And the other way round; a checkpoint has the parameter once."""
+    """Restore in both directions; a checkpoint has the parameter once."""
     first, second, data = pipeline((1, 1, 1), {"schedule": "pipedream_2bw"}), pipeline((1,), {"schedule": "pipedream_2bw"}), batches()
     state, cut = first.init(jax.random.key(0), data[0]), first.snapshot(2)
     for batch in data:
@@ -175,7 +175,7 @@ def test_a_run_resumes_where_the_tied_layers_share_a_stage():
 
 @pytest.mark.slow
 def test_averages_and_evaluation_are_those_of_one_stage():
-    """The moving average, and the loss of the newest weights and of the average."""
+    """Compare the moving average, and the loss of the newest weights and of the average."""
     data, results = batches(), []
     for replicas in ((1,), (1, 1, 2)):
         pipe = pipeline(replicas, {"schedule": "pipedream_2bw"}, ema_decay=0.5)
@@ -195,7 +195,7 @@ def test_averages_and_evaluation_are_those_of_one_stage():
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_masters_of_a_shared_parameter(replicas):
-    """One version in bfloat16 and one master in each stage; a run that is restored is the same, bit for bit."""
+    """Each stage has one bfloat16 version and one master; a restored run is equal bit for bit."""
     stack, data, name = models.tied_stack(), models.masked_batches(3, 4), "noise shared w"
     plan = Plan.even(stack.ids, 2, "pipedream_2bw", 4, replicas=replicas)
     devices, precision = [jax.devices()[s] for s, _ in plan.workers], Precision(params="bfloat16")

@@ -52,7 +52,7 @@ def pipeline(num_stages, schedule, optimizer, devices, **options) -> Pipeline:
 
 
 def trained(num_stages, schedule, optimizer, batches, **options):
-    """(pipeline, its state after a drain)."""
+    """Train and return (pipeline, state after a drain)."""
     pipe = pipeline(num_stages, schedule, optimizer, jax.devices()[:1] * num_stages, **options)
     state = pipe.init(jax.random.key(0), data(1)[0])
     for batch in data(batches):
@@ -72,7 +72,7 @@ def trained(num_stages, schedule, optimizer, batches, **options):
     ids=["adamw", "sgd", "lamb", "masters"],
 )
 def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, options):
-    """One of the stages holds nothing else, so that the rest of its update is another program."""
+    """One of the stages holds only the copy, so that the remaining update is another program."""
     _, state = trained(4, schedule, optimizer, 12, **options)
     copies = [(worker.versions, worker.optimizer[TABLE]) for worker in state.workers if TABLE in worker.optimizer]
     first, *remaining = (
@@ -85,7 +85,7 @@ def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, optio
 
 @pytest.mark.slow
 def test_masters_and_averages_are_restored_where_stages_of_several_devices_are_joined():
-    """With new optimizer state, which begins with the masters, also of parameters that are one array, as shared ones are."""
+    """New optimizer state starts with the masters, also for parameters that are one array, such as shared ones."""
     options = {"precision": Precision(params="bfloat16"), "ema_decay": 0.5}
     pipe, one = (pipeline(d, "pipedream_2bw", optax.adam(0.05), jax.devices()[:d], **options) for d in (4, 1))
     state, cut = pipe.init(jax.random.key(0), data(1)[0]), pipe.snapshot(2)
@@ -103,7 +103,7 @@ def test_masters_and_averages_are_restored_where_stages_of_several_devices_are_j
 
 @pytest.mark.slow
 def test_gradients_of_places_in_one_stage_are_summed_in_float32():
-    """In bfloat16 their sum would have an error of up to 1/256 of it, which places in several stages do not have."""
+    """A sum in bfloat16 would have an error of up to 1/256, which places in several stages do not have."""
     masters = Precision(params="bfloat16")
     results = [trained(num_stages, "gpipe", optax.sgd(1.0), 1, precision=masters) for num_stages in (1, 4)]
     tables = [np.asarray(pipe.params(state)["embed"]["table"]) for pipe, state in results]

@@ -54,7 +54,7 @@ def test_unchanged_state_is_the_same_array_after_a_step(fields, recompute):
 
 @pytest.mark.usefixtures("float64")
 def test_replicas_do_not_copy_unchanged_state():
-    """Three copies summed and divided by three would be another number."""
+    """Summing three copies and dividing by three would give another number."""
     plan = Plan.even(STACK.ids, 1, "pipedream_flush", 6, replicas=3)
     pipe, batches = Pipeline(STACK, plan, models.masked_squares, models.momentum()), models.masked_batches(3, 6, dtype=np.float64)
     state = running.fresh(pipe, batches)

@@ -38,7 +38,7 @@ def test_2bw_with_replicas_and_more_in_flight_needs_enough_microbatches(replicas
 
 
 def read_in_chunks(p, v, m, r, s, k):
-    """floor(max(D(s, k) - l, 0) / (m / r)), with D as docs/concepts.md has it."""
+    """Return floor(max(D(s, k) - l, 0) / (m / r)), with the D of docs/concepts.md."""
     own_p, c, n = s % p, s // p, k // r
     w = (v - 1) * p + 2 * (p - 1 - own_p)
     q = p * (v * (n // p) + c) + n % p - w - p * (v - 1 - c)
@@ -48,7 +48,7 @@ def read_in_chunks(p, v, m, r, s, k):
 
 @pytest.mark.parametrize(("p", "v", "m", "r"), [(2, 2, 3, 1), (2, 2, 2, 1), (3, 2, 4, 1), (2, 3, 5, 1), (2, 2, 6, 2), (3, 2, 5, 1)])
 def test_chunks_without_a_flush_run_groups_of_p_across_batches_and_drains(p, v, m, r):
-    """Group a has microbatches a p to a p + p - 1 of each replica, whatever batch they are of and wherever the pipeline was emptied."""
+    """Group a has microbatches a p to a p + p - 1 of each replica, across batches and drains."""
     ids = models.plain_stack(p * v).ids
     plan = Plan.even(ids, p * v, "pipedream", m, replicas=r, chunks_per_rank=v)
     rules = SCHEDULES["pipedream"]
@@ -63,7 +63,7 @@ def test_chunks_without_a_flush_run_groups_of_p_across_batches_and_drains(p, v, 
 
 
 def test_replicas_keep_their_own_layer_state_in_flushed_batches_too():
-    """`flush_first` decides which weights are read; the mean of layer state is taken by a drain, as in the batches after."""
+    """`flush_first` determines which weights are read; only a drain takes the mean of layer state."""
     stack = LayerStack({"track": models.tracking()})
     plan = Plan.even(stack.ids, 1, "pipedream_2bw", 4, replicas=2, flush_first=2)
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), jax.devices()[:1] * 2)

@@ -12,7 +12,7 @@ from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
 
 
 def shares(replicas, rng):
-    """Memory of each stage of a random pipeline, as a share of what the simulator counts."""
+    """Return the memory of each stage of a random pipeline relative to the simulator's."""
     depth = len(replicas)
     layers = [
         jpipe.programs.LayerCost(

@@ -41,7 +41,7 @@ def batch(rows):
 
 
 def shared_profile(seed=0, *layers: str) -> Profile:
-    """Invented layers, of which some share most of what the smallest has; with gradients larger than the weights."""
+    """Return an invented profile in which some layers share most of the smallest one's weights, with gradients larger than weights."""
     profile = invented_profile(seed)
     changed = tuple(layer.model_copy(update={"accumulators": 2 * layer.weights}) for layer in profile.layers)
     size = min(layer.weights for layer in changed if layer.id in layers) * 3 // 4

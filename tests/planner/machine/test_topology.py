@@ -137,7 +137,7 @@ def test_invalid_dtypes_are_refused():
 
 
 def servers(cores=None):
-    """Four servers of eight devices."""
+    """Return four servers of eight devices."""
     levels = {"count": 8, "bandwidth": 450.0, "latency": 3.0}, {"count": 4, "bandwidth": 400.0, "latency": 10.0}
     return Topology(levels=levels, cores=cores)
 

@@ -127,7 +127,7 @@ def test_the_bytes_of_frozen_layers_are_those_of_their_pipeline():
 
 
 def some_cuts(ids, policy):
-    """All layers in one stage, each in its own, and in pairs, begun in two places."""
+    """Yield cuts with all layers in one stage, each in its own, and in pairs from two offsets."""
     for size, shift in [(len(ids), 0), (1, 0), (2, 0), (2, 1)]:
         starts = sorted({0, *range(shift, len(ids), size)})
         runs = [ids[a:b] for a, b in itertools.pairwise([*starts, len(ids)])]

@@ -14,7 +14,7 @@ SUMS = {"reduced": 800.0, "reductions": 2}
 
 
 def profile(sizes=(2, 4), **tensor) -> Profile:
-    """Two equal layers, half of which can be sharded."""
+    """Return a profile of two equal layers, half of which can be sharded."""
     at = [
         {"forward": 8.0 * n, "backward": 16.0 * n, "outputs": 1000 * n, "residuals": {"none": 4000 * n, "full": 1000 * n}, "temporary": 80}
         for n in sizes

@@ -21,7 +21,7 @@ ROWS, SEQ, WIDTH, HEADS, KV, INNER = 2, 16, 16, 4, 2, 40
 
 
 def stages(stack, inputs):
-    """Each layer as a stage, by layer id and policy."""
+    """Return a function that gives a layer as a stage, by layer id and policy."""
     specs = stack.specs(inputs)
     params = {layer_id: spec.params for layer_id, spec in specs.items()}
     rule = jpipe.model.find_layerwise(optax.sgd(0.1), params, False, stack.ties)

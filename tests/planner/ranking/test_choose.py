@@ -17,7 +17,7 @@ from tests.planner.invented import simulate_all
 
 
 def gpt(blocks: int = 6, outputs: int = 1_000, weights: int = 100_000) -> Profile:
-    """Equal blocks between a light first and a heavy last layer."""
+    """Return a profile of equal blocks between a light first and a heavy last layer."""
 
     def layer(name, factor):
         at = [

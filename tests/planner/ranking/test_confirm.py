@@ -25,7 +25,7 @@ MB = 10**6
 
 
 def profile(temporary: int = 0, fixed: int = 0, dispatch: float = 0.0) -> Profile:
-    """Eight equal layers; `temporary` bytes of scratch memory per row, and `fixed` in addition. `dispatch` makes more rows faster."""
+    """Return eight equal layers with `temporary` bytes of scratch memory per row and `fixed` bytes in addition."""
     at = [
         {
             "forward": 0.01 * n,

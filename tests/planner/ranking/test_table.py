@@ -14,7 +14,7 @@ from jpipe_planner.search.candidates import find_candidates
 
 
 def chosen(weights: int, residuals: int, memory: float) -> Choice:
-    """Four equal layers for two devices, in microbatches of 2 rows or 4."""
+    """Choose a plan of four equal layers for two devices, in microbatches of 2 or 4 rows."""
     at = [{"forward": 0.01 * n, "backward": 0.02 * n, "outputs": 100 * n, "residuals": {"none": residuals * n}} for n in (2, 4)]
     layers = [{"id": f"layer {n}", "weights": weights, "optimizer": 2 * weights, "at": at} for n in range(4)]
     profile = Profile(source="measured", sizes=(2, 4), inputs=(200, 400), labels=(8, 16), layers=layers)

@@ -51,7 +51,7 @@ def ranking(profile, topology, batch, schedules=None):
 
 @pytest.mark.slow
 def test_without_stale_weights_and_links_a_zero_bubble_schedule_is_the_fastest_of_those_that_flush():
-    """With a large bubble, and all microbatches of one size."""
+    """The bubble is large, and all microbatches have one size."""
     choice = ranking(gpt(7, head=0.9, sizes=(1,), weights=10), FAST, 4)
     flushing = [one for one in choice.ranked if jpipe.schedules.SCHEDULES[one.candidate.schedule].flushes and one.candidate.depth > 1]
     assert flushing[0].candidate.schedule not in planned_schedules()
@@ -60,7 +60,7 @@ def test_without_stale_weights_and_links_a_zero_bubble_schedule_is_the_fastest_o
 
 @pytest.mark.slow
 def test_chunks_gain_nothing_without_a_flush():
-    """Transfers are more frequent, and there is no bubble to fill: among plans of 2BW for equal layers the straight one wins."""
+    """Transfers are more frequent and there is no bubble to fill: for equal layers the straight plan of 2BW is best."""
     profile = gpt(8, sizes=(1,))
     profile = profile.model_copy(update={"layers": profile.layers[1:-1]})
     choice = ranking(profile, levels((4, 20_000.0, 0.02)), 8, ["pipedream_2bw"])
@@ -70,7 +70,7 @@ def test_chunks_gain_nothing_without_a_flush():
 
 
 def test_plans_of_chunks_without_a_simulation_are_simulated():
-    """The bounds by which others are left out hold for one stage on each rank only."""
+    """The bounds that rule out candidates hold only for one stage on each rank."""
     profile = gpt(8, sizes=(1,))
     variants = find_variants(profile, FAST, 8, schedules=["interleaved_1f1b", "zb_h1"]).simulated
     assert any(candidate.chunks > 1 for candidate in variants)
@@ -102,7 +102,7 @@ def test_the_reason_for_a_plan_is_explained():
 
 
 def straight_pipelines(schedule, latency, **fields):
-    """Equal layers on four ranks with such links, joint without more microbatches in flight, and what is made of that: a ranking."""
+    """Rank equal layers on four ranks with these links, joint and without more microbatches in flight, and their variants."""
     profile, topology = gpt(4, sizes=(1,)), levels((4, 1e12, latency))
     layers = [layer.model_copy(update={"at": tuple(at.model_copy(update=fields) for at in layer.at)}) for layer in profile.layers[1:-1]]
     profile = profile.model_copy(update={"layers": tuple(layers)})
@@ -116,7 +116,7 @@ def straight_pipelines(schedule, latency, **fields):
 
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream", "pipedream_2bw"])
 def test_early_gradients_win_where_they_hide_the_latency_of_links(schedule):
-    """A backward for weights takes a second, so that messages of 0.4 seconds arrive in time; whole backwards wait for them."""
+    """A backward for weights takes a second and hides messages of 0.4 seconds; whole backwards wait for them."""
     choice = straight_pipelines(schedule, 0.4)
     first, second = choice.ranked
     assert (first.candidate.split_backward, first.candidate.extra_in_flight) == ("early", 0)
@@ -133,7 +133,7 @@ def test_early_gradients_win_where_they_hide_the_latency_of_links(schedule):
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream", "pipedream_2bw"])
 def test_early_gradients_do_not_win_without_latency(schedule):
-    """Without weights to compute the gradient is no earlier; then whole backwards are as fast, with fewer programs."""
+    """Without latency the gradient is not needed earlier, and whole backwards need fewer programs."""
     choice = straight_pipelines(schedule, 0.4, backward_weight=0.0)
     assert [one.candidate.split_backward for one in choice.ranked] == ["joint", "early"]
     assert table.why_chosen(choice, 2)[1][-1] == "as fast, more programs"

@@ -15,7 +15,7 @@ from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
 
 
 def blocks(count: int = 4, weights: int = 1_000) -> Profile:
-    """Equal blocks; a forward takes a second, a backward two."""
+    """Return a profile of equal blocks; a forward takes one second, a backward two."""
     at = [{"forward": 1.0, "backward": 2.0, "outputs": 100, "residuals": {"none": 300}}]
     layers = [{"id": f"block_{n}", "weights": weights, "optimizer": weights, "update": 0.1, "at": at} for n in range(count)]
     return Profile(source="analytic", sizes=[1], inputs=[10], labels=[4], layers=layers)
@@ -26,7 +26,7 @@ def machines(count: int, cores: float | None = None) -> Topology:
 
 
 def placed(profile, topology, *replicas, microbatches):
-    """One layer a stage, with replicas of its own; the last stage has what is left."""
+    """Return a candidate with one layer a stage and its own replicas in each; the last stage has the remaining layers."""
     count = len(profile.ids)
     ends = [*range(1, len(replicas)), count]
     stages = [Placed(s, ends[s], sum(replicas[:s]), r) for s, r in enumerate(replicas)]
@@ -84,7 +84,7 @@ def test_without_replicas_there_is_one_pipeline_of_any_depth():
 
 
 def meshes_of(weights: int, memory: float | None = None):
-    """Four equal blocks that can be sharded, and two servers of four devices whose links between them are slow."""
+    """Return four equal blocks that can be sharded, and two servers of four devices with slow links between them."""
     tensor = {"weights": 1.0, "compute": 1.0, "residuals": {"none": 1.0}, "reduced": 100.0, "reductions": 2, "divides": 4}
     layers = tuple(layer.model_copy(update={"tensor": TensorProfile(**tensor)}) for layer in blocks(weights=weights).layers)
     levels = {"count": 4, "bandwidth": 1e12}, {"count": 2, "bandwidth": 1e2}

@@ -15,7 +15,7 @@ NUMBERS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0, 1,
 
 
 def recurrence(layers, levels, price):
-    """A^L(0 -> N, m_L) of the paper, with its own words and without its cleverness."""
+    """Compute A^L(0 -> N, m_L) of the paper by its definition."""
 
     @cache
     def t(k, i, j, m):

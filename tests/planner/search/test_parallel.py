@@ -45,7 +45,7 @@ def gpt(blocks=4, *, head=0.5, sizes=(1, 2), weights=20_000, outputs=1_000):
 
 
 def levels(*levels, memory=None, cores=None):
-    """Levels of (count, bandwidth, latency)."""
+    """Return a topology with levels of (count, bandwidth, latency)."""
     parts = [{"count": count, "bandwidth": bandwidth, "latency": latency} for count, bandwidth, latency in levels]
     return Topology(levels=parts, device={"memory": memory}, cores=cores)
 
@@ -54,7 +54,7 @@ TWO_LEVELS = levels((2, 20_000.0, 0.02), (3, 5_000.0, 0.1))
 
 
 def price(profile, topology, candidate):
-    """Seconds of a batch, as simulated."""
+    """Return the simulated seconds of a batch."""
     plan = candidate.plan(profile.ids)
     simulated = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
     assert simulated is not None
@@ -172,7 +172,7 @@ def test_each_stage_takes_the_cheapest_recomputation_that_fits(limit):
 
 
 def _memory(profile, candidate, policy):
-    """Stage by stage, with one policy for all."""
+    """Return the memory of each stage with one policy for all."""
     plan = _plan(profile, candidate.starts, policy, candidate)
     schedule, memory = jpipe.schedules.SCHEDULES[plan.schedule], []
     for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):

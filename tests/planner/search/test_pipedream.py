@@ -63,7 +63,7 @@ def build(layers, levels, **fields):
 
 
 def everything(problem, i=0, a=0):
-    """All ways to cut the layers from i on and to place them from device a on."""
+    """Yield all ways to cut the layers from i on and to place them from device a on."""
     if i == len(problem.layers):
         yield ()
     for j in range(i + 1, len(problem.layers) + 1):

@@ -17,7 +17,7 @@ from tests.train.run.test_loop import rows_of
 
 @pytest.fixture
 def no_cache(monkeypatch, tmp_path, nothing_shared):
-    """As in a fresh process of a user with this home folder."""
+    """Reset the compilation cache, as in a fresh process of a user with this home folder."""
     before = {name: jax.config.values[name] for name in ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")}
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()

@@ -17,7 +17,7 @@ from jpipe_train.config import config_file, entry_point
 from jpipe_train.config.config import Config, EvalConfig, LossConfig, ModelConfig
 from tests.train.run.test_loop import rows_of
 
-OWN = '''
+OWN_PARTS = '''
 """What a user may write."""
 
 import jax
@@ -180,7 +180,7 @@ limit = 3
 @pytest.fixture(autouse=True)
 def folder_of_own_parts(tmp_path, monkeypatch):
     """Change to a folder with the modules `own_parts` and `broken_…`."""
-    (tmp_path / "own_parts.py").write_text(OWN)
+    (tmp_path / "own_parts.py").write_text(OWN_PARTS)
     (tmp_path / "broken_name.py").write_text("import os\n\nx = unknown\n")
     (tmp_path / "broken_syntax.py").write_text("import os\ndef f(:\n")
     (tmp_path / "broken_import.py").write_text("import nowhere_to_be_found\n")
@@ -203,12 +203,12 @@ CONFIG = {
 
 
 def line_of(code: str) -> str:
-    """Where in the user's file these words are."""
-    return f"{Path.cwd()}/own_parts.py:{OWN[: OWN.index(code)].count(chr(10)) + 1}"
+    """Return the place of this code in the user's file, as `file:line`."""
+    return f"{Path.cwd()}/own_parts.py:{OWN_PARTS[: OWN_PARTS.index(code)].count(chr(10)) + 1}"
 
 
 def run(capsys, *flags: str, **sections) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `jpipe train` with the config, some of its sections replaced."""
+    """Run `jpipe train` with the config, with some sections replaced, and return (exit code, stdout, stderr)."""
     Path("own.yaml").write_text(yaml.safe_dump(CONFIG | sections))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         code = cli.main(["train", "own.yaml", *flags])

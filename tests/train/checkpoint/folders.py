@@ -50,7 +50,7 @@ def data(seed: int, batch_size: int, name: str) -> tuple[Any, Any]:
 
 
 def config(folder: Path, name: str, *overrides: str, file: Path | None = None) -> Config:
-    """Of a run in `folder` that begins with a golden folder, or `file`, and whose steps change nothing, for they are too small."""
+    """Return the config of a run in `folder` that starts from a golden folder, or `file`, with steps too small to change anything."""
     path = folder / "config.yaml"
     sections = {
         "run": {"dir": str(folder / "run")},
@@ -100,7 +100,7 @@ def read(folder: Path, **options: Any) -> tuple[jpipe.LayerStack, dict[str, Any]
 
 
 def nested(stack: jpipe.LayerStack, arrays: dict[str, Any], inputs: Any) -> Any:
-    """Arrays by name as the parameters of the model."""
+    """Return arrays by name as the parameters of the model."""
     specs = {layer_id: layer.params for layer_id, layer in stack.specs(inputs).items()}
     (first, second) = (("embed", "token", "embedding"), ("head", "token", "embedding"))
 
@@ -125,7 +125,7 @@ def written(config: Config, arrays: dict[str, Any], stack: jpipe.LayerStack, abo
 
 
 def learned(folder: Path, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, dict[str, np.ndarray]]:
-    """Loss and outputs of that batch, and the tensors of a folder after a step of SGD with `RATE`, by their names."""
+    """Return the loss and outputs of that batch, and the tensors of a folder after a step of SGD with `RATE`, by name."""
     stack, loaded = read(folder)
     inputs, labels = jax.tree.map(jnp.asarray, batch(arrays))
     params = stack.ties.split(nested(stack, loaded, inputs))
@@ -161,5 +161,5 @@ def check_learned(folder: Path, expected: dict[str, np.ndarray]) -> None:
 
 
 def close(actual: Any, expected: Any) -> None:
-    """Equal but for the rounding of float32, in sums of the order of one to five."""
+    """Check that arrays are equal up to the rounding of float32."""
     np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=8e-6)

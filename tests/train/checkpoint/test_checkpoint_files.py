@@ -74,7 +74,7 @@ def run(saved, tmp_path):
 
 
 def assert_same(actual: object, expected: object) -> None:
-    """Trees of the same keys, and arrays of the same type, shape and bits."""
+    """Check that trees have the same keys and arrays of the same type, shape and bits."""
     if isinstance(expected, dict):
         assert isinstance(actual, dict)
         assert actual.keys() == expected.keys()
@@ -407,7 +407,7 @@ def test_an_item_is_synced_to_disk_before_it_is_marked_complete(tmp_path, monkey
 
 
 def test_a_full_disk_leaves_no_checkpoint_that_looks_complete(run):
-    """The limit on a file's size fails in the same calls as a full disk."""
+    """A limit on the file size fails in the same calls as a full disk."""
     write_layers(run, 30, layers_of(0), 0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
@@ -478,7 +478,7 @@ def test_a_checkpoint_whose_files_vanish_while_it_is_written_is_not_complete(wha
 
 
 def test_orbax_logs_no_tracebacks_where_the_disk_is_full(tmp_path, monkeypatch, capfd, caplog):
-    """Its thread logs the exception that `save` raises as well."""
+    """Orbax's thread logs the exception that `save` raises as well."""
 
     def full(self, text, *_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -79,7 +79,7 @@ def check_equal(actual, expected):
 
 @pytest.mark.parametrize("as_it_is", [lambda leaf: {"w": leaf}, lambda leaf: leaf], ids=["dict", "one array"])
 def test_averages_and_masters_are_exported_in_float32(as_it_is):
-    """Of layers whose parameters are a dict or one array; the average is that of the masters."""
+    """The parameters of a layer are a dict or one array; the average is that of the masters."""
     weights, masters, average = np.ones(3, ml_dtypes.bfloat16), np.full(3, 1.001, np.float32), np.full(3, 0.9, np.float32)
     state = {"masters": as_it_is(masters), "state": {"optimizer": {"count": np.zeros(())}, "weights_ema": as_it_is(average)}}
     layers = {"a": {"params": {"0": export.by_path(as_it_is(weights))}, "optimizer": state}}
@@ -260,7 +260,7 @@ def test_layer_state_has_its_own_name_and_that_of_other_replicas_is_omitted():
 
 @pytest.mark.slow
 def test_the_average_of_the_weights_is_evaluated_and_exported(home, tmp_path, capsys):
-    """With a decay of 0 it is the weights themselves."""
+    """With a decay of 0 the average equals the weights."""
     sections = {"train": {"steps": 6, "eval_every": 2, "batch_size": 4, "eval_batches": 1, "trace_batches": 0}, "checkpoint": {"every": 3}}
     of_weights = {"eval": {"metrics": {"accuracy": "accuracy"}}, "optimizer": {"ema_decay": 0.0, "accumulate_batches": 2}}
     run = loop.main(changed(home.data | {"run": {"dir": str(tmp_path / "run")}}, **sections, **of_weights)).folder
@@ -308,7 +308,7 @@ def test_an_export_holds_arrays_of_any_order(home, tmp_path, monkeypatch):
 
 
 def test_the_pages_snippet_reads_a_checkpoint_without_jpipe(home, tmp_path, monkeypatch):
-    """As it stands there, in a folder in which that run is."""
+    """The snippet runs unchanged in a folder that contains the run."""
     section = PAGE.read_text().split("\n## With Orbax\n")[1].split("\n## ")[0]
     code, _ = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert not re.search(r"\b(jpipe|train)\b", code)

@@ -30,7 +30,7 @@ def saved(tiny):
 
 @pytest.fixture
 def outside(tmp_path):
-    """Files of the user's, one named as a start-up file, and a folder of numbered ones."""
+    """Write files of the user: one named like a start-up file, and a folder of numbered ones."""
     folder = tmp_path / "home"
     for name in (".bashrc", "1/photo.jpg", "9/checkpoint.json", "9/photo.jpg"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_links_planted_in_a_run_folder_are_not_followed(saved, outside, monkeypatch):
-    """The attack: a run folder of a stranger, whose files and names to come are links to files of the user's."""
+    """A foreign run folder contains links to the user's files in place of its own and of future files."""
     before = contents(outside)
     with monkeypatch.context() as patched:
         patched.setattr(loop, "write_report", lambda *_: None)  # the second run's overwrites what was planted
@@ -221,7 +221,7 @@ def test_a_folder_with_something_that_a_run_would_overwrite_is_refused(saved):
 
 
 def test_a_run_is_written_where_its_path_leads_and_resumes_there(saved, tmp_path, monkeypatch, capsys):
-    """`..`, a linked parent, a space, letters that are not ASCII, a slash at the end: each alone broke the first checkpoint or none."""
+    """The path has `..`, a linked parent, a space, letters outside ASCII and a slash at the end."""
     for folder in ("here", "real place/deep"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "here" / "läufe").symlink_to(tmp_path / "real place" / "deep")

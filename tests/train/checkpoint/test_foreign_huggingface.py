@@ -21,14 +21,14 @@ SHARD = "model-00002-of-00002.safetensors"
 
 
 def refused(folder: Path, message: str) -> None:
-    """With all of the message, once and in one line."""
+    """Check that a folder is refused with exactly this message in one line."""
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         warm_start._source(folder, True, print)
     assert "\n" not in str(caught.value)
 
 
 def arrays(folder: Path, *, strict: bool = True) -> dict[str, np.ndarray]:
-    """All that is read, by jpipe's names."""
+    """Return all arrays of a folder by jpipe's names."""
     source = huggingface.source(folder, strict=strict)
     return {name: array for part in source.read({"": list(source.specs)}) for name, array in part.items()}
 
@@ -94,7 +94,7 @@ def test_one_tensor_is_reported_in_the_singular_and_a_long_name_is_shortened(tmp
 
 
 def test_embeddings_that_are_padded_or_too_few_are_refused(tmp_path):
-    """Rows that `vocab_size` does not count, which some programs add, so that a kernel is faster."""
+    """Some programs add rows beyond `vocab_size` to make a kernel faster."""
     for rows in (72, 60):
         folder = folders.copied(
             "llama",
@@ -142,7 +142,7 @@ def test_names_that_no_file_in_the_folder_can_have_are_refused(name, tmp_path):
 
 @pytest.mark.parametrize("whole", [True, False], ids=["a file", "a folder"])
 def test_weights_that_are_cut_off_while_they_are_read_are_reported(whole, tmp_path):
-    """A memory map would end this process by SIGBUS."""
+    """A memory map would end this process with SIGBUS."""
     folder = folders.copied("gpt2", tmp_path / "folder")
     if whole:
         (folder / "config.json").unlink()
@@ -227,7 +227,7 @@ def test_numbers_that_are_no_floats_are_refused(tmp_path):
 
 
 def test_files_of_older_versions_are_read(tmp_path):
-    """Names without the prefix, buffers, a copy of the tied embeddings, gamma and beta."""
+    """They have names without the prefix, buffers, a copy of the tied embeddings, and gamma and beta."""
     expected = arrays(GOLDEN / "gpt2")
 
     def old(tensors):
@@ -257,7 +257,7 @@ def test_tied_embeddings_that_differ_are_refused(tmp_path):
 
 
 def test_a_masked_model_without_a_next_sentence_head_gets_a_fresh_one(tmp_path):
-    """As transformers writes BertForMaskedLM; part of that head is a mistake."""
+    """Transformers writes BertForMaskedLM without this head; a part of the head is a mistake."""
     config_changes = {"architectures": ["BertForMaskedLM"]}
     optional = ("bert.pooler.", "cls.seq_relationship.")
 
@@ -288,7 +288,7 @@ def test_other_float_dtypes_are_read_unchanged(dtype, tmp_path):
 
 
 def test_the_digest_differs_between_folders(tmp_path):
-    """By what is in a file, too, of which only samples are read."""
+    """The digest depends on the contents of files, of which it reads samples only."""
     digests = {huggingface.source(GOLDEN / "gpt2").digest(), huggingface.source(folders.copied("gpt2", tmp_path / "same")).digest()}
     for i, change in enumerate((lambda tensors: {key: tensor + 1 for key, tensor in tensors.items()}, None)):
         digests.add(huggingface.source(folders.copied("gpt2", tmp_path / str(i), change, {"n_head": 4} if change is None else {})).digest())

@@ -70,7 +70,7 @@ def rewrite(place: Path, **values: bytes) -> None:
 
 
 def header(**changes: object) -> bytes:
-    """`.zarray` of the array "w" as jpipe writes it, but for these."""
+    """Return the `.zarray` of the array "w" as jpipe writes it, with these changes."""
     data: dict = {"zarr_format": 2, "shape": [2, 3], "chunks": [2, 3], "dtype": "<f8", "order": "C", "fill_value": None, "filters": None}
     return json.dumps(data | {"compressor": None, "dimension_separator": "."} | changes).encode()
 

@@ -64,7 +64,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 @pytest.mark.parametrize("limit", [10**9, 4000])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_equals_the_imported_folder_bit_for_bit(name, limit, tmp_path, monkeypatch, capsys):
-    """In one file, or in several with an index, which are written and read alike."""
+    """The folder has one file, or several with an index, and is written in the same form."""
     begin = folders.in_shards(name, tmp_path / "begin")
     config = folders.config(tmp_path, name, file=begin)
     stack, arrays = folders.read(begin)
@@ -114,7 +114,7 @@ def test_the_config_of_a_run_has_all_keys_and_is_read_without_the_folder(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule", "stages"), [("llama", "pipedream_2bw", 4)])
 def test_a_run_learns_in_a_pipeline_what_transformers_learns(name, schedule, stages, tmp_path, monkeypatch, capsys):
-    """From a folder to another one, a step of SGD between them."""
+    """Import a folder, take a step of SGD and export another folder."""
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     plan = f"plan={{schedule: {schedule}, num_stages: {stages}, microbatches: 4}}"
     rate = f"optimizer={{name: sgd, learning_rate: {folders.RATE}, lr_schedule: constant, warmup_steps: 0}}"
@@ -132,7 +132,7 @@ def test_a_run_learns_in_a_pipeline_what_transformers_learns(name, schedule, sta
 
 @pytest.mark.slow
 def test_processes_read_their_layers_and_write_them_bit_for_bit(tmp_path):
-    """Two processes of two stages each; the embeddings are in the first and in the last stage. Steps that small change nothing."""
+    """Two processes have two stages each, with the embeddings in the first and last stage; the steps are too small to change weights."""
     folders.config(tmp_path, "gpt2", "plan.num_stages=4")
     words = ["launch", "-n", "2", "--", "train", str(tmp_path / "config.yaml"), "--allow-code", "--set", "plan.num_stages=4"]
     command = [sys.executable, "-m", "jpipe_train.cli", *words]
@@ -144,7 +144,7 @@ def test_processes_read_their_layers_and_write_them_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize(("name", "expected"), [("gpt2", [2, 12, 12, 2]), ("llama", [1, 9, 9, 2])])
 def test_each_process_reads_the_tensors_of_its_own_layers(name, expected, tmp_path, monkeypatch):
-    """Each once. Names of processes are those that they would have in a run of four."""
+    """Each tensor is read once; the layers are those of a run with four processes."""
     read_names: list[str] = []
     whole = Folder.read
     monkeypatch.setattr(Folder, "read", lambda self, names: read_names.extend(names) or whole(self, names))
@@ -180,7 +180,7 @@ def test_fresh_weights_equal_the_initial_weights_of_the_run(tmp_path):
 
 
 def test_an_export_has_the_tokenizer_and_the_end_of_text_of_the_run(tmp_path, capsys):
-    """Of a config whose data are tokens, and one whose tokenizer has gone."""
+    """The data are tokens, or the tokenizer has been removed."""
     (tmp_path / "text.txt").write_bytes(SENTENCE * 40)
     tokenizer, tokens = tmp_path / "tokenizer.json", tmp_path / "tokens"
     assert cli.main(["data", "tokenizer", str(tmp_path / "text.txt"), "--vocab-size", "300", "--out", str(tokenizer)]) == 0
@@ -209,7 +209,7 @@ def run(tmp_path) -> Path:
 
 
 def refused(words: list[str], message: str, capsys, code: int = 2) -> None:
-    """`jpipe export` ends with that line."""
+    """Check that `jpipe export` prints this line and exits with this code."""
     assert cli.main(["export", *words, "--layout", "huggingface"]) == code
     assert capsys.readouterr().err.startswith(f"jpipe: {message}")
 
@@ -266,7 +266,7 @@ def test_simulations_of_a_config_know_the_model_of_its_folder(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.exhaustive  # the README's are run in `make check`
 def test_the_commands_of_the_page_lead_from_a_folder_to_a_folder(tmp_path, monkeypatch, capsys):
-    """First those that make one; on a short text, for two steps."""
+    """The commands that create a folder run first, on a short text, for two steps."""
     page = (ROOT / "docs" / "huggingface.md").read_text()
     commands = [shlex.split(words.replace("\\\n", " ")) for words in re.findall(r"^    jpipe ((?:[^\n]*\\\n)*[^\n]*)$", page, re.MULTILINE)]
     assert [words[0] for words in commands] == ["data", "train", "generate", "export", "data", "data", "export"]

@@ -27,7 +27,7 @@ from tests.train.run.test_loop import changed, rows_of
 
 
 class Killed(Exception):
-    """What stands for a kill: the run ends between two steps."""
+    """An error in place of a kill, which ends the run between two steps."""
 
 
 def stop_before(monkeypatch, step):
@@ -145,7 +145,7 @@ def test_the_user_decides_whether_to_resume(saved, capsys):
 
 
 def files_of(folder):
-    """All files but the pictures of the run, and the lock."""
+    """Return all files of a run except its pictures and its lock."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in path.parts}
 
 
@@ -193,7 +193,7 @@ def test_a_full_disk_ends_the_run_only_if_configured(policy, saved, monkeypatch,
 
 
 class AlmostFull:
-    """A file that has room for some bytes more."""
+    """A file with room for a few more bytes."""
 
     def __init__(self, file, room):
         self.file, self.room = file, room
@@ -214,7 +214,7 @@ class AlmostFull:
 
 @pytest.mark.slow
 def test_rows_are_written_later_when_the_disk_is_full(saved, monkeypatch, capsys):
-    """The disk has no more than half of row 3, until there is room again for row 6; the checkpoint of step 4 is written in between."""
+    """The disk has room for half of row 3 until row 6; the checkpoint of step 4 is written in between."""
     log = RunFolder.log
 
     def fuller(self, *rows):
@@ -247,7 +247,7 @@ def test_rows_are_written_later_when_the_disk_is_full(saved, monkeypatch, capsys
 
 @pytest.mark.slow
 def test_concurrent_writes_of_another_process_are_not_lost(saved, monkeypatch):
-    """It has trained in the folder after this one has looked for the checkpoint, and has left by now."""
+    """Another process trains in the folder and exits after this one has looked for the checkpoint."""
     folder = loop.main(changed(saved, train={"steps": 4})).folder
 
     def another_trains(*arguments):

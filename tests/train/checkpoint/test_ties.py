@@ -51,7 +51,7 @@ def config(tiny, monkeypatch) -> dict:
 
 @pytest.mark.parametrize("pattern", ["head/table/embedding", "!head/table/*"])
 def test_a_pattern_that_matches_only_a_tied_copy_is_refused(config, pattern):
-    """It would match, and choose nothing: the parameter has the name of its first place."""
+    """The pattern would match but have no effect, because the parameter has the name of its first place."""
     with pytest.raises(jpipe.InputError, match=f"optimizer.decay: no parameter matches '{re.escape(pattern)}'; the nearest are "):
         build(changed(config, optimizer={"name": "adamw", "decay": ["embed/*", pattern]}), Reporter(1, 1, "bytes"))
 

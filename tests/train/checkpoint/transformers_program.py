@@ -37,7 +37,7 @@ def changed(config: transformers.PreTrainedConfig, **keys: object) -> transforme
 
 
 def write_all(folder: Path) -> None:
-    """Folders of each architecture: tied and not, in shards, of grouped queries with and without a scaling, in bfloat16."""
+    """Write folders of each architecture: tied and untied, in shards, with grouped queries, with and without a scaling, in bfloat16."""
     untied = changed(GPT2, tie_word_embeddings=False, activation_function="gelu", layer_norm_epsilon=1e-3, n_inner=None)
     write(folder / "gpt2", spread(transformers.GPT2LMHeadModel(untied), 1), decoder_batch(2), max_shard_size="6KB")
     rope = {"rope_type": "default", "rope_theta": 500.0}

@@ -11,7 +11,7 @@ import jpipe
 from jpipe import files
 from jpipe_train import cli
 
-OWN = """
+OWN_PARTS = """
 import jax.numpy as jnp
 
 import jpipe
@@ -67,7 +67,7 @@ def refused(request, tiny, tmp_path, capsys, monkeypatch):
         "two.yaml": "seed: 1\n---\nseed: 2\n",
         "odd.yaml": "plan:\n  vertical_sync: yes\n",
         "deep.yaml": "[" * 60,
-        "own_parts.py": OWN,
+        "own_parts.py": OWN_PARTS,
         "locked.json": PLAN,
         "empty.json": "",
         "half.json": PLAN[: len(PLAN) // 2],

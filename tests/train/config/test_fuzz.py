@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import pytest
 import yaml
-from hypothesis import HealthCheck, settings
-from hypothesis import given as examples
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jpipe
@@ -44,10 +43,10 @@ KEYS = [f"{section}.{key}" for section, keys in Config().model_dump().items() if
 PATHS = ["seed", *KEYS, "model.arguments.rate", "optimizer.arguments.b"]
 
 
-def some(number: int) -> settings:
-    """So many examples, the same ones in every run."""
-    ours = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large)
-    return settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=ours)
+def number_of_examples(number: int) -> settings:
+    """Return settings for this number of examples, the same ones in every run."""
+    suppressed = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large)
+    return settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=suppressed)
 
 
 # What a file may hold -----------------------------------------------------------------------------------------------------
@@ -110,7 +109,7 @@ def respelled(draw, key: Any) -> Any:
 
 @st.composite
 def spoiled_data(draw, data: Any) -> Any:
-    """Plain data with a value or a key dropped, renamed, replaced, of another type, swapped or doubled in up to three places."""
+    """Draw plain data with a value or key dropped, renamed, replaced, retyped, swapped or doubled in up to three places."""
     data = copy.deepcopy(data)
     for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
         if not (inside := paths(data)):
@@ -144,7 +143,7 @@ def spoiled_data(draw, data: Any) -> Any:
 
 @st.composite
 def spoiled_text(draw, text: str) -> str:
-    """Text cut off, or with characters, lines, values, tabs or marks put in or taken out in up to three places."""
+    """Draw text that is cut off, or has characters, lines, values, tabs or marks added or removed in up to three places."""
     for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
         a, b = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
         b = min(b, a + 20)
@@ -217,7 +216,7 @@ def override_words(draw) -> str:
 
 @st.composite
 def command_lines(draw) -> list[str]:
-    """None, one or two overrides; two may be of the same key."""
+    """Draw no, one or two overrides; two may be of the same key."""
     words = draw(st.lists(override_words(), max_size=2))
     return words if len(words) < 2 or draw(st.booleans()) else [words[0], words[0]]
 
@@ -225,8 +224,8 @@ def command_lines(draw) -> list[str]:
 # What it means ------------------------------------------------------------------------------------------------------------
 
 
-class Unclear(Exception):
-    """Not everybody reads this in the same way."""
+class Ambiguous(Exception):
+    """An error for YAML that readers interpret differently."""
 
 
 def plain(node: yaml.Node | None) -> Any:
@@ -250,28 +249,28 @@ def plain(node: yaml.Node | None) -> Any:
         return int(number, 0)
     if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", number) and not re.fullmatch(r"[-+]?\d+", number):
         if math.isinf(float(number)):
-            raise Unclear(word)
+            raise Ambiguous(word)
         return float(number)
     if re.fullmatch(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", word):
         return float(word.replace(".", ""))
     if node.tag != "tag:yaml.org,2002:str" or re.fullmatch(r"[-+]?(0[xbo])?\d+", number):
-        raise Unclear(word)
+        raise Ambiguous(word)
     return word
 
 
 def unique(pairs: list[tuple]) -> dict:
     """Return a dict of these pairs, checking that no key occurs twice."""
     if any(key == other for i, (key, _) in enumerate(pairs) for other, _ in pairs[:i]):
-        raise Unclear("a key occurs twice")
+        raise Ambiguous("a key occurs twice")
     return dict(pairs)
 
 
 def refuse(constant: str) -> Any:
-    raise Unclear(constant)
+    raise Ambiguous(constant)
 
 
 def same(actual: Any, meant: Any) -> bool:
-    """Equal, and of the same type; only a whole number may stand for a float."""
+    """Return whether data are equal and of the same type; only a whole number may stand for a float."""
     match actual, meant:
         case (dict(), dict()):
             return actual.keys() == meant.keys() and all(same(actual[key], meant[key]) for key in actual)
@@ -355,8 +354,8 @@ def accepted(monkeypatch) -> list[Config]:
 
 
 @pytest.mark.slow
-@some(700)
-@examples(
+@number_of_examples(700)
+@given(
     content=config_files() | st.sampled_from(CONFIGS).map(str.encode),
     overrides=command_lines(),
     command=st.sampled_from(["train", "simulate"]),
@@ -376,8 +375,8 @@ def test_a_corrupted_config_is_refused_or_read_exactly(answered, accepted, tmp_p
 
 
 @pytest.mark.slow
-@some(700)
-@examples(content=plan_files())
+@number_of_examples(700)
+@given(content=plan_files())
 def test_a_corrupted_plan_is_refused_or_read_exactly(answered, monkeypatch, tmp_path, content):
     plans, real = [], jpipe.lower
     with monkeypatch.context() as patch:
@@ -402,8 +401,8 @@ def argument(name: str, key: str, functions: dict) -> st.SearchStrategy[list[str
 
 
 @pytest.mark.slow
-@some(60)
-@examples(
+@number_of_examples(60)
+@given(
     overrides=argument("name", "arguments", optax_names.optimizers())
     | argument("lr_schedule", "lr_arguments", optax_names.schedules())
     | override_words().map(lambda word: [word])

@@ -17,14 +17,14 @@ SCALED = {"rope_type": "llama3", **LLAMA3}
 OURS = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 8192}
 
 
-def said(name: str, **changes) -> dict:
+def content_of(name: str, **changes) -> dict:
     """Return a golden `config.json` with other values; `...` removes a key."""
     content = json.loads((GOLDEN / name / "config.json").read_text()) | changes
     return {key: value for key, value in content.items() if value is not ...}
 
 
 def keys(name: str, **changes) -> dict:
-    return huggingface.parse(said(name, **changes)).keys
+    return huggingface.parse(content_of(name, **changes)).keys
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_it_says_the_keys_of_the_model(name, changes, expected):
     ModelConfig(**model_keys, seq_len=8)
 
 
-OTHERS = "expected one of GPT2LMHeadModel, LlamaForCausalLM, BertForPreTraining, BertForMaskedLM, found "
+SUPPORTED = "expected one of GPT2LMHeadModel, LlamaForCausalLM, BertForPreTraining, BertForMaskedLM, found "
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gpt2", {"architectures": ["MistralForCausalLM"]}, f"config.json: architectures: {OTHERS}'MistralForCausalLM'"),
+        ("gpt2", {"architectures": ["MistralForCausalLM"]}, f"config.json: architectures: {SUPPORTED}'MistralForCausalLM'"),
         ("gpt2", {"architectures": []}, "config.json: architectures: "),
         ("gpt2", {"architectures": None}, "config.json: architectures: "),
         ("gpt2", {"architectures": ...}, "config.json: key 'architectures' is missing; add it"),

@@ -317,7 +317,7 @@ def test_a_name_that_optax_does_not_have_is_refused(keys, message):
         OptimizerConfig(**keys)
 
 
-OWN = """
+OWN_OPTIMIZERS = """
 import optax
 
 def mine(learning_rate, mask, momentum=0.0):
@@ -333,7 +333,7 @@ def nothing(learning_rate):
 
 @pytest.fixture
 def own_optimizers(tmp_path, monkeypatch):
-    (tmp_path / "own_optimizers.py").write_text(OWN)
+    (tmp_path / "own_optimizers.py").write_text(OWN_OPTIMIZERS)
     monkeypatch.chdir(tmp_path)
 
 

@@ -33,7 +33,7 @@ ENDLESS = 10**6  # steps, of a run that a signal ends
 
 @pytest.fixture(autouse=True)
 def ends_by_default():
-    """As in a program by itself; and as it was before, afterwards."""
+    """Check that SIGTERM has its default action before and after a test."""
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     yield
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -57,7 +57,7 @@ def preempt_at(monkeypatch, step):
 
 
 class Mailbox(jpipe.processes.Processes):
-    """Processes whose words arrive at once; nobody waits, so asking for what was not told yet is a mistake."""
+    """Processes whose messages arrive at once; receiving a message before it is sent is an error."""
 
     def __init__(self, index, everyone):
         self.index, self._everyone, self._mail = index, everyone, {}

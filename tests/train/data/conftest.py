@@ -43,7 +43,7 @@ def quiet() -> Reporter:
 
 
 def whole(batch) -> list[np.ndarray]:
-    """All rows of all arrays of a batch."""
+    """Return all rows of all arrays of a batch."""
     return [rows[:] for rows in jax.tree.leaves(batch)]
 
 

@@ -11,7 +11,7 @@ from jpipe_train.data.windows import Examples, Windows
 
 
 def sharded(shards: list[list[int]]) -> tuple[Documents, list[int]]:
-    """Documents of these lengths, shard by shard, their tokens counted from 0; and the document that each token is in."""
+    """Return documents of these lengths by shard, their tokens counted from 0, and the document of each token."""
     parts, number, owners, at = [], 0, [], 0
     for i, lengths in enumerate(shards):
         tokens = np.arange(at, at + sum(lengths), dtype=np.uint16)

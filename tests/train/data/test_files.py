@@ -99,7 +99,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
 SIZES = captions.Sizes(frames=4, words=4, features=5)
 
 
-def of_features(path, compression: int = zipfile.ZIP_STORED) -> bytes:
+def write_features(path, compression: int = zipfile.ZIP_STORED) -> bytes:
     np.savez(path, features=np.arange(15, dtype=np.float16).reshape(3, 5))
     if compression != zipfile.ZIP_STORED:
         with zipfile.ZipFile(path) as archive:
@@ -113,7 +113,7 @@ def of_features(path, compression: int = zipfile.ZIP_STORED) -> bytes:
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_any_damage_in_features_is_reported(compression, tmp_path):
     path, chance, messages = tmp_path / "video.npz", random.Random(compression), set()
-    content = of_features(path, compression)
+    content = write_features(path, compression)
     np.testing.assert_array_equal(captions.features_of(path, SIZES)[:3], np.arange(15).reshape(3, 5))
     for _ in range(150):
         path.write_bytes(damaged(content, chance))
@@ -127,13 +127,13 @@ def test_any_damage_in_features_is_reported(compression, tmp_path):
 
 
 def spoiled(path, flag: tuple[int, int] = (0, 0), header: str = "") -> None:
-    """Features with a bit set in both headers of the archive, or with another header of the array."""
+    """Write features with a bit set in both headers of the archive, or with another header of the array."""
     if header:
         content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("features.npy", content)
         return
-    content = bytearray(of_features(path, zipfile.ZIP_DEFLATED))
+    content = bytearray(write_features(path, zipfile.ZIP_DEFLATED))
     for magic, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         content[content.index(magic) + at + flag[0]] = flag[1]
     path.write_bytes(content)
@@ -164,7 +164,7 @@ def test_features_with_false_headers_are_reported(changes, message, tmp_path):
 
 
 def test_tokens_that_are_cut_off_while_they_are_read_are_reported(documents, tokenizer, tmp_path):
-    """A memory map would end this process by SIGBUS."""
+    """A memory map would end this process with SIGBUS."""
     prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
     folder, index = token_files.read_index(str(tmp_path / "tokens"), "data.path")
     reader = token_files.documents(folder, index, index.train)

@@ -30,7 +30,7 @@ def tokens(documents, tokenizer, tmp_path) -> Path:
 
 @pytest.fixture
 def prompts(tmp_path) -> Path:
-    """JSON lines of questions and answers."""
+    """Write JSON lines of questions and answers."""
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"what is {i}?", "answer": f"{i} is {i}"}) + "\n" for i in range(80)))
     return path
@@ -391,7 +391,7 @@ def test_examples_that_are_cut_to_nothing_are_counted(tiny, prompts, tokenizer):
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
 def test_a_warm_start_determines_the_tokenizer(kind, tiny, tokenizer, made_tokenizers, request, tmp_path):
-    """Other tokens behind theirs are no difference."""
+    """Additional tokens after those of the weights make no difference."""
     beside, fields = tmp_path / "weights" / "tokenizer.json", of_format(tiny, kind, request)
     beside.parent.mkdir()
     config = configured(tiny | {"warm_start": {"file": str(beside.parent)}}, fields)

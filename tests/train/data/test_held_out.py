@@ -27,7 +27,7 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def keys_of(tokenizer, made_tokenizers, documents, prompts, tmp_path):
-    """Keys of `data` in each form."""
+    """Return the keys of `data` in each form."""
 
     def of(form):
         if form == "tokens":

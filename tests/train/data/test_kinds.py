@@ -69,7 +69,7 @@ def image(form: str) -> bytes:
 
 
 def tfrecord() -> bytes:
-    """As TensorBoard's event files begin, too: a length, and its checksum."""
+    """Return the start of a TFRecord file, as in TensorBoard's event files: a length and its checksum."""
     length = struct.pack("<Q", 20)
     checksum = crc32c(length)
     masked = ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
@@ -77,7 +77,7 @@ def tfrecord() -> bytes:
 
 
 ARRAY = {"weight": np.ones((3, 4), np.float32)}
-OTHERS = {
+NOT_TEXT = {
     "jsonl": (lines(ROWS), "JSON lines with prompt, answer, n; set data.format: prompts and data.tokenizer, or set data.format: bytes"),
     "text.jsonl": (
         lines([{"text": "a"}, {"text": "b"}]),
@@ -129,9 +129,9 @@ def configured(tiny, path: Path, **keys: str) -> Config:
     return Config.model_validate(tiny | {"data": {"path": str(path), "validation_fraction": 0.5, **keys}})
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", NOT_TEXT)
 def test_data_of_another_kind_are_refused_with_advice(kind, tiny, tmp_path):
-    content, message = OTHERS[kind]
+    content, message = NOT_TEXT[kind]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "0.txt").write_text("some text\n")
     file = tmp_path / "data" / "1"  # its name says nothing

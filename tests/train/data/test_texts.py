@@ -154,7 +154,7 @@ def test_a_text_without_lines_is_parted_between_words_or_anywhere(monkeypatch):
 
 
 def assembled(pieces: list[Piece], tokenizer: str) -> tuple[Assembler, list[list[str]]]:
-    """Documents as the text of their tokens."""
+    """Return an assembler and the documents that it wrote, decoded to text."""
     loaded, done = load(tokenizer), []
 
     class Sink:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def lines(tmp_path):
-    """Questions, each with its answer; one answer is much longer than the others."""
+    """Write questions and answers; one answer is much longer than the others."""
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": f"what is {i}?", "answer": f"{i} is {i}" + " and so on" * (i % 8 == 0)} for i in range(80)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -69,7 +69,7 @@ def test_each_format_trains_with_two_stages(kind, of_format):
 
 @pytest.mark.slow
 def test_two_stages_learn_of_prompts_what_one_learns(of_format, tmp_path):
-    """Their microbatches have different numbers of labels that count."""
+    """The microbatches have different numbers of counted labels."""
     run = {"steps": 3, "eval_every": 2, "trace_batches": 0}
     two = losses(of_format("prompts", train=run, plan={"schedule": "gpipe"}))
     (tmp_path / "run").rename(tmp_path / "two")

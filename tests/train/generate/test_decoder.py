@@ -31,7 +31,7 @@ def of_folder(name: str, devices: int = 1) -> Decoder:
 
 
 def all_logits(model: Decoder, tokens: np.ndarray, lengths=LENGTHS) -> np.ndarray:
-    """Of each position from the end of its prompt on, where the tokens say what follows; NaN before."""
+    """Return the logits of each position from the end of its prompt on, given the next tokens, and NaN before."""
     result = np.full((*tokens.shape, 1), np.nan, np.float32)
     logits = model.begin([row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)], tokens.shape[1])
     for step in range(tokens.shape[1] - min(lengths) + 1):

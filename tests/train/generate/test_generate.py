@@ -80,7 +80,7 @@ def test_a_hugging_face_folder_answers_several_prompts_as_json(run, folder):
 
 
 def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
-    """Nor those in holes between its ids, which the model likes best."""
+    """Neither are unused ids between those of the tokenizer, which the model prefers."""
     arrays = load_file(folder / "model.safetensors")
     arrays["lm_head.weight"][1::2] *= 100
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})

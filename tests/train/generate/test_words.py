@@ -11,12 +11,12 @@ from jpipe_train.generate.words import Stream
 TEXT = "naïve  – 🙂🙃 日本\n end"
 
 
-def of_bytes(tmp_path) -> words.Words:
+def byte_tokenizer(tmp_path) -> words.Words:
     return words.of_bytes()
 
 
 def byte_level(tmp_path) -> words.Words:
-    """As of GPT-2: tokens of one byte, and of two that are in different characters."""
+    """Build a tokenizer like GPT-2's, with tokens of one byte and of two bytes from different characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     first, second = (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("🙂🙃")[0][0][i] for i in (3, 4))
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, first + second])}, [(first, second)]))
@@ -25,7 +25,7 @@ def byte_level(tmp_path) -> words.Words:
 
 
 def with_fallback(tmp_path) -> words.Words:
-    """As of Llama 2: spaces are ▁, which is left out at the beginning; characters that are unknown are bytes."""
+    """Build a tokenizer like Llama 2's: spaces are ▁, dropped at the start, and unknown characters are bytes."""
     known = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "n", "a", "v", "e", "d", "–"]
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(known)}, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -38,7 +38,7 @@ def loaded(library_tokenizer: tokenizers.Tokenizer, tmp_path) -> words.Words:
     return words.of_tokenizer(tokenizer.load(tmp_path / "tokenizer.json", "--tokenizer"))
 
 
-@pytest.mark.parametrize("kind", [of_bytes, byte_level, with_fallback])
+@pytest.mark.parametrize("kind", [byte_tokenizer, byte_level, with_fallback])
 @pytest.mark.parametrize("start", [0, 3, 8])
 def test_text_comes_piece_by_piece_and_characters_whole(kind, start, tmp_path):
     tokenizer = kind(tmp_path)

@@ -38,7 +38,7 @@ SLURM = {
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    """Whatever these tests run in."""
+    """Remove the variables of the cluster that these tests may run in."""
     of_launchers = {name for names in distributed._LAUNCHERS.values() for name in names}
     prefixes = "SLURM_", "OMPI_", "KUBERNETES_", "JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL"
     for name in os.environ:
@@ -48,7 +48,7 @@ def no_cluster(monkeypatch):
 
 @pytest.fixture
 def address() -> Address:
-    """Of this machine, where nobody listens."""
+    """Return an address of this machine where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return Address("127.0.0.1", listener.getsockname()[1])
 
@@ -314,7 +314,7 @@ print("left", flush=True)
 
 @pytest.mark.oldest
 def test_jax_runs_across_processes_and_survives_one(address):
-    """SIGTERM ends one at once, as without JAX; the others live on, and leave, whoever is first, without a word of JAX's."""
+    """SIGTERM ends one process at once, as without JAX; the others continue and exit in any order without a message of JAX."""
     command = [sys.executable, "-c", PROGRAM, str(address)]
     with contextlib.ExitStack() as stack:
         processes = []

@@ -58,20 +58,20 @@ def launched(
 
 
 def pids(process: subprocess.Popen, number: int) -> list[int]:
-    """Of all the processes, once all are ready."""
+    """Return the ids of all processes once all are ready."""
     lines = [process.stdout.readline() for _ in range(number)]
     return [int(re.fullmatch(r"(?:\[\d+\] )?ready (\d+)\n", line)[1]) for line in lines]
 
 
-def wait_until_gone(numbers: list[int]) -> None:
+def wait_for_exit(numbers: list[int]) -> None:
     """Wait until the processes are gone, which includes one whose parent has not asked for its exit code."""
     left, deadline = numbers, time.monotonic() + LIMIT
-    while left := [number for number in left if lives(number)]:
+    while left := [number for number in left if is_alive(number)]:
         assert time.monotonic() < deadline, f"{left} live on"
         time.sleep(0.01)
 
 
-def lives(number: int) -> bool:
+def is_alive(number: int) -> bool:
     try:
         os.kill(number, 0)
         stat = Path(f"/proc/{number}/stat")
@@ -126,7 +126,7 @@ time.sleep({LIMIT})
         numbers = pids(process, 3)
         (tmp_path / "now").touch()
         _, err = process.communicate(timeout=LIMIT)
-        wait_until_gone(numbers)
+        wait_for_exit(numbers)
     assert (process.returncode, err) == (code, f"jpipe: {message}\n")
 
 
@@ -157,7 +157,7 @@ time.sleep({LIMIT})
         numbers = pids(process, 4)
         process.send_signal(number)
         _, err = process.communicate(timeout=LIMIT / 2)
-        wait_until_gone(numbers)
+        wait_for_exit(numbers)
     assert (process.returncode, err) == (128 + number, "")
 
 
@@ -167,10 +167,10 @@ def test_a_second_signal_waits_for_nobody():
         numbers = pids(process, 2)
         process.send_signal(signal.SIGINT)
         assert {process.stdout.readline(), process.stdout.readline()} == {"heard\n", "[1] heard\n"}
-        assert all(map(lives, numbers))
+        assert all(map(is_alive, numbers))
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=LIMIT / 2)
-        wait_until_gone(numbers)
+        wait_for_exit(numbers)
     assert process.returncode == 130
 
 
@@ -227,7 +227,7 @@ def test_processes_ended_by_a_signal_are_not_restarted(number):
         numbers = pids(process, 2)
         process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT / 2)
-        wait_until_gone(numbers)
+        wait_for_exit(numbers)
     assert (process.returncode, out, err) == (128 + number, "", f"jpipe: {number.name} received; not starting again\n")
 
 
@@ -259,7 +259,7 @@ def test_no_process_outlives_a_launcher_that_is_killed():
         numbers = pids(process, 2)
         process.kill()
         process.wait(LIMIT)
-        wait_until_gone(numbers)
+        wait_for_exit(numbers)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no way to give a process a core")

@@ -44,12 +44,12 @@ GARBAGE = (
 )
 
 
-class Left:
-    """How processes find each other that are threads of this one."""
+class SharedStore:
+    """A store by which processes that are threads of this one find each other."""
 
     value: str | None = None
 
-    def __init__(self, index: int, first: "Left | None" = None) -> None:
+    def __init__(self, index: int, first: "SharedStore | None" = None) -> None:
         self.index, self.count, self.host, self.first = index, COUNT, "127.0.0.1", first
 
     def put(self, value: str) -> None:
@@ -59,7 +59,7 @@ class Left:
         return self.first.value
 
 
-class Meets:
+class BeforeJax:
     """Process 0 waits for the others where they meet before JAX."""
 
     purpose = "meeting"
@@ -87,19 +87,19 @@ class Meets:
         return meeting.dropped
 
 
-class Talks:
+class OwnChannel:
     """Process 0 waits for the others on jpipe's own channel."""
 
     purpose = "channel"
 
     def __init__(self, secret: bytes | None) -> None:
-        self.secret, self.left = secret, Left(0)
+        self.secret, self.left = secret, SharedStore(0)
         self.channels, self.ends = [], [threading.Event() for _ in range(COUNT)]
         self.join(0, self.left)
         host, port, token = json.loads(self.left.value)
         self.place, self.key = (host, port), handshake.key(secret, token)
 
-    def join(self, index: int, store: Left) -> None:
+    def join(self, index: int, store: SharedStore) -> None:
         def take(message):
             if "met" in message:
                 self.ends[index].set()
@@ -111,7 +111,7 @@ class Talks:
 
     def all_join(self) -> None:
         for number in (1, 2):
-            self.join(number, Left(number, self.left))
+            self.join(number, SharedStore(number, self.left))
         for channel in self.channels:
             channel.post({"meet": "the end", "facts": {}})
         for end, channel in zip(self.ends, self.channels, strict=True):
@@ -119,8 +119,8 @@ class Talks:
             channel.join()
 
 
-def say(place, *texts: bytes) -> bytes:
-    """All that is answered to a stranger that says this, until it is dropped."""
+def send_and_read(place, *texts: bytes) -> bytes:
+    """Send these bytes from a foreign connection, and return the answer until the connection is dropped."""
     with socket.create_connection(place, LIMIT) as stranger:
         reply = b""
         with contextlib.suppress(ConnectionError):  # dropped while it still talks
@@ -133,7 +133,7 @@ def say(place, *texts: bytes) -> bytes:
 
 def garbage(run):
     for text in GARBAGE:
-        assert say(run.place, text) == b"", "nothing is said to a stranger"
+        assert send_and_read(run.place, text) == b"", "nothing is said to a stranger"
     return {"without a hello of jpipe's": len(GARBAGE)}
 
 
@@ -161,12 +161,12 @@ def replay(run):
         messages.append(ours.recv(1000))
         ours.close()
         assert calling.result(LIMIT) is None
-    reply = say_in_turn(run.place, messages)
+    reply = send_in_turn(run.place, messages)
     assert reply.endswith(b"\nunknown\n")
     return {"with another secret": 1}
 
 
-def say_in_turn(place, texts) -> bytes:
+def send_in_turn(place, texts) -> bytes:
     reply = b""
     with socket.create_connection(place, LIMIT) as stranger:
         for text in texts:
@@ -187,7 +187,7 @@ def slow(run):
 
 
 def many(run):
-    """More than may wait at a time: those that came first go."""
+    """Open more connections than may wait at a time; the oldest ones are dropped."""
     with contextlib.ExitStack() as stack:
         links = [stack.enter_context(socket.create_connection(run.place, LIMIT)) for _ in range(12)]
         assert [link.recv(1) for link in links[:4]] == [b""] * 4
@@ -195,7 +195,7 @@ def many(run):
 
 
 def leaves(run):
-    """In the middle of a hello, and by a reset."""
+    """Disconnect in the middle of a hello, and by a reset."""
     socket.create_connection(run.place, LIMIT).close()
     with socket.create_connection(run.place, LIMIT) as link:
         link.sendall(b"jpipe 1")
@@ -210,7 +210,7 @@ ATTACKS = [garbage, another_secret, another_purpose, replay, slow, many, leaves]
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-@pytest.mark.parametrize("place", [Meets, Talks])
+@pytest.mark.parametrize("place", [BeforeJax, OwnChannel])
 def test_foreign_connections_are_dropped_and_counted(place, attack, monkeypatch, capfd):
     monkeypatch.setattr(handshake, "_MOST", 8)
     if attack is slow:
@@ -220,15 +220,15 @@ def test_foreign_connections_are_dropped_and_counted(place, attack, monkeypatch,
     returned = run.all_join()
     printed = capfd.readouterr().err
     warning = returned or printed
-    if place is Meets:  # and the one that looked whether process 0 listens
+    if place is BeforeJax:  # and the one that looked whether process 0 listens
         expected["that closed early"] = expected.get("that closed early", 0) + 1
     counts = {reason: int(number) for number, reason in re.findall(r"(\d+) ([^,()]+)[,)]", warning)}
     assert counts == expected or (attack is many and counts["beyond the most at a time"] >= 4)
-    assert printed.count("\n") == (place is Talks), "told once"
+    assert printed.count("\n") == (place is OwnChannel), "told once"
 
 
 def test_a_process_that_leaves_early_may_join_again():
-    run = Meets(SECRET)
+    run = BeforeJax(SECRET)
     ours = socket.create_connection(run.place, LIMIT)
     calling = run.pool.submit(handshake.call, ours, run.key, run.purpose, 1, COUNT, LIMIT)
     time.sleep(0.2)  # it is counted in, and waits
@@ -240,14 +240,14 @@ def test_a_process_that_leaves_early_may_join_again():
 
 @pytest.mark.parametrize(("number", "count"), [(1, 4), (0, 3), (7, 3)])
 def test_without_a_secret_a_forged_hello_ends_only_its_sender(number, count):
-    run = Meets(None)
+    run = BeforeJax(None)
     with socket.create_connection(run.place, LIMIT) as link:
         assert handshake.call(link, run.key, run.purpose, number, count, LIMIT).startswith("no --")
     assert f"1 as process {number} of {count}" in run.all_join()
 
 
 def test_without_a_secret_the_first_of_two_equal_process_ids_stays():
-    run = Meets(None)
+    run = BeforeJax(None)
     with socket.create_connection(run.place, LIMIT) as first, socket.create_connection(run.place, LIMIT) as second:
         waiting = run.pool.submit(handshake.call, first, run.key, run.purpose, 1, COUNT, LIMIT)
         time.sleep(0.2)
@@ -263,7 +263,7 @@ def test_without_a_secret_the_first_of_two_equal_process_ids_stays():
 
 @pytest.mark.parametrize("secret", [None, b"another of these"])
 def test_a_process_with_another_secret_fails_at_once_and_the_others_continue(secret):
-    run = Meets(SECRET)
+    run = BeforeJax(SECRET)
     with pytest.raises(InputError) as caught:
         rendezvous.join(run.address, 1, COUNT, LIMIT, secret)
     assert str(caught.value) == (
@@ -304,7 +304,7 @@ def test_nobody_else_can_be_process_0(answer):
 
 def test_the_contents_of_jaxs_store_do_not_replace_the_secret():
     for secret, raises in (SECRET, pytest.raises(handshake.UnknownHere)), (None, contextlib.nullcontext()):
-        run = Talks(secret)
+        run = OwnChannel(secret)
         host, port, token = json.loads(run.left.value)
         assert SECRET.decode() not in run.left.value
         with raises, socket.create_connection((host, port), LIMIT) as link:
@@ -314,18 +314,18 @@ def test_the_contents_of_jaxs_store_do_not_replace_the_secret():
 
 @pytest.mark.parametrize("word", ['["127.0.0.1", 99999, "t"]', "[]", "{", '["h", "1", "t"]', "[" * 100_000])
 def test_a_foreign_value_in_jaxs_store_is_reported(word):
-    store = Left(1, Left(0))
+    store = SharedStore(1, SharedStore(0))
     store.first.value = word
     with pytest.raises(InputError, match="expected the address of process 0 in JAX's store"):
         Channel(1, COUNT, Limits(), print, lambda: Beat("")).open(store, LIMIT)
 
 
 def test_a_key_of_jaxs_store_that_is_in_use_is_reported(monkeypatch):
-    class Taken:
+    class FullClient:
         def key_value_set(self, key, value):
             raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: Config key jpipe/processes/0 already exists.\nmore")
 
-    state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address="node7:1", client=Taken())
+    state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address="node7:1", client=FullClient())
     monkeypatch.setattr(jax_internals, "distributed_state", lambda: state)
     with pytest.raises(InputError, match=r"process 0 cannot leave word of where it can be reached \(ALREADY_EXISTS\)"):
         JaxStore().put("word")
@@ -408,7 +408,7 @@ def test_certificates_may_differ_between_processes():
 
 
 def test_processes_with_and_without_certificates_do_not_start_jax(monkeypatch):
-    run = Meets(SECRET)
+    run = BeforeJax(SECRET)
     with ThreadPoolExecutor() as pool:
         joins = [pool.submit(rendezvous.join, run.address, number, COUNT, LIMIT, SECRET, number == 1) for number in (1, 2)]
         with pytest.raises(InputError, match="process 1 has certificates, process 0 has none; set JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE"):

@@ -118,7 +118,7 @@ FOREVER = {"train": {"steps": 10**6, "batch_size": 8, "eval_every": 10**6, "trac
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where they run: code of their own, and a text."""
+    """Change to a folder with the user's code and a text."""
     monkeypatch.chdir(tmp_path)
     Path("parts.py").write_text(PARTS)
     Path("text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog; " * 100)
@@ -126,7 +126,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def command(config: dict, *more: str, name: str = "config.yaml", **sections) -> list[str]:
-    """Arguments of `jpipe` that train `config`, some keys of some sections of it replaced."""
+    """Return arguments of `jpipe` that train `config`, with some keys of some sections replaced."""
     whole = config | {section: config.get(section, {}) | keys for section, keys in sections.items()}
     Path(name).write_text(yaml.safe_dump(whole))
     return ["train", name, "--allow-code", "--set", "run.dir=run", *more]
@@ -159,7 +159,7 @@ def jpipe(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
 
 
 def done(*arguments: str) -> tuple[int, list[str], list[str]]:
-    """Exit code and the lines of standard output and error."""
+    """Run the command line and return its exit code, output lines and error lines."""
     with jpipe(*arguments) as process:
         out, err = process.communicate(timeout=LIMIT)
     return process.returncode, out.splitlines(), err.splitlines()
@@ -189,7 +189,7 @@ def by_hand(*commands: list[str], **of_last: str) -> Iterator[list[subprocess.Po
 
 
 def endings(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
-    """Exit code and standard error of each, once all have ended by themselves."""
+    """Return the exit code and standard error of each process once all have ended."""
     return [(process.returncode, err) for process, err in [(p, p.communicate(timeout=LIMIT)[1]) for p in processes]]
 
 
@@ -294,7 +294,7 @@ def test_a_process_that_cannot_start_its_devices_says_why_and_ends_the_others():
 
 
 def line_of(key: str) -> int:
-    """Of the resolved config."""
+    """Return the line number of a key in the resolved config."""
     lines = config_file.to_yaml(config_file.load("config.yaml", ["run.dir=run"], allow_code=True)).splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.startswith(f"  {key}:"))
 
@@ -411,7 +411,7 @@ def test_differences_between_processes_are_refused_and_named(difference, name, t
     assert message.endswith(f"; start all processes with the same {name}")
 
 
-class Noted(Processes):
+class RecordingProcesses(Processes):
     """Process 0 of two, which only notes what it would have to agree with the other."""
 
     def __init__(self):
@@ -469,18 +469,18 @@ def in_both(work):
     return results[0], results[1]
 
 
-class Lost(InputError):
-    """What both go on after."""
+class PassedOn(InputError):
+    """An error after which both processes continue."""
 
 
 def test_all_processes_report_what_one_of_them_cannot_read():
     def work(one):
         def read():
             if one.index == 1:
-                raise Lost("process-1/d: is missing")
+                raise PassedOn("process-1/d: is missing")
             return "layers"
 
-        return one.attempt("the layers", read, Lost), one.attempt("other layers", lambda: one.index, Lost)
+        return one.attempt("the layers", read, PassedOn), one.attempt("other layers", lambda: one.index, PassedOn)
 
     lost = None, "process-1/d: is missing"
     assert in_both(work) == ((lost, (0, "")), (lost, (1, "")))
@@ -505,7 +505,7 @@ def test_all_processes_end_with_the_code_of_the_one_that_fails(number, code):
 
 
 def test_the_plan_and_the_data_must_be_equal_in_all_processes(tiny, monkeypatch):
-    noted = Noted()
+    noted = RecordingProcesses()
 
     @contextlib.contextmanager
     def joined(*_):
@@ -555,7 +555,7 @@ def test_the_last_message_is_printed_before_jax_waits(reason, code, message, tin
     monkeypatch.setattr(distributed, "stop", stop)
     monkeypatch.setattr(distributed, "leave_at_once", lambda code: None)
     monkeypatch.setattr(loop, "main", main)
-    monkeypatch.setattr(together, "_joined", Noted())
+    monkeypatch.setattr(together, "_joined", RecordingProcesses())
     monkeypatch.setattr(together, "_LEAVE", (0.01, 1000.0))
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
     assert cli.main(["train", "config.yaml"]) == code

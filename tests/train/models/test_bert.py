@@ -17,7 +17,7 @@ CONFIG = ModelConfig(preset="bert-tiny", width=8, heads=2, depth=1)
 
 
 def batch(rows: int = 4, masked: int = 3):
-    """Two sentences and padding in each row, `masked` of whose tokens have labels."""
+    """Return two sentences and padding in each row, with labels for `masked` tokens."""
     rng = np.random.default_rng(0)
     tokens, types, segments = rng.integers(0, 256, (rows, 16)), np.arange(16) // 8 * np.ones((rows, 1)), np.ones((rows, 16))
     segments[:, 14:] = 0
@@ -45,7 +45,7 @@ def test_the_loss_is_the_mean_of_masked_tokens_plus_that_of_pairs(chunk):
 
 
 def test_accuracy_counts_masked_tokens_only():
-    """Neither tokens without a label nor the labels of pairs count, all of which are guessed right here."""
+    """Neither tokens without a label nor the labels of pairs count; all pairs are predicted correctly here."""
     guessed = jnp.asarray([[3, 1, 5, 7], [2, 2, 0, 4]])
     labels = {"tokens": jnp.asarray([[-1, 1, 6, -1], [-1, -1, 0, -1]]), "next": jnp.asarray([0, 1])}
     outputs = {"tokens": jax.nn.one_hot(guessed, 8), "next": jax.nn.one_hot(labels["next"], 2)}

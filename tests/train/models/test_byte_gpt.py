@@ -77,5 +77,5 @@ def test_a_pipeline_learns_these_losses_with_dropout():
 
 
 def named(tree):
-    """Its arrays by name."""
+    """Return the arrays of a tree by name."""
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}

@@ -20,7 +20,7 @@ ROWS, POSITIONS, WIDTH, SYMBOLS = 2, 5, 4, 11
 
 
 def parts(dtype="float32", by_symbol=False, bias=False):
-    """Arrays for an `Unprojected`, and labels, of which some are not counted."""
+    """Return arrays for an `Unprojected`, and labels, of which some are not counted."""
     keys = jax.random.split(jax.random.key(0), 4)
     hidden, kernel = jax.random.normal(keys[0], (ROWS, POSITIONS, WIDTH), dtype), jax.random.normal(keys[1], (WIDTH, SYMBOLS), dtype)
     labels = jax.random.randint(keys[2], (ROWS, POSITIONS), 0, SYMBOLS, "int32").at[0, 1:3].set(jnp.asarray([-1, -100], "int32"))
@@ -65,7 +65,7 @@ def test_labels_below_zero_are_not_counted_by_plain_logits_either():
 
 
 def test_the_gradient_of_a_kernel_is_summed_in_float32():
-    """Over a thousand chunks a sum in bfloat16 would stop growing."""
+    """A bfloat16 sum over a thousand chunks would stop growing."""
     hidden, labels = jnp.ones((1, 1000, 2), jnp.bfloat16), jnp.zeros((1, 1000), jnp.int32)
     kernel = jnp.zeros((2, 2), jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
@@ -123,7 +123,7 @@ def test_a_split_backward_stores_no_logits_between_its_halves(recompute):
 
 
 def largest_array(compiled) -> int:
-    """How many numbers the largest array in a program has."""
+    """Return the size of the largest array in a program."""
     shapes = re.findall(r"\w+\[([\d,]*)\]", compiled.as_text())
     return max(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes)
 

@@ -47,7 +47,7 @@ def test_the_page_has_every_preset_with_its_parameters():
 
 @cache
 def count_of(name: str) -> int:
-    """Parameters of a preset, from shapes alone."""
+    """Count the parameters of a preset from shapes alone."""
     stack = layers(ModelConfig(preset=name))
     specs = stack.specs(jax.ShapeDtypeStruct((1, 8), np.int32))
     return sum(leaf.size for leaf in jax.tree.leaves(stack.ties.split({i: spec.params for i, spec in specs.items()})))

@@ -70,7 +70,7 @@ def test_all_parameters_but_those_of_norms_name_logical_axes(keys, axes):
     "keys", [{"heads": 4}, pytest.param({**LLAMA, "heads": 4, "kv_heads": 2}, marks=pytest.mark.slow)], ids=["gpt", "llama"]
 )
 def test_on_a_mesh_nothing_is_gathered(keys):
-    """Neither weights nor logits nor activations, forward and backward; the numbers are those of one device."""
+    """Forward and backward gather neither weights nor logits nor activations; the numbers equal those of one device."""
     stack = layers(ModelConfig(**GPT | {"depth": 1} | keys), chunk=8)
     params, labels = params_of(stack, TOKENS), TOKENS[:, ::-1]
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])

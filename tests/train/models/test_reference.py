@@ -63,7 +63,7 @@ def by_hand(params, x, segments, config):
 
 
 def heads_of(qkv, segments, config):
-    """(s, heads · numbers): of each position and head the mean of the values it may see, by the softmax of products."""
+    """Return the attention output (s, heads · head size): for each position and head, the softmax-weighted mean of the visible values."""
     heads, kv_heads, size = config.heads, config.kv_heads_used, config.head_size_used
     vectors = qkv.reshape(len(qkv), heads + 2 * kv_heads, size)
     place = [int((segments[:i] == segments[i]).sum()) for i in range(len(qkv))]
@@ -82,7 +82,7 @@ def heads_of(qkv, segments, config):
 
 
 def turned(vector, position):
-    """Its pairs, one number from either half, turned."""
+    """Rotate the pairs of a vector, each of one number from either half."""
     half = len(vector) // 2
     result = np.empty_like(vector)
     for i in range(half):

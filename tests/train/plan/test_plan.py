@@ -30,7 +30,7 @@ TOPOLOGY = {"format": "jpipe-topology/1", "name": "two", "levels": [{"count": 2,
 
 
 def profile(ids=IDS, seconds=0.01, weights=10**6) -> Profile:
-    """Every layer the same."""
+    """Return a profile of equal layers."""
     at = [
         {"forward": seconds * n, "backward": 2 * seconds * n, "outputs": 100 * n, "residuals": {"none": 10**6 * n, "full": 100 * n}}
         for n in (1, 2)
@@ -90,7 +90,7 @@ def test_the_best_plan_is_printed_written_and_drawn(files, capsys):
 
 
 def sharded_profile(heads: int = 2) -> Profile:
-    """Layers of which all can be sharded."""
+    """Return a profile of layers that can all be sharded."""
     tensor = {"weights": 1.0, "compute": 1.0, "residuals": {"none": 1.0}, "reduced": 8.0, "reductions": 2, "divides": heads}
     return Profile(**profile().model_dump(exclude={"layers"}), layers=[{**one.model_dump(), "tensor": tensor} for one in profile().layers])
 
@@ -323,7 +323,7 @@ def test_the_printed_command_has_all_options_of_the_plan(files, capsys):
 
 @pytest.mark.slow
 def test_clipping_allows_weight_stashing_with_one_stage(files, capsys):
-    """Where nothing is late; the pipeline takes that plan."""
+    """With one stage nothing is delayed, and the pipeline accepts the plan."""
     arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream", "--out=plan.json"
     out = planned(capsys, *arguments)
     assert "left out: pipedream with more than one stage cannot be used with optimizer.clip_global_norm, " in " ".join(out.split())

@@ -32,7 +32,7 @@ TWO = Topology.flat(2, 1e9)
 
 
 def profile(weights: int = 10**6, dispatch: float = 0.0) -> Profile:
-    """Equal layers, three for two devices: data parallelism is fastest and holds most; `dispatch` makes large microbatches faster."""
+    """Return equal layers, three for two devices: data parallelism is fastest and holds most memory."""
     at = [
         {"forward": 0.01 * n, "backward": 0.02 * n, "outputs": 100 * n, "residuals": {"none": 10**6 * n, "full": 100 * n}} for n in (1, 2)
     ]
@@ -57,7 +57,7 @@ def searched(topology: Topology, weights: int = 10**6, dispatch: float = 0.0) ->
 
 @pytest.fixture
 def fits(monkeypatch):
-    """Says which plans fit when compiled, in place of XLA; the list has those that were asked about."""
+    """Return a function that replaces compilation by `answer`, and returns the list of compiled plans."""
 
     def use(answer):
         requests = []

@@ -20,15 +20,15 @@ from jpipe_train.run import loop
 from tests.train.conftest import changed
 
 
-class Recorded(jpipe.Tracer):
-    """In place of a tracer: nothing is measured."""
+class NullTracer(jpipe.Tracer):
+    """A tracer that measures nothing."""
 
     def __init__(self, plan):
         pass
 
 
 def windows(monkeypatch, tiny, steps, every, batches, schedule="pipedream_2bw"):
-    """(traced steps, first batch and number of batches) of each window."""
+    """Return (traced steps, first batch and number of batches) of each window."""
     pipe, _ = build.build(changed(tiny, plan={"schedule": schedule}), Reporter(1, 1, "tokens"))
     measure, result = Measure(pipe, (), steps, every, batches), []
 
@@ -37,7 +37,7 @@ def windows(monkeypatch, tiny, steps, every, batches, schedule="pipedream_2bw"):
             result[-1] += ((measure._first, measure._batches),)
             measure._tracer, measure._window = None, (measure._first, measure._batches)
 
-    monkeypatch.setattr(jpipe, "Tracer", Recorded)
+    monkeypatch.setattr(jpipe, "Tracer", NullTracer)
     monkeypatch.setattr(measure, "finish", finish)
     last = None
     for step in range(steps):
@@ -122,8 +122,8 @@ def test_measurements_of_a_rank_are_encoded_as_numbers():
         assert gather.from_numbers(gather.numbers(*measured)) == tuple(map(tuple, measured))
 
 
-class Told(jpipe.processes.Processes):
-    """One of several processes that are threads: what is told is kept by all until it is asked for."""
+class ThreadProcesses(jpipe.processes.Processes):
+    """One of several processes that are threads; a message is stored until it is received."""
 
     def __init__(self, index, everyone):
         self.index, self.everyone, self.kept, self.changed = index, everyone, {}, threading.Condition()
@@ -152,8 +152,8 @@ def test_process_0_gathers_all_traces_in_pieces_and_no_process_keeps_them(monkey
     vars(pipe)["places"] = tuple(jpipe.meshes.Place((device,)) for device in devices)
     spans = [(jpipe.programs.Span("F", w, 0, 0.5, 1.0),) * w for w in range(3)]
     samples = [(jpipe.programs.MemorySample(0.25, {w: 8}, 1, 2, 3, w),) * 2 for w in range(3)]
-    everyone: list[Told] = []
-    processes = [Told(index, everyone) for index in range(3)]
+    everyone: list[ThreadProcesses] = []
+    processes = [ThreadProcesses(index, everyone) for index in range(3)]
 
     def of_process(rows, index):
         return tuple(row if home == index else () for row, home in zip(rows, homes, strict=True))

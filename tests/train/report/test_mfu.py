@@ -34,7 +34,7 @@ def test_the_flops_of_a_gpt_are_those_of_the_formula(tiny):
 
 
 def test_the_flops_of_a_llama_are_those_of_its_products(tiny):
-    """Two heads share keys and values, and the multilayer perceptron has a gate."""
+    """Two heads share keys and values, and the MLP has a gate."""
     depth, width, positions, rows = 2, 16, 8, 4
     of_a_layer = 2 * width * (2 * width + 2 * width // 2) + 3 * 2 * width * 24 + 4 * positions * width
     keys = {

@@ -30,7 +30,7 @@ def rows_of(steps=STEPS) -> list[dict]:
 
 
 def window(slower: float = 1.0, memory: bool = True) -> jpipe.programs.Window:
-    """Three batches of a pipeline of three stages that is `slower` than its costs say."""
+    """Return a window of three batches of three stages that is `slower` than its costs."""
     plan = jpipe.Plan.even("abc", num_stages=3, schedule="pipedream_2bw", microbatches=3)
     cost = {"weights": 12_000_000, "accumulators": 12_000_000, "residuals": 5_000_000, "optimizer": 24_000_000}
     costs = [jpipe.programs.StageCost(forward=0.01 * slower, backward=0.02 * slower, update=0.003, **cost)] * 3

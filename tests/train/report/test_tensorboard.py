@@ -62,7 +62,7 @@ def test_a_run_resumed_from_an_earlier_step_replaces_the_later_rows(tmp_path, me
 
 @contextmanager
 def no_room_beyond(size):
-    """Files of this process cannot grow beyond `size` bytes, as on a full disk."""
+    """Limit the files of this process to `size` bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

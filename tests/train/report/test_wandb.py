@@ -22,7 +22,7 @@ from tests.train.conftest import changed
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    """No network, whatever this machine has, and nobody's login."""
+    """Turn off the network and remove any login."""
     for name, value in {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "NETRC": str(tmp_path / "none")}.items():
         monkeypatch.setenv(name, value)
     for name in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_DIR", "WANDB_BASE_URL"):
@@ -139,7 +139,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_no_process(tmp_path):
-    """And its rows."""
+    """Its rows stay on disk."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     killed = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     process, end = int(killed.stdout), time.monotonic() + 60
@@ -152,7 +152,7 @@ def test_a_run_that_is_killed_leaves_no_process(tmp_path):
 
 
 def served(code: str, tmp_path, messages, limit=30.0) -> Wandb:
-    """One whose process runs this code."""
+    """Return a wandb logger whose process runs this code."""
     return Wandb(tmp_path, {}, messages.append, (sys.executable, "-c", f"import json, os, sys, time\n{code}"), limit)
 
 

@@ -81,13 +81,13 @@ def check_equal(actual: Result, expected: Result):
 
 
 def windows_of(text: bytes):
-    """By hand: each row's inputs and labels."""
+    """Compute each row's inputs and labels by hand."""
     whole = np.frombuffer(text, np.uint8).astype(np.int32)
     return [(whole[i : i + SEQ], whole[i + 1 : i + SEQ + 1]) for i in range(0, len(whole) - SEQ, SEQ)]
 
 
 def held_out_rows(home):
-    """Of the files that the run is validated on, their documents kept apart: each label that begins one does not count."""
+    """Return the rows of the validation files with documents kept apart: labels that begin a document do not count."""
     names = sorted(path.name for path in home.texts.iterdir())
     parts = [(home.texts / name).read_bytes() for name in names if name in validation_names(names, 0.3)]
     begins = np.cumsum([0, *map(len, parts)])
@@ -124,7 +124,7 @@ def test_every_row_counts_once_and_the_run_is_unchanged(home, plan, step, weight
 
 
 def test_evaluation_on_other_data_and_its_output(home, capsys):
-    """A single document, all of whose labels count."""
+    """The data are a single document, all of whose labels count."""
     rows = [({"tokens": tokens, "segments": np.ones(SEQ, np.int32)}, labels) for tokens, labels in windows_of(home.other.read_bytes())]
     expected = at_once(home.run, rows, 2)
     check_equal(main(Request(str(home.run), str(home.other), step=2)), expected)
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_the_command_with_a_message(home, capsys, monkeypatch, inter
 
 @pytest.mark.slow
 def test_two_processes_find_the_same_plan(home):
-    """Started as a person does; each reads only the rows and the layers that its stages need."""
+    """The processes start from the command line, and each reads only the rows and layers of its stages."""
     command = [sys.executable, "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "evaluate", str(home.run), "--wait-limit", "60"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=home.folder)
@@ -192,7 +192,7 @@ def test_an_impossible_evaluation_is_reported_in_one_line(home, monkeypatch, cap
 
 @pytest.mark.slow
 def test_masked_tokens_are_evaluated_as_in_training(tmp_path):
-    """Each row has a label of its own as well, the embedding is tied to the head, and logits are made in chunks."""
+    """Each row has its own label as well, the embedding is tied to the head, and logits are computed in chunks."""
     text = str(tmp_path / "text.txt")
     Path(text).write_bytes(SENTENCE * 20)
     prepare.make_tokenizer(prepare.Files([text]), 280, str(tmp_path / "t.json"), Reporter(1, 1, "bytes", Console(quiet=True)), "bert")

@@ -113,7 +113,7 @@ def test_a_validation_loss_is_of_the_newest_weights_that_all_stages_hold(tiny, s
 
 
 def validation_losses_after_each_update(config, steps) -> list[float]:
-    """After 0, 1, … `steps` updates: each that of a copy, drained."""
+    """Return the validation losses of a drained copy after 0, 1, … `steps` updates."""
     plan = build.make_plan(config.plan, ("embed", "block_0", "head"))
     stack, batches = built_in.layers(config.model), data.load(config)
     params = {layer_id: layer.params for layer_id, layer in stack.specs(batches.train[0][0]).items()}
@@ -422,7 +422,7 @@ def tiny_folder(tiny):
 
 
 def _poisoned(finished):
-    """Like `MetricsLog.finished`, but the loss of step 3 is not a number."""
+    """Wrap `MetricsLog.finished` so that the loss of step 3 is NaN."""
 
     def poisoned(self, metrics):
         if metrics is not None:
