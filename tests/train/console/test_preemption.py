@@ -22,7 +22,7 @@ from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import loop
 from tests.jpipe.running import check_equal
 from tests.train.conftest import changed
-from tests.train.launch.test_launch import launched, pids, wait_until_gone
+from tests.train.launch.test_launch import launched, pids, wait_for_exit
 from tests.train.launch.test_together import by_hand
 from tests.train.run.test_loop import rows_of
 
@@ -222,7 +222,7 @@ def test_a_launcher_that_gets_sigterm_exits_like_its_processes():
             numbers = pids(process, 2)
             process.send_signal(signal.SIGTERM)
             _, err = process.communicate(timeout=LIMIT)
-            wait_until_gone(numbers)
+            wait_for_exit(numbers)
         assert (process.returncode, err) == (expected, "jpipe: SIGTERM received; not starting again\n" if expected else "")
 
 
