@@ -1,4 +1,4 @@
-"""What the benchmarks compute from their measurements, and that they compare one and the same model."""
+"""The computations of the benchmarks, which must compare equal models."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What the documents show is run: the snippets of the README and of docs/, what they print, and the examples in docstrings."""
+"""The snippets of the README and of docs/, their output, and the examples in docstrings run."""
 
 import ast
 import contextlib

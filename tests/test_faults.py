@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged in any file, and what `make bench-faults` takes for the same."""
+"""Checkpoints with any damaged file, and the comparison of ends in `make bench-faults`."""
 
 import itertools
 import random

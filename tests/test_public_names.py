@@ -1,4 +1,4 @@
-"""What a package, a benchmark, an example or a page imports from another package is public there."""
+"""Names that a package, a benchmark, an example or a page imports from another package are public there."""
 
 import ast
 import importlib

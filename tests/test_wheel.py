@@ -1,4 +1,4 @@
-"""The wheel holds every file of the packages, no rule of .gitignore drops one, and its name is not that of another project."""
+"""The wheel contains every file of the packages, .gitignore drops none, and its name is not that of another project."""
 
 import importlib.machinery
 import re

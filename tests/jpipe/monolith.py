@@ -1,4 +1,4 @@
-"""The delayed rule with one `jax.grad` of the whole model as one function, and one optax update of the whole tree: no stages anywhere."""
+"""The delayed rule without stages: one `jax.grad` of the whole model and one optax update of the whole tree."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The rule of every schedule applied directly: one microbatch after the other, every version kept, nothing overlapped, nothing donated."""
+"""The rule of every schedule applied directly: one microbatch after another, all versions stored, nothing overlapped or donated."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What a caller gets wrong is told in one message: where, expected, found, what to change. No device is touched."""
+"""Mistakes of the caller give one message: where, expected, found, what to change. No device is used."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Pipelines inside of contexts that the user has set for other programs."""
+"""Pipelines inside JAX contexts that the user has set for other programs."""
 
 import jax
 import numpy as np

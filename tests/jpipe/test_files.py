@@ -1,4 +1,4 @@
-"""Files are written whole, and through no symbolic link; paths are found as the system finds them."""
+"""Files are written atomically and never through a symbolic link; paths resolve like the system's."""
 
 import os
 import re

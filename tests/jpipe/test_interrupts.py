@@ -1,4 +1,4 @@
-"""Ctrl-C, and failures, in a step: the caller's state goes on with the right numbers, or says that it is lost and why."""
+"""Ctrl-C and failures during a step: the caller's state continues with the right numbers, or reports why it is lost."""
 
 import inspect
 import os

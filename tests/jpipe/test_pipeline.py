@@ -1,4 +1,4 @@
-"""The user's object: states, metrics, evaluation, parameters."""
+"""The `Pipeline` object: states, metrics, evaluation, parameters."""
 
 from xml.etree import ElementTree
 

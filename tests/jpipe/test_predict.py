@@ -1,4 +1,4 @@
-"""`Pipeline.predict` gives what the whole model gives, for any number of rows, and leaves the run alone."""
+"""`Pipeline.predict` equals the whole model for any number of rows and does not disturb the run."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Profiles and machines that are drawn at random, and what simulating every candidate says."""
+"""Random profiles and machines, and the simulation of every candidate."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""A headless Chromium or Chrome for the tests, if there is one: what a page looks like and what it loads."""
+"""A headless Chromium or Chrome, if installed: what a page shows and loads."""
 
 import html
 import http.server

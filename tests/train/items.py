@@ -1,4 +1,4 @@
-"""What each of the two processes of test_checkpoint_files.py runs: `python -m tests.train.items ADDRESS INDEX FOLDER`."""
+"""The program of the two processes in test_checkpoint_files.py: `python -m tests.train.items ADDRESS INDEX FOLDER`."""
 
 import sys
 import threading

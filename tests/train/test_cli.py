@@ -1,4 +1,4 @@
-"""The command line, as a person meets it: exit codes, one clear message for each mistake, no traceback, nothing left behind."""
+"""The command line: exit codes, one clear message for each mistake, no traceback, nothing left behind."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Names of commands: a mistyped one is told in a line with the nearest one, and shells complete them."""
+"""Names of commands: a mistyped one is reported with the nearest one, and shells complete them."""
 
 import re
 import shutil

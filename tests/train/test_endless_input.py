@@ -1,4 +1,4 @@
-"""Input without end, or so large that it would take all memory or hours, is refused in words at once."""
+"""Input that is endless, or would take all memory or hours, is refused at once."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a command meets before it can do anything: variables that JAX refuses, a current folder that is gone."""
+"""Invalid JAX variables and a removed current folder are reported before a command runs."""
 
 import os
 import subprocess

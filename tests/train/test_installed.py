@@ -1,4 +1,4 @@
-"""What comes with an installed jpipe: its configs and examples."""
+"""The configs and examples of an installed jpipe."""
 
 import subprocess
 import sys

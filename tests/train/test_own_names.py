@@ -1,4 +1,4 @@
-"""Files of a user's own named `train.py`, `planner.py` and `data.py` work beside jpipe; one named `jpipe.py` is refused in words."""
+"""A user's files named `train.py`, `planner.py` and `data.py` work beside jpipe; one named `jpipe.py` is refused."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""AWD-LM: how large it is, that its state goes on from batch to batch, what is dropped, and that a pipeline trains it alike."""
+"""AWD-LM: its size, the state carried between batches, its dropout, and training in a pipeline."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""GNMT against a plain computation in NumPy, its number of parameters, and what it may not see."""
+"""GNMT: equality with NumPy, its number of parameters, and masked inputs."""
 
 import json
 

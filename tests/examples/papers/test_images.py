@@ -1,4 +1,4 @@
-"""Folders of images: which rows there are, what is in them, and what is refused or left out."""
+"""Folders of images: the rows and their contents, and images that are refused or left out."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""`python -m examples.papers.samples` writes the same data for the same seed, whole or not at all."""
+"""`python -m examples.papers.samples` writes the same data for the same seed, completely or not at all."""
 
 import hashlib
 from pathlib import Path

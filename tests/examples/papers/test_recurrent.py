@@ -1,4 +1,4 @@
-"""The LSTM against a plain loop in NumPy, its masks, and what is dropped."""
+"""The LSTM: equality with a plain loop in NumPy, masks and dropout."""
 
 import jax
 import jax.numpy as jnp

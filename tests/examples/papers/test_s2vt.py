@@ -1,4 +1,4 @@
-"""S2VT against a plain computation in NumPy, and its number of parameters."""
+"""S2VT: equality with NumPy, and its number of parameters."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Translations: greedy decoding against a plain loop, and a run that translates."""
+"""Translation: greedy decoding equals a plain loop, and a run translates."""
 
 import sys
 

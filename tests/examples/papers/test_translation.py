@@ -1,4 +1,4 @@
-"""Parallel text: pairs of lines as rows of one shape, and text that cannot be used."""
+"""Parallel text: pairs of lines become rows of one shape, and unusable text is refused or dropped."""
 
 import collections
 

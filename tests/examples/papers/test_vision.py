@@ -1,4 +1,4 @@
-"""The models of images have the parameters that are published, take images down to the smallest, and compute what their papers say."""
+"""The papers' image models have the published numbers of parameters, accept small images, and compute what the papers describe."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""The configs of the papers' models of images: the full ones are planned, lowered and simulated, the small ones train."""
+"""The configs of the papers' image models: the full ones are planned, lowered and simulated, the small ones train."""
 
 import io
 from pathlib import Path

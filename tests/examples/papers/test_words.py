@@ -1,4 +1,4 @@
-"""A running text by words: each row goes on from batch to batch."""
+"""Running text by words: each row continues from batch to batch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Checkpoints from Python: a loop of the user's own that saves, is stopped and goes on."""
+"""Checkpoints from Python: a user's own loop saves, stops and resumes."""
 
 import functools
 

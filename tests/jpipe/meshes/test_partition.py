@@ -1,4 +1,4 @@
-"""How parameters are sharded over meshes, what the compiled programs gather, and what is refused."""
+"""Parameters sharded over meshes: the layout, the collectives of the compiled programs, and errors."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Shards go from mesh to mesh in pieces: each once, and together they are the message."""
+"""Shards are sent between meshes in pieces: each piece once, and together they form the message."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Parameters that a layer would read from outside are found, since training would leave them as they are."""
+"""Parameters in the closure of a layer are detected, because training would not update them."""
 
 import dataclasses
 import functools

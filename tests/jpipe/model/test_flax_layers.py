@@ -1,4 +1,4 @@
-"""Flax modules as users write them: the same numbers as with Flax alone, and a message where that cannot be."""
+"""Flax modules train with the same numbers as with Flax alone, or are refused with a message."""
 
 import inspect
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs that begin with parameters of the caller's: they are those that train, and they stay the caller's."""
+"""Runs that start from the caller's parameters use them and do not modify them."""
 
 import jax
 import numpy as np

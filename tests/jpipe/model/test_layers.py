@@ -1,4 +1,4 @@
-"""NNX, Linen, functions and `Layer`s in one stack; layer state; what a stack refuses."""
+"""NNX, Linen, functions and `Layer`s in one stack; layer state; errors of a stack."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Which optimizers a pipeline takes, that it applies those exactly, and clipping by the global norm."""
+"""Optimizers that a pipeline supports are applied exactly, others are refused; clipping by the global norm."""
 
 import jax
 import numpy as np

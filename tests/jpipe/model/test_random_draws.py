@@ -1,4 +1,4 @@
-"""What initialization, dropout, evaluations and losses draw depends on (seed, layer id, microbatch) only."""
+"""Random numbers of initialization, dropout, evaluation and losses depend only on (seed, layer id, microbatch)."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Layers and losses that compute with several rows together are found, and told of once."""
+"""Layers and losses that combine several rows are detected and reported once."""
 
 import jax
 import jax.numpy as jnp

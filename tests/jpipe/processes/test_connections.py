@@ -1,4 +1,4 @@
-"""Arrays between processes, in three real ones: what arrives, in which order, what waits for what. One session runs every scenario."""
+"""Arrays between three real processes: their contents, order and waits. One session runs every scenario."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Where the main thread is, told by another one."""
+"""Another thread reads where the main thread is."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Real processes that agree, tell each other numbers, and end with a message when one of them is killed, stopped, hangs or gives up."""
+"""Real processes agree, exchange numbers, and exit with a message when one of them is killed, stopped, hangs or fails."""
 
 import contextlib
 import json

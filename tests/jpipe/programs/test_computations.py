@@ -1,4 +1,4 @@
-"""The table of ops: its rows, a new row, and what follows from them, such as that each batch reports its results once."""
+"""The table of ops: its rows, a new row, and consequences such as that each batch reports its results once."""
 
 import dataclasses
 import itertools

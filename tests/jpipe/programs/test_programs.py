@@ -1,4 +1,4 @@
-"""Lowering and simulating: every schedule is verified, every damaged program is rejected, the grids are the ones on file."""
+"""Lowering and simulation: every schedule is verified, every damaged program is rejected, and grids equal the golden files."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""A predicted window is the one that a run from the very beginning would show; what counts as busy in it, by hand."""
+"""A predicted window equals that of a run from its beginning; busy times in it are checked by hand."""
 
 import pytest
 

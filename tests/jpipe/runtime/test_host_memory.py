@@ -1,4 +1,4 @@
-"""Memory that is freed is kept, so that taking it again touches no fresh page."""
+"""Freed host memory is reused, so that allocating it again touches no fresh page."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Memory: the arrays alive on each device after every instruction, against what `simulate` predicts from shapes."""
+"""The bytes of live arrays on each device after every instruction equal what `simulate` predicts from shapes."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Which worker gets which device, on devices that are only said to be there."""
+"""The placement of workers on mock devices."""
 
 import re
 from unittest.mock import NonCallableMock

@@ -1,4 +1,4 @@
-"""A cut through a run: the run goes on as if nothing was, and one that begins there is the same run, bit for bit."""
+"""Snapshots of a run: they do not change it, and a run that starts from one is equal bit for bit."""
 
 import chex
 import jax

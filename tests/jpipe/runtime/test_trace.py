@@ -1,4 +1,4 @@
-"""What the tracer measures of a running pipeline."""
+"""The measurements of the tracer in a running pipeline."""
 
 import gc
 import itertools

@@ -1,4 +1,4 @@
-"""Which way messages take between processes, on devices and with processes that are only said to be there."""
+"""The transport that messages use between mock devices and processes."""
 
 import contextlib
 import types

@@ -1,4 +1,4 @@
-"""Plans of equal stages, and what they take and hold with given times."""
+"""Plans of equal stages, their times and their memory."""
 
 from jpipe import Plan, lower, simulate
 from jpipe.programs import StageCost

@@ -1,4 +1,4 @@
-"""Orders that are data: what is wrong with one is said at once, and the greedy ones are as short as the static ones, or shorter."""
+"""Orders as data: mistakes are reported, and greedy orders are never longer than static ones."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""The simulator's bubbles are those of the papers' formulas, and ranks hold as much as these say; exactly."""
+"""The simulator's bubbles and memory equal the papers' formulas."""
 
 import random
 

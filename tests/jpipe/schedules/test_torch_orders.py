@@ -1,4 +1,4 @@
-"""Orders are those of PyTorch's schedule classes, where both have the schedule; compared as data."""
+"""Orders equal those of PyTorch's schedule classes, where both have the schedule."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Without a flush, on ranks of several stages: closed forms are what counting in the order gives."""
+"""Without a flush, on ranks of several stages, closed forms equal counts over the order."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Batches of several shapes in one run: each is computed with programs of its own, at the versions that the schedule says."""
+"""Batches of several shapes in one run: each shape has its own programs and the versions of the schedule."""
 
 import jax
 import jax.numpy as jnp

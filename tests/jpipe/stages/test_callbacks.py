@@ -1,4 +1,4 @@
-"""Host callbacks run once for each microbatch, with the values of its forward, whatever the schedule; a backward's own run once, too."""
+"""Host callbacks run once for each microbatch, with the values of its forward, in every schedule; so do those of a backward."""
 
 import logging
 from collections import defaultdict

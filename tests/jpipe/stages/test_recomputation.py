@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept, not the numbers; recomputed forwards do not advance the layer state."""
+"""Recomputation changes the stored residuals but not the numbers, and does not advance the layer state."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward: no weights, no cast copies of weights, with full recomputation only what the stage was given."""
+"""Residuals contain no weights and no cast copies of weights; with full recomputation they are the stage input."""
 
 import jax
 import jax.numpy as jnp

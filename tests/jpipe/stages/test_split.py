@@ -1,4 +1,4 @@
-"""The two halves of a backward make what the whole backward makes, compute nothing twice, and keep little in between."""
+"""The two halves of a backward equal the whole, compute nothing twice, and store little in between."""
 
 import contextlib
 

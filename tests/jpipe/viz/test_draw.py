@@ -1,4 +1,4 @@
-"""Pictures: every box and area stands where the data says, labels stay inside their boxes, files are the same each time."""
+"""Pictures: boxes and areas match the data, labels stay inside their boxes, and files are reproducible."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""A trace for Perfetto: the rules of its format, and every span found again."""
+"""Traces for Perfetto follow its format and contain every span."""
 
 import json
 from collections import defaultdict

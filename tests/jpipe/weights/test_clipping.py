@@ -1,4 +1,4 @@
-"""Clipping by the global norm of all stages: exact, whatever the cut and the schedule; refused where the norm comes too late."""
+"""Clipping by the global norm is exact for every cut and schedule, and refused where the norm comes too late."""
 
 import functools
 import itertools

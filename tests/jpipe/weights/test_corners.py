@@ -1,4 +1,4 @@
-"""Corners in which a dtype, a form or a reuse of memory could change the numbers unseen."""
+"""Corner cases in which a dtype, a structure or reused memory could silently change the numbers."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Where the layers are cut changes no numbers of a schedule that flushes."""
+"""The cut into stages does not change the numbers of a schedule that flushes."""
 
 import jax
 import numpy as np

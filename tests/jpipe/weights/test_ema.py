@@ -1,4 +1,4 @@
-"""The moving average of the weights: the same as kept beside a plain run, whatever the schedule, in flight, restored, cut otherwise."""
+"""The moving average of the weights equals that of a plain run, in every schedule, in flight, restored, and under another cut."""
 
 import jax
 import jax.numpy as jnp

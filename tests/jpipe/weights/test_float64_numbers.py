@@ -1,4 +1,4 @@
-"""In float64 a pipeline equals, to rounding, the rule of its schedule applied with one gradient of the whole model."""
+"""In float64 a pipeline equals, up to rounding, the rule of its schedule applied with one gradient of the whole model."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Parameters that the optimizer never changes: the numbers are the same, and nothing is computed, summed, sent or kept for them."""
+"""Frozen parameters: the numbers are equal, and nothing is computed, summed, sent or stored for them."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Stages on meshes train what stages on one device each train: in float64 to rounding, and bit for bit where no sum changes its order."""
+"""Stages on meshes equal stages on single devices: in float64 up to rounding, bit for bit where no sum changes its order."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Precision: masters against float32 parameters, accumulation in float32, the loss scale, what crosses links, and what is refused."""
+"""Precision: masters, float32 accumulation, the loss scale, dtypes of messages, and invalid settings."""
 
 import re
 import warnings

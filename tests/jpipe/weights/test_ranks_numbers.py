@@ -1,4 +1,4 @@
-"""Schedules that run several stages on a rank, or split backwards, give the numbers of the sequential reference, bit for bit."""
+"""Schedules with several stages on a rank or split backwards equal the sequential reference bit for bit."""
 
 import itertools
 import random

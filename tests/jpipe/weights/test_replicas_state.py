@@ -1,4 +1,4 @@
-"""Layer state of replicas under schedules that do not flush: each keeps its own while it trains, and what is read is the mean."""
+"""Layer state of replicas without a flush: each replica has its own during training, and reads give the mean."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The contract of every schedule: the numbers of the sequential reference, bit for bit, at every depth and number of microbatches."""
+"""Every schedule equals the sequential reference bit for bit, at every depth and number of microbatches."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

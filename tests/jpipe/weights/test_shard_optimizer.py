@@ -1,4 +1,4 @@
-"""Replicas that share the optimizer state of their stage (ZeRO stage 1): the same numbers, a part of the state, in all that a run does."""
+"""Replicas that shard the optimizer state of their stage (ZeRO stage 1): equal numbers with a part of the state."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A batch with a gradient that is not finite changes no weights and no optimizer state, at any stage or at all of them."""
+"""A batch with a gradient that is not finite changes no weights and no optimizer state at any stage."""
 
 import itertools
 

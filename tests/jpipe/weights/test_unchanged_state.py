@@ -1,4 +1,4 @@
-"""Layer state that a microbatch does not change: one array for all microbatches, which no program gives back."""
+"""Layer state that a microbatch does not change is one array, which no program returns."""
 
 import jax
 import jax.numpy as jnp

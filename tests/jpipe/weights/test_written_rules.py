@@ -1,4 +1,4 @@
-"""Rules that the papers leave open, as docs/concepts.md has them: formulas of 2BW and of chunks, replicas, weights of zero, evaluation."""
+"""Rules that the papers leave open, as in docs/concepts.md: 2BW, chunks, replicas, zero weights, evaluation."""
 
 import itertools
 import math

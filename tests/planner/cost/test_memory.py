@@ -1,4 +1,4 @@
-"""The closed form of a worker's memory against the simulator, which counts the arrays of every instruction."""
+"""The closed form of a worker's memory agrees with the simulator, which counts the arrays of every instruction."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Shared parameters in profiles and plans: once in a stage, exchanged between stages, and as exact as in the pipeline itself."""
+"""Shared parameters in profiles and plans: stored once in a stage, exchanged between stages, and exact."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Plans priced by simulation: links and their shared ports, places of workers, shared cores."""
+"""Plans priced by simulation: links and their shared ports, placement, shared cores."""
 
 import dataclasses
 

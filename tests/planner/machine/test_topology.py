@@ -1,4 +1,4 @@
-"""Topologies: those of configs/ load and say what the papers say; what cannot be is refused with the key, what was expected and found."""
+"""Topologies: the shipped ones load with the papers' numbers; invalid ones are refused with the key."""
 
 import pathlib
 import re

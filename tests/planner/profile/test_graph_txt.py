@@ -1,4 +1,4 @@
-"""PipeDream's graph.txt: nodes put in a line, what a cut carries, and every line that is wrong."""
+"""PipeDream's graph.txt: nodes in a line, the tensors that cross a cut, and every invalid line."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Measured profiles: what is timed together, how a group's time is split, and that the bytes are those of the analytic profile."""
+"""Measured profiles: layers timed together, the split of a group's time, and bytes equal to the analytic profile."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The profile's format: JSON there and back, stages summed from layers, and what is no profile."""
+"""The profile's format: a JSON round trip, stages summed from layers, and invalid profiles."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Layers on meshes: shares of bytes and work, and the seconds of sums and gathers, by hand; which meshes there are."""
+"""Layers on meshes: shares of bytes and work, seconds of sums and gathers, and the possible meshes."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism shards of a layer: by hand for a small Llama, and for programs whose sharded dims move."""
+"""The shards of a layer under tensor parallelism: by hand for a small Llama, and for programs that move sharded dimensions."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The ranking: what fits, simulated, and why the simulation differs."""
+"""The ranking: plans that fit, their simulation, and explanations of the simulation."""
 
 import dataclasses
 

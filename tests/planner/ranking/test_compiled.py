@@ -1,4 +1,4 @@
-"""The memory of a plan from its own compiled stages: exact, and whether it fits."""
+"""The memory of a plan from its compiled stages is exact and decides whether it fits."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Plans whose compiled stages need more memory than was estimated recompute more, and then have smaller microbatches."""
+"""Plans whose compiled stages need more memory than estimated recompute more, then use smaller microbatches."""
 
 import dataclasses
 

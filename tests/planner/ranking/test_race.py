@@ -1,4 +1,4 @@
-"""The choice: as fast as the fastest of all candidates when every one of them is simulated; and bounds that no simulation breaks."""
+"""The chosen plan is as fast as the fastest of all candidates, and no simulation beats the bounds."""
 
 import statistics
 

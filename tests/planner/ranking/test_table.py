@@ -1,4 +1,4 @@
-"""The ranking in words, and the picture beside it."""
+"""The ranking as text, and its picture."""
 
 import dataclasses
 

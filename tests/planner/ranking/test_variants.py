@@ -1,4 +1,4 @@
-"""Plans with several stages on a rank, or with split backwards: legal, priced as simulated, and chosen where they are the fastest."""
+"""Plans with several stages on a rank or split backwards: legal, priced as simulated, and chosen where fastest."""
 
 import dataclasses
 import itertools

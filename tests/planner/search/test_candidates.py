@@ -1,4 +1,4 @@
-"""Candidates of both searches, in terms that can be compared: what they send, and what they cost where devices share cores."""
+"""Candidates of both searches are comparable: the bytes that they send, and their costs where devices share cores."""
 
 import dataclasses
 

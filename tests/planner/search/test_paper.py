@@ -1,4 +1,4 @@
-"""The paper's recurrence against the formulas as they stand there."""
+"""The search equals the paper's recurrence."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""The papers' examples, small: what `make bench-papers` prints at length."""
+"""Small versions of the papers' examples that `make bench-papers` prints."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Parallel pipelines: exact cuts, each legal plan and no other, the cheapest recomputation that fits, prices held against simulation."""
+"""Parallel pipelines: exact cuts, all legal plans, the cheapest recomputation that fits, and prices equal to the simulation."""
 
 import dataclasses
 import itertools

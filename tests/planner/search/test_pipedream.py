@@ -1,4 +1,4 @@
-"""The PipeDream search against all there is to choose from, on small instances."""
+"""The PipeDream search equals an exhaustive search on small instances."""
 
 from dataclasses import replace
 

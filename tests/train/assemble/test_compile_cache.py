@@ -1,4 +1,4 @@
-"""Compiled programs are kept for the next run, in a folder of the user's own."""
+"""Compiled programs are cached for the next run in a folder of the user."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every example learns, from its config and from Python, as its reader would run it."""
+"""Every example learns from its config and from Python."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Models, losses and data of one's own, named in a config: not run unless allowed, and every mistake told in one line."""
+"""A user's models, losses and data in a config: they run only if allowed, and every mistake is reported in one line."""
 
 import re
 import sys

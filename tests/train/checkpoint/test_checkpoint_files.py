@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, for whoever reads them, and whatever happens to their files is found and named."""
+"""Checkpoints restore bit for bit, and any damage to their files is detected and named."""
 
 import errno
 import hashlib

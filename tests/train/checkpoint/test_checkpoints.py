@@ -1,4 +1,4 @@
-"""Processes that write checkpoints, and what becomes of a part that cannot be written."""
+"""Several processes write checkpoints, of which some parts fail."""
 
 import contextlib
 import time

@@ -1,4 +1,4 @@
-"""What is taken out of a run, `jpipe export` and plain Orbax, and what begins with it, `warm_start`."""
+"""Exports of a run, by `jpipe export` and plain Orbax, and warm starts from them."""
 
 import json
 import re

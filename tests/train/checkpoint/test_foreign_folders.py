@@ -1,4 +1,4 @@
-"""Run folders of strangers, and folders that hold something else: nothing outside is written or removed, nothing else overwritten."""
+"""Foreign run folders: nothing outside is written or removed, and nothing of another program is overwritten."""
 
 import os
 import shutil

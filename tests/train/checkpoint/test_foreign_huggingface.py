@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's layout that are damaged, incomplete, of another kind or hostile: each refused in a line, none of it run."""
+"""Hugging Face folders that are damaged, incomplete, unsupported or hostile are refused in one line, without running their code."""
 
 import json
 import os

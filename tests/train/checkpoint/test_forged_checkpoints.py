@@ -1,4 +1,4 @@
-"""Checkpoints of strangers, whose hashes all fit: what they say is held against what is there before it costs memory or time."""
+"""Foreign checkpoints with valid hashes: their claims are checked before they cost memory or time."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's layout read and written: numbers as transformers has them, each process reads its layers, bit for bit back."""
+"""Hugging Face folders: numbers equal transformers', each process reads its layers, and exports are equal bit for bit."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A run begins with the parameters of any Orbax checkpoint, and an export is one that Orbax restores without jpipe."""
+"""A run starts from the parameters of any Orbax checkpoint, and Orbax restores an export without jpipe."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on: the same losses and weights as if they had not been, or a line that says why not."""
+"""Runs that stop and resume have the same losses and weights as undisturbed ones, or report why they cannot."""
 
 import fcntl
 import json

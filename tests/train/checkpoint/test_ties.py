@@ -1,4 +1,4 @@
-"""A run whose model shares a parameter between stages: stopped and resumed, exported, and what begins with it."""
+"""A run with a parameter shared between stages: it resumes, is exported, and starts another run."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Folders that transformers wrote give jpipe the same numbers, and folders that jpipe wrote give them to transformers."""
+"""Folders of transformers give jpipe the same numbers, and folders of jpipe give them to transformers."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `jpipe train` and `jpipe simulate` say of the same mistake: one line, exit code 2, no run begun, nothing written."""
+"""`jpipe train` and `jpipe simulate` report a mistake in the same way: one line, exit code 2, nothing written."""
 
 import re
 import sys

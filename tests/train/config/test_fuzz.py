@@ -1,4 +1,4 @@
-"""Configs, plans and command lines spoiled at random: each is refused in words, or means what an independent reading says it does."""
+"""Randomly corrupted configs, plans and command lines are refused, or read as an independent reader reads them."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""`config.json` of a folder in Hugging Face's layout: what it says of the model, what of it is refused, and what is written."""
+"""`config.json` of a Hugging Face folder: the model that it describes, unsupported keys, and the one that an export writes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Keys of the model that contradict each other or what reads them are refused in words."""
+"""Keys of the model that contradict each other, or their readers, are refused."""
 
 import re
 

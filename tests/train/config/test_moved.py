@@ -1,4 +1,4 @@
-"""Targets that were built in are named as the examples that they are now."""
+"""Targets that were built in before are reported with their new names."""
 
 import importlib
 

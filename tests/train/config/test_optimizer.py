@@ -1,4 +1,4 @@
-"""Optimizers by config: all of optax's, with what decays, their learning rates, and every mistake told before anything runs."""
+"""Optimizers by config: all of optax's, their decay masks and learning rates, and every mistake before anything runs."""
 
 import inspect
 import re

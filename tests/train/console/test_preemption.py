@@ -1,4 +1,4 @@
-"""SIGTERM: a run saves at one step in all its processes and ends well; what goes on is the run that was not stopped."""
+"""SIGTERM: all processes of a run save at one step and exit; the resumed run equals an undisturbed one."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Signals in every phase of a process, process 1 of a container too; and output that goes away."""
+"""Signals in every phase of a process, also as process 1 of a container, and output that is closed."""
 
 import errno
 import io

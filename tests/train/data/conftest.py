@@ -1,4 +1,4 @@
-"""A small tokenizer, which is made once, and what tests of data have in common."""
+"""A small tokenizer, trained once, and common fixtures of the data tests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Text is found, split by file, cut into windows, and batch t is a pure function of (seed, t)."""
+"""Text is found, split by file and cut into windows, and batch t is a pure function of (seed, t)."""
 
 import errno
 import itertools

@@ -1,4 +1,4 @@
-"""Documents in shards, windows and packed examples, against the same computed the long way."""
+"""Documents in shards, windows and packed examples equal a direct computation."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Files that are no regular ones, that are damaged, or that change while they are read: a message, no hang and no signal."""
+"""Files that are not regular, damaged, or changed while they are read: a message, no hang and no signal."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Batches of each format: what is in them, that they depend on (seed, step) only, and which mistakes are told."""
+"""Batches of each format: their contents, their dependence on (seed, step) only, and reported mistakes."""
 
 import json
 import re

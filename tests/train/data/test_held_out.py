@@ -1,4 +1,4 @@
-"""What is evaluated: all that a run is validated on, or all that is at another path in the same form, down to a single row."""
+"""Validation data: the held-out rows of a run, or all rows at another path, down to a single row."""
 
 import json
 from pathlib import Path

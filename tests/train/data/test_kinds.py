@@ -1,4 +1,4 @@
-"""Files are known by their content: data of other kinds are not learned byte by byte without a word, and text is never refused."""
+"""Files are recognized by their content: other kinds of data are not read as bytes silently, and text is never refused."""
 
 import bz2
 import csv

@@ -1,4 +1,4 @@
-"""Which rows a run reads that goes on with another batch size: each exactly once in an epoch, whatever kind of data they are."""
+"""The rows that a run resumed with another batch size reads: each exactly once in an epoch, for every kind of data."""
 
 import sys
 import types

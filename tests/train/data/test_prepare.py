@@ -1,4 +1,4 @@
-"""Folders of tokens are written whole or not at all, and hold what the tokenizer makes of the text."""
+"""Folders of tokens are written completely or not at all, and contain the tokenizer's tokens."""
 
 import errno
 import hashlib

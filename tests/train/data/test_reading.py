@@ -1,4 +1,4 @@
-"""Which rows and files are read: those of the batch that is asked for, and of it the rows that are sliced, wherever in a run that is."""
+"""Only the requested rows and their files are read, at any step of a run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tokenizers are read within limits; text is parted and put together to documents without a change."""
+"""Tokenizers are read within limits; texts are split and joined to documents without changes."""
 
 import json
 import re

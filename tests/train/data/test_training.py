@@ -1,4 +1,4 @@
-"""Each format trains through a pipeline of two stages: what it learns, and that it is what one stage learns."""
+"""Each format trains through a pipeline of two stages and learns what one stage learns."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A decoder that keeps keys and values gives what the whole model gives: that of transformers, and our own."""
+"""A decoder with a key-value cache equals the whole model, of transformers and of jpipe."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`jpipe generate` as a person meets it: text on standard output, all else on standard error, one clear message for each mistake."""
+"""`jpipe generate`: text on standard output, all else on standard error, one clear message for each mistake."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Choosing the next token, against NumPy, and by counting what is drawn."""
+"""The choice of the next token equals NumPy's, and samples have the right frequencies."""
 
 import jax
 import jax.numpy as jnp

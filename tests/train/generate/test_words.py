@@ -1,4 +1,4 @@
-"""Text from tokens that are still coming."""
+"""Text from a stream of tokens."""
 
 import pytest
 import tokenizers

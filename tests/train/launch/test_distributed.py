@@ -1,4 +1,4 @@
-"""Processes that find each other, or say why not: first the meeting, over sockets in threads, then JAX in processes of its own."""
+"""Processes find each other or report why not: first by sockets in threads, then with JAX in separate processes."""
 
 import contextlib
 import inspect

@@ -1,4 +1,4 @@
-"""`jpipe launch`, run as a process of its own, mostly with small programs in place of `jpipe train`."""
+"""`jpipe launch` in a process of its own, mostly with small programs in place of `jpipe train`."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What a stranger may try who reaches the ports at which the processes of a run meet and talk, and that it harms nobody."""
+"""Attacks on the ports of a run's processes are harmless."""
 
 import contextlib
 import json

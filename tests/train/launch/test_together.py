@@ -1,4 +1,4 @@
-"""`jpipe train` in several processes: the same losses as in one, the same end for all, and one process that speaks."""
+"""`jpipe train` in several processes: the losses of one process, a common exit, and output from one process only."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""BERT: both of its losses, what it reads, and that a pipeline trains it."""
+"""BERT: both losses, the visible inputs, and training in a pipeline."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The default model is the GPT over bytes of version 0.1: its names and shapes, and as numbers its first weights and what it learns."""
+"""The default model is the GPT over bytes of version 0.1: names, shapes, initial weights and losses."""
 
 import jax
 import numpy as np

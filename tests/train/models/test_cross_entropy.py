@@ -1,4 +1,4 @@
-"""Logits made chunk by chunk: the loss and gradients of all at once, in every schedule, without ever holding all of them."""
+"""Logits in chunks: the loss and gradients of all logits, in every schedule, without storing all of them."""
 
 import math
 import re

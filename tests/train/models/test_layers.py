@@ -1,4 +1,4 @@
-"""The built-in models: what their layers are, what each position sees, that documents in one row are apart, and what is counted."""
+"""The built-in models: their layers, the positions that each position reads, separate documents in a row, and parameter counts."""
 
 import re
 from functools import cache

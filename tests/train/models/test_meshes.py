@@ -1,4 +1,4 @@
-"""The logical axes of the built-in models, and what XLA makes of them on a mesh."""
+"""The logical axes of the built-in models, and the collectives that XLA compiles on a mesh."""
 
 import re
 

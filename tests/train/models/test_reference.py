@@ -1,4 +1,4 @@
-"""Blocks against the same in NumPy, position by position: RoPE, RMSNorm, grouped queries, SwiGLU, segments; and GPT-2's and BERT's."""
+"""Blocks equal NumPy implementations, position by position: RoPE, RMSNorm, grouped queries, SwiGLU, segments, GPT-2 and BERT."""
 
 import math
 

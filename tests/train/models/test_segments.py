@@ -1,4 +1,4 @@
-"""Documents packed into one row are kept apart: in a pipeline they give the loss and the gradients of each in a row of its own."""
+"""Documents packed into one row are separate: in a pipeline they give the loss and gradients of separate rows."""
 
 import jax
 import jax.numpy as jnp

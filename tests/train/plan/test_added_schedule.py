@@ -1,4 +1,4 @@
-"""A schedule in a file and a line in the registry, and nothing else: it is planned, drawn, simulated, trained and reported."""
+"""A schedule needs a file and a line in the registry to be planned, drawn, simulated, trained and reported."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""`jpipe plan` and `jpipe train --plan auto`: what they print, write and draw; every mistake is one message, exit code 2."""
+"""`jpipe plan` and `jpipe train --plan auto`: their output, files and pictures; mistakes give one message and exit code 2."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""The parts of `jpipe plan`: what a search leaves out, and which plans are compiled."""
+"""The parts of `jpipe plan`: candidates that are left out, and plans that are compiled."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""`jpipe simulate`: what it prints agrees with the library and with sizes counted by hand; every mistake is one message, exit code 2."""
+"""`jpipe simulate` agrees with the library and with sizes counted by hand; mistakes give one message and exit code 2."""
 
 import re
 from pathlib import Path

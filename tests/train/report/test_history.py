@@ -1,4 +1,4 @@
-"""What a run says of itself besides its losses: time, speed, learning rate, and the parts of a run that was resumed."""
+"""Facts of a run besides its losses: time, speed, learning rate, and the parts of a resumed run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which steps of a run are measured."""
+"""The steps of a run that are measured."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""MFU: FLOPs equal to those of the formula, peaks of the devices that people have, and where it is told."""
+"""MFU: FLOPs equal to the formula, peaks of common devices, and where it is shown."""
 
 import json
 import re

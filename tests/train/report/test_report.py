@@ -1,4 +1,4 @@
-"""What a run leaves to look at: the numbers in the pictures, a page that is whole and safe, and a browser that shows it."""
+"""The report of a run: numbers in the pictures, a complete and safe page, and its view in a browser."""
 
 import base64
 import math

@@ -1,4 +1,4 @@
-"""TensorBoard reads what was written, while it is written; and no disk and no Ctrl-C spoils the run or the file."""
+"""TensorBoard reads the events while they are written; a full disk or Ctrl-C damages neither the run nor the file."""
 
 import math
 import resource

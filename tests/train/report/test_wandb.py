@@ -1,4 +1,4 @@
-"""Weights & Biases: rows arrive in its own files, a run that is resumed goes on in the same one, and nothing there stops a run."""
+"""Weights & Biases: rows arrive in its files, a resumed run continues the same one, and its failures never stop a run."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""How a run ends that has lost something, or may try again: with a message and exit code 1; 2 is for what the user has to change."""
+"""A run that lost something, or may be retried, exits with a message and code 1; code 2 is for mistakes of the user."""
 
 import errno
 import hashlib

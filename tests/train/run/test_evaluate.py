@@ -1,4 +1,4 @@
-"""`jpipe evaluate`: equal to the whole model run at once over the same rows, each counted once; the run stays as it is."""
+"""`jpipe evaluate` equals the whole model on all rows, counts each row once, and does not change the run."""
 
 import functools
 import json

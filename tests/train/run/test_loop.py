@@ -1,4 +1,4 @@
-"""A whole tiny run: what it writes, that it learns, and how it stops."""
+"""A whole tiny run: its files, that it learns, and how it stops."""
 
 import contextlib
 import errno
