@@ -54,7 +54,7 @@ class Plan(pydantic.BaseModel):
         order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
             microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
         order_limit: for `auto_zero_bubble`: the most microbatches that a rank may hold between forward and the end of the backward, those
-            of all its stages added up; an order that holds more is refused. None: no limit.
+            of all its stages added up; an order that holds more raises an error. None: no limit.
         rules: by logical axis the axis of the meshes over which it is sharded, None for none: what differs from `RULES`.
         param_axes: for models that name no logical axes: for parameters whose "layer id/path" matches a pattern (`fnmatch`), a logical
             axis or None for each dim. A parameter that matches several has the first.
@@ -184,6 +184,23 @@ class Plan(pydantic.BaseModel):
     def updates_per_batch(self, s: int) -> int:
         """Return m / M_s, the updates of stage s in a batch: 1, or more with update_every "replicas"."""
         return self.microbatches // self.microbatches_per_update(s)
+
+    def delay(self, s: int, update: int) -> float:
+        """Return the mean age, in updates, of the weights that the gradients of an update were computed with.
+
+        It is a function of the plan and the number of the update alone: 0 with schedules that flush, and smaller for the first updates of
+        a run, while the pipeline fills.
+
+        Args:
+            s: the stage.
+            update: the number of the update of that stage, counted from 0.
+        """
+        return SCHEDULES[self.schedule].delay(self, s, update)
+
+    @cached_property
+    def delays(self) -> tuple[float, ...]:
+        """The mean `delay` of each stage's updates once the pipeline is full, in updates; 0 with schedules that flush."""
+        return SCHEDULES[self.schedule].delays(self)
 
     @classmethod
     def even(

@@ -1,5 +1,6 @@
 """Schedules as data: the order in which each rank computes, and the weight version that each computation reads."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -122,7 +123,7 @@ class Schedule:
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
         norm_refusal: `(plan) -> str`, why updates cannot use the global norm of the gradients of all stages, or "". They can if each
             stage knows the norm of a batch before it reads the weights that the batch has updated.
-        options: the fields of `Plan` that it reads and other schedules refuse.
+        options: the fields of `Plan` that only this schedule and some others read.
         closed_form: the form of its batches, if planners have a closed-form price for it: "serial", one microbatch after the other;
             "fill and drain", all forwards, then all backwards; "1F1B". None: planners walk through its order, which takes longer.
         data_parallel: whether planners use it for all schedules that flush if there is one stage, for which these are equal.
@@ -153,6 +154,38 @@ class Schedule:
             return self.formula(plan, s, k)
         batch = k // plan.microbatches
         return batch if batch < first else first + self.formula(plan, s, k - first * plan.microbatches)
+
+    def delay(self, plan: Shape, s: int, update: int) -> float:
+        """Return the mean age of the weights that the gradients of an update were computed with.
+
+        That is the mean of `update - version(plan, s, k)` over its microbatches k: how many updates the weights lacked that it changes.
+
+        Args:
+            plan: the plan.
+            s: the stage.
+            update: the number of the update of that stage, counted from 0.
+        """
+        every = plan.microbatches_per_update(s)
+        k, end, total = update * every, (update + 1) * every, 0
+        while k < end:  # in runs of equal versions, since versions do not decrease
+            version = self.version(plan, s, k)
+            after = k + bisect_right(range(k, end), version, key=lambda number: self.version(plan, s, number))
+            total += (after - k) * (update - version)
+            k = after
+        return total / every
+
+    def delays(self, plan: Shape) -> tuple[float, ...]:
+        """Return for each stage the mean `delay` of its updates once the pipeline is full."""
+        if self.flushes:
+            return (0.0,) * plan.depth
+        in_flight = max(self.in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
+        full, period = plan.flush_first + 2 * (in_flight // plan.microbatches + 1), self.period(plan)
+        means = []
+        for s in range(plan.depth):
+            rate = plan.microbatches // plan.microbatches_per_update(s)
+            updates = range(full * rate, full * rate + (period if rate == 1 else 1))  # several in a batch are all the same
+            means.append(sum(self.delay(plan, s, update) for update in updates) / len(updates))
+        return tuple(means)
 
     def flushes_after(self, plan: Shape, batch: int) -> bool:
         """Return whether the pipeline is empty after a batch."""
@@ -194,16 +227,16 @@ class Schedule:
 
     def refuses(self, plan: Shape) -> str:
         """Return why this schedule cannot run this plan, or ""."""
-        return _refused_ranks(self, plan) or self.refusal(plan)
+        return _rank_refusal(self, plan) or self.refusal(plan)
 
     def refuses_chunks(self, chunks: int) -> str:
         """Return why this schedule cannot run `chunks` stages on each rank, with what to use instead, or ""."""
         if self.layout == "straight" and chunks != 1:
-            found = f"the schedule '{self.name}' runs one stage on each rank, found {chunks}"
-            return f"{found}; leave out chunks_per_rank, or use {_SEVERAL}"
+            problem = f"the schedule '{self.name}' runs one stage on each rank, found {chunks}"
+            return f"{problem}; leave out chunks_per_rank, or use {_SEVERAL}"
         if self.layout == "v" and chunks != 2:
-            found = f"the schedule '{self.name}' runs two stages on each rank, in a V, found {chunks}"
-            return f"{found}; use chunks_per_rank 2, or leave it out"
+            problem = f"the schedule '{self.name}' runs two stages on each rank, in a V, found {chunks}"
+            return f"{problem}; use chunks_per_rank 2, or leave it out"
         return ""
 
 
@@ -234,7 +267,7 @@ def arranged(layout: str, stages: int, chunks: int) -> Ranks:
     return tuple(tuple(range(p, stages, ranks)) for p in range(ranks))
 
 
-def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
+def _rank_refusal(schedule: Schedule, plan: Shape) -> str:
     """Return why the schedule cannot use the ranks of a plan, or ""."""
     ranks, depth = plan.pipeline_ranks, plan.depth
     chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(ranks[0]))

@@ -74,10 +74,8 @@ def trained(num_stages, schedule, optimizer, batches, **options):
 def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, options):
     """One of the stages holds only the copy, so that the remaining update is another program."""
     _, state = trained(4, schedule, optimizer, 12, **options)
-    copies = [(worker.versions, worker.optimizer[TABLE]) for worker in state.workers if TABLE in worker.optimizer]
-    first, *remaining = (
-        ({version: params[TABLE] for version, params in versions.items()}, optimizer_state) for versions, optimizer_state in copies
-    )
+    copies = [(worker.weights, worker.optimizer[TABLE]) for worker in state.workers if TABLE in worker.optimizer]
+    first, *remaining = (({version: weights.read(version)[TABLE] for version in weights.versions}, state) for weights, state in copies)
     assert len(remaining) == 2
     for copy in remaining:
         check_equal(copy, first)

@@ -94,7 +94,7 @@ def check_failed_save(checkpoints, processes, messages, folder, reason):
     start_saves(checkpoints, 4)
     for one in checkpoints:
         one.finish()
-    assert messages == [f"a checkpoint could not be written: {reason}; the run goes on, the last good one is of step 2"]
+    assert messages == [f"a checkpoint could not be written: {reason}; the run continues, the last good one is of step 2"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["2"], "what is of no use takes no room"
     start_saves(checkpoints, 6)
     for one in checkpoints:
@@ -154,7 +154,7 @@ def test_a_failure_to_remove_an_old_checkpoint_is_not_reported_as_a_failed_save(
     for one in checkpoints:
         one.finish()
         one.close()
-    assert messages == ["an old checkpoint could not be removed: Permission denied; the run goes on, the last good one is of step 2"]
+    assert messages == ["an old checkpoint could not be removed: Permission denied; the run continues, the last good one is of step 2"]
     assert checkpoint_files.steps(tmp_path) == [2]
 
 

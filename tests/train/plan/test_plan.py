@@ -80,7 +80,7 @@ def test_the_best_plan_is_printed_written_and_drawn(files, capsys):
     assert "train with it: jpipe train tiny.yaml --plan plan.json" in out
     peak = re.search(r"recompute none; peak memory ([\d.]+ kB) ", out)[1]
     assert re.search(rf"^1 .* {re.escape(peak)} \(", out, re.MULTILINE)  # the table has what XLA says
-    assert re.search(r"compiled in the first (row|\d rows), estimated in the others", out)
+    assert re.search(r"compiled in the first (row|\d rows), estimated in the other rows", out)
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
     assert plan.layers == IDS
     assert plan.replicas == (2,)
@@ -225,7 +225,7 @@ def test_a_graph_without_rows_has_one_row_with_a_warning(files, capsys):
 def test_unused_devices_stay_idle_and_are_reported(files, capsys):
     Path("many.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 16, "bandwidth": "1 GB/s"}]}))
     out = planned(capsys, "--profile=profile.json", "--topology=many.yaml", "--batch=2")
-    assert re.search(r"it uses \d of 16 devices; the others", out)
+    assert re.search(r"it uses \d of 16 devices; the remaining devices", out)
 
 
 def test_clipping_excludes_weight_stashing(files, capsys):
