@@ -90,10 +90,15 @@ def check_observer(observe: Any) -> None:
         raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Snapshot, found {type(observe).__name__}")
 
 
-def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, precision: Precision, plan: Plan) -> None:
-    """Check options that need the global norm of the gradients, which not every schedule has in time."""
-    if clip_global_norm is not None and (not _is_number(clip_global_norm) or not 0 < clip_global_norm < math.inf):
-        raise InputError(f"clip_global_norm: expected a finite number above 0, found {clip_global_norm!r}")
+def check_norm_options(clip_global_norm: Any, clip_stage_norm: Any, skip_nonfinite: Any, precision: Precision, plan: Plan) -> None:
+    """Check clipping, and the options that need the global norm of the gradients, which not every schedule has in time."""
+    for option, norm in (("clip_global_norm", clip_global_norm), ("clip_stage_norm", clip_stage_norm)):
+        if norm is not None and (not _is_number(norm) or not 0 < norm < math.inf):
+            raise InputError(f"{option}: expected a finite number above 0, found {norm!r}")
+    if clip_global_norm is not None and clip_stage_norm is not None:
+        raise InputError(
+            f"clip_stage_norm: expected None with clip_global_norm {clip_global_norm!r}, found {clip_stage_norm!r}; leave out one of them"
+        )
     if not isinstance(skip_nonfinite, bool):
         raise InputError(f"skip_nonfinite: expected True or False, found {skip_nonfinite!r}")
     options = {
@@ -103,7 +108,8 @@ def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, precision: Pr
     }
     for option, used in options.items():
         if used and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
-            raise InputError(f"{option}: {why}")
+            instead = ", or clip_stage_norm, which clips each stage by its own norm" if option == "clip_global_norm" else ""
+            raise InputError(f"{option}: {why}{instead}")
 
 
 def check_ema_decay(ema_decay: Any, plan: Plan) -> None:

@@ -88,6 +88,8 @@ class Pipeline:
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
             the same whatever the cut. For all schedules but weight stashing. Under those that do not flush no worker waits for the norm:
             each update is made when it arrives.
+        clip_stage_norm: clip the mean gradient of each stage to this norm of its own, for every schedule. Another cut clips otherwise, so
+            use `clip_global_norm` where the schedule can. Not both, and not where stages share trained parameters.
         skip_nonfinite: let a batch change no weights and no optimizer state, at any stage, if any gradient of it is NaN or infinite;
             `Metrics.nonfinite` tells. Layer state, such as batch statistics, is not skipped. For the schedules that can clip. A dynamic
             loss scale implies it.
@@ -97,7 +99,8 @@ class Pipeline:
         precision: the dtypes of parameters, computations and accumulated gradients, and the loss scale.
 
     Raises:
-        InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; a decay that is none.
+        InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; both ways to clip; a decay
+            that is none.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,21 +123,23 @@ class Pipeline:
         devices: Sequence[jax.Device] | None = None,
         *,
         clip_global_norm: float | None = None,
+        clip_stage_norm: float | None = None,
         skip_nonfinite: bool = False,
         ema_decay: float | None = None,
         precision: Precision = PLAIN,
     ) -> None:
         check_model(stack, plan, loss)
         check_precision(precision)
-        check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
+        check_norm_options(clip_global_norm, clip_stage_norm, skip_nonfinite, precision, plan)
         check_ema_decay(ema_decay, plan)
         if plan.order is not None:
             lower(plan, 1)  # raises an error for one that deadlocks, before anything is compiled
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
-        self.clip_global_norm, self.skip_nonfinite, self.precision = clip_global_norm, skip_nonfinite, precision
+        self.clip_global_norm, self.clip_stage_norm = clip_global_norm, clip_stage_norm
+        self.skip_nonfinite, self.precision = skip_nonfinite, precision
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self._explicit_devices = None if devices is None else checked_devices(devices)
-        options = {"clip_global_norm": clip_global_norm, "skip_nonfinite": self._skips}
+        options = {"clip_global_norm": clip_global_norm, "clip_stage_norm": clip_stage_norm, "skip_nonfinite": self._skips}
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, **options)
         self._steps = Steps(plan, self.uses_global_norm, self._shared_stages())
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
@@ -149,7 +154,7 @@ class Pipeline:
 
     def _facts(self) -> str:
         where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {describe_shapes(self._executor.specs)}"
-        numbers = {"clip_global_norm": self.clip_global_norm, "ema_decay": self.ema_decay}
+        numbers = {name: getattr(self, name) for name in ("clip_global_norm", "clip_stage_norm", "ema_decay")}
         options = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
         precision = "" if self.precision == PLAIN else f", {self.precision}"
@@ -559,7 +564,7 @@ class Pipeline:
                 "run once",
                 where,
             )
-        options = ("clip_global_norm", "skip_nonfinite", "ema_decay", "precision")
+        options = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "precision")
         facts = {**{name: str(getattr(self, name)) for name in options}, **facts}
         return Executor(self.plan, self._steps_of(buckets[0].functions), buckets, self.places, join_processes(), facts)
 

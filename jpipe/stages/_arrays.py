@@ -11,7 +11,7 @@ from jpipe.meshes._place import NoPlace, Place
 from jpipe.stages.functions._floats import floats_of
 from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._update import norm_spec
+from jpipe.stages.functions._update import GlobalNorm, norm_spec
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct
@@ -162,6 +162,14 @@ class Arrays:
     def norm(self) -> Tree:
         """The norm of all gradients, if updates use it."""
         return self.whole(norm_spec()) if self.functions.global_norm else None
+
+    @property
+    def update_norm(self) -> Tree:
+        """The norm that an update gets: that of its stage if it is clipped by it, otherwise `norm`."""
+        if self.functions.clip_stage_norm is None:
+            return self.norm
+        number = self.whole(norm_spec()).norm
+        return GlobalNorm(number, number if self.functions.global_norm else None)
 
     @cached_property
     def scale(self) -> Tree:

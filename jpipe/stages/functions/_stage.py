@@ -52,6 +52,7 @@ class StageFunctions:
         optimizer: applied to each layer separately; its state is keyed by layer id.
         specs: shapes and dtypes for one microbatch.
         clip_global_norm: the norm to which the gradients of all stages are clipped, if any.
+        clip_stage_norm: the norm to which the gradients of this stage are clipped, if any; not both.
         skip_nonfinite: whether an update changes nothing if any gradient of any stage is NaN or infinite.
         update_scale: a factor for the optimizer's updates.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
@@ -73,6 +74,7 @@ class StageFunctions:
     optimizer: LayerwiseOptimizer
     specs: Specs
     clip_global_norm: float | None = None
+    clip_stage_norm: float | None = None
     skip_nonfinite: bool = False
     update_scale: float = 1.0
     average_state: Literal["update", "read"] | None = None
@@ -191,6 +193,11 @@ class StageFunctions:
     def global_norm(self) -> bool:
         """Whether updates use the norm of the gradients of all stages."""
         return self.clip_global_norm is not None or self.skip_nonfinite
+
+    @property
+    def largest_norm(self) -> float | None:
+        """The norm to which gradients are clipped, whether it is of all stages or of this one; None if they are not."""
+        return self.clip_global_norm if self.clip_stage_norm is None else self.clip_stage_norm
 
     def whole(self, params: Tree) -> Tree:
         """Return the parameters of whole layers, by layer id, as they are used."""
