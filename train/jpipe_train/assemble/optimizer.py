@@ -56,7 +56,7 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     if config.inject_hyperparams:
         numbers = {"learning_rate"} | {name for name, value in config.arguments.items() if isinstance(value, float)}
         factory = optax.inject_hyperparams(factory, static_args=set(parameters) - numbers)
-    with entry_point.user_errors(f"optimizer: '{config.name}' refuses its arguments"):
+    with entry_point.user_errors(f"optimizer: '{config.name}' does not accept its arguments"):
         factory = functools.partial(factory, **arguments)
         rule = jpipe.optimizers.per_stage(factory, **of_stages) if of_stages else factory()
     if not isinstance(rule, optax.GradientTransformation):
@@ -120,7 +120,7 @@ def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Sch
             with entry_point.errors_about("optimizer.lr_arguments"):
                 check_names(schedule, name, config.lr_arguments, {rate: "is optimizer.learning_rate"})
                 arguments = convert(schedule, name, config.lr_arguments)
-            with entry_point.user_errors(f"optimizer.lr_arguments: '{name}' refuses them"):
+            with entry_point.user_errors(f"optimizer.lr_arguments: '{name}' does not accept them"):
                 after = schedule(**{rate: peak}, **arguments)
     # The first update uses peak / (warmup + 1), not 0, which would waste a step.
     return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup]) if warmup else after
@@ -129,8 +129,8 @@ def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Sch
 def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> float | optax.Schedule:
     """Return a number if the rate never changes, because some optimizers accept nothing else, or else a schedule."""
     parameter = parameters_of(factory)["learning_rate"]
-    own_default = parameter.default if isinstance(parameter.default, float) else 1e-3
-    rate = _rate_with_peak(config, steps, config.learning_rate or own_default)
+    factory_default = parameter.default if isinstance(parameter.default, float) else 1e-3
+    rate = _rate_with_peak(config, steps, config.learning_rate or factory_default)
     if callable(rate) and not optax_names.takes_schedule(parameter) and not config.inject_hyperparams:
         raise InputError(
             f"optimizer.lr_schedule: '{config.name}' takes one learning rate for the whole run; "
