@@ -77,7 +77,7 @@ def run(
     Returns:
         The new states, and the losses, norms and evaluations.
     """
-    plan, results, consumed = program.plan, RunResults({}, {}, {}), ConsumedArrays()
+    plan, results, consumed = program.plan, RunResults({}, {}, {}, {}), ConsumedArrays()
     if is_on():
         stages = checked(plan, stages)
     workers = {w: Worker(program, w, shift, stages[w], buckets, state, transport, results, consumed) for w, state in states.items()}
