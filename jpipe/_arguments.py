@@ -27,12 +27,12 @@ def as_key(key: Any) -> jax.Array:
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.key_data(jax.random.key(0)).shape:
         return jax.random.wrap_key_data(key)
     if not isinstance(key, jax.Array) or key.dtype != key_spec().dtype or key.shape != ():
-        found = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
-        raise InputError(f"init: expected a random key like jax.random.key(0), of JAX's default kind {key_spec().dtype}, found {found}")
+        actual = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
+        raise InputError(f"init: expected a random key like jax.random.key(0), of JAX's default kind {key_spec().dtype}, found {actual}")
     return key
 
 
-def given_params(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> dict[str, Tree]:
+def params_or_specs(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> dict[str, Tree]:
     """Return the parameters of all layers: arrays for those in `params`, else shapes."""
     if not isinstance(params, Mapping):
         raise InputError(f"params: expected a dict of parameters by layer id, found {type(params).__name__}")
@@ -54,9 +54,9 @@ def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:
     if isinstance(params, nnx.Module):
         params = nnx.state(params)
     if isinstance(params, nnx.State):
-        weights, _, others = nnx.split_state(params, nnx.Param, nnx.RngState, ...)
-        if others:
-            path, variable = nnx.to_flat_state(others)[0]
+        weights, _, extra_variables = nnx.split_state(params, nnx.Param, nnx.RngState, ...)
+        if extra_variables:
+            path, variable = nnx.to_flat_state(extra_variables)[0]
             raise InputError(
                 f"params: layer '{layer_id}': expected nnx.Param variables, found '{'/'.join(map(str, path))}', a "
                 f"{type(variable).__name__}, which is layer state and begins fresh; give nnx.state(module, nnx.Param)"

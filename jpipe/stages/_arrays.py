@@ -27,20 +27,20 @@ class Share:
     """The entries (see `Ties`) of a stage that one of its replicas updates.
 
     Attributes:
-        own: those that no other replica updates; this one sends them to the others.
+        exclusive: those that no other replica updates; this one sends them to the other replicas.
         common: those that each replica updates, because other stages hold them, too.
     """
 
-    own: tuple[str, ...]
+    exclusive: tuple[str, ...]
     common: tuple[str, ...] = ()
 
     def part(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the entries of a tree that the replica updates."""
-        return {entry: tree[entry] for entry in (*self.own, *self.common)}
+        return {entry: tree[entry] for entry in (*self.exclusive, *self.common)}
 
     def outgoing(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the entries of a tree that the replica sends to the other replicas."""
-        return {entry: tree[entry] for entry in self.own}
+        return {entry: tree[entry] for entry in self.exclusive}
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Arrays:
         return self._flow(self.functions.outputs_spec)
 
     @cached_property
-    def kept(self) -> tuple[Tree, Tree]:
+    def forward_arrays(self) -> tuple[Tree, Tree]:
         """The arguments and outputs of the forward that are kept for the backward."""
         return self.functions.residuals.keep(self.arguments, (self.outputs, self.state))
 
@@ -150,8 +150,8 @@ class Arrays:
 
     @property
     def between(self) -> tuple[Any, Any, Any]:
-        """The triple (kept, saved, message) that a backward reads."""
-        return self.kept, self.saved, self.message
+        """The triple (forward_arrays, saved, message) that a backward reads."""
+        return self.forward_arrays, self.saved, self.message
 
     @cached_property
     def stash(self) -> tuple[Any, Any]:

@@ -73,8 +73,8 @@ class CompiledStage:
             *retired, params = (self.share.part(tree) for tree in (*retired, params))
         frozen = trained.others(params)
         *retired, params = (trained.part(tree) for tree in (*retired, params))
-        (new, *others), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm)
-        return (trained.joined(new, frozen), *others), done
+        (new, *remaining), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm)
+        return (trained.joined(new, frozen), *remaining), done
 
     def _update_trained(
         self, kind: UpdateKind, retired: Sequence[Tree], params: Tree, optimizer: Tree, accumulators: Tree, norm: Any
@@ -105,12 +105,12 @@ def choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str
     """Return how one of the calls in `sharded_by_xla` shards its results for later calls, as `Arrays.chosen`."""
     result, _ = call.output_shardings
     op = ops_by_call()[name]
-    left = result[op.leaves.index("residuals" if "residuals" in op.leaves else "stash")]
+    sharded = result[op.leaves.index("residuals" if "residuals" in op.leaves else "stash")]
     if "residuals" in op.leaves:
-        return {"saved": left}
+        return {"saved": sharded}
     if not op.begins:
-        return {"stash": left}
-    _, late_saved, stash = left
+        return {"stash": sharded}
+    _, late_saved, stash = sharded
     # The halves do not read the remaining saved arrays: any sharding will do for them.
     read = dict(zip(f.halves.late_saved, late_saved, strict=True))
     return {"saved": [read.get(i) for i in range(f.residuals.count)], "stash": stash}

@@ -50,7 +50,7 @@ class LayerwiseOptimizer:
             transformation must not see. Then a layer has the structure of the whole model, which masks and labels given as trees need.
         has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
-        trained: the parameters that updates change, by entry (see `Ties`). Of the others, which are frozen, there are no gradients and
+        trained: the parameters that updates change, by entry (see `Ties`). Of frozen parameters there are no gradients and
             no optimizer state. A layer of which all are frozen has none of either.
         structured: for shared parameters, and for layers with shared or frozen ones, (layer id, tree of that layer) from their arrays.
     """

@@ -31,8 +31,8 @@ _INSTEAD = (
 
 def instead_of(transformation: Any) -> str:
     """Name replacements for functions of optax that a pipeline cannot use, or return an empty string."""
-    made_by = {function.__qualname__.partition(".")[0] for function in _functions(transformation)}
-    return "; ".join(dict.fromkeys(words for names, words in _INSTEAD if names & made_by))
+    constructors = {function.__qualname__.partition(".")[0] for function in _functions(transformation)}
+    return "; ".join(dict.fromkeys(words for names, words in _INSTEAD if names & constructors))
 
 
 def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:

@@ -254,7 +254,7 @@ def test_hyperparameters_can_be_seen_in_the_state():
         ),
         (
             {"name": "lbfgs", "arguments": {"memory_size": 0}},
-            "optimizer: 'lbfgs' refuses its arguments: ValueError: memory_size must be >= 1; fix it",
+            "optimizer: 'lbfgs' does not accept its arguments: ValueError: memory_size must be >= 1; fix it",
         ),
         ({"decay": ["*/kernle"]}, "optimizer.decay: no parameter matches '*/kernle'; the nearest are head/kernel, "),
         ({"decay": ["*", "!block_2/*"]}, "optimizer.decay: no parameter matches '!block_2/*'; the nearest are block_"),
@@ -289,7 +289,7 @@ def test_hyperparameters_can_be_seen_in_the_state():
         ),
         (
             {"lr_schedule": "piecewise_interpolate_schedule", "lr_arguments": {"interpolate_type": "curly"}},
-            "optimizer.lr_arguments: 'piecewise_interpolate_schedule' refuses them: ValueError: `interpolate_type` must be",
+            "optimizer.lr_arguments: 'piecewise_interpolate_schedule' does not accept them: ValueError: `interpolate_type` must be",
         ),
     ],
 )

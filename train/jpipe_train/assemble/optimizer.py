@@ -53,7 +53,7 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     if config.inject_hyperparams:
         numbers = {"learning_rate"} | {name for name, value in config.arguments.items() if isinstance(value, float)}
         factory = optax.inject_hyperparams(factory, static_args=set(parameters) - numbers)
-    with entry_point.user_errors(f"optimizer: '{config.name}' refuses its arguments"):
+    with entry_point.user_errors(f"optimizer: '{config.name}' does not accept its arguments"):
         rule = factory(**arguments)
     if not isinstance(rule, optax.GradientTransformation):
         raise InputError(f"optimizer.name: expected '{config.name}' to return an optax.GradientTransformation, found {type(rule).__name__}")
@@ -113,7 +113,7 @@ def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Sch
             with entry_point.errors_about("optimizer.lr_arguments"):
                 check_names(schedule, name, config.lr_arguments, {rate: "is optimizer.learning_rate"})
                 arguments = convert(schedule, name, config.lr_arguments)
-            with entry_point.user_errors(f"optimizer.lr_arguments: '{name}' refuses them"):
+            with entry_point.user_errors(f"optimizer.lr_arguments: '{name}' does not accept them"):
                 after = schedule(**{rate: peak}, **arguments)
     # The first update uses peak / (warmup + 1), not 0, which would waste a step.
     return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), after], [warmup]) if warmup else after
@@ -122,8 +122,8 @@ def lr_schedule(config: OptimizerConfig, updates: int, peak: float) -> optax.Sch
 def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> float | optax.Schedule:
     """Return a number if the rate never changes, because some optimizers accept nothing else, or else a schedule."""
     parameter = parameters_of(factory)["learning_rate"]
-    own_default = parameter.default if isinstance(parameter.default, float) else 1e-3
-    peak = min(config.learning_rate or own_default, LARGEST)
+    factory_default = parameter.default if isinstance(parameter.default, float) else 1e-3
+    peak = min(config.learning_rate or factory_default, LARGEST)
     schedule = lr_schedule(config, steps // config.accumulate_batches, peak)
     if config.lr_schedule == "constant" and not config.warmup_steps:
         return peak
