@@ -166,6 +166,9 @@ class OptimizerConfig(Section):
     patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1, each update uses the mean gradient of
     that many batches, and schedules count updates. Gradients are clipped by the norm of the whole model or by that of each stage, not by
     both. `ema_decay` is the decay of a moving average of the weights.
+
+    `per_stage` has a list for each argument that differs from stage to stage, with one number for each stage. For the first
+    `lr_delay_steps` updates the learning rate of a stage is divided by the delay of its gradients, by less and less.
     """
 
     name: str = "adamw"
@@ -174,6 +177,8 @@ class OptimizerConfig(Section):
     lr_arguments: Arguments = {}
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     arguments: Arguments = {}
+    per_stage: dict[str, Annotated[list[float], Field(min_length=1, max_length=4096)]] = {}
+    lr_delay_steps: Count | None = None
     decay: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=256)] | None = None
     clip_global_norm: Annotated[float, Field(gt=0)] | None = None
     clip_stage_norm: Annotated[float, Field(gt=0)] | None = None
