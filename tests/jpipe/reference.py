@@ -80,7 +80,8 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
     m, d, last, replicas = plan.microbatches, plan.depth, plan.depth - 1, plan.replicas
     fused = (op := SCHEDULES[plan.schedule].first_op(plan, last)) in ("FB", "FI")  # one program or two round differently
     first = [start[workers[0]] for workers in plan.stage_workers]
-    versions, optimizer = ([getattr(w, name) for w in first] for name in ("versions", "optimizer"))
+    versions = [{v: w.weights.read(v) for v in w.weights.versions} for w in first]
+    optimizer = [w.optimizer for w in first]
     sums = [[start[w].accumulators for w in workers] for workers in plan.stage_workers]
     state = [[start[w].layer_state for w in workers] for workers in plan.stage_workers]
     losses, weights, norms, found, scales, stage_norms = {}, {}, {}, {}, {}, {}
