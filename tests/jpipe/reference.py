@@ -13,12 +13,16 @@ ASYNCHRONOUS = ("pipedream", "pipedream_2bw")  # all others flush
 
 
 class Outcome(NamedTuple):
-    """Loss, weight, norm and loss scale by batch; by stage: weights by version, optimizer state; by stage and replica: layer state."""
+    """Loss, weight, norm and loss scale by batch; norms by batch and stage.
+
+    By stage: weights by version, optimizer state; by stage and replica: layer state.
+    """
 
     losses: dict[int, Any]
     weights: dict[int, Any]
     norms: dict[int, Any]
     scales: dict[int, Any]
+    stage_norms: dict[tuple[int, int], Any]
     versions: list[dict[int, Any]]
     optimizer: list[Any]
     layer_state: list[list[Any]]
@@ -76,10 +80,11 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
     m, d, last, replicas = plan.microbatches, plan.depth, plan.depth - 1, plan.replicas
     fused = (op := SCHEDULES[plan.schedule].first_op(plan, last)) in ("FB", "FI")  # one program or two round differently
     first = [start[workers[0]] for workers in plan.stage_workers]
-    versions, optimizer = ([getattr(w, name) for w in first] for name in ("versions", "optimizer"))
+    versions = [{v: w.weights.read(v) for v in w.weights.versions} for w in first]
+    optimizer = [w.optimizer for w in first]
     sums = [[start[w].accumulators for w in workers] for workers in plan.stage_workers]
     state = [[start[w].layer_state for w in workers] for workers in plan.stage_workers]
-    losses, weights, norms, means, scales = {}, {}, {}, {}, {}
+    losses, weights, norms, means, scales, stage_norms = {}, {}, {}, {}, {}, {}
     dynamic = functions[0].precision.dynamic_scale
     if dynamic is not None:
         scales, growing = {0: dynamic.initial}, 0  # by version
@@ -119,7 +124,10 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             scales[k // m + 1], growing = next_scale(dynamic, scales[k // m], growing, norm.nonfinite)
         for s, total in totals.items():
             g = k // every(plan, s)
-            used = norm if functions[s].clip_stage_norm is None else calls[s]["stage_norm"](total, norm)
+            used = norm
+            if functions[s].clip_stage_norm is not None:
+                used = calls[s]["stage_norm"](total, norm)
+                stage_norms[k // m, s] = used.norm
             versions[s][g + 1], optimizer[s], mean = updated(functions[s].trained, calls[s], versions[s][g], optimizer[s], total, used)
             means |= {g: mean} if s == last else {}
         if (k + 1) % m == 0 and k // m in drained and plan.sync_state:
@@ -128,7 +136,8 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             parts = [means[g] for g in range((k + 1 - m) // every(plan, last), (k + 1) // every(plan, last))]
             weights[k // m] = sum(weight for _, weight in parts)
             losses[k // m] = parts[0][0] if len(parts) == 1 else sum(loss * weight for loss, weight in parts) / weights[k // m]
-    return Outcome(losses, weights, norms, {t - 1: jnp.float32(scales[t]) for t in scales if t}, versions, optimizer, state)
+    by_batch = {t - 1: jnp.float32(scales[t]) for t in scales if t}
+    return Outcome(losses, weights, norms, by_batch, stage_norms, versions, optimizer, state)
 
 
 def forward(f, calls, params, arguments, draw):

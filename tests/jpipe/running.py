@@ -110,14 +110,14 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
     for drains in (set(), drain_after):
         always = [*drains, REFERENCE_BATCHES - 1] if plan.schedule in reference.ASYNCHRONOUS else range(REFERENCE_BATCHES)
         expected = reference.train(*JITTED[key], plan, models.on_first_device(fresh.workers), batches, set(always))
-        state, losses, weights, norms, scales = models.copied(fresh), {}, {}, {}, {}
+        state, losses, weights, norms, scales, of_stages = models.copied(fresh), {}, {}, {}, {}, {}
         for t, batch in enumerate(batches):
             state, metrics = pipe.step(state, batch)
             losses, weights = losses | metrics.losses, weights | metrics.weights
-            norms, scales = norms | metrics.norms, scales | metrics.loss_scales
+            norms, scales, of_stages = norms | metrics.norms, scales | metrics.loss_scales, of_stages | metrics.stage_norms
             if t in drains:
                 state, metrics = pipe.drain(state, with_metrics=True)
-                norms, scales = norms | metrics.norms, scales | metrics.loss_scales
+                norms, scales, of_stages = norms | metrics.norms, scales | metrics.loss_scales, of_stages | metrics.stage_norms
                 losses, weights = losses | metrics.losses, weights | metrics.weights
         state, metrics = pipe.drain(state, with_metrics=True)
         check_equal(scales | metrics.loss_scales, expected.scales)
@@ -125,6 +125,7 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
         check_equal(losses | metrics.losses, expected.losses)
         check_equal(weights | metrics.weights, expected.weights)
         check_equal(norms, expected.norms)
+        check_equal(of_stages | metrics.stage_norms, expected.stage_norms)
         for worker, (s, replica) in zip(state.workers, plan.workers, strict=True):
             updates = REFERENCE_BATCHES * plan.microbatches // reference.every(plan, s)
             oldest = reference.version(plan, s, REFERENCE_BATCHES * plan.microbatches + replica)

@@ -39,9 +39,10 @@ CASES: dict[str, dict[str, dict]] = {
             "microbatches": 6,
             "replicas": (3, 2),
             "placement": [[0, 0, 1], [1, 0]],  # the sum is added up process by process: neighbours in one, for the same bits
+            "stage_clip": 1.0,
         },
         "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
-        "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16"},
+        "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16", "stage_clip": 1.0},
         "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
         "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
         "2bw with chunks": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 3, "chunks_per_rank": 2, "clip": 3.0},
@@ -78,6 +79,7 @@ CASES: dict[str, dict[str, dict]] = {
             "schedule": "pipedream",
             "microbatches": 1,
             "mesh": [{"model": 2, "data": 2}, {"data": 4}],
+            "stage_clip": 1.0,
         },
         "tied on meshes": {
             "num_stages": 2,
@@ -134,7 +136,8 @@ def pipeline(fields: dict):
     from jpipe import Pipeline, Plan, Precision
     from tests.jpipe import models
 
-    clip, ema, params = fields.pop("clip", None), fields.pop("ema", None), fields.pop("params", "float32")
+    clip, stage_clip, ema = (fields.pop(name, None) for name in ("clip", "stage_clip", "ema"))
+    params = fields.pop("params", "float32")
     precision = Precision(params=params, loss_scale="dynamic" if params == "float16" else None)
     tied, wide = fields.pop("tied", False), "mesh" in fields
     lengths = fields.pop("lengths", False)
@@ -142,7 +145,7 @@ def pipeline(fields: dict):
     stack = models.sequence_stack() if lengths else stack
     plan = Plan.even(stack.ids, **fields)
     sizes = {"rows": 4, "width": 4} if wide else {}
-    options = {"clip_global_norm": clip, "ema_decay": ema, "precision": precision}
+    options = {"clip_global_norm": clip, "clip_stage_norm": stage_clip, "ema_decay": ema, "precision": precision}
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), **options)
     return pipe, models.sequences(BATCHES, plan.microbatches) if lengths else models.masked_batches(BATCHES, plan.microbatches, **sizes)
 

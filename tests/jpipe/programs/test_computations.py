@@ -94,7 +94,7 @@ BATCHES = 5
 
 def reported(plan, norm, drains):
     """Return the batches whose losses, and those whose norms, steps and drains report, with any repetitions."""
-    steps, exchange = Steps(plan, norm), MetricsExchange(plan, jax.devices()[:1] * len(plan.workers), None, norm, False)
+    steps, exchange = Steps(plan, norm), MetricsExchange(plan, jax.devices()[:1] * len(plan.workers), None, global_norm=norm)
     losses, norms, start = list[int](), list[int](), 0
     for batch in range(BATCHES + 1):
         for drain in [True, False] if batch in drains or batch == BATCHES else [False]:
@@ -103,7 +103,7 @@ def reported(plan, norm, drains):
             program, shift = steps.program(batch - start, batch, drain)
             ended, updated = exchange._finished(program)
             losses += [t + shift for t in ended]
-            norms += [t + shift for t in updated]
+            norms += [t + shift for t in updated[-1]]
             start = batch if drain else batch + 1 if SCHEDULES[plan.schedule].flushes_after(plan, batch) else start
     return losses, norms
 

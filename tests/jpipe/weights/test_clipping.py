@@ -70,6 +70,7 @@ def test_equals_optax_on_the_whole_tree(schedule, inner):
         ((2, 2), {"schedule": "pipedream_2bw", "microbatches": 8, "replicas": (2, 2)}),
         ((1, 1, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 1}),
         ((1, 1, 1, 1), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 3}),
+        ((1, 2, 1), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 5}),
         ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 4, "replicas": (2, 2)}),
         ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 2, "replicas": (1, 2)}),
         ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 2, "replicas": (2, 1), "noam": True}),

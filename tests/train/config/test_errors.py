@@ -159,6 +159,11 @@ def test_a_file_that_is_not_a_config(refused, file, message):
         ("optimizer.arguments={beta: 0.5}", r"optimizer.arguments: 'adamw' has no argument 'beta'; its arguments, the nearest first: "),
         ("optimizer.arguments={b1: high}", r"optimizer.arguments: 'b1' of 'adamw': expected a number, found 'high'"),
         ("optimizer.clip_global_norm=0", r"tiny.yaml --set \S+: optimizer.clip_global_norm: expected greater than 0, found 0"),
+        ("optimizer.clip_stage_norm=-1", r"tiny.yaml --set \S+: optimizer.clip_stage_norm: expected greater than 0, found -1"),
+        (
+            "optimizer={clip_global_norm: 1, clip_stage_norm: 2}",
+            r"tiny.yaml --set .*: optimizer: clip_stage_norm: expected null with clip_global_norm 1, found 2; leave out one of them",
+        ),
         ("model={target: 'own_parts:layers'}", r"tiny.yaml --set .*: expected built-in parts only, found code of its own to import and "),
     ],
 )

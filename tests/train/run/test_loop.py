@@ -293,6 +293,14 @@ def test_clipping_logs_the_norms(tiny, schedule):
     assert all(row["gradient_norm"] > 0.1 for row in rows)
 
 
+def test_clipping_of_each_stage_logs_its_norms(tiny):
+    config = changed(tiny, plan={"schedule": "pipedream", "microbatches": 1}, optimizer={"clip_stage_norm": 0.1})
+    rows = rows_of(loop.main(config).folder)
+    assert [row["step"] for row in rows] == list(range(5))
+    norms = [{name: norm for name, norm in row.items() if name.startswith("gradient_norm")} for row in rows]
+    assert all(found.keys() == {"gradient_norm_stage_0", "gradient_norm_stage_1"} and min(found.values()) > 0 for found in norms)
+
+
 @pytest.mark.slow
 def test_a_skipped_batch_is_logged(tiny, monkeypatch, capsys):
     step = jpipe.Pipeline.step
