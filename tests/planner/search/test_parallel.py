@@ -338,7 +338,7 @@ def test_what_does_not_fit_comes_last_and_says_how_much_it_lacks():
     assert all(candidate.over for candidate in nowhere)
 
 
-def test_equally_fast_plans_rank_by_stages_and_flush():
+def test_equally_fast_plans_rank_by_delay_and_stages():
     base = search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 16)[0]
     assert search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 16)[0] == base
     fewer = dataclasses.replace(
@@ -346,7 +346,7 @@ def test_equally_fast_plans_rank_by_stages_and_flush():
     )
     later = dataclasses.replace(fewer, schedule="pipedream")
     more = dataclasses.replace(fewer, starts=(0, 1), replicas=(2, 2), policies=("none", "none"), memory=(1, 1), seconds=base.seconds)
-    assert sorted([more, later, fewer], key=lambda candidate: candidate.rank) == [fewer, later, more]
+    assert sorted([more, later, fewer], key=lambda candidate: candidate.rank) == [fewer, more, later]
 
 
 def test_workers_that_share_cores_compute_no_faster_than_these():

@@ -161,7 +161,7 @@ def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
         "reading the data …",
         "reading the data",
         "data",
-        "Each gradient is computed with weights 1 update old (pipedream_2bw).",
+        "pipedream_2bw: gradients are computed with weights that are 1 update old, at every stage",
         "compiling 2 stages …",
         "compiling 2 stages",
     ]
