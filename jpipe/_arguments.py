@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpipe.errors import InputError, nearest
+from jpipe.errors import InputError, nearest, short
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._losses import Loss
 from jpipe.model._precision import Precision
@@ -114,6 +114,17 @@ def check_ema_decay(ema_decay: Any, plan: Plan) -> None:
             f"ema_decay: expected none with shard_optimizer, found {ema_decay!r}; the average is in the optimizer state, of which each "
             "replica has a part, but an evaluation with it needs all of it: leave out one of them"
         )
+
+
+def checked_delay_factor(delay_correction: Any) -> float | None:
+    """Return the factor of the prediction, or None without correction."""
+    if delay_correction is None or delay_correction == "predict":
+        return None if delay_correction is None else 1.0
+    if not _is_number(delay_correction) or not 0 <= delay_correction < math.inf:
+        raise InputError(
+            f"delay_correction: expected 'predict', or a finite number of at least 0 such as 0.5, found {short(delay_correction)}"
+        )
+    return float(delay_correction)
 
 
 def _is_number(value: Any) -> bool:

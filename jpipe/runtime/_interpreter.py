@@ -23,7 +23,7 @@ from jpipe.programs._instructions import (
 )
 from jpipe.runtime._nan_check import checked, is_on
 from jpipe.runtime._transport import Transport, rows
-from jpipe.runtime._worker import ConsumedArrays, RunResults, Worker
+from jpipe.runtime._worker import ConsumedArrays, Data, RunResults, Worker
 from jpipe.runtime.state import WorkerState
 from jpipe.stages._compiled_stage import CompiledStage
 
@@ -45,8 +45,6 @@ class Event(NamedTuple):
 
 
 Observer = Callable[[Event], None]
-Data = dict[tuple[str, int], Tree]
-"""What workers load, by name (inputs or labels) and microbatch."""
 
 
 def run(
@@ -80,7 +78,9 @@ def run(
     plan, results, consumed = program.plan, RunResults({}, {}, {}), ConsumedArrays()
     if is_on():
         stages = checked(plan, stages)
-    workers = {w: Worker(program, w, shift, stages[w], buckets, state, transport, results, consumed) for w, state in states.items()}
+    workers: dict[int, Worker] = {}
+    for w, state in states.items():
+        workers[w] = Worker(program, w, shift, stages[w], buckets, state, transport, data, workers, results, consumed)
     crowded = crowded_meshes(each.compiled.place for each in workers.values())
     for each in workers.values():
         each.takes_turns = each.compiled.place in crowded
@@ -91,7 +91,9 @@ def run(
             worker = workers.get(instruction.worker)
             if worker is None:
                 continue
-            _dispatch(instruction, workers, data)
+            _METHODS[type(instruction)](worker, instruction)
+            if worker.changed_parts:
+                worker.delete_unused()
             if worker.takes_turns:
                 worker.settle()
             if observe is not None:
@@ -104,20 +106,6 @@ def run(
             each.delete_state()
         raise
     return {w: worker.state.freeze() for w, worker in workers.items()}, results
-
-
-def _dispatch(instruction: Instruction, workers: "Mapping[int, Worker]", data: Data) -> None:
-    """Dispatch one instruction, and delete the arrays that only it still needed."""
-    worker = workers[instruction.worker]
-    if type(instruction) is Load:
-        worker.load(instruction, data.pop((instruction.data, instruction.microbatch)))
-    elif type(instruction) is AllReduce:
-        for w, total in worker.all_reduce(instruction).items():
-            workers[w].take_sum(instruction, total)
-            workers[w].delete_unused()
-    else:
-        _METHODS[type(instruction)](worker, instruction)
-    worker.delete_unused()
 
 
 def read_data(program: Program, workers: Container[int], batches: Mapping[str, Tree], rows_each: int) -> Data:
@@ -141,9 +129,11 @@ def read_data(program: Program, workers: Container[int], batches: Mapping[str, T
 
 
 _METHODS: dict[type, Callable[[Worker, Any], None]] = {
+    Load: Worker.load,
     Compute: Worker.compute,
     Send: Worker.send,
     Receive: Worker.receive,
+    AllReduce: Worker.all_reduce,
     TakeShared: Worker.take_shared,
     AddShared: Worker.add_shared,
     SumSquares: Worker.sum_squares,

@@ -24,8 +24,8 @@ from jpipe.programs._instructions import (
 )
 from jpipe.runtime._lanes import PendingTransfer, arrived
 from jpipe.runtime._transport import Transport
-from jpipe.runtime.state import Consumed, Microbatch, PendingUpdate, Weights, WorkerState, change
-from jpipe.stages._compiled_stage import CompiledStage, update_kind
+from jpipe.runtime.state import Consumed, Fields, Microbatch, PendingUpdate, Weights, WorkerState, pack, unpack
+from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 from jpipe.stages.functions._sums import shared_with
 
 Tree = Any
@@ -45,33 +45,36 @@ class RunResults(NamedTuple):
     evaluations: dict[int, Tree]
 
 
+Data = dict[tuple[str, int], Tree]
+"""What workers load, by name (inputs or labels) and microbatch."""
+
 _Part = tuple[int, str, int]  # of the state of a worker: the worker, "weights", "microbatch", "update" or "layer state", and a number
 ConsumedArrays = Consumed[_Part]
 
 
 @dataclass
 class _MutableState:
-    """The state of a worker while a program runs, with fields that instructions change."""
+    """The state of a worker while a program runs, with fields that instructions change; entries in flight are dicts."""
 
     weights: Weights
     optimizer: Tree
     layer_state: Tree
     accumulators: Tree
     key: jax.Array
-    microbatches: dict[int, Microbatch]
-    updates: dict[int, PendingUpdate]
+    microbatches: dict[int, Fields]
+    updates: dict[int, Fields]
     loss_scales: dict[int, LossScale]
 
     @classmethod
     def of(cls, state: WorkerState) -> "_MutableState":
-        """Return the fields of a state, its dicts copied."""
-        fields: dict[str, Any] = {name: dict(value) if name in _DICTS else value for name, value in vars(state).items()}
-        return cls(**fields)
+        """Return the fields of a state, its entries unpacked and its dicts copied."""
+        entries = {"microbatches": unpack(state.microbatches), "updates": unpack(state.updates)}
+        return cls(**{**vars(state), **entries, "loss_scales": dict(state.loss_scales)})
 
     def freeze(self) -> WorkerState:
         """Return the state that holds these fields, its dicts copied."""
-        fields: dict[str, Any] = {name: dict(value) if name in _DICTS else value for name, value in vars(self).items()}
-        return WorkerState(**fields)
+        entries = {"microbatches": pack(Microbatch, self.microbatches), "updates": pack(PendingUpdate, self.updates)}
+        return WorkerState(**{**vars(self), **entries, "loss_scales": dict(self.loss_scales)})
 
     def all_entries(self) -> Tree:
         """Return the weights of all entries, of any version: one may still lack what other replicas update."""
@@ -80,9 +83,6 @@ class _MutableState:
     def scale(self, version: int) -> jax.Array | None:
         """Return the loss scale of the microbatches that read a version, if it is dynamic."""
         return self.loss_scales[version].value if self.loss_scales else None
-
-
-_DICTS = ("microbatches", "updates", "loss_scales")
 
 
 class Worker:
@@ -97,7 +97,10 @@ class Worker:
         stages, buckets: as given to `run`, for its stage.
         transport: to and from other workers.
         frozen: the frozen parameters, which all versions share.
+        has_rng, has_buckets: whether the stage draws random numbers, and whether there are several buckets.
         state: the state, which instructions change.
+        data: what the workers of this process load.
+        workers: the workers of this process, by number.
         results: losses, norms and evaluations; shared by the workers of this process.
         consumed: counts the arrays of the consumed states; shared by the workers of this process.
         changed_parts: of the state, by the present instruction.
@@ -114,10 +117,12 @@ class Worker:
         buckets: Callable[[int], int],
         state: WorkerState,
         transport: Transport,
+        data: Data,
+        workers: Mapping[int, "Worker"],
         results: RunResults,
         consumed: ConsumedArrays,
     ) -> None:
-        self.number, self.consumed = worker, consumed
+        self.number, self.data, self.workers, self.consumed = worker, data, workers, consumed
         self.changed_parts: list[_Part] = []
         self.plan = plan = program.plan
         self.stage, self.replica = plan.workers[worker]
@@ -130,11 +135,9 @@ class Worker:
         self.state = _MutableState.of(state)
         self.frozen = {} if self.functions.trained.is_all else self.functions.trained.others(self.state.all_entries())
         self.results = results
+        self.has_rng, self.has_buckets = self.functions.specs.rng[1] is not None, len(stages) > 1
         self.done: jax.Array | None = None
         self.takes_turns = False
-
-    def rng(self, k: int) -> tuple[Any, Any]:
-        return (np.uint32(k), self.state.key) if self.functions.specs.rng[1] is not None else (None, None)
 
     def bucket(self, k: int) -> int:
         """Return the bucket of a microbatch."""
@@ -165,33 +168,42 @@ class Worker:
             return state.microbatches.get(number)
         if kind == "update":
             pending = state.updates.get(number)
-            return None if pending is None else (pending.sums, pending.squares, pending.shared, pending.received)
+            return None if pending is None else [pending.get(name) for name in ("sums", "squares", "shared", "received")]
         return state.layer_state
 
     def delete_unused(self) -> None:
         """Delete the arrays of consumed states that the last instruction was the last to need."""
-        if self.changed_parts:
-            self.consumed.refresh(self.changed_parts, self.read_part)
-            self.changed_parts.clear()
+        self.consumed.refresh(self.changed_parts, self.read_part)
+        self.changed_parts.clear()
 
     def delete_state(self) -> None:
         """Delete the arrays of the state that are not counted, since the run has failed."""
         for leaf in jax.tree.leaves((self.state.optimizer, self.state.accumulators)):
             leaf.delete()
 
-    def change_microbatch(self, k: int, **fields: Tree) -> None:
-        """Set fields of a microbatch in flight."""
-        self.changed_parts.append((self.number, "microbatch", k))
-        change(self.state.microbatches, Microbatch, k, **fields)
+    def changed(self, kind: str, number: int = 0) -> None:
+        """Note that the instruction has changed a part of the state, if that may delete arrays of a consumed state."""
+        part = self.number, kind, number
+        if self.changed_parts or part in self.consumed.parts:  # arrays may have moved from a part that was noted before into this one
+            self.changed_parts.append(part)
+
+    def used_microbatch(self, k: int) -> None:
+        """Note that the instruction has taken fields from a microbatch in flight."""
+        if not self.state.microbatches[k]:
+            del self.state.microbatches[k]
+        if self.consumed.parts:
+            self.changed("microbatch", k)
 
     def change_update(self, update: int, **fields: Tree) -> None:
-        """Set fields of a pending update."""
-        self.changed_parts.append((self.number, "update", update))
-        change(self.state.updates, PendingUpdate, update, **fields)
+        """Set fields of a pending update; None removes a field, and the last one the update."""
+        self.changed("update", update)
+        pending = {**self.state.updates.pop(update, {}), **fields}
+        if pending := {name: value for name, value in pending.items() if value is not None}:
+            self.state.updates[update] = pending
 
     def change_layer_state(self, state: Tree) -> None:
         """Replace the layer state."""
-        self.changed_parts.append((self.number, "layer state", 0))
+        self.changed("layer state")
         self.state.layer_state = state
 
     @property
@@ -199,8 +211,9 @@ class Worker:
         """Whether replicas average their layer state with each update."""
         return self.functions.average_state == "update"
 
-    def load(self, i: Load, data: Tree) -> None:
-        self.change_microbatch(i.microbatch + self.microbatch_shift, **{i.data: self.transport.load(i.worker, i.data, data)})
+    def load(self, i: Load) -> None:
+        microbatch = self.state.microbatches.setdefault(i.microbatch + self.microbatch_shift, {})
+        microbatch[i.data] = self.transport.load(i.worker, i.data, self.data.pop((i.data, i.microbatch)))
 
     def compute(self, i: Compute) -> None:
         """Run an op on what it reads, and keep what it leaves."""
@@ -209,64 +222,65 @@ class Worker:
             self.evaluate(i)
             return
         k, version = i.microbatch + self.microbatch_shift, i.version + self.version_shift
-        params, before, stage = state.weights.read(version), state.layer_state, self.of(k)
-        functions, reads = stage.functions, self.read(op, k)
+        microbatch, params, before = state.microbatches[k], state.weights.read(version), state.layer_state
+        stage, reads = self.of(k) if self.has_buckets else self.compiled, self.take(op, microbatch)
+        functions, rng = stage.functions, (np.uint32(k), state.key) if self.has_rng else (None, None)
         sums = (self.donated_accumulators(params),) if op.finishes else ()
         scale = (state.scale(version),) if op.parts != "F" else ()
-        results, self.done = stage.calls[op.function](params, *reads, *sums, self.rng(k), *scale)
+        results, self.done = stage.calls[op.function](params, *reads, *sums, rng, *scale)
         left = dict(zip(op.leaves, results if len(op.leaves) > 1 else (results,), strict=True))
-        fields: dict[str, Tree] = dict.fromkeys(_READ_FIELDS[op.reads])
         if "state" in left:
             self.change_layer_state(functions.changed.joined(left["state"], before))
         if "output" in left:
-            fields["message" if self.functions.last else "output"] = left["output"]
+            microbatch["message" if self.functions.last else "output"] = left["output"]
         if "residuals" in left:
-            fields["residuals"] = functions.residuals.keep(reads, (left["output"], state.layer_state)), left["residuals"]
+            microbatch["residuals"] = functions.residuals.keep(reads, (left["output"], state.layer_state)), left["residuals"]
         if "stash" in left and op.begins:
-            fields["stash"] = functions.halves.stash_of(reads, state.layer_state, left["stash"])
+            microbatch["stash"] = functions.halves.stash_of(reads, state.layer_state, left["stash"])
         elif "stash" in left:
-            fields["stash"] = functions.halves.late_inputs(*reads), left["stash"]
+            microbatch["stash"] = functions.halves.late_inputs(*reads), left["stash"]
         if op.gives_gradient and not self.functions.first:
-            fields["gradient"] = left["gradient"]
-        self.change_microbatch(k, **fields)
+            microbatch["gradient"] = left["gradient"]
+        self.used_microbatch(k)
         if op.finishes:
             state.accumulators = left["accumulators"]
-            self.after_backward(k)
+            if self.sets_aside:
+                self.after_backward(k)
 
-    def read(self, op: Op, k: int) -> tuple[Any, ...]:
-        """Return what an op reads: state, x, labels; or kept arguments and outputs, saved arrays, message; or arguments, stash."""
-        microbatch = self.state.microbatches[k]
+    def take(self, op: Op, microbatch: Fields) -> tuple[Any, ...]:
+        """Take what an op reads: state, x, labels; or kept arguments and outputs, saved arrays, message; or arguments, stash."""
         if op.reads == "inputs":
-            return self.state.layer_state, arrived(microbatch.inputs), microbatch.labels
+            return self.state.layer_state, arrived(microbatch.pop("inputs")), microbatch.pop("labels", None)
         if op.reads == "residuals":
-            return *microbatch.residuals, arrived(microbatch.message)
-        arguments, stash = microbatch.stash
-        return arguments, stash
+            return *microbatch.pop("residuals"), arrived(microbatch.pop("message"))
+        return tuple(microbatch.pop("stash"))
 
     def donated_accumulators(self, params: Tree) -> Tree:
         """Return the gradient accumulators to donate, new ones if the last were set aside."""
         return self.state.accumulators if self.state.accumulators is not None else self.calls["zero_accumulators"](params)
 
     def after_backward(self, k: int) -> None:
-        """Set the accumulators aside if they are complete and wait for their update."""
-        if self.sets_aside:
-            every = self.plan.microbatches_per_update(self.stage)
-            if (k + self.replicas) // every > k // every:
-                if self.functions.last and self.replicas == 1:
-                    self.finish(k // every, self.calls["mean_loss"](self.state.accumulators))
-                self.change_update(k // every, sums=self.state.accumulators)
-                self.state.accumulators = None
+        """Set the accumulators aside if they are complete."""
+        every = self.plan.microbatches_per_update(self.stage)
+        if (k + self.replicas) // every > k // every:
+            if self.functions.last and self.replicas == 1:
+                self.finish(k // every, self.calls["mean_loss"](self.state.accumulators))
+            self.change_update(k // every, sums=self.state.accumulators)
+            self.state.accumulators = None
 
-    def all_reduce(self, i: AllReduce) -> Mapping[int, Tree]:
+    def all_reduce(self, i: AllReduce) -> None:
+        """Give this replica's part of a sum; with the last one of this process all its replicas get the sum."""
         state, update = self.state, i.batch + self.version_shift
-        part = state.updates[update].sums, self.functions.averaged_state(state.layer_state) if self.averages else []
-        return self.transport.all_reduce(i, update, part, self.calls["add"], self.calls["finish"])
+        part = state.updates[update]["sums"], self.functions.averaged_state(state.layer_state) if self.averages else []
+        for w, total in self.transport.all_reduce(i, update, part, self.calls["add"], self.calls["finish"]).items():
+            self.workers[w].take_sum(i, total)
+            self.workers[w].delete_unused()
 
     def take_sum(self, i: AllReduce, total: Tree) -> None:
         """Keep (sums, means of the layer state, (mean loss, weight) at the last stage) of all replicas for the update."""
         update = i.batch + self.version_shift
         if isinstance(total, PendingTransfer):
-            self.consumed.keep(self.state.updates[update].sums)  # the transfer may read them later
+            self.consumed.keep(self.state.updates[update]["sums"])  # the transfer may read them later
         self.change_update(update, sums=None, summed=total)
         if self.functions.last and self.replica == 0:
             self.finish(update, total[2])
@@ -274,9 +288,9 @@ class Worker:
     def complete(self, update: int) -> Tree:
         """Return the accumulators of a whole batch, which stay where they are."""
         if self.replicas > 1:
-            self.change_update(update, summed=arrived(self.state.updates[update].summed))
-            return self.state.updates[update].summed[0]
-        return self.state.updates[update].sums if self.sets_aside else self.state.accumulators
+            self.change_update(update, summed=arrived(self.state.updates[update]["summed"]))
+            return self.state.updates[update]["summed"][0]
+        return self.state.updates[update]["sums"] if self.sets_aside else self.state.accumulators
 
     def take_shared(self, i: TakeShared) -> None:
         update = i.batch + self.version_shift
@@ -286,12 +300,12 @@ class Worker:
         """Add the shared gradients of the other stages; the computation writes into the memory of the accumulators."""
         state, update = self.state, i.batch + self.version_shift
         accumulators = self.complete(update)
-        received = state.updates[update].received or {}
+        received = state.updates[update].get("received", {})
         gradients = {s: arrived(received[s]) for s in self.shared[i.group] if s != self.stage}
         self.change_update(update, received={**received, **gradients})
         added = self.calls[f"add_shared {i.group}"](accumulators, gradients)
         if self.replicas > 1:
-            self.change_update(update, summed=(added, *state.updates[update].summed[1:]))
+            self.change_update(update, summed=(added, *state.updates[update]["summed"][1:]))
         elif self.sets_aside:
             self.change_update(update, sums=added)
         else:
@@ -300,8 +314,8 @@ class Worker:
     def sum_squares(self, i: SumSquares) -> None:
         state, update = self.state, i.batch + self.version_shift
         accumulators = self.complete(update)
-        later = arrived(state.updates[update].squares) if update in state.updates else None
-        squares = self.calls["sum_squares"](accumulators), *(later or ())
+        later = arrived(state.updates.get(update, {}).get("squares", ()))
+        squares = self.calls["sum_squares"](accumulators), *later
         if self.functions.first:
             self.change_update(update, squares=None, norm=self.calls["norm"](squares))
         else:
@@ -309,41 +323,51 @@ class Worker:
 
     def send(self, i: Send) -> None:
         state, k, bucket = self.state, i.microbatch + self.microbatch_shift, 0
-        update = k // self.plan.microbatches
         tree: Tree
+        if i.message in ("activation", "gradient"):
+            tree = state.microbatches[k].pop("output" if i.message == "activation" else "gradient")
+            bucket = self.bucket(k) if self.has_buckets else 0
+            self.used_microbatch(k)
+            if self.changed_parts:
+                self.consumed.keep(tree)
+        else:
+            tree = self.message_of_update(i, k // self.plan.microbatches)
+            self.consumed.keep(tree)
+        self.transport.send(i, k, tree, bucket)
+
+    def message_of_update(self, i: Send, update: int) -> Tree:
+        """Return what a worker sends for an update."""
+        state = self.state
         match i.message:
             case "norm":
-                tree = arrived(state.updates[update].norm)
+                return arrived(state.updates[update]["norm"])
             case "squares":
-                tree = state.updates[update].squares
+                squares = state.updates[update]["squares"]
                 self.change_update(update, squares=None)
+                return squares
             case "shared":
-                tree = shared_with(self.functions, self.plan.workers[i.to][0], state.updates[update].shared)
-            case "weights":
+                return shared_with(self.functions, self.plan.workers[i.to][0], state.updates[update]["shared"])
+            case _:
+                assert i.message == "weights"
                 assert self.compiled.share is not None
-                tree = self.compiled.share.outgoing(self.functions.trained.part(state.weights.read(update + 1)))
-            case message:
-                field = "output" if message == "activation" else "gradient"
-                tree, bucket = getattr(state.microbatches[k], field), self.bucket(k)
-                self.change_microbatch(k, **{field: None})
-        self.consumed.keep(tree)
-        self.transport.send(i, k, tree, bucket)
+                return self.compiled.share.outgoing(self.functions.trained.part(state.weights.read(update + 1)))
 
     def receive(self, i: Receive) -> None:
         state, k = self.state, i.microbatch + self.microbatch_shift
-        update = k // self.plan.microbatches
-        tree = self.transport.receive(i, k, self.bucket(k) if i.message in ("activation", "gradient") else 0)
+        if i.message in ("activation", "gradient"):
+            tree = self.transport.receive(i, k, self.bucket(k) if self.has_buckets else 0)
+            state.microbatches.setdefault(k, {})["inputs" if i.message == "activation" else "message"] = tree
+            return
+        tree, update = self.transport.receive(i, k), k // self.plan.microbatches
         match i.message:
             case "norm" | "squares":
                 self.change_update(update, **{i.message: tree})
             case "shared":
-                before = (state.updates[update].received if update in state.updates else None) or {}
+                before = state.updates.get(update, {}).get("received", {})
                 self.change_update(update, received={**before, self.plan.workers[i.source][0]: tree})
             case "weights":
                 params = state.weights.read(update + 1) | self.functions.trained.joined(arrived(tree), self.frozen)
                 state.weights = state.weights.with_params(update + 1, params)
-            case message:
-                self.change_microbatch(k, **{"inputs" if message == "activation" else "message": tree})
 
     def update(self, i: Update) -> None:
         state, update, kind = self.state, i.batch + self.version_shift, update_kind(i)
@@ -352,11 +376,12 @@ class Worker:
             state.loss_scales[update + 1] = self.calls["next_scale"](state.loss_scales[update], norm)
         retires = None if i.retires is None else i.retires + self.version_shift
         memory = (state.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
-        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, norm)
+        made_at = UpdateNumber(self.plan, self.stage, i.batch)
+        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, norm, made_at)
         params, state.optimizer, zeros, loss = new
         state.weights = state.weights.with_update(params, retires)
         if retires is not None:
-            self.changed_parts.append((self.number, "weights", retires))
+            self.changed("weights", retires)
             state.loss_scales.pop(retires, None)
         if state.accumulators is None or not self.sets_aside:
             state.accumulators = zeros
@@ -372,7 +397,7 @@ class Worker:
             return None
         if update - 1 in self.state.updates:
             self.change_update(update - 1, norm=None)
-        norm = arrived(self.state.updates[update].norm)
+        norm = arrived(self.state.updates[update]["norm"])
         self.change_update(update, norm=norm)
         return norm
 
@@ -385,8 +410,8 @@ class Worker:
         pending = self.state.updates[update]
         self.change_update(update, sums=None, summed=None)
         if self.replicas == 1:
-            return pending.sums
-        accumulators, means, _ = arrived(pending.summed)
+            return pending["sums"]
+        accumulators, means, _ = arrived(pending["summed"])
         if self.averages:
             self.change_layer_state(self.functions.with_averages(self.state.layer_state, means))
         return accumulators
@@ -397,28 +422,27 @@ class Worker:
         self.change_update(update, loss=loss)
         if (update + 1) % rate == 0:
             updates = range(update + 1 - rate, update + 1)
-            self.results.losses[update // rate] = [self.state.updates[g].loss for g in updates]
+            self.results.losses[update // rate] = [self.state.updates[g]["loss"] for g in updates]
             for g in updates:
                 self.change_update(g, loss=None)
 
     def release(self, i: Release) -> None:
         version = i.version + self.version_shift
-        self.changed_parts.append((self.number, "weights", version))
+        self.changed("weights", version)
         self.state.weights = self.state.weights.without(version)
         self.state.loss_scales.pop(version, None)
 
     def evaluate(self, i: Compute) -> None:
         """Run an evaluation; the last stage reports its results."""
-        state, k, stage = self.state, i.microbatch, self.of(i.microbatch)
-        inputs = self.read(OPS[i.op], k)
+        state, k, stage = self.state, i.microbatch, self.of(i.microbatch) if self.has_buckets else self.compiled
+        microbatch = state.microbatches[k]
+        inputs = self.take(OPS[i.op], microbatch)
         rng = (np.uint32(k), state.key) if stage.functions.evaluation_rng[1] is not None else (None, None)
         y = stage.calls["evaluate"](state.weights.read(i.version), *inputs, rng)
         if self.takes_turns:
             jax.block_until_ready(y)
-        self.change_microbatch(k, inputs=None, labels=None, output=None if self.functions.last else y)
         if self.functions.last:
             self.results.evaluations[k] = y
-
-
-_READ_FIELDS = {"inputs": ("inputs", "labels"), "residuals": ("residuals", "message"), "stash": ("stash",)}
-"""The fields of a microbatch that an op has used, by what it reads."""
+        else:
+            microbatch["output"] = y
+        self.used_microbatch(k)

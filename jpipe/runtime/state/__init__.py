@@ -3,7 +3,7 @@
 from jpipe.runtime.state._consumed import Consumed
 from jpipe.runtime.state._fingerprint import fingerprint, model_of
 from jpipe.runtime.state._fresh import fresh_worker, initialized_at
-from jpipe.runtime.state._in_flight import Microbatch, PendingUpdate, change
+from jpipe.runtime.state._in_flight import Fields, Microbatch, PendingUpdate, pack, unpack
 from jpipe.runtime.state._state import CONSUMED, State, WorkerState, check_state, is_consumed
 from jpipe.runtime.state._weights import DoubleBuffer, Latest, Stash, Weights, weights_of
 
@@ -11,6 +11,7 @@ __all__ = [
     "CONSUMED",
     "Consumed",
     "DoubleBuffer",
+    "Fields",
     "Latest",
     "Microbatch",
     "PendingUpdate",
@@ -18,12 +19,13 @@ __all__ = [
     "State",
     "Weights",
     "WorkerState",
-    "change",
     "check_state",
     "fingerprint",
     "fresh_worker",
     "initialized_at",
     "is_consumed",
     "model_of",
+    "pack",
+    "unpack",
     "weights_of",
 ]

@@ -57,16 +57,17 @@ class PendingUpdate:
     loss: Tree = None
 
 
+Fields = dict[str, Tree]
+"""The fields of an entry that are not None, by name, which instructions change while a program runs."""
+
 _Entry = TypeVar("_Entry", Microbatch, PendingUpdate)
-_NOTHING: Any = {kind: kind() for kind in (Microbatch, PendingUpdate)}
 
 
-def change(entries: dict[int, _Entry], kind: type[_Entry], number: int, **fields: Tree) -> None:
-    """Set fields of an entry of a dict by number; an entry of which nothing is left is removed."""
-    values = {**vars(entries.get(number, _NOTHING[kind])), **fields}
-    if all(value is None for value in values.values()):
-        entries.pop(number, None)
-    else:
-        changed = object.__new__(kind)  # `dataclasses.replace` takes ten times as long, and this is called at each instruction
-        vars(changed).update(values)
-        entries[number] = changed
+def unpack(entries: Mapping[int, _Entry]) -> dict[int, Fields]:
+    """Return the fields of each entry that are not None."""
+    return {number: {name: value for name, value in vars(entry).items() if value is not None} for number, entry in entries.items()}
+
+
+def pack(kind: type[_Entry], entries: Mapping[int, Fields]) -> dict[int, _Entry]:
+    """Return the entries with these fields; one without any is left out."""
+    return {number: kind(**fields) for number, fields in entries.items() if fields}

@@ -93,8 +93,11 @@ class DoubleBuffer(Weights):
         return (self.version,) if self.shadow is None else (self.version - 1, self.version)
 
     def read(self, version: int) -> Tree:
-        assert version in self.versions
-        return self.current if version == self.version else self.shadow
+        if version == self.version:
+            return self.current
+        assert version == self.version - 1
+        assert self.shadow is not None
+        return self.shadow
 
     def with_update(self, params: Tree, retires: int | None = None) -> "DoubleBuffer":
         if self.shadow is None and retires == self.version:

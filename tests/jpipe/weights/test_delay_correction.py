@@ -1,0 +1,219 @@
+"""Weight prediction in a pipeline: the same as a sequential reference of its rule, whatever it is combined with."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jpipe import Pipeline, Plan
+from tests.jpipe import models, monolith, reference, running
+
+STACK = models.rich_stack()
+FACTOR = 0.75
+DRAINED = {2, 4}
+PLANS = {
+    "2BW": {"schedule": "pipedream_2bw", "num_stages": 3, "microbatches": 3},
+    "2BW, flushed first": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2, "flush_first": 2},
+    "pipedream": {"schedule": "pipedream", "num_stages": 4, "microbatches": 1},
+    "pipedream, m = d": {"schedule": "pipedream", "num_stages": 3, "microbatches": 3},
+    "vertical sync": {"schedule": "pipedream", "num_stages": 3, "microbatches": 1, "vertical_sync": True},
+    "2-1": {"schedule": "pipedream", "num_stages": 2, "microbatches": 2, "replicas": [2, 1]},
+    "2-1, paper": {"schedule": "pipedream", "num_stages": 2, "microbatches": 2, "replicas": [2, 1], "update_every": "replicas"},
+    "chunks": {"schedule": "pipedream", "num_stages": 4, "microbatches": 3, "chunks_per_rank": 2},
+    "flush": {"schedule": "pipedream_flush", "num_stages": 3, "microbatches": 3},
+}
+
+
+@functools.cache
+def adam():
+    """Adam with a schedule and no decay."""
+    return optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.05, 2, 9))
+
+
+def plan_of(name, stack=STACK, **fields):
+    return Plan.even(stack.ids, **PLANS[name], **fields)
+
+
+def pipeline(plan, stack=STACK, optimizer=None, correction=FACTOR, **options):
+    devices = [jax.devices()[p] for p, stages in enumerate(plan.pipeline_ranks) for _ in range(plan.replicas[stages[0]])]
+    loss = models.masked_squares
+    return Pipeline(stack, plan, loss, optimizer or adam(), devices, delay_correction=correction, **options)
+
+
+def delays_of(plan, batch):
+    """Return the mean age of the versions that each layer reads in a batch, as the float32 that the pipeline computes with."""
+    m, found = plan.microbatches, {}
+    for s, stage in enumerate(plan.stages):
+        mean = np.mean([batch - reference.version(plan, s, k) for k in range(batch * m, (batch + 1) * m)])
+        found |= dict.fromkeys(stage.layers, float(np.float32(mean)))
+    return found
+
+
+def ordinary(pipe, batches, start, layer_state, factor=FACTOR):
+    """Return the ordinary iterates y after each batch, and before the first, from the rule applied to the whole model."""
+    plan, optimizer = pipe.plan, pipe.optimizer
+    if pipe.clip_global_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(pipe.clip_global_norm), optimizer)
+    gradient_of, _ = monolith.compiled(pipe.stack, pipe.loss, optimizer)
+    stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
+    m, x, y, optimizer_state, zero = plan.microbatches, [start], [start], optimizer.init(start), jax.tree.map(jnp.zeros_like, start)
+    losses = []
+    for t, batch in enumerate(batches):
+        rows = np.split(np.arange(len(jax.tree.leaves(batch)[0])), m)
+        microbatches = [jax.tree.map(lambda leaf, part=part: leaf[part], batch) for part in rows]
+        trees = [{i: x[reference.version(plan, stage_of[i], t * m + j)][i] for i in pipe.stack.ids} for j in range(m)]
+        (loss, layer_state), gradient = gradient_of(zero, trees, layer_state, microbatches, t * m, jax.random.key(running.KEY))
+        with jax.numpy_dtype_promotion("standard"):
+            updates, optimizer_state = optimizer.update(gradient, optimizer_state, x[-1])
+        y.append(optax.apply_updates(y[-1], updates))
+        rates = {layer_id: factor * delay for layer_id, delay in delays_of(plan, t).items()}
+        x.append({i: jax.tree.map(lambda a, u, i=i: a + rates[i] * u, y[-1][i], updates[i]) for i in y[-1]})  # noqa: B023 - called at once
+        losses.append(float(loss))
+    return losses, x, y
+
+
+def check(pipe, batches, drained=()):
+    """Train, and compare the losses, the weights at some batches and what an evaluation reads with the reference."""
+    state = running.fresh(pipe, batches)
+    start = models.on_first_device((pipe.params(state), running.layer_state(state)))
+    losses, x, y = ordinary(pipe, batches, *start)
+    found = {}
+    for t, batch in enumerate(batches):
+        state, metrics = pipe.step(state, batch)
+        found |= metrics.losses
+        if t in drained:
+            state, metrics = pipe.drain(state, with_metrics=True)
+            found |= metrics.losses
+        if t in (1, 4):  # in flight, or drained
+            running.check_close(models.on_first_device(pipe.params(state)), y[t + 1])
+    state, metrics = pipe.drain(state, with_metrics=True)
+    found |= metrics.losses
+    running.check_close([float(found[t]) for t in sorted(found)], losses)
+    for worker in state.workers:
+        newest = worker.weights.read(worker.weights.newest)
+        running.check_close(models.on_first_device(newest), {entry: x[-1][entry] for entry in newest})
+    running.check_close(models.on_first_device(pipe.params(state)), y[-1])
+    return state, y
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("2-1, paper", "2-1")])
+def test_it_is_the_rule_applied_to_the_whole_model(name):
+    plan = plan_of(name)
+    batches = models.masked_batches(7, plan.microbatches, dtype=np.float64)
+    check(pipeline(plan), batches, DRAINED)
+
+
+@pytest.mark.usefixtures("float64")
+def test_replicas_make_the_same_correction():
+    plan = plan_of("2-1", models.plain_stack())
+    batches = models.masked_batches(7, 2, dtype=np.float64)
+    state, _ = check(pipeline(plan, models.plain_stack()), batches, DRAINED)
+    running.check_equal(*[models.on_first_device(worker.optimizer) for worker in state.workers[:2]])
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("stack", [STACK, models.tied_stack()], ids=["untied", "tied"])
+def test_gradients_are_clipped_before_the_correction(stack):
+    plan = plan_of("2BW", stack)
+    batches = models.masked_batches(6, 3, dtype=np.float64)
+    pipe = pipeline(plan, stack, clip_global_norm=0.5)
+    if stack is STACK:
+        check(pipe, batches, DRAINED)
+    else:  # with a plan of one stage the shared parameter is there once, and equals the rule without a tie between stages
+        one = pipeline(Plan.even(stack.ids, 1, "pipedream_2bw", 3), stack, clip_global_norm=0.5)
+        running.check_close(on_host(running.train(pipe, batches).params), on_host(running.train(one, batches).params))
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def test_copies_of_a_shared_parameter_stay_equal_bit_for_bit():
+    stack = models.tied_stack()
+    pipe = pipeline(plan_of("2BW", stack), stack, clip_global_norm=0.5)
+    batches = models.masked_batches(5, 3)
+    state, cut = running.fresh(pipe, batches), pipe.snapshot(5)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=cut)
+    pipe.drain(state, observe=cut)
+    copies = cut.shared_copies()
+    assert len(copies) == 2
+    assert len({copy.checksum for copy in copies}) == 1
+
+
+BITS = [name for name in PLANS if name not in ("flush", "chunks")]
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("optimizer", [models.momentum(), optax.adamw(0.05)], ids=["momentum", "adamw"])
+def test_a_factor_of_zero_changes_no_bit(name, optimizer):
+    plan = plan_of(name)
+    batches = models.masked_batches(5, plan.microbatches)
+    options = {} if plan.schedule == "pipedream" and not plan.vertical_sync else {"clip_global_norm": 0.5}
+    none, zero = (running.train(pipeline(plan, optimizer=optimizer, correction=factor, **options), batches) for factor in (None, 0))
+    for one, other in zip(jax.tree.leaves(none), jax.tree.leaves(zero), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_a_schedule_that_flushes_has_no_correction_and_no_buffer():
+    plan = plan_of("flush")
+    batches = models.masked_batches(3, plan.microbatches)
+    none, corrected = (pipeline(plan, correction=correction) for correction in (None, "predict"))
+    running.check_equal(running.train(none, batches), running.train(corrected, batches))
+    assert none.costs(batches[0]) == corrected.costs(batches[0])
+
+
+def test_a_buffer_for_each_parameter_of_each_stage_with_a_delay():
+    plan = plan_of("pipedream")
+    batch = models.masked_batches(1, 1)[0]
+    none, corrected = (pipeline(plan, correction=correction).costs(batch) for correction in (None, "predict"))
+    more = [after.optimizer - before.optimizer for before, after in zip(none, corrected, strict=True)]
+    assert more == [*(cost.trained for cost in none[:3]), 0]  # the gradients of the last stage are never late
+
+
+def test_a_batch_that_is_skipped_changes_no_buffer():
+    plan = plan_of("2BW")
+    pipe = pipeline(plan, skip_nonfinite=True)
+    batches = models.masked_batches(4, plan.microbatches)
+    bad = (np.full_like(batches[0][0], np.nan), batches[0][1])
+    state = running.fresh(pipe, batches)
+    for batch in batches[:3]:
+        state, _ = pipe.step(state, batch)
+    state = pipe.drain(state)
+    before = on_host([(worker.versions[3], worker.optimizer) for worker in state.workers])
+    state, _ = pipe.step(state, bad)
+    state = pipe.drain(state)
+    running.check_equal(on_host([(worker.versions[4], worker.optimizer) for worker in state.workers]), before)
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_average_of_the_weights_is_of_those_without_prediction():
+    plan = plan_of("pipedream")
+    batches = models.masked_batches(5, 1, dtype=np.float64)
+    pipe = pipeline(plan, ema_decay=0.75)
+    state, y = check(pipe, batches, DRAINED)
+    expected = y[0]
+    for new in y[1:]:
+        expected = jax.tree.map(lambda mean, leaf: 0.75 * mean + 0.25 * leaf, expected, new)
+    running.check_close(models.on_first_device(pipe.params(state, weights="ema")), expected)
+
+
+@pytest.mark.usefixtures("float64")
+def test_an_evaluation_in_flight_reads_the_weights_without_prediction():
+    plan = plan_of("pipedream", models.plain_stack())
+    pipe = pipeline(plan, models.plain_stack(), correction="predict")
+    batches = models.masked_batches(5, 1, dtype=np.float64)
+    state = running.fresh(pipe, batches)
+    _, _, y = ordinary(pipe, batches, models.on_first_device(pipe.params(state)), running.layer_state(state), factor=1.0)
+    for t, batch in enumerate(batches):
+        state, _ = pipe.step(state, batch)
+        out, _ = pipe.stack.apply(pipe.stack.ids, y[t + 1], running.layer_state(state), batch[0], key=None, microbatch=None, train=False)
+        total, weight = models.masked_squares(out, batch[1])
+        evaluation = pipe.evaluate(state, batch)
+        assert evaluation.version == t + 1
+        np.testing.assert_allclose(float(evaluation.loss), total / weight, rtol=1e-12)
+        np.testing.assert_allclose(pipe.predict(state, batch), out, rtol=1e-12, atol=1e-14)
