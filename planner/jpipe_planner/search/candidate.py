@@ -184,14 +184,14 @@ class _Staleness:
     """The delay of a candidate in its sort key, which is computed only where candidates are equally fast."""
 
     def __init__(self, candidate: Candidate) -> None:
-        self._candidate = candidate
+        self.candidate = candidate
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Staleness) and self._rounded == other._rounded
+        return isinstance(other, _Staleness) and self.rounded == other.rounded
 
     def __lt__(self, other: "_Staleness") -> bool:
-        return self._rounded < other._rounded
+        return self.rounded < other.rounded
 
     @property
-    def _rounded(self) -> float:
-        return round(self._candidate.delay, 9)
+    def rounded(self) -> float:
+        return round(self.candidate.delay, 9)
