@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jpipe import Pipeline, Plan
+from jpipe import Pipeline, Plan, Precision
 from tests.jpipe import models, monolith, reference, running
 
 STACK = models.rich_stack()
@@ -52,27 +52,45 @@ def delays_of(plan, batch):
     return found
 
 
-def ordinary(pipe, batches, start, layer_state, factor=FACTOR):
-    """Return the ordinary iterates y after each batch, and before the first, from the rule applied to the whole model."""
-    plan, optimizer = pipe.plan, pipe.optimizer
-    if pipe.clip_global_norm is not None:
-        optimizer = optax.chain(optax.clip_by_global_norm(pipe.clip_global_norm), optimizer)
+def ordinary(pipe, batches, start, layer_state, later=None, since=None):
+    """Return the losses, the weights x and the ordinary iterates y after each batch and before the first, from the rule itself.
+
+    From batch `since` on, the run is that of the pipeline `later`.
+    """
+    m, x, y, zero = pipe.plan.microbatches, [start], [start], jax.tree.map(jnp.zeros_like, start)
+    optimizer, optimizer_state, losses = clipped(pipe), clipped(pipe).init(start), []
     gradient_of, _ = monolith.compiled(pipe.stack, pipe.loss, optimizer)
-    stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
-    m, x, y, optimizer_state, zero = plan.microbatches, [start], [start], optimizer.init(start), jax.tree.map(jnp.zeros_like, start)
-    losses = []
     for t, batch in enumerate(batches):
+        if t == since:
+            saved = by_layer(pipe, [reference.version(pipe.plan, s, t * m) for s in range(pipe.plan.depth)])
+            pipe = later
+            x[-1] = {i: x[-1][i] if predicts else y[-1][i] for i, predicts in by_layer(pipe, [f.predicts for f in built(pipe)]).items()}
+            x[-2] = {i: x[-2 if saved[i] < t else -1][i] for i in pipe.stack.ids}  # what is not in a snapshot is replaced by the newest
         rows = np.split(np.arange(len(jax.tree.leaves(batch)[0])), m)
         microbatches = [jax.tree.map(lambda leaf, part=part: leaf[part], batch) for part in rows]
-        trees = [{i: x[reference.version(plan, stage_of[i], t * m + j)][i] for i in pipe.stack.ids} for j in range(m)]
+        stage_of = by_layer(pipe, range(pipe.plan.depth))
+        trees = [{i: x[reference.version(pipe.plan, stage_of[i], t * m + j)][i] for i in pipe.stack.ids} for j in range(m)]
         (loss, layer_state), gradient = gradient_of(zero, trees, layer_state, microbatches, t * m, jax.random.key(running.KEY))
         with jax.numpy_dtype_promotion("standard"):
             updates, optimizer_state = optimizer.update(gradient, optimizer_state, x[-1])
         y.append(optax.apply_updates(y[-1], updates))
-        rates = {layer_id: factor * delay for layer_id, delay in delays_of(plan, t).items()}
-        x.append({i: jax.tree.map(lambda a, u, i=i: a + rates[i] * u, y[-1][i], updates[i]) for i in y[-1]})  # noqa: B023 - called at once
+        rates = {layer_id: (pipe.delay_factor or 0.0) * delay for layer_id, delay in delays_of(pipe.plan, t).items()}
+        x.append({i: jax.tree.map(lambda a, u, rate=rates[i]: a + rate * u, y[-1][i], updates[i]) for i in y[-1]})
         losses.append(float(loss))
     return losses, x, y
+
+
+def clipped(pipe):
+    norm = pipe.clip_global_norm
+    return pipe.optimizer if norm is None else optax.chain(optax.clip_by_global_norm(norm), pipe.optimizer)
+
+
+def built(pipe):
+    return pipe.stage_functions(models.masked_batches(1, pipe.plan.microbatches, dtype=np.float64)[0])
+
+
+def by_layer(pipe, of_stages):
+    return {layer_id: value for stage, value in zip(pipe.plan.stages, of_stages, strict=True) for layer_id in stage.layers}
 
 
 def check(pipe, batches, drained=()):
@@ -208,7 +226,7 @@ def test_an_evaluation_in_flight_reads_the_weights_without_prediction():
     pipe = pipeline(plan, models.plain_stack(), correction="predict")
     batches = models.masked_batches(5, 1, dtype=np.float64)
     state = running.fresh(pipe, batches)
-    _, _, y = ordinary(pipe, batches, models.on_first_device(pipe.params(state)), running.layer_state(state), factor=1.0)
+    _, _, y = ordinary(pipe, batches, models.on_first_device(pipe.params(state)), running.layer_state(state))
     for t, batch in enumerate(batches):
         state, _ = pipe.step(state, batch)
         out, _ = pipe.stack.apply(pipe.stack.ids, y[t + 1], running.layer_state(state), batch[0], key=None, microbatch=None, train=False)
@@ -217,3 +235,100 @@ def test_an_evaluation_in_flight_reads_the_weights_without_prediction():
         assert evaluation.version == t + 1
         np.testing.assert_allclose(float(evaluation.loss), total / weight, rtol=1e-12)
         np.testing.assert_allclose(pipe.predict(state, batch), out, rtol=1e-12, atol=1e-14)
+
+
+def saved_at(pipe, batches, cut):
+    """Return the layers of a snapshot before batch `cut`, of a run that goes on, and that run in the end."""
+    state = running.fresh(pipe, batches)
+    start = models.on_first_device((pipe.params(state), running.layer_state(state)))
+    taken = pipe.snapshot(cut)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=taken)
+    state = pipe.drain(state, observe=taken)
+    return on_host(taken.layers()), start, state
+
+
+def resumed(pipe, batches, layers, cut, **options):
+    """Go on from a snapshot and return the drained state."""
+    state = pipe.restore(jax.random.key(running.KEY), batches[0], layers, cut, **options)
+    for batch in batches[cut:]:
+        state, _ = pipe.step(state, batch)
+    return pipe.drain(state)
+
+
+CUT = 4
+SWITCHES = {
+    "another cut": (("2BW", FACTOR), ("2BW", FACTOR, (1, 2, 1))),
+    "pipedream": (("2BW", FACTOR), ("pipedream, m = d", FACTOR)),
+    "another factor": (("2BW", FACTOR), ("2BW", 1.0)),
+    "2BW": (("pipedream, m = d", FACTOR), ("2BW", FACTOR)),
+    "flush": (("2BW", FACTOR), ("flush", FACTOR)),
+    "from a flush": (("flush", FACTOR), ("2BW", FACTOR)),
+    "on": (("2BW", None), ("2BW", FACTOR)),
+    "off": (("2BW", FACTOR), ("2BW", None)),
+}
+
+
+def plan_cut(name, sizes=None):
+    if sizes is None:
+        return plan_of(name)
+    return models.cut(STACK.ids, sizes, schedule=PLANS[name]["schedule"], microbatches=PLANS[name]["microbatches"])
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("ema", [None, 0.75])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema):
+    (name, factor), (later_name, later_factor, *sizes) = SWITCHES[switch]
+    pipe = pipeline(plan_of(name), correction=factor, ema_decay=ema)
+    later = pipeline(plan_cut(later_name, *sizes), correction=later_factor, ema_decay=ema)
+    batches = models.masked_batches(7, 3, dtype=np.float64)
+    layers, start, _ = saved_at(pipe, batches, CUT)
+    _, x, y = ordinary(pipe, batches, *start, later, CUT)
+    state = later.restore(jax.random.key(running.KEY), batches[0], layers, CUT)
+    running.check_close(on_host(later.params(state)), on_host(y[CUT]))
+    state = resumed(later, batches, layers, CUT)
+    running.check_close(on_host(later.params(state)), on_host(y[-1]))
+    for worker in state.workers:
+        newest = worker.weights.read(worker.weights.newest)
+        running.check_close(on_host(newest), on_host({entry: x[-1][entry] for entry in newest}))
+    if ema is not None:
+        average = y[0]
+        for new in y[1:]:
+            average = jax.tree.map(lambda mean, leaf: ema * mean + (1 - ema) * leaf, average, new)
+        running.check_close(on_host(later.params(state, weights="ema")), on_host(average))
+
+
+@pytest.mark.parametrize("precision", [Precision(), Precision(params="bfloat16")], ids=["float32", "masters"])
+@pytest.mark.parametrize("name", ["2BW", "pipedream"])
+def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precision):
+    plan = plan_of(name)
+    pipe, batches = pipeline(plan, precision=precision), models.masked_batches(6, plan.microbatches)
+    layers, _, state = saved_at(pipe, batches, 3)
+    again = resumed(pipe, batches, layers, 3)
+    running.check_equal(pipe.params(again), pipe.params(state))
+    running.check_equal([worker.optimizer for worker in again.workers], [worker.optimizer for worker in state.workers])
+
+
+def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begun_anew():
+    plan = plan_of("2BW")
+    precision = Precision(params="bfloat16")
+    on, off = (pipeline(plan, correction=correction, precision=precision) for correction in ("predict", None))
+    batches = models.masked_batches(4, plan.microbatches)
+    layers, _, state = saved_at(on, batches, 4)
+    expected = on_host(on.params(state))
+    assert all(plain["optimizer"]["state"].keys() == {"optimizer", "ahead"} for plain in layers.values())
+    for layer_id, plain in layers.items():
+        ahead, masters = plain["optimizer"]["state"]["ahead"], plain["optimizer"]["masters"]
+        running.check_equal(jax.tree.map(np.subtract, masters, ahead), expected[layer_id])
+        assert {leaf.dtype for leaf in jax.tree.leaves(ahead)} == {np.dtype(np.float32)}
+    for pipe, fresh in ((off, False), (off, True), (on, True)):
+        state = pipe.restore(jax.random.key(running.KEY), batches[0], layers, 4, fresh_optimizer=fresh)
+        running.check_equal(on_host(pipe.params(state)), expected)
+        for worker in state.workers:
+            newest = worker.weights.read(4)
+            rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), {entry: expected[entry] for entry in newest})
+            running.check_equal(on_host(newest), rounded)
+    again = on.restore(jax.random.key(running.KEY), batches[0], layers, 4, fresh_optimizer=True)
+    ahead = [state.state.ahead for worker in again.workers for state in worker.optimizer.values()]
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(ahead))
