@@ -3,7 +3,7 @@
 import pytest
 
 import jpipe
-from jpipe_train.assemble.delay import delay_words
+from jpipe_train.assemble.delay import correction_words, delay_words
 
 
 def plan(schedule, stages=4, microbatches=4, **options):
@@ -42,3 +42,11 @@ def test_the_mean_delay_of_each_stage_is_printed():
 
 def test_one_stage_has_no_delay():
     assert not delay_words(plan("pipedream", stages=1))
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [(None, "none; see optimizer.delay_correction"), (1.0, "predict"), (0.5, "predict with a factor of 0.5")],
+)
+def test_the_correction_is_printed(factor, words):
+    assert correction_words(factor) == words

@@ -25,6 +25,13 @@ def delay_words(plan: jpipe.Plan) -> str:
     return f"{start} on average: {', '.join(listed)}"
 
 
+def correction_words(factor: float | None) -> str:
+    """Describe the correction of the delay in a run with a delay, by the factor of its prediction; None: there is none."""
+    if factor is None:
+        return "none; see optimizer.delay_correction"
+    return "predict" if factor == 1 else f"predict with a factor of {factor:g}"
+
+
 def _updates(delay: float) -> str:
     return f"{delay:.3g} {'update' if f'{delay:.3g}' == '1' else 'updates'}"
 

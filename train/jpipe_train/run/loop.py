@@ -13,7 +13,7 @@ import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble import compile_cache, model
 from jpipe_train.assemble.build import build, check, prepare_devices
-from jpipe_train.assemble.delay import delay_words
+from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
@@ -246,7 +246,7 @@ def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | 
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
     if words := delay_words(plan):
-        reporter.say(words)
+        reporter.say(f"{words}; delay correction: {correction_words(pipe.delay_factor)}")
     if several or len(plan.workers) > plan.depth:
         for line in jpipe.runtime.placement_grid(plan, pipe.places).splitlines():
             reporter.say(line)
