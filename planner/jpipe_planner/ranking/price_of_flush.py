@@ -46,7 +46,8 @@ def price_of_flush(choice: Choice, asynchronous: Candidate | None = None) -> Pri
         The two plans; None if the ranking has only plans of one of the two kinds.
     """
     flushing = next((one for one in choice.ranked if _flushes(one.candidate)), None)
-    best = next((one for one in choice.ranked if not _flushes(one.candidate)), asynchronous and Ranked(asynchronous))
+    outside = None if asynchronous is None else Ranked(asynchronous)
+    best = next((one for one in choice.ranked if not _flushes(one.candidate)), outside)
     return None if flushing is None or best is None else PriceOfFlush(_simulated(choice, flushing), _simulated(choice, best))
 
 
