@@ -105,7 +105,7 @@ class Program:
         return answer
 
     def _last_words(self) -> str:
-        """Return the error of the process that ended first; the others may only have lost their peer."""
+        """Return the error of the process that ended first; the other processes may only have lost their peer."""
         ended = [process for process in self._processes if process.exit_code() is not None]
         words = [line for process in sorted(ended, key=lambda process: process.ended) if (line := process.last_words())]
         return f": {words[0]}" if words else ""

@@ -84,18 +84,18 @@ def _step_times(name: str, model: Model, stages: int, rounds: int, steps: int) -
     """Compare each option with none: the median of the ratios of neighbouring measurements."""
     plan = Plan.even(model.stack.ids, stages, microbatches=MICROBATCHES, **SCHEDULES[name])
     runs = {option: _Run(model, plan, used) for option, used in OPTIONS.items()}
-    plain, *others = runs
+    plain, *recipes = runs
     times: dict[str, list[float]] = {option: [] for option in runs}
-    ratios: dict[str, list[float]] = {option: [] for option in others}
+    ratios: dict[str, list[float]] = {option: [] for option in recipes}
     for n in range(rounds):
-        for option in others:
+        for option in recipes:
             pair = {each: runs[each].seconds(steps) for each in ((plain, option), (option, plain))[n % 2]}
             ratios[option].append(pair[option] / pair[plain])
             for each, seconds in pair.items():
                 times[each].append(seconds)
     label = f"{name}, {stages} stages"
     rows = [{"figure": f"{label}: s per step", "measured": statistics.median(times[plain])}]
-    for option in others:
+    for option in recipes:
         goal = "<= 1.01" if OPTIONS[option] else "1"
         rows.append({"figure": f"{label}: step time, {option} / without", "measured": statistics.median(ratios[option]), "goal": goal})
     return rows
@@ -124,7 +124,7 @@ class _Run:
 
 def _stash(model: Model, stages: int) -> list[dict[str, Any]]:
     """Compare PipeDream with an update after each microbatch in float32 and in bfloat16 with float32 masters."""
-    plain, masters = (_held(model, stages, precision) for precision in (Precision(), Precision(params="bfloat16")))
+    plain, masters = (_peak_weight_bytes(model, stages, precision) for precision in (Precision(), Precision(params="bfloat16")))
     label = f"PipeDream, {stages} stages, m = 1"
     return [
         {"figure": f"{label}: weight versions, bfloat16 / float32", "measured": masters[0] / plain[0], "goal": "0.5"},
@@ -133,7 +133,7 @@ def _stash(model: Model, stages: int) -> list[dict[str, Any]]:
     ]
 
 
-def _held(model: Model, stages: int, precision: Precision) -> tuple[int, int]:
+def _peak_weight_bytes(model: Model, stages: int, precision: Precision) -> tuple[int, int]:
     """Return the bytes of all workers at their maximum: of weight versions, and of these with the optimizer state."""
     plan, batch = Plan.even(model.stack.ids, stages, "pipedream", 1), model.data(1)
     pipe = Pipeline(model.stack, plan, model.loss, model.optimizer, precision=precision)
@@ -141,7 +141,7 @@ def _held(model: Model, stages: int, precision: Precision) -> tuple[int, int]:
 
     def observe(event: Event) -> None:
         worker, state = event.instruction.worker, event.state
-        alive = _alive_bytes(state.versions)
+        alive = _alive_bytes(state.weights)
         versions[worker] = max(versions[worker], alive)
         both[worker] = max(both[worker], alive + _alive_bytes(state.optimizer))
 

@@ -57,15 +57,15 @@ def _process(process: int, port: str) -> None:
 
 def _transfers(name: str, size: int, count: int) -> list[dict[str, Any]]:
     """Measure round trips: half the time is one transfer; the processor time of one process is that of both ends of a transfer."""
-    here, there = jax.local_devices()[0], next(d for d in jax.devices() if d.process_index != jax.process_index())
-    first, second = (here, there) if jax.process_index() == 0 else (there, here)
+    local, remote = jax.local_devices()[0], next(d for d in jax.devices() if d.process_index != jax.process_index())
+    first, second = (local, remote) if jax.process_index() == 0 else (remote, local)
     links = Connection(first, second), Connection(second, first)
     spec = jax.ShapeDtypeStruct((size,), jnp.float32)
     for link in links:
         link.compile(spec)
-    x = jnp.zeros(size, jnp.float32, device=here)
+    x = jnp.zeros(size, jnp.float32, device=local)
 
-    def there_and_back() -> None:
+    def round_trip() -> None:
         if jax.process_index() == 0:
             links[0].send(x)
             links[1].receive(spec)
@@ -73,7 +73,7 @@ def _transfers(name: str, size: int, count: int) -> list[dict[str, Any]]:
             links[0].receive(spec)
             links[1].send(x)
 
-    seconds, processor = _timed(there_and_back, count)
+    seconds, processor = _timed(round_trip, count)
     return [
         {"figure": f"{name}: µs per transfer", "measured": seconds / 2 * 1e6},
         {"figure": f"{name}: MB/s", "measured": size * 4 / (seconds / 2) / 1e6},
@@ -90,10 +90,10 @@ def _dispatch() -> list[dict[str, Any]]:
 
 
 def _reductions() -> list[dict[str, Any]]:
-    here = jax.local_devices()[0]
+    local = jax.local_devices()[0]
     rows = []
     for name, leaves, size, count in (("a scalar", 1, 1, 500), (f"{LEAVES} leaves, {LEAVES * LEAF * 4 / 1e6:.0f} MB", LEAVES, LEAF, 20)):
-        tree = [jnp.ones(size, jnp.float32, device=here) for _ in range(leaves)]
+        tree = [jnp.ones(size, jnp.float32, device=local) for _ in range(leaves)]
         reduction = Reduction(jax.devices())
         reduction.compile(tree)
         seconds, processor = _timed(lambda: reduction(tree), count)  # noqa: B023 - called at once

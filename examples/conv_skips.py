@@ -32,8 +32,8 @@ class Down(nnx.Module):
         self.conv = Conv(inputs, outputs, rngs=rngs)
 
     def __call__(self, flow: Flow) -> Flow:
-        x, kept = flow
-        return self.conv(nnx.max_pool(x, (2, 2), (2, 2))), (*kept, x)
+        x, skips = flow
+        return self.conv(nnx.max_pool(x, (2, 2), (2, 2))), (*skips, x)
 
 
 class Up(nnx.Module):
@@ -43,9 +43,9 @@ class Up(nnx.Module):
         self.conv = Conv(inputs + outputs, outputs, rngs=rngs)
 
     def __call__(self, flow: Flow) -> Flow:
-        x, (*kept, last) = flow
+        x, (*skips, last) = flow
         doubled = x.repeat(2, axis=1).repeat(2, axis=2)
-        return self.conv(jnp.concatenate([doubled, last], axis=-1)), tuple(kept)
+        return self.conv(jnp.concatenate([doubled, last], axis=-1)), tuple(skips)
 
 
 def model(width: int = 8) -> jpipe.LayerStack:

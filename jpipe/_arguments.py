@@ -1,5 +1,6 @@
 """Checks of the arguments of a pipeline. Each function raises `InputError` for an argument that does not fit."""
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -7,6 +8,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from jpipe.errors import InputError, nearest, short
@@ -14,6 +16,7 @@ from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._losses import Loss
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
+from jpipe.model.layerwise._transformation import has_nesterov
 from jpipe.plan import Plan
 from jpipe.runtime._executor import To, Weights
 from jpipe.runtime._plain import filled
@@ -27,12 +30,12 @@ def as_key(key: Any) -> jax.Array:
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == jax.random.key_data(jax.random.key(0)).shape:
         return jax.random.wrap_key_data(key)
     if not isinstance(key, jax.Array) or key.dtype != key_spec().dtype or key.shape != ():
-        found = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
-        raise InputError(f"init: expected a random key like jax.random.key(0), of JAX's default kind {key_spec().dtype}, found {found}")
+        actual = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
+        raise InputError(f"init: expected a random key like jax.random.key(0), of JAX's default kind {key_spec().dtype}, found {actual}")
     return key
 
 
-def given_params(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> dict[str, Tree]:
+def params_or_specs(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> dict[str, Tree]:
     """Return the parameters of all layers: arrays for those in `params`, else shapes."""
     if not isinstance(params, Mapping):
         raise InputError(f"params: expected a dict of parameters by layer id, found {type(params).__name__}")
@@ -54,9 +57,9 @@ def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:
     if isinstance(params, nnx.Module):
         params = nnx.state(params)
     if isinstance(params, nnx.State):
-        weights, _, others = nnx.split_state(params, nnx.Param, nnx.RngState, ...)
-        if others:
-            path, variable = nnx.to_flat_state(others)[0]
+        weights, _, extra_variables = nnx.split_state(params, nnx.Param, nnx.RngState, ...)
+        if extra_variables:
+            path, variable = nnx.to_flat_state(extra_variables)[0]
             raise InputError(
                 f"params: layer '{layer_id}': expected nnx.Param variables, found '{'/'.join(map(str, path))}', a "
                 f"{type(variable).__name__}, which is layer state and begins fresh; give nnx.state(module, nnx.Param)"
@@ -90,10 +93,15 @@ def check_observer(observe: Any) -> None:
         raise InputError(f"observe: expected a function of an Event, such as a Tracer or a Snapshot, found {type(observe).__name__}")
 
 
-def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, precision: Precision, plan: Plan) -> None:
-    """Check options that need the global norm of the gradients, which not every schedule has in time."""
-    if clip_global_norm is not None and (not _is_number(clip_global_norm) or not 0 < clip_global_norm < math.inf):
-        raise InputError(f"clip_global_norm: expected a finite number above 0, found {clip_global_norm!r}")
+def check_norm_options(clip_global_norm: Any, clip_stage_norm: Any, skip_nonfinite: Any, precision: Precision, plan: Plan) -> None:
+    """Check clipping, and the options that need the global norm of the gradients, which not every schedule has in time."""
+    for option, norm in (("clip_global_norm", clip_global_norm), ("clip_stage_norm", clip_stage_norm)):
+        if norm is not None and (not _is_number(norm) or not 0 < norm < math.inf):
+            raise InputError(f"{option}: expected a finite number above 0, found {norm!r}")
+    if clip_global_norm is not None and clip_stage_norm is not None:
+        raise InputError(
+            f"clip_stage_norm: expected None with clip_global_norm {clip_global_norm!r}, found {clip_stage_norm!r}; leave out one of them"
+        )
     if not isinstance(skip_nonfinite, bool):
         raise InputError(f"skip_nonfinite: expected True or False, found {skip_nonfinite!r}")
     options = {
@@ -103,7 +111,8 @@ def check_norm_options(clip_global_norm: Any, skip_nonfinite: Any, precision: Pr
     }
     for option, used in options.items():
         if used and (why := SCHEDULES[plan.schedule].norm_refusal(plan)):
-            raise InputError(f"{option}: {why}")
+            instead = ", or clip_stage_norm, which clips each stage by its own norm" if option == "clip_global_norm" else ""
+            raise InputError(f"{option}: {why}{instead}")
 
 
 def check_ema_decay(ema_decay: Any, plan: Plan) -> None:
@@ -125,6 +134,19 @@ def checked_delay_factor(delay_correction: Any) -> float | None:
             f"delay_correction: expected 'predict', or a finite number of at least 0 such as 0.5, found {short(delay_correction)}"
         )
     return float(delay_correction)
+
+
+def log_correction(plan: Plan, optimizer: optax.GradientTransformation, factor: float) -> None:
+    """Log a warning for a correction that is known to go too far, and a note for one that does nothing."""
+    log = logging.getLogger("jpipe")
+    if not any(plan.delays):
+        log.info("delay_correction: it does nothing, because no gradients are late under the schedule '%s'", plan.schedule)
+    elif factor > 0.5 and has_nesterov(optimizer):
+        log.warning(
+            "delay_correction: expected at most 0.5 with an optimizer that has Nesterov's momentum, which looks ahead itself, found %g; "
+            "at a delay of 1 update 0.5 is best",
+            factor,
+        )
 
 
 def _is_number(value: Any) -> bool:

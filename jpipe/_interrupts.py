@@ -27,7 +27,7 @@ _PATIENCE = 3.0  # seconds after which a user who presses Ctrl-C again means it:
 
 
 @contextlib.contextmanager
-def held_signals() -> Iterator[None]:
+def delayed_signals() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the end of this context.
 
     A signal that comes `_PATIENCE` after the first is delivered at once.
@@ -90,7 +90,7 @@ class FailedLater:
                 self.error = error
 
 
-class Kept:
+class Outcome:
     """The outcome of a call that consumed a state.
 
     Attributes:
@@ -109,23 +109,23 @@ class Results:
 
     def __init__(self) -> None:
         # Not a WeakKeyDictionary: it drops entries in a callback, in which Python loses a KeyboardInterrupt.
-        self._all: dict[int, tuple[weakref.ref[State], Kept]] = {}
+        self._all: dict[int, tuple[weakref.ref[State], Outcome]] = {}
 
-    def _of(self, state: State) -> Kept | None:
+    def _of(self, state: State) -> Outcome | None:
         entry = self._all.get(id(state))
         return entry[1] if entry is not None and entry[0]() is state else None
 
-    def _put(self, state: State, kept: Kept) -> None:
+    def _put(self, state: State, outcome: Outcome) -> None:
         for key in [key for key, (other, _) in self._all.items() if other() is None]:
             del self._all[key]
-        self._all[id(state)] = weakref.ref(state), kept
+        self._all[id(state)] = weakref.ref(state), outcome
 
-    def keep(self, state: State, result: tuple[State, Metrics]) -> Kept:
-        """Keep the result of a call that consumed a state; the caller sets `Kept.result` to None when it returns."""
-        kept = Kept(result)
+    def keep(self, state: State, result: tuple[State, Metrics]) -> Outcome:
+        """Keep the result of a call that consumed a state; the caller sets `Outcome.result` to None when it returns."""
+        outcome = Outcome(result)
         if result[0] is not state:  # it is where nothing was in flight
-            self._put(state, kept)
-        return kept
+            self._put(state, outcome)
+        return outcome
 
     def lose(self, state: State, error: BaseException) -> None:
         """Store why a consumed state has no next one."""
@@ -134,9 +134,9 @@ class Results:
         shown = type(error).__name__ + (f" ({said[:200]})" if said else "")
         words = (
             f"state: lost: the step or drain that consumed it ended with {shown} when it had written over some of its arrays; "
-            "go on from a checkpoint or snapshot (Pipeline.restore), or begin again with init"
+            "continue from a checkpoint or snapshot (Pipeline.restore), or begin again with init"
         )
-        self._put(state, Kept(None, words))
+        self._put(state, Outcome(None, words))
 
     def unreceived(self, state: State) -> tuple[State, Metrics] | None:
         """Return the result of the call that consumed the state, if its caller has not received it.
@@ -144,10 +144,10 @@ class Results:
         Raises:
             InputError: that call failed, and there is none, or its caller has received it.
         """
-        kept = self._of(state)
-        if kept is not None and kept.result is None:
-            raise InputError(kept.error or CONSUMED)
-        return None if kept is None else kept.result
+        outcome = self._of(state)
+        if outcome is not None and outcome.result is None:
+            raise InputError(outcome.error or CONSUMED)
+        return None if outcome is None else outcome.result
 
     def note_batch(self, state: State, batch: Tree, rows: int) -> None:
         """Store the digest of the batch of an interrupted step: the caller may overwrite the memory of the batch.
@@ -157,15 +157,15 @@ class Results:
             batch: the batch of that step.
             rows: the number of rows to read at once.
         """
-        kept = self._of(state)
-        if kept is not None and kept.result is not None and kept.batch is None:
-            with contextlib.suppress(Exception), held_signals():
-                kept.batch = _digest(batch, rows)
+        outcome = self._of(state)
+        if outcome is not None and outcome.result is not None and outcome.batch is None:
+            with contextlib.suppress(Exception), delayed_signals():
+                outcome.batch = _digest(batch, rows)
 
     def is_of(self, state: State, batch: Tree, rows: int) -> bool:
         """Return whether the state has an unreceived result of a step with this batch."""
-        kept = self._of(state)
-        return kept is not None and kept.result is not None and kept.batch is not None and kept.batch == _digest(batch, rows)
+        outcome = self._of(state)
+        return outcome is not None and outcome.result is not None and outcome.batch is not None and outcome.batch == _digest(batch, rows)
 
 
 def merged(first: Metrics, second: Metrics) -> Metrics:
@@ -187,7 +187,7 @@ _Consuming = Callable[[State, Observer | None], tuple[State, Metrics]]
 
 def consume(
     results: Results, before: State, current: State, carried: Metrics, call: _Consuming, observe: Observer | None
-) -> tuple[Kept, tuple[State, Metrics]]:
+) -> tuple[Outcome, tuple[State, Metrics]]:
     """Run a call that consumes a state to its end, in spite of interrupts, and keep the result.
 
     Args:
@@ -199,13 +199,13 @@ def consume(
         observe: the caller's observer.
 
     Returns:
-        The record of the result, and the result. The caller sets `Kept.result` to None when it returns the result.
+        The record of the result, and the result. The caller sets `Outcome.result` to None when it returns the result.
 
     Raises:
         BaseException: a signal that came meanwhile, or what the observer raised, when the result is kept; or what the call raised.
     """
     observer = None if observe is None else FailedLater(observe)
-    with held_signals():
+    with delayed_signals():
         try:
             state, metrics = call(current, observer)
         except BaseException as error:
@@ -213,7 +213,7 @@ def consume(
                 results.lose(before, error)
             raise
         result = state, merged(carried, metrics)
-        kept = results.keep(before, result)
+        outcome = results.keep(before, result)
         if observer is not None and observer.error is not None:
             raise observer.error
-    return kept, result
+    return outcome, result

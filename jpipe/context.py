@@ -26,7 +26,7 @@ def without_mesh() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_context() -> Iterator[None]:
+def isolated_context() -> Iterator[None]:
     """Run a method of a pipeline, without the mesh and the transfer guard that the user has set.
 
     Other settings of JAX hold for it, too, such as `jax.default_matmul_precision` while `init` compiles.

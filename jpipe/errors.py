@@ -59,8 +59,8 @@ def cause(error: BaseException) -> str:
         'ValueError: no rows'
     """
     what = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__) if _is_the_callers(frame)]
-    return f"{what} ({places[-1]})" if places else what
+    locations = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__) if _is_the_callers(frame)]
+    return f"{what} ({locations[-1]})" if locations else what
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
         if problem["type"] == "too_short" and any(_is_inside(other["loc"], problem["loc"]) for other in problems):
             continue  # it counted only the items without a problem
         at = ".".join(str(part) for part in problem["loc"])
-        found = problem.get("input")
+        value = problem.get("input")
         match problem["type"]:
             case "extra_forbidden":
                 lines.append(f"{where}: unknown key '{at}'; {hints[problem['loc']]}")
@@ -148,7 +148,7 @@ def explain(error: pydantic.ValidationError, model: type[pydantic.BaseModel], wh
                 lines.append(f"{where}: {at + ': ' if at else ''}{problem['ctx']['error']}")
             case _:
                 expected = problem["msg"].removeprefix("Input should be ")
-                lines.append(f"{where}: {at or 'the whole'}: expected {expected}, found {short(found)}")
+                lines.append(f"{where}: {at or 'the whole'}: expected {expected}, found {short(value)}")
     return InputError(*lines)
 
 

@@ -183,10 +183,10 @@ def make_folder(path: Path) -> None:
         OSError: it cannot be created, or is a symbolic link, whatever it points to.
     """
     path.mkdir(parents=True, exist_ok=True)
-    refuse_link(path)
+    reject_link(path)
 
 
-def refuse_link(path: Path) -> None:
+def reject_link(path: Path) -> None:
     """Check that a path is not a symbolic link.
 
     Raises:

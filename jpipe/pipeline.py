@@ -20,10 +20,11 @@ from jpipe._arguments import (
     check_weights,
     checked_delay_factor,
     checked_metrics,
-    given_params,
+    log_correction,
+    params_or_specs,
 )
-from jpipe._interrupts import Results, consume, held_signals
-from jpipe.context import own_context
+from jpipe._interrupts import Results, consume, delayed_signals
+from jpipe.context import isolated_context
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
@@ -89,6 +90,8 @@ class Pipeline:
         clip_global_norm: clip the mean gradient of each batch to this norm over all stages, as `optax.clip_by_global_norm` does;
             the same whatever the cut. For all schedules but weight stashing. Under those that do not flush no worker waits for the norm:
             each update is made when it arrives.
+        clip_stage_norm: clip the mean gradient of each stage to this norm of its own, for every schedule. Another cut clips otherwise, so
+            use `clip_global_norm` where the schedule can. Not both, and not where stages share trained parameters.
         skip_nonfinite: let a batch change no weights and no optimizer state, at any stage, if any gradient of it is NaN or infinite;
             `Metrics.nonfinite` tells. Layer state, such as batch statistics, is not skipped. For the schedules that can clip. A dynamic
             loss scale implies it.
@@ -103,8 +106,8 @@ class Pipeline:
             the memory of the parameters once more at the stages with a delay, and does nothing where there is none.
 
     Raises:
-        InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; a decay or a correction
-            that is none.
+        InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; both ways to clip; a decay
+            or a correction that is none.
 
     Example:
         >>> import jax.numpy as jnp
@@ -127,6 +130,7 @@ class Pipeline:
         devices: Sequence[jax.Device] | None = None,
         *,
         clip_global_norm: float | None = None,
+        clip_stage_norm: float | None = None,
         skip_nonfinite: bool = False,
         ema_decay: float | None = None,
         precision: Precision = PLAIN,
@@ -134,16 +138,17 @@ class Pipeline:
     ) -> None:
         check_model(stack, plan, loss)
         check_precision(precision)
-        check_norm_options(clip_global_norm, skip_nonfinite, precision, plan)
+        check_norm_options(clip_global_norm, clip_stage_norm, skip_nonfinite, precision, plan)
         check_ema_decay(ema_decay, plan)
         if plan.order is not None:
-            lower(plan, 1)  # refuses one that deadlocks before anything is compiled
+            lower(plan, 1)  # raises an error for one that deadlocks, before anything is compiled
         self.stack, self.plan, self.loss, self.optimizer = cast_layers(stack, precision), plan, loss, optimizer
-        self.clip_global_norm, self.skip_nonfinite, self.precision = clip_global_norm, skip_nonfinite, precision
+        self.clip_global_norm, self.clip_stage_norm = clip_global_norm, clip_stage_norm
+        self.skip_nonfinite, self.precision = skip_nonfinite, precision
         self.ema_decay = None if ema_decay is None else float(ema_decay)
         self.delay_factor = checked_delay_factor(delay_correction)
-        self._given_devices = None if devices is None else checked_devices(devices)
-        options = {"clip_global_norm": clip_global_norm, "skip_nonfinite": self._skips}
+        self._explicit_devices = None if devices is None else checked_devices(devices)
+        options = {"clip_global_norm": clip_global_norm, "clip_stage_norm": clip_stage_norm, "skip_nonfinite": self._skips}
         self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, **options)
         self._steps = Steps(plan, self.uses_global_norm, self._shared_stages())
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
@@ -158,11 +163,13 @@ class Pipeline:
 
     def _facts(self) -> str:
         where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {describe_shapes(self._executor.specs)}"
-        numbers = {"clip_global_norm": self.clip_global_norm, "ema_decay": self.ema_decay, "delay_correction": self.delay_factor}
-        given = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
+        numbers = {name: getattr(self, name) for name in ("clip_global_norm", "clip_stage_norm", "ema_decay")} | {
+            "delay_correction": self.delay_factor
+        }
+        options = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
         precision = "" if self.precision == PLAIN else f", {self.precision}"
-        return f"{given}{skip}{precision}, {where}"
+        return f"{options}{skip}{precision}, {where}"
 
     @property
     def uses_global_norm(self) -> bool:
@@ -188,7 +195,7 @@ class Pipeline:
 
     # What a user calls -------------------------------------------------------------------------------------------------
 
-    @own_context()
+    @isolated_context()
     def check(self, batch: Batch, metrics: Mapping[str, Loss] | None = None) -> None:
         """Raise InputError if batches like this one would not run; only the optimizer computes, on tiny arrays.
 
@@ -202,7 +209,7 @@ class Pipeline:
         """
         check_metrics(self.stage_functions(batch)[-1], checked_metrics(metrics))
 
-    @own_context()
+    @isolated_context()
     def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None, *, buckets: Sequence[Batch] = ()) -> State:
         """Compile for batches like this one, and put fresh weights, or those in `params`, on their devices.
 
@@ -231,17 +238,17 @@ class Pipeline:
         key = as_key(key)
         spec = microbatch_spec(batch, self.plan.microbatches)
         specs = self.stack.specs(spec[0])
-        given = given_params({} if params is None else params, specs)
-        self.stack.ties.check_given(given)
+        initial = params_or_specs({} if params is None else params, specs)
+        self.stack.ties.check_values(initial)
         executor = self._compile(batch, buckets, {"key": _bits(key)})
         tell_of_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
         places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(
-            executor, [fresh_worker(stage, self._most_versions(stage), initializers, key, given) for stage in executor.stages.values()], 0
+            executor, [fresh_worker(stage, self._most_versions(stage), initializers, key, initial) for stage in executor.stages.values()], 0
         )
 
-    @own_context()
+    @isolated_context()
     def restore(
         self,
         key: jax.Array,
@@ -254,7 +261,7 @@ class Pipeline:
     ) -> State:
         """Compile as `init` does and return the state before batch `at` of the run that a `Snapshot` was made of.
 
-        Under the same plan the run goes on as if it had not ended, bit for bit. The plan may be another one: other cuts, replicas,
+        Under the same plan the run continues as if it had not ended, bit for bit. The plan may be another one: other cuts, replicas,
         schedule, recomputation, processes. Weight versions that the snapshot has not, which another schedule or depth may read, are
         replaced by the newest. Where a stage has another number of replicas than there was, each begins with the mean of their layer
         state; without `sync_state` they take those that were there again and again, in order.
@@ -271,11 +278,11 @@ class Pipeline:
             InputError: as `init`; a layer that is missing, or of another shape, or optimizer state of another optimizer.
         """
         key = as_key(key)
-        executor = self._compile(batch, buckets, {"key": _bits(key), "batch to go on with": str(at)})
+        executor = self._compile(batch, buckets, {"key": _bits(key), "first batch": str(at)})
         workers = [restored_worker(self.plan, w, stage, layers, at, key, fresh_optimizer) for w, stage in executor.stages.items()]
         return self._start(executor, workers, at)
 
-    @own_context()
+    @isolated_context()
     def check_layers(self, batch: Batch, layers: Mapping[str, Plain], at: int, *, fresh_optimizer: bool = False) -> None:
         """Raise InputError for layers that `restore` cannot use, without compiling or waiting for other processes.
 
@@ -312,11 +319,11 @@ class Pipeline:
 
         Ctrl-C does not lose the state. Before the step begins to write over arrays, KeyboardInterrupt is raised at once and `state` is
         as it was. After that the step is dispatched to its end first, and so it is if `observe` raises. The caller then still has `state`:
-        called with it and the same batch again, `step` returns the result of the interrupted step; with another batch it goes on from
-        there, and the metrics are those of both steps. `drain`, `evaluate` and `params` go on from there, too. Ctrl-C that is pressed
+        called with it and the same batch again, `step` returns the result of the interrupted step; with another batch it continues from
+        there, and the metrics are those of both steps. `drain`, `evaluate` and `params` continue from there, too. Ctrl-C that is pressed
         again after three seconds does not wait; it loses the state, as a computation that fails does (out of memory, say): the next call
         with that state raises an InputError that names the cause. SIGTERM is treated as Ctrl-C if a Python function handles it. In a run
-        of several processes each completes its own part, so that the others can go on.
+        of several processes each completes its own part, so that the other processes can continue.
 
         Args:
             state: consumed; use the returned one from here on.
@@ -334,16 +341,16 @@ class Pipeline:
         check_observer(observe)
         rows = 0  # of a microbatch, once it is known
         try:
-            with own_context():
+            with isolated_context():
                 executor, current, carried = self._running(state)
                 bucket, rows = bucket_of(microbatch_spec(batch, self.plan.microbatches), executor.specs), rows_of(executor.specs[0])
                 if self._results.is_of(state, batch, rows):
                     return current, carried
                 read = executor.read(current, batch)
-                kept, result = consume(
+                outcome, result = consume(
                     self._results, state, current, carried, lambda before, observer: executor.step(before, read, bucket, observer), observe
                 )
-            kept.result = None  # from here to the caller's assignment Python lets no signal in
+            outcome.result = None  # from here to the caller's assignment Python lets no signal in
             return result
         except BaseException:
             if rows:
@@ -358,10 +365,10 @@ class Pipeline:
     def drain(self, state: State, *, observe: Observer | None = ..., with_metrics: bool = ...) -> State | tuple[State, Metrics]: ...
 
     def drain(self, state: State, *, observe: Observer | None = None, with_metrics: bool = False) -> State | tuple[State, Metrics]:
-        """Finish all work in flight, the pending updates included. Training may go on afterwards, with the same numbers.
+        """Finish all work in flight, the pending updates included. Training may continue afterwards, with the same numbers.
 
         Replicas under a schedule that does not flush have kept layer state of their own: now each gets the mean, unless the plan has
-        `sync_state` false. A layer that reads its state while it trains goes on from there.
+        `sync_state` false. A layer that reads its state while it trains continues from there.
 
         Ctrl-C, and what `observe` raises, wait until it is complete, as in `step`: call `drain` again to get its result.
 
@@ -377,18 +384,18 @@ class Pipeline:
             InputError: a state that was used already.
         """
         check_observer(observe)
-        with own_context():
+        with isolated_context():
             executor, current, carried = self._running(state)
 
             def drained(current: State, observe: Observer | None) -> tuple[State, Metrics]:
                 after, metrics = executor.drain(current, observe)
                 return executor.average(after), metrics
 
-            kept, result = consume(self._results, state, current, carried, drained, observe)
-        kept.result = None  # as in `step`
+            outcome, result = consume(self._results, state, current, carried, drained, observe)
+        outcome.result = None  # as in `step`
         return result if with_metrics else result[0]
 
-    @own_context()
+    @isolated_context()
     def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None, *, weights: Weights = "newest") -> Evaluation:
         """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
 
@@ -433,7 +440,7 @@ class Pipeline:
     @overload
     def predict(self, state: State, batch: Tree, *, weights: Weights = ..., to: To) -> Tree | None: ...
 
-    @own_context()
+    @isolated_context()
     def predict(self, state: State, batch: Tree, *, weights: Weights = "newest", to: To = "all") -> Tree | None:
         """Return what the last layer gives for each row, in evaluation mode; leaves the state as it is, work in flight included.
 
@@ -473,7 +480,7 @@ class Pipeline:
         with self._undivided():
             return executor.predict(state, inputs, bucket_of_inputs(inputs, specs), weights, to)
 
-    @own_context()
+    @isolated_context()
     def params(self, state: State, *, weights: Weights = "newest") -> dict[str, Tree]:
         """Return the parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
 
@@ -494,7 +501,7 @@ class Pipeline:
         with self._undivided():
             return executor.params(state, weights)
 
-    @own_context()
+    @isolated_context()
     def costs(
         self,
         batch: Batch,
@@ -513,7 +520,7 @@ class Pipeline:
             batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
             compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries; those on meshes
                 for the first devices of its kind.
-            stages: with `compiled_for`, compile only these; all by default. The temporaries of the others are 0.
+            stages: with `compiled_for`, compile only these; all by default. The temporaries of the other stages are 0.
             programs: a dict that keeps what is compiled with `compiled_for`, so that other plans of this model need not compile equal
                 stages again; empty at first.
 
@@ -535,7 +542,7 @@ class Pipeline:
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """Where each worker computes: its device, or the devices of its mesh."""
-        return place(self.plan, self._given_devices)
+        return place(self.plan, self._explicit_devices)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -556,9 +563,9 @@ class Pipeline:
         """Return the pure functions of each stage (forward, backward, update, …) for batches of this shape, for tools."""
         return self._builder.build(microbatch_spec(batch, self.plan.microbatches))
 
-    def _compile(self, batch: Batch, others: Sequence[Batch], facts: Mapping[str, str]) -> Executor:
+    def _compile(self, batch: Batch, other_batches: Sequence[Batch], facts: Mapping[str, str]) -> Executor:
         """Compile the stages; `facts` and the arguments of this pipeline have to be the same in all processes."""
-        specs = [microbatch_spec(each, self.plan.microbatches) for each in (batch, *others)]
+        specs = [microbatch_spec(each, self.plan.microbatches) for each in (batch, *other_batches)]
         distinct = [spec for i, spec in enumerate(specs) if spec not in specs[:i]]
         buckets = [Bucket(spec, self._builder.build(spec)) for spec in distinct]
         check_buckets(buckets)
@@ -568,7 +575,9 @@ class Pipeline:
                 "run once",
                 where,
             )
-        options = ("clip_global_norm", "skip_nonfinite", "ema_decay", "precision", "delay_factor")
+        if self.delay_factor is not None and jax.process_index() == 0:
+            log_correction(self.plan, self.optimizer, self.delay_factor)
+        options = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "precision", "delay_factor")
         facts = {**{name: str(getattr(self, name)) for name in options}, **facts}
         return Executor(self.plan, self._steps_of(buckets[0].functions), buckets, self.places, join_processes(), facts)
 
@@ -591,7 +600,7 @@ class Pipeline:
 
     def _undivided(self) -> contextlib.AbstractContextManager[None]:
         """Delay Ctrl-C in a run of several processes, even where no state changes: other processes wait for the whole call."""
-        return contextlib.nullcontext() if self.transfers is None else held_signals()
+        return contextlib.nullcontext() if self.transfers is None else delayed_signals()
 
     def _running(self, state: State) -> tuple[Executor, State, Metrics]:
         """Return the executor, and the state to run with its metrics: the results of an interrupted call on it, or the state itself.
@@ -599,8 +608,8 @@ class Pipeline:
         Raises:
             InputError: the state is not of this pipeline, or consumed, or lost.
         """
-        kept = self._results.unreceived(state) if isinstance(state, State) else None
-        current, carried = kept or (state, Metrics.empty())
+        outcome = self._results.unreceived(state) if isinstance(state, State) else None
+        current, carried = outcome or (state, Metrics.empty())
         check_state(current, None if self._executor is None else self._executor.fingerprint)
         assert self._executor is not None
         return self._executor, current, carried

@@ -69,7 +69,7 @@ class _Training:
         facts = {"config": to_yaml(config), "plan": self._pipe.plan.to_json(), "devices": devices, "val_loss_before": 0.0}
         self._checkpoints = Checkpoints(config.checkpoint, self._pipe, self._folder, config.train.steps, ALONE, facts, bytes, reporter.say)
         self._last: jpipe.Metrics | None = None
-        self._through, self._stalled = -1, 0.0
+        self._last_logged_step, self._stalled = -1, 0.0
         for _ in range(self.every - 1):  # the first step of each block then begins a snapshot
             self._step(saves=False)
 
@@ -103,7 +103,7 @@ class _Training:
     def bytes_written(self) -> dict[str, int]:
         """Return the bytes of the newest checkpoint, and those that the workers hold: versions, optimizer state and layer state."""
         place = self._folder / "checkpoints" / str(checkpoint_files.steps(self._folder)[-1])
-        state = [(worker.versions, worker.optimizer, worker.layer_state) for worker in self._state.workers]
+        state = [(worker.weights, worker.optimizer, worker.layer_state) for worker in self._state.workers]
         return {
             "files": sum(path.stat().st_size for path in place.rglob("*") if path.is_file()),
             "state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
@@ -118,10 +118,10 @@ class _Training:
         self._state, metrics = self._pipe.step(self._state, self._batches.train[step], observe=observer and self._timed(observer))
         for t, loss in ({} if self._last is None else self._last.losses).items():
             float(loss)  # waits for it, as a row does
-            self._through = t
+            self._last_logged_step = t
         self._last = metrics
         with self._counted():
-            self._checkpoints.flush_finished(self._through, lambda _: {})
+            self._checkpoints.flush_finished(self._last_logged_step, lambda _: {})
 
     def _timed(self, observer: Callable[[jpipe.runtime.Event], None]) -> Callable[[jpipe.runtime.Event], None]:
         def observe(event: jpipe.runtime.Event) -> None:

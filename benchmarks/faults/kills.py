@@ -64,10 +64,10 @@ def main(folder: Path, runs: int, seed: int, names: Sequence[str] = ()) -> list[
         for number in range(runs):
             chance = random.Random(f"{seed} {name} {number}")  # noqa: S311 - moments, not secrets
             kills.append(_killed(name, folder / "killed", expected, pace, chance))
-            print(f"{name} {number}: {_told(kills[-1])}", flush=True)
+            print(f"{name} {number}: {_described(kills[-1])}", flush=True)
         results.append({"kind": name, "runs": len(kills), "identical": sum(kill.wrong is None for kill in kills)})
         results[-1] |= {moment: sum(kill.moment == moment for kill in kills) for moment in MOMENTS}
-        results[-1] |= {"resumed at": _steps(kills), "wrong": [_told(kill) for kill in kills if kill.wrong]}
+        results[-1] |= {"resumed at": _steps(kills), "wrong": [_described(kill) for kill in kills if kill.wrong]}
         shutil.rmtree(folder / "alone")
     head = ("kind", "runs", *MOMENTS, "resumed at", "identical")
     print_table(head, [[row[column] for column in head] for row in results])
@@ -176,7 +176,7 @@ def _is_done(run: Path) -> bool:
     return (run / "checkpoints" / str(STEPS) / MARKER).exists()
 
 
-def _told(kill: Kill) -> str:
+def _described(kill: Kill) -> str:
     resumed = "begins anew" if kill.resumed is None else f"resumes at step {kill.resumed}"
     where = f"process {kill.process} killed {kill.moment}, after {kill.rows} of {STEPS} rows"
     return f"{where}; {resumed}; {kill.wrong or 'identical'}"

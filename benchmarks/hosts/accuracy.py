@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _options(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed, too
-    results: dict[str, Any] = {"machine": describe(), "runs": _kept(options) if options.keep else []}
+    results: dict[str, Any] = {"machine": describe(), "runs": _earlier_runs(options) if options.keep else []}
     try:
         with tempfile.TemporaryDirectory() as folder:
             _measure(options, Path(folder), results)
@@ -74,7 +74,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _kept(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _earlier_runs(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the runs of an earlier measurement that this one does not repeat.
 
     Raises:
@@ -91,7 +91,7 @@ def _measure(options: argparse.Namespace, folder: Path, results: dict[str, Any])
     """Run both plans for each task and number of hosts, and write the results after each run.
 
     Raises:
-        NoNetwork, ProgramFailed, jpipe.InputError: it cannot go on.
+        NoNetwork, ProgramFailed, jpipe.InputError: it cannot continue.
     """
     for name in options.tasks:
         make.make(TASKS[name].sample, str(folder / TASKS[name].sample), 0, lambda _: None)

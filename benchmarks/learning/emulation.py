@@ -63,21 +63,21 @@ class Emulation:
         start = [jax.device_put(workers[layers[0]], jax.devices()[0]) for layers in plan.stage_workers]
         m, d, last = plan.microbatches, plan.depth, plan.depth - 1
         every = 1 if plan.update_every == "replicas" else m
-        versions, optimizer = [dict(w.versions) for w in start], [w.optimizer for w in start]
+        versions, optimizer = [{v: w.weights.read(v) for v in w.weights.versions} for w in start], [w.optimizer for w in start]
         sums, state = [w.accumulators for w in start], [w.layer_state for w in start]
         for k, (x, labels) in enumerate(_microbatches(batches, m)):
             draw = [(jnp.uint32(k), w.key) if f.specs.rng[1] is not None else (None, None) for f, w in zip(functions, start, strict=True)]
             read = [max(k - (d - s) + 1, 0) // every for s in range(d)]
-            left = []
+            residuals = []
             for s in range(last):
                 arguments = state[s], x, None
                 x, state[s], saved = calls[s]["forward"](versions[s][read[s]], *arguments, draw[s])
-                left.append((functions[s].residuals.keep(arguments, (x, state[s])), saved))
+                residuals.append((functions[s].residuals.keep(arguments, (x, state[s])), saved))
             arguments = versions[last][read[last]], state[last], x, labels, sums[last], draw[last]
             x, sums[last], state[last] = calls[last]["forward_backward"](*arguments)
             for s in reversed(range(last)):
                 weights = versions[s][read[s] if self._stashing else k // every]
-                x, sums[s] = calls[s]["backward"](weights, *left[s], x, sums[s], draw[s])
+                x, sums[s] = calls[s]["backward"](weights, *residuals[s], x, sums[s], draw[s])
             if (k + 1) % every:
                 continue
             g, mean = k // every, None

@@ -55,7 +55,7 @@ class Curve(NamedTuple):
 def make_plan(variant: str, layers: tuple[str, ...], stages: int) -> jpipe.Plan:
     """Return a plan whose batches make one update each.
 
-    For PipeDream a batch is one microbatch, as in its paper; for the others it has as many microbatches as there are stages.
+    For PipeDream a batch is one microbatch, as in its paper; for the other schedules it has as many microbatches as there are stages.
     """
     if variant in ("plain", "2BW"):
         return jpipe.Plan.even(layers, stages, "pipedream_flush" if variant == "plain" else "pipedream_2bw", stages)

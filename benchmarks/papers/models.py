@@ -165,14 +165,14 @@ def with_blocks(profile: Profile, count: int, sizes: Sequence[int] = ()) -> Prof
         count: the blocks.
         sizes: the microbatch sizes to keep, by default all.
     """
-    kept = [n for n, rows in enumerate(profile.sizes) if rows in (sizes or profile.sizes)]
+    chosen = [n for n, rows in enumerate(profile.sizes) if rows in (sizes or profile.sizes)]
 
     def layer(n: int, name: str) -> LayerProfile:
         one = profile.layers[n]
-        return one.model_copy(update={"id": name, "at": tuple(one.at[k] for k in kept)})
+        return one.model_copy(update={"id": name, "at": tuple(one.at[k] for k in chosen)})
 
     before_head = count - 1  # the block whose output the head takes
     blocks = [layer(-2 if n == before_head else 1, f"block_{n}") for n in range(count)]
-    parts = {name: tuple(getattr(profile, name)[k] for k in kept) for name in ("sizes", "inputs", "labels")}
+    parts = {name: tuple(getattr(profile, name)[k] for k in chosen) for name in ("sizes", "inputs", "labels")}
     all_layers = (layer(0, profile.ids[0]), *blocks, layer(-1, profile.ids[-1]))
     return Profile(source=profile.source, device=profile.device, layers=all_layers, **parts)

@@ -122,7 +122,7 @@ def goals(microbatches: int, shares: dict[str, float]) -> list[tuple[str, float,
             continue
         goal, share = entry.goal(microbatches), shares[entry.name]
         if goal is None:
-            results += _goals_beside_others(entry, microbatches, shares)
+            results += _relative_goals(entry, microbatches, shares)
             continue
         results.append((f"{entry.name} ÷ ceiling", goal, share))
         for rival in (entry.rival, SPMD):
@@ -136,7 +136,7 @@ def goals(microbatches: int, shares: dict[str, float]) -> list[tuple[str, float,
     return results
 
 
-def _goals_beside_others(entry: Entry, microbatches: int, shares: dict[str, float]) -> list[tuple[str, float, float]]:
+def _relative_goals(entry: Entry, microbatches: int, shares: dict[str, float]) -> list[tuple[str, float, float]]:
     """Return the goals of an entry whose bound is unknown.
 
     It has to be faster than another schedule, and to reach more of the ceiling than its rival reaches of twice PyTorch's single core.

@@ -31,7 +31,7 @@ _LONG = 600.0  # seconds without progress that the profile may take
 
 
 def main(index: int, count: int, port: int) -> None:
-    """Join the others, profile, then run the plans that arrive."""
+    """Join the other processes, profile, then run the plans that arrive."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
     processes = jpipe.join_processes(limit=120.0, wait=_LONG)

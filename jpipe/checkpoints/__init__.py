@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written while it goes on and restored under any plan; `jpipe train` uses these functions.
+"""Checkpoints of a run, written while it continues and restored under any plan; `jpipe train` uses these functions.
 
 It is a public module of its own, `jpipe.checkpoints`, because it imports Orbax and `import jpipe` does not. The files of a checkpoint are
 described in `jpipe.checkpoints.files`.
@@ -54,7 +54,7 @@ def save(
         facts: of any JSON types, for `files.read_facts`; a manager keeps them as custom metadata.
         rows: returns the metrics so far, for `files.read_metrics`; process 0 calls it when the parts are written. Not used by a manager.
         keep: the number of newest checkpoints that stay, older ones are removed; None: all stay. `prune` has other rules.
-        limit: seconds that process 0 waits for the others.
+        limit: seconds that process 0 waits for the other processes.
         processes: of the run; by default those of `jpipe.join_processes`.
 
     Raises:
@@ -233,9 +233,9 @@ def _await_calls(processes: Processes, step: int) -> None:
         with processes.waiting(f"the call of checkpoints.save for step {step}", absent):
             while not any(processes.has_message(_begun(step, k)) for k in absent):
                 processes.check()
-                if gone := processes.finished().intersection(absent):
+                if finished := processes.finished().intersection(absent):
                     raise InputError(
-                        f"checkpoint of step {step}: expected all processes to call checkpoints.save, {_named(gone)} finished without; "
+                        f"checkpoint of step {step}: expected all processes to call checkpoints.save, {_named(finished)} finished without; "
                         "call it in all processes"
                     )
                 if time.monotonic() > patience and processes.still() > _PATIENCE:
@@ -300,7 +300,7 @@ def _check_copies(snapshot: Snapshot, copies: Iterable[SharedCopy]) -> None:
             ]
             raise CopiesDiffer(
                 f"checkpoint of step {snapshot.batch}: the copies of '{snapshot.shared[copy.parameter]}' at {at[0]} and at {at[1]} are not "
-                f"the same bits after batch {snapshot.batch - 1}; a device or a link may be faulty, so go on from the checkpoint before"
+                f"the same bits after batch {snapshot.batch - 1}; a device or a link may be faulty, so use the previous checkpoint"
             )
 
 

@@ -29,7 +29,7 @@ from jpipe.checkpoints.folders import (
     COMPLETE,
     STEP_METADATA,
     begin,
-    is_all_there,
+    has_all_files,
     prune,
     publish,
     remove_part,
@@ -59,7 +59,7 @@ from jpipe.runtime._snapshot import layer_of, with_optimizers
 __all__ = [
     "begin",
     "digest",
-    "is_all_there",
+    "has_all_files",
     "layer_specs",
     "newest_good",
     "prune",
@@ -157,9 +157,9 @@ def complete(folder: Path, step: int, processes: int, facts: Any, rows: bytes = 
     written = {name: file for part in parts.values() for name, file in part.files.items()}
     with _vanished():
         verify_files([StoredPart(new / ITEM, [], {new / name: file for name, file in written.items()})], contents=False)
-    others = [path for path in new.rglob("*") if path.is_dir() or path.relative_to(new).as_posix() not in written]
-    index = {path.relative_to(new).as_posix(): describe(path) for path in sorted(others) if path.is_file()}
-    for path in others:
+    remaining = [path for path in new.rglob("*") if path.is_dir() or path.relative_to(new).as_posix() not in written]
+    index = {path.relative_to(new).as_posix(): describe(path) for path in sorted(remaining) if path.is_file()}
+    for path in remaining:
         to_disk(path)
     for name in names:
         os.replace(place / name, new / name)

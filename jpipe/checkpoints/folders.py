@@ -116,16 +116,16 @@ def begin(folder: Path, step: int | None) -> list[str]:
         raise InputError(
             f"{parent}: expected no checkpoint where a run begins, found that of step {complete[-1]}; resume, or choose another run.dir"
         )
-    kept = []
+    renamed = []
     for path in [path for number, path in step_folders(folder) if step is None or number > step]:
         try:
             if _is_complete(path) and not path.is_symlink():
-                kept.append(_set_aside(path).name)
+                renamed.append(_set_aside(path).name)
             else:
                 remove(path)
         except OSError as error:
             raise InputError(f"{path}: in the way of checkpoints to come, and is not removed: {error.strerror}; move it away") from None
-    return kept
+    return renamed
 
 
 def discard(folder: Path, step: int) -> None:
@@ -163,16 +163,16 @@ def prune(folder: str | Path, keep: int, keep_every: int | None = None, keep_hou
     check_keep(keep)
     folder = run_folder(folder)
     complete = steps(folder)
-    if not complete or not is_all_there(folder, complete[-1]):
+    if not complete or not has_all_files(folder, complete[-1]):
         return
-    kept = _kept(folder, complete, keep, keep_every, keep_hours)
+    to_keep = _steps_to_keep(folder, complete, keep, keep_every, keep_hours)
     for step, path in step_folders(folder):
-        is_wanted = _is_complete(path) and (step in kept or not is_all_there(folder, step))
+        is_wanted = _is_complete(path) and (step in to_keep or not has_all_files(folder, step))
         if step < complete[-1] and not is_wanted and _not_ours(path) is None:
             remove(path)
 
 
-def is_all_there(folder: Path, step: int) -> bool:
+def has_all_files(folder: Path, step: int) -> bool:
     """Return whether a checkpoint is complete and its files have their sizes; the contents of large files are not read."""
     path = step_folder(folder, step)
     try:
@@ -211,25 +211,25 @@ def remove_part(path: Path, process: int) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _kept(folder: Path, complete: list[int], keep: int, keep_every: int | None, keep_hours: float | None) -> set[int]:
+def _steps_to_keep(folder: Path, complete: list[int], keep: int, keep_every: int | None, keep_hours: float | None) -> set[int]:
     """Return the steps that `prune` keeps, among those that are complete."""
-    kept: set[int] = set()
+    to_keep: set[int] = set()
     count = 0
     for step in reversed(complete):
         if count == keep:
             break
-        kept.add(step)
-        count += is_all_there(folder, step)
+        to_keep.add(step)
+        count += has_all_files(folder, step)
     if keep_every is not None:
-        kept |= {step for step in complete if step % keep_every == 0}
+        to_keep |= {step for step in complete if step % keep_every == 0}
     if keep_hours is not None:
         last = float("-inf")
         for step in complete:
             written = (step_folder(folder, step) / MARKER).stat().st_mtime
             if written - last >= 3600 * keep_hours:
-                kept.add(step)
+                to_keep.add(step)
                 last = written
-    return kept
+    return to_keep
 
 
 def _is_complete(path: Path) -> bool:
@@ -272,12 +272,12 @@ def _not_ours(path: Path) -> str | None:
         return None
     if not path.is_dir():
         return os.strerror(errno.ENOTDIR)
-    others = [name for name in sorted(os.listdir(path)) if not _OURS.fullmatch(name)]
+    foreign = [name for name in sorted(os.listdir(path)) if not _OURS.fullmatch(name)]
     for inner in (inner for inner in path.iterdir() if inner.is_dir() and not inner.is_symlink()):
         if inner.name == COMPLETE:
             if problem := _not_ours(inner):
                 return problem
             continue
         names = (file.relative_to(path).as_posix() for file in sorted(inner.rglob("*")) if not file.is_dir() or file.is_symlink())
-        others += [name for name in names if not _OURS_INSIDE.fullmatch(name.partition("/")[2])]
-    return f"it holds '{others[0]}', which jpipe has not written" if others else None
+        foreign += [name for name in names if not _OURS_INSIDE.fullmatch(name.partition("/")[2])]
+    return f"it holds '{foreign[0]}', which jpipe has not written" if foreign else None

@@ -44,7 +44,7 @@ def save(manager: ocp.CheckpointManager, step: int, layers: Mapping[str, Tree], 
         manager.save(step, args=ocp.args.PyTreeSave(tree), custom_metadata=None if facts is None else {"facts": facts})
     except ValueError:  # whose text may have all arrays
         raise InputError(
-            f"folder: expected an ocp.CheckpointManager that saves one tree, found one of '{manager.directory}' that refuses "
+            f"folder: expected an ocp.CheckpointManager that saves one tree, found one of '{manager.directory}' that does not accept "
             "ocp.args.PyTreeSave; make it without item_names, item_handlers and handler_registry"
         ) from None
 

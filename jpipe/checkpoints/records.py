@@ -119,7 +119,7 @@ def read_marker(folder: Path, step: int) -> Marker:
         Damaged: it is missing, was changed, or is that of another step.
         InputError: a newer jpipe wrote it.
     """
-    _refuse_link(folder)
+    _reject_link(folder)
     path = folder / MARKER
     if not path.exists():
         raise Damaged(folder, f"has no {MARKER}, was not finished")
@@ -149,7 +149,7 @@ def read_parts(folder: Path, marker: Marker) -> list[StoredPart]:
     for name, digest in sorted(marker.items.items()):
         path = folder / name
         root, item = (folder, folder / ITEM) if marker.format == FORMAT else (path.with_suffix(""), path.with_suffix(""))
-        _refuse_link(item)
+        _reject_link(item)
         part = _validated(path, Part, _load(path, _read_whole(path, digest, _MOST_JSON)))
         parts.append(StoredPart(item, part.layers, {_inside(root, name): file for name, file in (marker.index | part.files).items()}))
     return parts
@@ -205,7 +205,7 @@ def describe(path: Path) -> File:
         return File(size=file.tell(), sha256=sha256)
 
 
-def _refuse_link(folder: Path) -> None:
+def _reject_link(folder: Path) -> None:
     """Raise `Damaged` for a symbolic link, for others can change its target even after the hashes are compared."""
     if folder.is_symlink():
         raise Damaged(folder, "is a symbolic link, not a folder that jpipe has written")

@@ -239,10 +239,10 @@ def _check_shared(plan: Plan, stack: LayerStack) -> None:
     for stages, names in stack.ties.sharing([stage.layers for stage in plan.stages]).groups:
         meshes = [(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages]
         if len(set(meshes)) > 1:
-            found = ", ".join(
+            actual = ", ".join(
                 f"stage {s} on {dict(mesh)}{' with fsdp' if fsdp else ''}" for s, (mesh, fsdp) in zip(stages, meshes, strict=True)
             )
-            raise InputError(f"ties: expected the same mesh for all stages that share '{names[0]}', found {found}; give them one mesh")
+            raise InputError(f"ties: expected the same mesh for all stages that share '{names[0]}', found {actual}; give them one mesh")
 
 
 def _check_used(plan: Plan, of_stages: Sequence[Partition]) -> None:

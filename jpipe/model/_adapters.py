@@ -131,7 +131,7 @@ def _function(layer_id: str, function: Callable[..., Tree]) -> Layer:
 
 
 def _linen(layer_id: str, module: linen.Module) -> Layer:
-    # Linen refuses an argument where the attribute of the same name is set: that one decides.
+    # Linen rejects an argument where the attribute of the same name is set: that one decides.
     call = functools.partial(type(module).__call__, module)
     mode = _modes(layer_id, call, lambda parameter: getattr(module, parameter.name, None) is not None)
     axes: dict[str, tuple[str | None, ...]] = {}

@@ -102,7 +102,7 @@ def with_arrays(layer_id: str, layer: Layer) -> Layer:
     return replace(layer, init=init, apply=apply)
 
 
-def refuse_python_values(layer_id: str, y: Tree) -> None:
+def reject_python_values(layer_id: str, y: Tree) -> None:
     """Raise `InputError` for an output that the next layer would get as a Python number or as an array, depending on the cut.
 
     Raises:
@@ -110,9 +110,9 @@ def refuse_python_values(layer_id: str, y: Tree) -> None:
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(y)[0]:
         if not hasattr(leaf, "dtype"):
-            found = f"the Python {type(leaf).__name__} {short(leaf)} at {jax.tree_util.keystr(path) or 'its top'}"
+            actual = f"the Python {type(leaf).__name__} {short(leaf)} at {jax.tree_util.keystr(path) or 'its top'}"
             remedy = f"return an array, such as jnp.asarray({leaf!r})" if isinstance(leaf, _NUMBERS) else "return arrays only"
-            raise InputError(f"layer '{layer_id}': expected its output to be arrays, found {found}; {remedy}")
+            raise InputError(f"layer '{layer_id}': expected its output to be arrays, found {actual}; {remedy}")
 
 
 _NUMBERS = (bool, int, float, complex)

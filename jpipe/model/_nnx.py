@@ -81,7 +81,7 @@ class _Functions:
         y, module = self._forward(params, state, x, key, train)
         _, new_params, _, new_state = _split(module)
         if any(new is not old for new, old in zip(jax.tree.leaves(new_params), jax.tree.leaves(params), strict=True)):
-            _refuse_learning(self.layer_id, lambda p, v: _split(self._forward(p, state, v, key, train)[1])[1], params, x)
+            _reject_learning(self.layer_id, lambda p, v: _split(self._forward(p, state, v, key, train)[1])[1], params, x)
         return y, nnx.to_pure_dict(new_state) if train else state
 
     def _forward(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, nnx.Module]:
@@ -92,8 +92,8 @@ class _Functions:
         module = nnx.merge(self.graphs[train], *parts)
         before, variables = _static_attributes(module), _variables(module)
         y = module(x, **self.mode(train))
-        _refuse_changed(self.layer_id, before, _static_attributes(module))
-        _refuse_new(self.layer_id, variables, _variables(module))
+        _reject_changed(self.layer_id, before, _static_attributes(module))
+        _reject_new(self.layer_id, variables, _variables(module))
         return y, module
 
     def _rng_state(self, key: jax.Array | None) -> list[jax.Array]:
@@ -185,7 +185,7 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (list, dict, set)) else value
 
 
-def _refuse_changed(layer_id: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _reject_changed(layer_id: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     for name in {**before, **after}:
         if name not in before or name not in after or not _same(before[name], after[name]):
             was, now = (short(attributes[name]) if name in attributes else "nothing" for attributes in (before, after))
@@ -204,7 +204,7 @@ def _variables(module: nnx.Module) -> dict[str, tuple[str, Any]]:
     }
 
 
-def _refuse_new(layer_id: str, before: dict[str, tuple[str, Any]], after: dict[str, tuple[str, Any]]) -> None:
+def _reject_new(layer_id: str, before: dict[str, tuple[str, Any]], after: dict[str, tuple[str, Any]]) -> None:
     """Raise `InputError` for a forward that makes variables, as `nnx.Module.sow` does."""
     for name, (kind, _) in after.items():
         if before.get(name) != after[name]:
@@ -215,7 +215,7 @@ def _refuse_new(layer_id: str, before: dict[str, tuple[str, Any]], after: dict[s
             )
 
 
-def _refuse_learning(layer_id: str, written: Callable[[Tree, Tree], Tree], params: Tree, x: Tree) -> None:
+def _reject_learning(layer_id: str, written: Callable[[Tree, Tree], Tree], params: Tree, x: Tree) -> None:
     """Raise `InputError` for a forward that writes values computed from its input into a parameter.
 
     Values computed from the weights alone (`nnx.WeightNorm`) are computed again by each forward.

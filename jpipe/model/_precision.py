@@ -225,7 +225,7 @@ def _cast(layer: Layer, compute: Any, outputs: Any) -> Layer:
 
     def apply(params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
         y, new_state = layer.apply(_floats_as(compute, params), state, _floats_as(compute, x), key, train)
-        if jax.tree.structure(new_state) == jax.tree.structure(state):  # type: ignore[operator]  # else it is refused later
+        if jax.tree.structure(new_state) == jax.tree.structure(state):  # type: ignore[operator]  # else a later check raises the error
             new_state = jax.tree.map(lambda new, old: _floats_as(old.dtype, new) if old.dtype in _NARROW else new, new_state, state)
         return _floats_as(outputs, y), new_state
 

@@ -14,9 +14,9 @@ from flax import nnx
 from jpipe.context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, shortened
 from jpipe.model._adapters import adapt, is_constructor
-from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, refuse_python_values, spec_of, with_arrays
+from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, with_arrays
 from jpipe.model._ties import Tie, Ties
-from jpipe.model.jaxprs._constants import built_module, refuse_constants
+from jpipe.model.jaxprs._constants import built_module, reject_constants
 
 Tree = Any  # a pytree of arrays
 
@@ -60,7 +60,7 @@ class LayerStack:
         for layer_id in layers:
             if not isinstance(layer_id, str) or not layer_id:
                 raise InputError(f"LayerStack: a layer id is a non-empty string, found {layer_id!r}")
-        _refuse_shared_modules(layers)
+        _reject_shared_modules(layers)
         same: dict[int, Layer] = {}
         for layer_id, layer in layers.items():
             if id(layer) not in same:
@@ -69,7 +69,7 @@ class LayerStack:
         self._object_ids = {layer_id: id(layer) for layer_id, layer in layers.items()}
         self._alive = list(layers.values())  # so that no id() is used twice
         self._known: dict[Any, LayerSpec] = {}
-        _refuse_shared_owners(self.layers)
+        _reject_shared_owners(self.layers)
         self.ties = Ties(ties, self.ids)
         self.carries_rows = carries_rows
 
@@ -205,7 +205,7 @@ class LayerStack:
         def forward(params: Tree, state: Tree, x: Tree, key: jax.Array) -> tuple[Tree, Tree]:
             y, new_state = layer.apply(params, state, x, key, True)
             if layer_id != self.ids[-1]:
-                refuse_python_values(layer_id, y)
+                reject_python_values(layer_id, y)
             return y, new_state
 
         with callers_code(message):
@@ -213,8 +213,8 @@ class LayerStack:
             traced, (y, new_state) = jax.make_jaxpr(forward, return_shape=True)(params, state, x, key)
             drawn = key if layer.draws_in_evaluation else None
             evaluated, _ = jax.eval_shape(lambda p, s, v, k: layer.apply(p, s, v, k, False), params, state, x, drawn)
-        _refuse_untrainable(layer_id, params)
-        refuse_constants(layer_id, original, traced, lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key))
+        _reject_untrainable(layer_id, params)
+        reject_constants(layer_id, original, traced, lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key))
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
         _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
         axes: Any = layer.axes
@@ -236,7 +236,7 @@ def _require_equal(what: str, actual: Tree, like: str, expected: Tree) -> None:
         raise InputError(f"{what} has other shapes or dtypes than {like}: expected {describe(expected)}, found {describe(actual)}")
 
 
-def _refuse_untrainable(layer_id: str, params: Tree) -> None:
+def _reject_untrainable(layer_id: str, params: Tree) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
@@ -246,7 +246,7 @@ def _refuse_untrainable(layer_id: str, params: Tree) -> None:
         raise InputError(f"parameter {name} is {leaf.dtype}: only real floating-point parameters can be trained; {remedy}")
 
 
-def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
+def _reject_shared_modules(layers: Mapping[str, Any]) -> None:
     """Raise `InputError` for two NNX constructors that return the same module or variable, from a closure."""
     constructors = {layer_id: layer for layer_id, layer in layers.items() if is_constructor(layer)}
 
@@ -273,7 +273,7 @@ def _refuse_shared_modules(layers: Mapping[str, Any]) -> None:
     jax.eval_shape(record, key_spec())
 
 
-def _refuse_shared_owners(layers: Mapping[str, Layer]) -> None:
+def _reject_shared_owners(layers: Mapping[str, Layer]) -> None:
     seen: dict[int, str] = {}
     for layer_id, layer in layers.items():
         if layer.owner is not None and seen.setdefault(id(layer.owner), layer_id) != layer_id:

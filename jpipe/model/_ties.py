@@ -77,21 +77,21 @@ class Ties:
 
     def __init__(self, ties: Any, ids: Sequence[str]) -> None:
         self.first: dict[str, tuple[str, str]] = {}  # the first place, by name
-        self.places: dict[str, dict[str, str]] = {}  # by layer id: the name of the shared parameter by path
-        self._order = {layer_id: number for number, layer_id in enumerate(ids)}
+        self.shared: dict[str, dict[str, str]] = {}  # by layer id: the name of the shared parameter by path
+        self._index = {layer_id: number for number, layer_id in enumerate(ids)}
         firsts, seconds = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
         for tie in _checked(ties, ids):
             name = f"{tie.first[0]} shared {tie.first[1]}"
             if self.first.get(name, tie.first) != tie.first:
                 raise InputError(f"ties: {_words(tie.first)} and {_words(self.first[name])} would have one name, '{name}'; rename a layer")
-            if name in self._order:
+            if name in self._index:
                 raise InputError(f"ties: the name '{name}' is that of a layer; rename the layer")
             if tie.second in seconds:
                 raise InputError(f"ties: {_words(tie.second)} is the second place of two ties; give each place once")
             firsts[tie.first], seconds[tie.second] = name, name
             self.first[name] = tie.first
             for layer_id, path in (tie.first, tie.second):
-                self.places.setdefault(layer_id, {})[path] = name
+                self.shared.setdefault(layer_id, {})[path] = name
         for place in firsts:
             if place in seconds:
                 raise InputError(
@@ -101,7 +101,7 @@ class Ties:
 
     def names(self, ids: Iterable[str]) -> tuple[str, ...]:
         """Return the shared parameters that these layers use, in the order of their first use."""
-        return tuple(dict.fromkeys(name for layer_id in ids for name in sorted(self.places.get(layer_id, {}).values())))
+        return tuple(dict.fromkeys(name for layer_id in ids for name in sorted(self.shared.get(layer_id, {}).values())))
 
     def entries(self, ids: Sequence[str]) -> tuple[str, ...]:
         """Return the layer ids, with each shared parameter before the first layer that uses it."""
@@ -112,7 +112,7 @@ class Ties:
 
     def sharers(self, ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Return the layers that use each parameter shared by two or more of these layers, by its name."""
-        users = {name: tuple(layer_id for layer_id in ids if name in self.places.get(layer_id, {}).values()) for name in self.first}
+        users = {name: tuple(layer_id for layer_id in ids if name in self.shared.get(layer_id, {}).values()) for name in self.first}
         return {name: layers for name, layers in users.items() if len(layers) > 1}
 
     def sharing(self, stages: Sequence[Sequence[str]]) -> Sharing:
@@ -134,18 +134,18 @@ class Ties:
         """
         entries: dict[str, Tree] = {}
         for layer_id in params if ids is None else ids:
-            for path, name in self.places.get(layer_id, {}).items():
+            for path, name in self.shared.get(layer_id, {}).items():
                 place = self.first[name] if self.first[name][0] in params else (layer_id, path)
                 entries.setdefault(name, _leaf(params[place[0]], place[1]))
-            entries[layer_id] = _replaced(params[layer_id], dict.fromkeys(self.places.get(layer_id, {})))
+            entries[layer_id] = _replaced(params[layer_id], dict.fromkeys(self.shared.get(layer_id, {})))
         return {name: entries[name] for name in self.entries(tuple(params if ids is None else ids))}
 
     def whole(self, layer_id: str, entries: Mapping[str, Tree]) -> Tree:
         """Return the parameters of a layer, shared ones included, from the entries."""
-        places = self.places.get(layer_id)
-        if not places:
+        shared = self.shared.get(layer_id)
+        if not shared:
             return entries[layer_id]
-        return _replaced(entries[layer_id], {path: entries[name] for path, name in places.items()})
+        return _replaced(entries[layer_id], {path: entries[name] for path, name in shared.items()})
 
     def in_layers(self, subset: Subset, entries: Mapping[str, Tree], ids: Iterable[str]) -> Subset:
         """Return a subset of the leaves of entries as a subset of the leaves of whole layers.
@@ -166,10 +166,10 @@ class Ties:
     def by_place(self, params: Mapping[str, Tree]) -> Iterator[tuple[str, Tree]]:
         """Yield (entry, its tree) of whole layers by layer id; a shared parameter occurs once for each of its places."""
         for layer_id, tree in params.items():
-            places = self.places.get(layer_id, {})
-            for path, name in places.items():
+            shared = self.shared.get(layer_id, {})
+            for path, name in shared.items():
                 yield name, _leaf(tree, path)
-            yield layer_id, _replaced(tree, dict.fromkeys(places))
+            yield layer_id, _replaced(tree, dict.fromkeys(shared))
 
     def parts(self, params: Mapping[str, Tree]) -> dict[str, dict[str, Tree]]:
         """Return each entry as an optimizer sees it: its arrays in the structure of its layer, masked nodes elsewhere.
@@ -180,8 +180,8 @@ class Ties:
         firsts = {place: name for name, place in self.first.items()}
         parts: dict[str, dict[str, Tree]] = {}
         for layer_id, tree in params.items():
-            parts[layer_id] = {layer_id: _masked(tree, self.places.get(layer_id, {}))}
-            for path in self.places.get(layer_id, {}):
+            parts[layer_id] = {layer_id: _masked(tree, self.shared.get(layer_id, {}))}
+            for path in self.shared.get(layer_id, {}):
                 if (layer_id, path) in firsts:
                     parts[firsts[layer_id, path]] = {layer_id: _masked(tree, [other for other, _ in _paths(tree) if other != path])}
         return parts
@@ -190,7 +190,7 @@ class Ties:
         """Return parameters by layer id, with masked nodes in second places."""
         firsts = set(self.first.values())
         return {
-            layer_id: _masked(tree, [path for path in self.places.get(layer_id, {}) if (layer_id, path) not in firsts])
+            layer_id: _masked(tree, [path for path in self.shared.get(layer_id, {}) if (layer_id, path) not in firsts])
             for layer_id, tree in params.items()
         }
 
@@ -203,14 +203,14 @@ class Ties:
         Raises:
             InputError: a path that does not exist, or two places of different shapes or dtypes.
         """
-        leaves = {layer_id: dict(_paths(params[layer_id])) for layer_id in self.places}
-        for layer_id, places in self.places.items():
+        leaves = {layer_id: dict(_paths(params[layer_id])) for layer_id in self.shared}
+        for layer_id, shared in self.shared.items():
             times = Counter(path for path, _ in _paths(params[layer_id]))
-            for path in places:
+            for path in shared:
                 if times[path] > 1:
                     raise InputError(f"ties: layer '{layer_id}' has {times[path]} parameters '{path}'; rename all of them but one")
-        for layer_id, places in self.places.items():
-            for path, name in places.items():
+        for layer_id, shared in self.shared.items():
+            for path, name in shared.items():
                 if path not in leaves[layer_id]:
                     if "" in leaves[layer_id]:
                         raise InputError(f"ties: the parameters of layer '{layer_id}' are one array, which has no path; put it into a dict")
@@ -219,24 +219,24 @@ class Ties:
                 first_id, first_path = self.first[name]
                 if first_path not in leaves[first_id]:
                     continue  # reported in its place
-                expected, found = leaves[first_id][first_path], leaves[layer_id][path]
-                if (expected.shape, expected.dtype) != (found.shape, found.dtype):
+                first, second = leaves[first_id][first_path], leaves[layer_id][path]
+                if (first.shape, first.dtype) != (second.shape, second.dtype):
                     raise InputError(
-                        f"ties: {_words((layer_id, path))} is {describe(found)}, {_words((first_id, first_path))} is {describe(expected)}; "
+                        f"ties: {_words((layer_id, path))} is {describe(second)}, {_words((first_id, first_path))} is {describe(first)}; "
                         "both must have the same shape and dtype"
                     )
 
-    def check_given(self, params: Mapping[str, Tree]) -> None:
-        """Check that given parameters have the same values in all places of a tie.
+    def check_values(self, params: Mapping[str, Tree]) -> None:
+        """Check that explicit parameters have the same values in all places of a tie.
 
         Args:
-            params: of all layers; a `jax.ShapeDtypeStruct` where nothing is given.
+            params: of all layers; a `jax.ShapeDtypeStruct` where there are none.
 
         Raises:
-            InputError: a second place is given without the first, or with other values.
+            InputError: a second place has a value without the first, or with other values.
         """
-        for layer_id, places in self.places.items():
-            for path, name in places.items():
+        for layer_id, shared in self.shared.items():
+            for path, name in shared.items():
                 value, first = _leaf(params[layer_id], path), _leaf(params[self.first[name][0]], self.first[name][1])
                 if isinstance(value, jax.ShapeDtypeStruct):
                     continue

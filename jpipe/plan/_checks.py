@@ -85,16 +85,16 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
             )
     for p, stages in enumerate(plan.pipeline_ranks):
         if len({(plan.stages[s].shape, plan.stages[s].fsdp) for s in stages}) > 1:
-            found_meshes = [dict(plan.stages[s].mesh) for s in stages]
+            rank_meshes = [dict(plan.stages[s].mesh) for s in stages]
             expected = f"the same mesh and fsdp for all stages of a rank, {list(stages)}"
-            raise ValueError(f"ranks.{p}: expected {expected}, found {found_meshes}; they take turns on its devices")
+            raise ValueError(f"ranks.{p}: expected {expected}, found {rank_meshes}; they take turns on its devices")
     if plan.shard_optimizer and max(plan.replicas) == 1:
         raise ValueError("shard_optimizer: expected a stage with replicas, found none; remove it, or give a stage replicas")
     if plan.shard_optimizer and not SCHEDULES[plan.schedule].flushes:
         names = ", ".join(f"'{name}'" for name, schedule in SCHEDULES.items() if schedule.flushes)
         raise ValueError(
             f"shard_optimizer: expected a schedule that flushes, {names}, found '{plan.schedule}', whose replicas update at different "
-            "times, while forwards go on; remove it, or use one of these"
+            "times, while forwards continue; remove it, or use one of these"
         )
 
 
@@ -119,8 +119,8 @@ def _check_options(plan: "jpipe.Plan") -> None:
         if option == "extra_in_flight":
             limit = f"expected extra_in_flight 0, found {plan.extra_in_flight}"
             raise ValueError(f"the schedule '{plan.schedule}' has no in-flight limit to raise: {limit}")
-        others = [f"'{name}'" for name, schedule in SCHEDULES.items() if option in schedule.options]
-        of = f"schedule{'s' if len(others) > 1 else ''} {', '.join(others)}"
+        supporting = [f"'{name}'" for name, schedule in SCHEDULES.items() if option in schedule.options]
+        of = f"schedule{'s' if len(supporting) > 1 else ''} {', '.join(supporting)}"
         raise ValueError(f"{option} is an option of the {of}, found schedule '{plan.schedule}'; remove it")
     if plan.noam and plan.extra_in_flight:
         raise ValueError(f"noam fixes the number in flight: expected extra_in_flight 0, found {plan.extra_in_flight}")

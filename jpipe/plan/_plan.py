@@ -54,7 +54,7 @@ class Plan(pydantic.BaseModel):
         order: for `auto_zero_bubble`: what each rank computes in a batch, such as "F0.0 F0.1 I0.0 W0.0": a forward of stage 0,
             microbatch 0, and so on; microbatches of one replica, counted from 0 in each batch. See `jpipe.schedules.greedy_order`.
         order_limit: for `auto_zero_bubble`: the most microbatches that a rank may hold between forward and the end of the backward, those
-            of all its stages added up; an order that holds more is refused. None: no limit.
+            of all its stages added up; an order that holds more raises an error. None: no limit.
         rules: by logical axis the axis of the meshes over which it is sharded, None for none: what differs from `RULES`.
         param_axes: for models that name no logical axes: for parameters whose "layer id/path" matches a pattern (`fnmatch`), a logical
             axis or None for each dim. A parameter that matches several has the first.

@@ -1,8 +1,8 @@
 """The channel between the processes of a run: a star of connections, lines of JSON, one thread per process.
 
-Process 0 listens, the others connect. What a process posts goes to process 0, whose `Coordinator` answers to all. The channel's thread
-keeps listening and sending heartbeats while the main thread is stuck in a collective, which by itself never raises. No arrays pass here.
-Who connects proves that it belongs to the run (`jpipe.processes.handshake`).
+Process 0 listens, the other processes connect. What a process posts goes to process 0, whose `Coordinator` answers to all. The channel's
+thread keeps listening and sending heartbeats while the main thread is stuck in a collective, which by itself never raises. No arrays pass
+here. Who connects proves that it belongs to the run (`jpipe.processes.handshake`).
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 from jpipe.processes._coordinator import Beat, Coordinator, Message
-from jpipe.processes._finding import Store, connect_to_first, wait_for_others
+from jpipe.processes._finding import Store, connect_to_first, listen_for_processes
 from jpipe.processes.handshake import Caller, Door
 
 _LOOK = 0.01  # seconds between two polls of the door
@@ -62,8 +62,8 @@ class Channel:
     def __init__(self, index: int, count: int, limits: Limits, take: Callable[[Message], None], beat: Callable[[], Beat]) -> None:
         self._index, self._count, self._limits, self._take, self._beat = index, count, limits, take, beat
         self._coordinator = Coordinator(count)  # of process 0 alone
-        self._peers: dict[int, asyncio.StreamWriter] = {}  # process 0: all the others; any other: process 0
-        self._talks: set[asyncio.Task[None]] = set()  # of process 0, one with each of the others
+        self._peers: dict[int, asyncio.StreamWriter] = {}  # in process 0: all other processes; elsewhere: process 0
+        self._talks: set[asyncio.Task[None]] = set()  # of process 0, one with each other process
         self._silent: dict[int, int] = {}  # beats since the last message of each of them
         self._ready: Future[None] = Future()  # messages posted earlier would be lost
         self._closing = asyncio.Event()
@@ -82,7 +82,7 @@ class Channel:
             OSError: the thread cannot start.
         """
         if self._index == 0:
-            talk = self._serve(wait_for_others(store, secret))
+            talk = self._serve(listen_for_processes(store, secret))
         else:
             talk = self._join(connect_to_first(store, limit, secret))
         # With a factory of its own the loop does not become the event loop of the caller's thread.
@@ -188,7 +188,7 @@ class Channel:
         await listening
 
     async def _keep_beating(self) -> None:
-        """Send heartbeats, and count the beats since those of the others: time during which this process is stopped does not count."""
+        """Send heartbeats, and count the beats since those of the other processes; time in which this one is stopped does not count."""
         while not self._closing.is_set():
             self._send({"beat": asdict(self._beat())})
             if self._index == 0:

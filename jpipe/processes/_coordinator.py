@@ -67,7 +67,7 @@ class Coordinator:
             case {"meet": place, "facts": facts}:
                 present = self._meetings.setdefault(place, {})
                 present[sender] = facts
-                if early := self._left_early():
+                if early := self._finished_early():
                     return {"refused": early}
                 if len(present) == self._count and place == END and self._comparisons:
                     name, (compared, hint) = next(iter(self._comparisons.items()))
@@ -91,7 +91,7 @@ class Coordinator:
                         return {"lost": self._blame(sender, culprit)}
         return None
 
-    def _left_early(self) -> str | None:
+    def _finished_early(self) -> str | None:
         """Return the message for a process that has finished while another waits for it elsewhere."""
         for place, present in self._meetings.items():
             for process in self.finished():
@@ -152,12 +152,12 @@ def _differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
     lines = []
     for name in dict.fromkeys(name for values in facts.values() for name in values):
         first = facts[0].get(name, "")
-        others = [process for process, values in sorted(facts.items()) if values.get(name, "") != first]
-        if others:
-            other = facts[others[0]].get(name, "")
+        differing = [process for process, values in sorted(facts.items()) if values.get(name, "") != first]
+        if differing:
+            other = facts[differing[0]].get(name, "")
             same = next((place for place, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
             line = f" (line {first.count(chr(10), 0, same) + 1})" if "\n" in first or "\n" in other else ""
-            who = f"processes 0 and {', '.join(map(str, others))}"
+            who = f"processes 0 and {', '.join(map(str, differing))}"
             parts = f"{_around(first, same)!r} against {_around(other, same)!r}"
             lines.append(f"{name} differs between {who}: {parts}{line}; start all processes with the same {name}")
     return lines
@@ -171,9 +171,9 @@ def _outliers(facts: Mapping[int, Mapping[str, str]]) -> str:
     for name in dict.fromkeys(name for values in facts.values() for name in values):
         known = {process: values[name] for process, values in sorted(facts.items()) if values.get(name)}
         usual, _ = Counter(known.values()).most_common(1)[0] if known else ("", 0)  # of equally many, that of the first process
-        others = [process for process, fact in known.items() if fact != usual]
-        if others:
-            fact = known[others[0]]
+        differing = [process for process, fact in known.items() if fact != usual]
+        if differing:
+            fact = known[differing[0]]
             those, most = (_named(process for process, other in known.items() if other == value) for value in (fact, usual))
             return f"{name} differs in {those}: {fact}, and {usual} in {most}"
     return ""

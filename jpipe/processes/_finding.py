@@ -1,4 +1,4 @@
-"""The rendezvous of the processes of a run: process 0 stores its address, the others connect to it."""
+"""The rendezvous of the processes of a run: process 0 stores its address, the other processes connect to it."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ class Store(Protocol):
     count: int
     """The number of processes."""
     host: str
-    """A name or an address at which the others reach process 0."""
+    """A name or an address at which the other processes reach process 0."""
 
     def put(self, value: str) -> None:
         """Store a value, in process 0."""
@@ -36,7 +36,8 @@ class Store(Protocol):
 class JaxStore:
     """The key-value store of `jax.distributed`.
 
-    The host is the coordinator's: the one address of process 0 that all others have just reached. All processes join equally often.
+    The host is the coordinator's: the one address of process 0 that all other processes have just reached. All processes join equally
+    often.
     """
 
     _joins = itertools.count()
@@ -72,7 +73,7 @@ def _status(error: RuntimeError) -> str:
     return (str(error).splitlines() or [""])[0].partition(":")[0]
 
 
-def wait_for_others(store: Store, secret: bytes | None) -> Door:
+def listen_for_processes(store: Store, secret: bytes | None) -> Door:
     """Listen in process 0, and store the address: host, port, and a token of this channel."""
     listener, token = _listen_at(store.host), secrets.token_hex(16)
     store.put(json.dumps([store.host, listener.getsockname()[1], token]))
@@ -122,7 +123,7 @@ def _introduce(connection: socket.socket, key: bytes, index: int, count: int, li
 
 
 def _listen_at(host: str) -> socket.socket:
-    """Listen at that address alone, or at all addresses where the others know this host by another one.
+    """Listen at that address alone, or at all addresses where the other processes know this host by another one.
 
     The same where the name is a loopback address in this host only: Debian has 127.0.1.1 for the host's own name.
     """

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jpipe.errors import InputError, PeerLost
 
-_KEPT = 65536  # unread messages; of more the oldest are dropped
+_MAX_UNREAD = 65536  # unread messages; of more the oldest are dropped
 _BLAME_SECONDS = 20.0  # within which the death of the process that made something fail here is known
 
 
@@ -28,7 +28,7 @@ class Inbox:
         """Add numbers under a name; of more than 65,536 unread ones the oldest are dropped."""
         with self._changed:
             self._messages[name] = values
-            if len(self._messages) > _KEPT:
+            if len(self._messages) > _MAX_UNREAD:
                 del self._messages[next(iter(self._messages))]
             self._changed.notify_all()
 

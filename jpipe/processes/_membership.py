@@ -22,7 +22,8 @@ class Processes:
     """All processes of a run, as one of them sees them; created by `join`. After a loss no process continues.
 
     A process that is stuck when the run is lost, in a collective say, is ended after `Limits.grace` with exit code 1 and the message
-    of `PeerLost` on standard error. When process 0 dies this is done at once: JAX aborts the others 50 ms after its coordinator ended.
+    of `PeerLost` on standard error. When process 0 dies this is done at once: JAX aborts the other processes 50 ms after its coordinator
+    ended.
 
     Attributes:
         index: of this process.
@@ -32,7 +33,7 @@ class Processes:
     def __init__(self, index: int, count: int, limits: Limits, progress: Callable[[], int] = lambda: 0) -> None:
         self.index, self.count, self._limits = index, count, limits
         self._waits, self._inbox = Waits(limits.beat, progress), Inbox()
-        self._left = False  # whether the caller knows how the run ended, and says so itself
+        self._has_left = False  # whether the caller knows how the run ended, and says so itself
         self._channel = Channel(index, count, limits, self._take, self._waits.beat)
 
     @classmethod
@@ -48,7 +49,7 @@ class Processes:
         """Join the processes of this run; all call it, after `jax.distributed.initialize` and best before anything else.
 
         Args:
-            limit: seconds to wait for the others.
+            limit: seconds to wait for the other processes.
             limits: how long silence and waits may last; the same in all processes.
             store: how the processes find each other; by default `jax.distributed`.
             progress: returns a number that grows while this process exchanges data with others: waits may then last longer.
@@ -70,7 +71,7 @@ class Processes:
 
         Args:
             facts: what has to be the same, by name: the text of the config, the plan, versions.
-            limit: seconds to wait for the others.
+            limit: seconds to wait for the other processes.
 
         Raises:
             InputError: in every process, if any fact differs: names it, the processes, and where the texts part.
@@ -85,7 +86,7 @@ class Processes:
 
         Args:
             name: of the place, the same in all processes.
-            limit: seconds to wait for the others.
+            limit: seconds to wait for the other processes.
 
         Raises:
             PeerLost: the run is lost, or a process did not come in time.
@@ -152,8 +153,8 @@ class Processes:
         Raises:
             PeerLost: what was waited for failed because the run is lost: some collectives raise when a process of theirs dies.
         """
-        others = () if on is None else (on,) if isinstance(on, int) else tuple(on)
-        outer = self._waits.begin(Wait(what, others, self._limits.wait if limit is None else limit))
+        awaited = () if on is None else (on,) if isinstance(on, int) else tuple(on)
+        outer = self._waits.begin(Wait(what, awaited, self._limits.wait if limit is None else limit))
         try:
             yield
             self._waits.moved()
@@ -191,12 +192,12 @@ class Processes:
         self._inbox.fail(error)
 
     def stop(self, reason: str) -> None:
-        """Give up and end this process: all others raise `PeerLost` with its reason.
+        """Give up and end this process: all other processes raise `PeerLost` with its reason.
 
         Args:
             reason: completes "process 0 stopped: ".
         """
-        self._left = True
+        self._has_left = True
         self._channel.post({"stop": reason})
         self._inbox.lost_within(self._limits.grace)  # what comes back has gone to all
 
@@ -209,20 +210,20 @@ class Processes:
         Raises:
             PeerLost: a process was lost before all were here.
         """
-        if self._inbox.lost is None and not self._left:
+        if self._inbox.lost is None and not self._has_left:
             self._meet(END, {}, "all processes to finish", 600.0)
             self._channel.join()
-        self._left = True
+        self._has_left = True
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Leave the run when Python exits, or report the exception to the others; for `atexit`. After `close` it does nothing.
+        """Leave the run when Python exits, or report the exception to the other processes; for `atexit`. After `close` it does nothing.
 
         After a loss the process ends here with exit code 1: what JAX does at its exit would wait for those that are lost.
         """
-        if self._left and self._inbox.lost is None:
+        if self._has_left and self._inbox.lost is None:
             return
-        error, reported = getattr(sys, "last_value", None), self._left  # Python leaves there what nobody caught, once it is printed
+        error, reported = getattr(sys, "last_value", None), self._has_left  # Python leaves there what nobody caught, once it is printed
         try:
             if error is not None:
                 raise error
@@ -233,7 +234,7 @@ class Processes:
             reported = reported or failure is error
             if self._inbox.lost is None:
                 self.stop(traceback.format_exception_only(failure)[-1].strip())
-        self._left = True
+        self._has_left = True
         if not reported:
             os.write(2, f"jpipe: {self._inbox.lost}\n".encode())
         sys.stdout.flush()
@@ -267,7 +268,7 @@ class Processes:
         if at_once:  # before a thread of the caller learns of it
             self._end(lost)
         if self._inbox.lost is None:
-            # Process 0 goes last, for JAX aborts the others when its coordinator ends.
+            # Process 0 goes last, for JAX aborts the other processes when its coordinator ends.
             self._channel.later(self._limits.grace + (self.index == 0), lambda: self._end(lost))
             self._inbox.lose(lost, error)
 
@@ -278,7 +279,7 @@ class Processes:
 
     def _end(self, lost: str) -> None:
         """End this process whatever its threads are stuck in: a pending collective never raises, and JAX's exit waits for the lost."""
-        if not self._left:
+        if not self._has_left:
             os.write(2, f"jpipe: {lost}\n".encode())
         os._exit(1)
 

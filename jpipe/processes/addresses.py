@@ -7,7 +7,7 @@ import socket
 __all__ = [
     "is_loopback",
     "listen_everywhere",
-    "own_loopback",
+    "private_loopback",
 ]
 
 
@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def own_loopback() -> str:
+def private_loopback() -> str:
     """Choose a loopback address for this process alone, where the system has more than one; 127.0.0.1 elsewhere.
 
     A program that tries the ports of 127.0.0.1, as scanners do, does not find the listeners there.

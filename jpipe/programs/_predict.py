@@ -58,7 +58,7 @@ class Prediction:
 
         That is the scratch memory of its programs (`StageCost.temporary`), and results that exist before their inputs are freed.
         """
-        return tuple(peak - kept for peak, kept in zip(self.peak_bytes, self.held_bytes, strict=True))
+        return tuple(peak - persistent for peak, persistent in zip(self.peak_bytes, self.held_bytes, strict=True))
 
     def grid(self, tick: float | None = None) -> str:
         """Return the timeline as text; `tick` in seconds, by default the shortest computation."""
@@ -79,21 +79,21 @@ class _Rank:
         self.clock, self.busy, self.moved = 0.0, 0.0, 0
         self.spans: list[Span] = []
         self.workers: list[_Worker] = []
-        self.held = self.most_held = self.peak = 0
+        self.live = self.most_live = self.peak = 0
         self.samples: list[MemorySample] = []
 
     def begin(self) -> None:
         """Add up the bytes of all its workers at the beginning."""
-        self.held = self.most_held = sum(worker.memory.at_first for worker in self.workers)
+        self.live = self.most_live = sum(worker.memory.at_first for worker in self.workers)
         self.sample()
 
     def wait(self, until: float) -> None:
         self.clock = max(self.clock, until)
 
     def add(self, size: int) -> None:
-        self.held += size
-        if self.held > self.most_held:
-            self.most_held = self.held
+        self.live += size
+        if self.live > self.most_live:
+            self.most_live = self.live
 
     def update(self, chunk: int, seconds: float) -> None:
         """Note an update of one of its stages, on the span of the stage's last computation."""
@@ -105,11 +105,11 @@ class _Rank:
         self.sample()
 
     def sample(self) -> None:
-        weights, *others = (worker.memory.by_version() for worker in self.workers)
-        for more in others:
+        weights, *remaining = (worker.memory.by_version() for worker in self.workers)
+        for more in remaining:
             weights = {version: weights.get(version, 0) + more.get(version, 0) for version in sorted({*weights, *more})}
         optimizer, accumulators, residuals = (sum(sizes) for sizes in zip(*(worker.memory.parts() for worker in self.workers), strict=True))
-        other = self.held - sum(weights.values()) - optimizer - accumulators - residuals
+        other = self.live - sum(weights.values()) - optimizer - accumulators - residuals
         self.samples.append(MemorySample(self.clock, weights, optimizer, accumulators, residuals, other))
 
 
@@ -158,7 +158,7 @@ class _Memory:
     def compute(self, outputs: int, inputs: int) -> None:
         """Hold the bytes of outputs and inputs while a computation runs, then only the outputs."""
         rank = self.rank
-        running = rank.held + outputs + self.cost.temporary
+        running = rank.live + outputs + self.cost.temporary
         if running > rank.peak:
             rank.peak = running
         self.add(outputs - inputs)
@@ -241,8 +241,8 @@ class Predictor:
             memory=tuple(tuple(rank.samples) for rank in ranks),
             seconds=seconds,
             bubble=1 - busy / (seconds * len(ranks)) if seconds else 0.0,
-            held_bytes=tuple(rank.most_held for rank in ranks),
-            peak_bytes=tuple(max(rank.most_held, rank.peak) for rank in ranks),
+            held_bytes=tuple(rank.most_live for rank in ranks),
+            peak_bytes=tuple(max(rank.most_live, rank.peak) for rank in ranks),
             moved_bytes=tuple(rank.moved for rank in ranks),
             versions_alive=tuple(worker.memory.most_versions for worker in self._workers),
         )
@@ -268,23 +268,23 @@ class Predictor:
         else:
             memory.waiting[op.reads] -= 1
             freed = cost.residuals + cost.message if op.reads == "residuals" else cost.stash
-        memory.compute(allocated, freed - self._kept_by_other(worker, k, op.parts))
+        memory.compute(allocated, freed - self._bytes_still_used(worker, k, op.parts))
         if op.gives_gradient and worker.stage > 0:
             worker.ready["gradient", k] = worker.rank.clock
         if op.finishes:
             self._accumulate(worker, k)
 
-    def _kept_by_other(self, worker: _Worker, k: int, computed: str) -> int:
+    def _bytes_still_used(self, worker: _Worker, k: int, computed: str) -> int:
         """Return the bytes that a worker frees after computing these parts, and another worker of its rank still keeps."""
-        gone = 0
+        still_used = 0
         for receiver, side in ((worker, "receiver"), (self._next_on_rank(worker), "sender")):
             if receiver is not None and k in receiver.passed:
-                left = [arrays for arrays in receiver.passed[k] if getattr(arrays, side) not in computed]
-                gone += sum(arrays.size for arrays in receiver.passed[k]) - sum(arrays.size for arrays in left)
-                receiver.passed[k] = left
-                if not left:
+                remaining = [arrays for arrays in receiver.passed[k] if getattr(arrays, side) not in computed]
+                still_used += sum(arrays.size for arrays in receiver.passed[k]) - sum(arrays.size for arrays in remaining)
+                receiver.passed[k] = remaining
+                if not remaining:
                     del receiver.passed[k]
-        return gone
+        return still_used
 
     def _next_on_rank(self, worker: _Worker) -> _Worker | None:
         """Return the worker of the next stage, if it is on the same rank."""
@@ -394,11 +394,11 @@ class Predictor:
         if memory.accumulates and self._program.sets_aside[worker.stage]:
             memory.add(-cost.accumulators)
         memory.accumulates = True
-        others = {s for stages in self._program.shared if worker.stage in stages for s in stages} - {worker.stage}
-        if others:
+        sharing = {s for stages in self._program.shared if worker.stage in stages for s in stages} - {worker.stage}
+        if sharing:
             k = last_microbatch(self._plan, i.batch)
-            memory.add(-sum(cost.shared) - sum(self._shared_bytes(s, worker.stage) for s in others))
-            for kind in ("shared", *(f"shared of stage {s}" for s in others)):
+            memory.add(-sum(cost.shared) - sum(self._shared_bytes(s, worker.stage) for s in sharing))
+            for kind in ("shared", *(f"shared of stage {s}" for s in sharing)):
                 worker.ready.pop((kind, k))
         if self._program.global_norm:
             worker.wait(worker.ready["norm", last_microbatch(self._plan, i.batch)])

@@ -2,7 +2,7 @@
 
 One row a rank, one column a tick. `F3.1` is the forward of microbatch 3 at weight version 1, `B3.1` its backward, `FB3.1` both in one
 program; `I3.1` and `W3.1` are the halves of a backward, for inputs and for weights, `FI3.1` a forward and the first half in one program.
-`F3.1/2` is a forward of the rank's chunk 2, the third of its stages. `*` marks the update that follows; `-` goes on with what began to the
+`F3.1/2` is a forward of the rank's chunk 2, the third of its stages. `*` marks the update that follows; `-` continues what began to the
 left, `.` is idle.
 """
 
@@ -167,7 +167,7 @@ def _parse_row(tokens: list[str], number: int) -> tuple[Span, ...]:
             continue
         if token == "-":
             if not spans or spans[-1].end != tick:
-                raise InputError(f"grid, line {number}, tick {tick}: '-' goes on with nothing")
+                raise InputError(f"grid, line {number}, tick {tick}: '-' continues nothing")
             spans[-1] = spans[-1]._replace(end=tick + 1)
             continue
         match = _CELL.fullmatch(token)

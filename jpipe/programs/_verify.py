@@ -60,7 +60,9 @@ class Verifier:
         self._accumulated = 0  # backwards of the batch that is being accumulated
         self._sets_aside = program.sets_aside[self._stage]
         shares = self._plan.shard_optimizer and self._replicas > 1
-        self._others = set(self._plan.stage_workers[self._stage]) - {number} if shares else set[int]()  # that update the other weights
+        self._other_replicas = (
+            set(self._plan.stage_workers[self._stage]) - {number} if shares else set[int]()
+        )  # that update the other weights
         self._missing: dict[int, set[int]] = {}  # by version the replicas whose weights it lacks
         self._norms: set[int] = set()  # that the worker has, by the last microbatch of their batch
 
@@ -175,7 +177,7 @@ class Verifier:
         if i.retires is not None:
             self._free(i.retires, i)
         self._versions.add(i.batch + 1)
-        self._missing[i.batch + 1] = set(self._others)
+        self._missing[i.batch + 1] = set(self._other_replicas)
         if len(self._versions) > self._most_versions:
             self._fail(f"{i} leaves versions {sorted(self._versions)} alive, expected at most {self._most_versions}")
 

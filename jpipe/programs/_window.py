@@ -97,15 +97,15 @@ def _cut_spans(spans: Sequence[Span], begin: float, end: float, first: int) -> t
     The spans before index `first` have ended at `begin`, apart from updates that start later. The clock alone cannot tell: measured spans
     may have no length, because a busy machine records the ends of several computations at once.
     """
-    kept = []
+    inside = []
     for index, span in enumerate(spans):
         is_later = span.update_start > begin if index < first else span.update_end > begin or span.start >= begin
         if not is_later or span.start >= end:
             continue
         times = span.start, span.end, span.update_start, span.update_end
         start, stop, update, updated = (min(max(time, begin), end) - begin for time in times)
-        kept.append(span._replace(start=start, end=stop, update_wait=update - stop, update_time=updated - update))
-    return tuple(kept)
+        inside.append(span._replace(start=start, end=stop, update_wait=update - stop, update_time=updated - update))
+    return tuple(inside)
 
 
 def _cut_samples(samples: Sequence[MemorySample], begin: float, end: float) -> tuple[MemorySample, ...]:

@@ -16,12 +16,12 @@ from jpipe.processes._membership import Processes
 from jpipe.programs._instructions import Program, Send
 from jpipe.programs._steps import Steps
 from jpipe.programs.lowering import lower_evaluation
-from jpipe.runtime._interpreter import Data, Observer, read_data, run
+from jpipe.runtime._interpreter import Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
 from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
-from jpipe.runtime._worker import RunResults
+from jpipe.runtime._worker import Data, RunResults
 from jpipe.runtime.state import Latest, State, WorkerState, fingerprint, model_of
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, shardings_of

@@ -24,7 +24,7 @@ def join_processes(limit: float = 300.0, wait: float = Limits.wait, secret: byte
     It does not start JAX devices. When Python ends, a process leaves by itself (`Processes.end`).
 
     Args:
-        limit: seconds that the first call waits for the others.
+        limit: seconds that the first call waits for the other processes.
         wait: seconds without progress in any process after which the run counts as hanging. The first call sets it; it must be the same
             in all processes, and longer than a computation of a microbatch and anything that one process does alone.
         secret: shared by all processes, which authenticate each other by it (`jpipe.processes.handshake`); by default the value of the
@@ -52,8 +52,8 @@ _MOST_BYTES = 1 << 16  # of one array of one batch that are read for its checksu
 class BatchComparison:
     """Compares the batches of this process with those of the other processes, to find a mistake in reading or shuffling them.
 
-    Without it a run would go on with the inputs of one batch and the labels of another, since each process uses what its own stages need.
-    The comparison takes a message for which nobody waits: for the first batch, for all batches since then after every eighth, and for
+    Without it a run would continue with the inputs of one batch and the labels of another, since each process uses what its own stages
+    need. The comparison takes a message for which nobody waits: for the first batch, for all batches since then after every eighth, and for
     each batch whose shapes may differ. Of a NumPy or JAX array it takes a checksum of the first row of each microbatch. Nothing of any
     other array is read, since a process may not have the rows that its workers do not need.
 

@@ -99,7 +99,7 @@ def _place_in_order(plan: Plan, sizes: Sequence[int], everywhere: Sequence[jax.D
 
 
 def _check_apart(plan: Plan, of_ranks: Sequence[tuple[jax.Device, ...]]) -> None:
-    """Refuse meshes over several processes, and ranks that share some of their devices but not all."""
+    """Reject meshes over several processes, and ranks that share some of their devices but not all."""
     names = device_names([device for devices in of_ranks for device in devices])
     owner: dict[jax.Device, tuple[jax.Device, ...]] = {}
     for rank, devices in enumerate(of_ranks):

@@ -46,8 +46,8 @@ def from_plain(specs: Tree, plain: Any, where: str, hint: str = "is it of anothe
     return jax.tree.unflatten(treedef, _leaves(flat, *_by_names(flat, checked_dict(plain, where)), where, hint))
 
 
-def _leaves(flat: Flat, values: Mapping[Names, Any], left: Mapping[Names, Any], where: str, hint: str) -> list[Any]:
-    """Return the leaves in the order of their specs, checked; `left` are those without a spec."""
+def _leaves(flat: Flat, values: Mapping[Names, Any], unmatched: Mapping[Names, Any], where: str, hint: str) -> list[Any]:
+    """Return the leaves in the order of their specs, checked; `unmatched` are those without a spec."""
     leaves = []
     for path, spec in flat:
         name, leaf = "/".join(_names(path)), values.get(_names(path))
@@ -59,8 +59,8 @@ def _leaves(flat: Flat, values: Mapping[Names, Any], left: Mapping[Names, Any], 
             other = "; is it of another precision?" if leaf.shape == wanted.shape else ""
             raise InputError(f"{where}: expected '{name}' as in the model, {describe(wanted)}, found {describe(leaf)}{other}")
         leaves.append(jax.random.wrap_key_data(jnp.asarray(leaf)) if is_key else leaf)  # of JAX's default kind, like all keys of a run
-    if left:
-        raise InputError(f"{where}: '{'/'.join(next(iter(left)))}' is not in the model; {hint}")
+    if unmatched:
+        raise InputError(f"{where}: '{'/'.join(next(iter(unmatched)))}' is not in the model; {hint}")
     return leaves
 
 
@@ -94,9 +94,9 @@ def filled(specs: Tree, arrays: Tree, where: str) -> Tree:
         if not isinstance(leaf, (np.ndarray, np.generic, jax.Array)):
             raise InputError(f"{where}: expected an array as '{'/'.join(_names(path))}', found {type(leaf).__name__}")
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
-    values, left = _by_names(flat, to_plain(arrays))
+    values, unmatched = _by_names(flat, to_plain(arrays))
     fresh = {_names(path): spec for path, spec in flat}
-    return jax.tree.unflatten(treedef, _leaves(flat, fresh | values, left, where, "is it of another model?"))
+    return jax.tree.unflatten(treedef, _leaves(flat, fresh | values, unmatched, where, "is it of another model?"))
 
 
 def overlaid(plain: Plain, above: Plain) -> Plain:
@@ -105,12 +105,12 @@ def overlaid(plain: Plain, above: Plain) -> Plain:
     return {**plain, **above, **both}
 
 
-def without(plain: Plain, is_left_out: Callable[[Names], bool], above: Names = ()) -> Plain:
+def without(plain: Plain, is_excluded: Callable[[Names], bool], above: Names = ()) -> Plain:
     """Return nested dicts without some of their leaves, by the names on the path to each."""
     return {
-        name: without(inner, is_left_out, (*above, name)) if isinstance(inner, dict) else inner
+        name: without(inner, is_excluded, (*above, name)) if isinstance(inner, dict) else inner
         for name, inner in plain.items()
-        if isinstance(inner, dict) or not is_left_out((*above, name))
+        if isinstance(inner, dict) or not is_excluded((*above, name))
     }
 
 
@@ -124,13 +124,13 @@ def _by_names(flat: Flat, plain: Plain) -> tuple[dict[Names, Any], dict[Names, A
 
     A key may also be several names joined by "/". A parameter "a/b" and a parameter "b" inside of "a" are different.
     """
-    wanted, left = [_names(path) for path, _ in flat], _paths(plain)
-    leaves = {names: left.pop(names) for names in wanted if names in left}
-    joined = {"/".join(names): names for names in left}
+    wanted, unmatched = [_names(path) for path, _ in flat], _paths(plain)
+    leaves = {names: unmatched.pop(names) for names in wanted if names in unmatched}
+    joined = {"/".join(names): names for names in unmatched}
     for names in wanted:
         if names not in leaves and (other := joined.pop("/".join(names), None)) is not None:
-            leaves[names] = left.pop(other)
-    return leaves, left
+            leaves[names] = unmatched.pop(other)
+    return leaves, unmatched
 
 
 def _names(path: tuple[Any, ...]) -> Names:

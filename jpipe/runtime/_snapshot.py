@@ -88,8 +88,8 @@ class Snapshot:
         Each layer has `params`, with the newest version as "0", the one before as "1", and so on, frozen parameters in "0" only;
         `optimizer`, of the trained parameters; `state`; and with a dynamic
         loss scale `loss_scale`, by version as `params`. Replicas differ only in layer state: the layer has that of the first replica,
-        entries such as "block_0 replica 1" have those of the others. With `Plan.shard_optimizer` the optimizer state of a layer is in
-        the entry of the replica that updates it. Parts without arrays are left out.
+        entries such as "block_0 replica 1" have those of the other replicas. With `Plan.shard_optimizer` the optimizer state of a layer is
+        in the entry of the replica that updates it. Parts without arrays are left out.
         """
         assert self.complete
         return {name: plain for part in self._parts.values() for name, plain in part.layers().items()}
@@ -136,7 +136,7 @@ class _Part:
     @property
     def _updated_entries(self) -> tuple[str, ...]:
         """The entries that no other replica updates."""
-        return () if self._share is None else self._share.own
+        return () if self._share is None else self._share.exclusive
 
     @property
     def complete(self) -> bool:
@@ -284,9 +284,9 @@ def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
         return plain
     if f.trained.excludes(layer_id):
         return {}
-    params, kept = f.specs.params[layer_id], names_in(f.optimizer_spec[layer_id])
+    params, stored = f.specs.params[layer_id], names_in(f.optimizer_spec[layer_id])
     frozen = names_in(params) - names_in(f.trained.of(layer_id, params))
-    return without(plain, lambda names: names not in kept and any(names[-len(path) :] == path for path in frozen))
+    return without(plain, lambda names: names not in stored and any(names[-len(path) :] == path for path in frozen))
 
 
 def _for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:
@@ -465,7 +465,7 @@ def _fits(part: Any, whole: Any) -> bool:
 def average_replicas(layers: Mapping[str, Plain]) -> dict[str, Plain]:
     """Return the layers of a snapshot with the mean of the replicas' layer states, and without the entries of single replicas.
 
-    Only floating-point numbers are averaged; others, such as counts, are taken from the first replica.
+    Only floating-point numbers are averaged; other arrays, such as counts, are taken from the first replica.
 
     Args:
         layers: from `Snapshot.layers`, with any arrays.
@@ -482,18 +482,18 @@ def _mean_state(layers: Mapping[str, Plain], layer_id: str) -> Plain:
     """Return the mean of a layer's state over the replicas, added in their order. Arrays that are equal in all stay unchanged."""
     where = f"checkpoint: layer '{layer_id}', state"
     names = [entry_name(layer_id, replica) for replica in range(_replicas(layers, layer_id))]
-    first, *others = (checked_dict(layers[name].get("state", {}), where) for name in names)
+    first, *remaining = (checked_dict(layers[name].get("state", {}), where) for name in names)
     specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), first)
-    for name, other in zip(names[1:], others, strict=True):
+    for name, other in zip(names[1:], remaining, strict=True):
         from_plain(specs, other, f"checkpoint: layer state of '{name}'", "do the replicas come from one run?")
-    return jax.tree.map(_mean, first, *others)
+    return jax.tree.map(_mean, first, *remaining)
 
 
 def _mean(*parts: Any) -> Any:
-    first, *others = map(np.asarray, parts)
-    if not jnp.issubdtype(first.dtype, jnp.inexact) or all(first.tobytes() == other.tobytes() for other in others):
+    first, *remaining = map(np.asarray, parts)
+    if not jnp.issubdtype(first.dtype, jnp.inexact) or all(first.tobytes() == other.tobytes() for other in remaining):
         return parts[0]
-    return np.asarray(sum(others, first) * first.dtype.type(1 / len(parts)))  # the same bits as of a drain
+    return np.asarray(sum(remaining, first) * first.dtype.type(1 / len(parts)))  # the same bits as of a drain
 
 
 def _replicas(layers: Mapping[str, Plain], layer_id: str) -> int:

@@ -22,7 +22,7 @@ from jpipe.programs._global_norm import route_of
 from jpipe.programs._instructions import Compute, SumSquares, Update
 from jpipe.programs._timeline import MemorySample, MemoryTimeline, Span, Timeline
 from jpipe.runtime._interpreter import Event
-from jpipe.runtime.state import Microbatch, PendingUpdate, WorkerState
+from jpipe.runtime.state import Microbatch, PendingUpdate, Weights, WorkerState
 from jpipe.schedules import SCHEDULES
 
 
@@ -183,10 +183,11 @@ class _Watcher:
         for name, tree in named:
             if sizes.get(name, 0) == 0:  # accumulators may be missing at first
                 sizes[name] = sum(map(_on_each_device, jax.tree.leaves(tree)))
-        versions = tuple((version, len(params)) for version, params in state.versions.items())  # of a new one parts may still be to come
+        # Of a new version parts may still be to come.
+        versions = tuple((version, len(state.weights.read(version))) for version in state.weights.versions)
         known, weights = self._weights.get(worker, ((), {}))
         if versions != known:
-            weights = _bytes_by_version(state.versions)
+            weights = _bytes_by_version(state.weights)
             self._weights[worker] = versions, weights
         accumulators = sizes["accumulators"] if state.accumulators is not None else 0
         self._parts[worker] = _Parts(weights, sizes["optimizer"], accumulators, sizes["state"])
@@ -205,11 +206,11 @@ class _Watcher:
         return tuple(samples)
 
 
-def _bytes_by_version(versions: Mapping[int, Any]) -> dict[int, int]:
+def _bytes_by_version(weights: Weights) -> dict[int, int]:
     """Return the bytes of each version; frozen parameters, which are the same arrays in all of them, count with the oldest one."""
     counted, sizes = set[int](), dict[int, int]()
-    for version, params in sorted(versions.items()):
-        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(params)}
+    for version in weights.versions:
+        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(weights.read(version))}
         sizes[version] = sum(_on_each_device(leaf) for key, leaf in leaves.items() if key not in counted)
         counted |= leaves.keys()
     return sizes
@@ -251,7 +252,7 @@ class _Buffers:
 
     Attributes:
         residuals: bytes of the arrays kept for backwards.
-        other: bytes of all others.
+        other: bytes of all other arrays.
     """
 
     def __init__(self) -> None:

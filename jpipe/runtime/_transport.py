@@ -126,10 +126,10 @@ class Transport:
         Raises:
             JaxRuntimeError: they cannot be connected.
         """
-        others = tuple(sorted({place.process_index for place in self._places} - {jax.process_index()}))
+        other_processes = tuple(sorted({place.process_index for place in self._places} - {jax.process_index()}))
         for lane, collective in self._used.items():
             try:
-                arrived(self._call(lane, collective.connect, (), "all processes to connect", others))
+                arrived(self._call(lane, collective.connect, (), "all processes to connect", other_processes))
             except jax.errors.JaxRuntimeError as error:
                 raise jax.errors.JaxRuntimeError(
                     f"the processes cannot be connected: {(str(error).splitlines() or [''])[0]}; gloo and NCCL, which carry arrays, fail "
@@ -238,7 +238,7 @@ class Transport:
             del parts[w]
         if len(group) == 1:
             return self._copies(finish(total), local)
-        others = tuple(place.process_index for place in group if place.process_index != jax.process_index())
+        other_processes = tuple(place.process_index for place in group if place.process_index != jax.process_index())
         shards, shardings = Shards(total, first.devices), [leaf.sharding for leaf in jax.tree.leaves(total)]
         cut = shards.cut(total, first.devices)
         del total
@@ -252,7 +252,7 @@ class Transport:
             whole = shards.join({numbers[lane]: arrays for lane, arrays in sums.items()}, shardings)
             return self._copies(finish(whole), local)
 
-        coming = self._call_all(calls, cut, words, others, join, lambda: dict.fromkeys(local, finish.out_info))
+        coming = self._call_all(calls, cut, words, other_processes, join, lambda: dict.fromkeys(local, finish.out_info))
         return {w: coming[w] for w in local}
 
     # Inside ------------------------------------------------------------------------------------------------------------

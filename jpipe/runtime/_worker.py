@@ -377,7 +377,8 @@ class Worker:
         retires = None if i.retires is None else i.retires + self.version_shift
         memory = (state.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
         made_at = UpdateNumber(self.plan, self.stage, i.batch)
-        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, norm, made_at)
+        used = norm if self.functions.clip_stage_norm is None else self.calls["stage_norm"](accumulators, norm)
+        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, used, made_at)
         params, state.optimizer, zeros, loss = new
         state.weights = state.weights.with_update(params, retires)
         if retires is not None:

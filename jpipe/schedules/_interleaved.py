@@ -98,7 +98,7 @@ def endless_period(plan: Shape) -> int:
     return math.lcm(microbatches, len(plan.pipeline_ranks)) // microbatches
 
 
-def refused_chunks(plan: Shape) -> str:
+def several_chunks_refusal(plan: Shape) -> str:
     """Return why ranks of several chunks cannot run this plan, or ""."""
     if plan.depth == len(plan.pipeline_ranks):
         return ""
@@ -111,6 +111,6 @@ def unequal_replicas(plan: Shape) -> str:
     """Return why a schedule that needs the same replicas of each stage cannot run this plan, or ""."""
     if len(set(plan.replicas)) > 1:
         several = " with several stages on a rank" if plan.depth > len(plan.pipeline_ranks) else ""
-        found = f"found replicas {list(plan.replicas)}; give all stages the same number"
-        return f"the schedule '{plan.schedule}'{several} needs equally many replicas of each stage, {found}"
+        actual = f"found replicas {list(plan.replicas)}; give all stages the same number"
+        return f"the schedule '{plan.schedule}'{several} needs equally many replicas of each stage, {actual}"
     return ""

@@ -123,7 +123,7 @@ class Schedule:
         refusal: `(plan) -> str`, why the schedule cannot run this plan, or "".
         norm_refusal: `(plan) -> str`, why updates cannot use the global norm of the gradients of all stages, or "". They can if each
             stage knows the norm of a batch before it reads the weights that the batch has updated.
-        options: the fields of `Plan` that it reads and other schedules refuse.
+        options: the fields of `Plan` that only this schedule and some others read.
         closed_form: the form of its batches, if planners have a closed-form price for it: "serial", one microbatch after the other;
             "fill and drain", all forwards, then all backwards; "1F1B". None: planners walk through its order, which takes longer.
         data_parallel: whether planners use it for all schedules that flush if there is one stage, for which these are equal.
@@ -227,16 +227,16 @@ class Schedule:
 
     def refuses(self, plan: Shape) -> str:
         """Return why this schedule cannot run this plan, or ""."""
-        return _refused_ranks(self, plan) or self.refusal(plan)
+        return _rank_refusal(self, plan) or self.refusal(plan)
 
     def refuses_chunks(self, chunks: int) -> str:
         """Return why this schedule cannot run `chunks` stages on each rank, with what to use instead, or ""."""
         if self.layout == "straight" and chunks != 1:
-            found = f"the schedule '{self.name}' runs one stage on each rank, found {chunks}"
-            return f"{found}; leave out chunks_per_rank, or use {_SEVERAL}"
+            problem = f"the schedule '{self.name}' runs one stage on each rank, found {chunks}"
+            return f"{problem}; leave out chunks_per_rank, or use {_SEVERAL}"
         if self.layout == "v" and chunks != 2:
-            found = f"the schedule '{self.name}' runs two stages on each rank, in a V, found {chunks}"
-            return f"{found}; use chunks_per_rank 2, or leave it out"
+            problem = f"the schedule '{self.name}' runs two stages on each rank, in a V, found {chunks}"
+            return f"{problem}; use chunks_per_rank 2, or leave it out"
         return ""
 
 
@@ -267,7 +267,7 @@ def arranged(layout: str, stages: int, chunks: int) -> Ranks:
     return tuple(tuple(range(p, stages, ranks)) for p in range(ranks))
 
 
-def _refused_ranks(schedule: Schedule, plan: Shape) -> str:
+def _rank_refusal(schedule: Schedule, plan: Shape) -> str:
     """Return why the schedule cannot use the ranks of a plan, or ""."""
     ranks, depth = plan.pipeline_ranks, plan.depth
     chunks = {"straight": 1, "v": 2}.get(schedule.layout, len(ranks[0]))

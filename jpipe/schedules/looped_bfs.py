@@ -9,7 +9,7 @@ second stage; `*`: an update follows):
 
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight: m at every stage.
 Bubble of a batch: (d - 1) (F + B) / v on d ranks of v chunks, each of which takes F / v and B / v, where m >= d and transfers are free.
-A stage finishes its batch before the rank goes on with its next one, so that its sum over replicas has more time.
+A stage finishes its batch before the rank begins its next one, so that its sum over replicas has more time.
 Reference: Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism", section 4.
 """
 

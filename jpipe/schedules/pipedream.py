@@ -19,7 +19,7 @@ l = 0 with `noam`, and for r_s = 1. M_s, the number of microbatches per update, 
 
 With several stages on a rank the order is that of `interleaved_1f1b` without a flush. Version read:
 floor(max(D(s, k) - l, 0) / (m / r)), where D(s, k) is the number of backwards that the rank has done for stage s before the forward of k
-(`_interleaved.endless_done`), r the replicas and l as above. The groups of p microbatches of a replica go on across batches and drains.
+(`_interleaved.endless_done`), r the replicas and l as above. The groups of p microbatches of a replica continue across batches and drains.
 Versions alive: by counting. Needs m / r >= p, the ranks.
 
 `evaluate` in mid-run reads the newest version that all replicas of all stages hold, or that of a drained copy where there is none.
@@ -30,7 +30,7 @@ Reference: PipeDream (SOSP 2019), sections 3.2 and 3.3, figures 4, 8 and 9.
 
 from typing import Any
 
-from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, refused_chunks
+from jpipe.schedules._interleaved import endless_done, endless_in_flight, endless_order, endless_period, several_chunks_refusal
 from jpipe.schedules._schedule import Schedule, Shape, pipeline_in_flight
 
 
@@ -79,7 +79,7 @@ def pipedream_versions(in_flight: Any, replicas: Any, delay: Any, microbatches: 
 
 
 def _refusal(plan: Shape) -> str:
-    if plan.depth > len(plan.pipeline_ranks) and (reason := _refused_chunks(plan)):
+    if plan.depth > len(plan.pipeline_ranks) and (reason := _chunk_refusal(plan)):
         return reason
     rates = {plan.microbatches_per_update(s) for s in range(plan.depth)}
     if plan.vertical_sync and len(rates) > 1:
@@ -90,7 +90,7 @@ def _refusal(plan: Shape) -> str:
     return ""
 
 
-def _refused_chunks(plan: Shape) -> str:
+def _chunk_refusal(plan: Shape) -> str:
     """Return why ranks cannot run several chunks of this plan, or ""."""
     if plan.noam:
         return "noam is for one stage for each rank, found several; remove noam"
@@ -101,7 +101,7 @@ def _refused_chunks(plan: Shape) -> str:
             f"the schedule 'pipedream' with several stages on each of {ranks} ranks{replicas} needs at least {least} microbatches "
             f"per update, found {plan.microbatches_per_update(0)}; raise microbatches or use one stage for each rank"
         )
-    return refused_chunks(plan)
+    return several_chunks_refusal(plan)
 
 
 def _norm_refusal(plan: Shape) -> str:

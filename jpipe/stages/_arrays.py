@@ -12,7 +12,7 @@ from jpipe.model.layerwise._trace import position_spec
 from jpipe.stages.functions._floats import floats_of
 from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions
-from jpipe.stages.functions._update import norm_spec
+from jpipe.stages.functions._update import GlobalNorm, norm_spec
 
 Tree = Any
 Spec = jax.ShapeDtypeStruct
@@ -28,20 +28,20 @@ class Share:
     """The entries (see `Ties`) of a stage that one of its replicas updates.
 
     Attributes:
-        own: those that no other replica updates; this one sends them to the others.
+        exclusive: those that no other replica updates; this one sends them to the other replicas.
         common: those that each replica updates, because other stages hold them, too.
     """
 
-    own: tuple[str, ...]
+    exclusive: tuple[str, ...]
     common: tuple[str, ...] = ()
 
     def part(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the entries of a tree that the replica updates."""
-        return {entry: tree[entry] for entry in (*self.own, *self.common)}
+        return {entry: tree[entry] for entry in (*self.exclusive, *self.common)}
 
     def outgoing(self, tree: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the entries of a tree that the replica sends to the other replicas."""
-        return {entry: tree[entry] for entry in self.own}
+        return {entry: tree[entry] for entry in self.exclusive}
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Arrays:
         return self._flow(self.functions.outputs_spec)
 
     @cached_property
-    def kept(self) -> tuple[Tree, Tree]:
+    def forward_arrays(self) -> tuple[Tree, Tree]:
         """The arguments and outputs of the forward that are kept for the backward."""
         return self.functions.residuals.keep(self.arguments, (self.outputs, self.state))
 
@@ -151,8 +151,8 @@ class Arrays:
 
     @property
     def between(self) -> tuple[Any, Any, Any]:
-        """The triple (kept, saved, message) that a backward reads."""
-        return self.kept, self.saved, self.message
+        """The triple (forward_arrays, saved, message) that a backward reads."""
+        return self.forward_arrays, self.saved, self.message
 
     @cached_property
     def stash(self) -> tuple[Any, Any]:
@@ -163,6 +163,14 @@ class Arrays:
     def norm(self) -> Tree:
         """The norm of all gradients, if updates use it."""
         return self.whole(norm_spec()) if self.functions.global_norm else None
+
+    @property
+    def update_norm(self) -> Tree:
+        """The norm that an update gets: that of its stage if it is clipped by it, otherwise `norm`."""
+        if self.functions.clip_stage_norm is None:
+            return self.norm
+        number = self.whole(norm_spec()).norm
+        return GlobalNorm(number, number if self.functions.global_norm else None)
 
     @cached_property
     def scale(self) -> Tree:

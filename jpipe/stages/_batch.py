@@ -17,8 +17,8 @@ Batch = tuple[Tree, Tree]
 def microbatch_spec(batch: Any, count: int) -> Batch:
     """Return the shapes and dtypes of one of `count` microbatches."""
     if not isinstance(batch, tuple) or len(batch) != 2:
-        found = f"{len(batch)} of them" if isinstance(batch, tuple) else type(batch).__name__
-        raise InputError(f"batch: expected a tuple (inputs, labels), found {found}")
+        actual = f"{len(batch)} of them" if isinstance(batch, tuple) else type(batch).__name__
+        raise InputError(f"batch: expected a tuple (inputs, labels), found {actual}")
     size = _checked_rows(batch, "batch")
     if size == 0 or size % count:
         raise InputError(
@@ -49,8 +49,8 @@ def _checked_rows(batch: Tree, where: str) -> int:
         try:
             spec_of(leaf)
         except (TypeError, ValueError):  # text, objects, dates, random keys
-            found = getattr(leaf, "dtype", type(leaf).__name__)
-            raise InputError(f"{where}: expected arrays of numbers, found {describe(batch)}; convert {found} to numbers") from None
+            actual = getattr(leaf, "dtype", type(leaf).__name__)
+            raise InputError(f"{where}: expected arrays of numbers, found {describe(batch)}; convert {actual} to numbers") from None
     return int(sizes.pop())
 
 
@@ -117,21 +117,24 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets[1:]:
         if rows_of(bucket.spec) != rows_of(first.spec):
             raise InputError(
-                f"buckets: expected microbatches of {rows_of(first.spec)} rows, as the others have, found {describe(bucket.spec)}; "
+                f"buckets: expected microbatches of {rows_of(first.spec)} rows, as in the first batch, found {describe(bucket.spec)}; "
                 "give each batch as many rows"
             )
         if jax.tree.structure(bucket.spec) != jax.tree.structure(first.spec):  # type: ignore[operator]
             raise InputError(
-                f"buckets: expected the arrays that the others have, {describe(first.spec)}, found {describe(bucket.spec)}; "
+                f"buckets: expected the arrays of the first batch, {describe(first.spec)}, found {describe(bucket.spec)}; "
                 "give each batch the same arrays, which may differ in their shapes"
             )
-        for here, there in zip(first.functions, bucket.functions, strict=True):
-            for what, own, other in (("parameters", here.specs.fresh, there.specs.fresh), ("state", here.specs.state, there.specs.state)):
-                changed = [entry for entry in own if own[entry] != other.get(entry)]
+        for stage, other_stage in zip(first.functions, bucket.functions, strict=True):
+            for what, one, other in (
+                ("parameters", stage.specs.fresh, other_stage.specs.fresh),
+                ("state", stage.specs.state, other_stage.specs.state),
+            ):
+                changed = [entry for entry in one if one[entry] != other.get(entry)]
                 if changed:
                     raise InputError(
                         f"buckets: expected layer '{changed[0]}' to have the same {what} with batches of each shape, found "
-                        f"{describe(own[changed[0]])} with microbatches of {describe(first.spec)} and {describe(other.get(changed[0]))} "
+                        f"{describe(one[changed[0]])} with microbatches of {describe(first.spec)} and {describe(other.get(changed[0]))} "
                         f"with {describe(bucket.spec)}; make them independent of the shape, or give one shape"
                     )
 

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import optax
 
+from jpipe.errors import InputError
 from jpipe.meshes._partition import partitions
 from jpipe.model._layer import LayerSpec
 from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
-from jpipe.model._ties import NOTHING_SHARED
+from jpipe.model._ties import NOTHING_SHARED, Sharing
 from jpipe.model.layerwise._find import find_layerwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
 from jpipe.plan import Plan, Stage
@@ -88,6 +89,7 @@ class StageBuilder:
         check_gradients(self._stack, layers, len(self._plan.stages[0].layers), self._loss, labels, layerwise.trained)
         layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
         sharing = sharing.without([name for name in self._stack.ties.first if layerwise.trained.excludes(name)])
+        _check_stage_norm(self._options.get("clip_stage_norm"), sharing)
         optimizers = [dataclasses.replace(layerwise, delay_factor=factor) for factor in self._delay_factors]
         of_stages = zip(functions, optimizers, strict=True)
         self._built = known, with_gradients([dataclasses.replace(f, optimizer=optimizer, sharing=sharing) for f, optimizer in of_stages])
@@ -106,6 +108,20 @@ class StageBuilder:
             layerwise = find_layerwise(self._optimizer, params, self._precision.has_masters, self._stack.ties, predicts)
             self._probed = params, layerwise
         return self._probed[1]
+
+
+def _check_stage_norm(clip_stage_norm: float | None, sharing: Sharing) -> None:
+    """Check that stages do not clip by their own norms what they update together: the copies would differ after an update.
+
+    Raises:
+        InputError: they share trained parameters.
+    """
+    if clip_stage_norm is not None and sharing.groups:
+        names = ", ".join(f"'{name}'" for _, shared in sharing.groups for name in shared)
+        raise InputError(
+            f"clip_stage_norm: stages share {names}, and each would clip its copy by another norm; use clip_global_norm, or put the layers "
+            "that share a parameter into one stage"
+        )
 
 
 def stage_functions(

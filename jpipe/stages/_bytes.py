@@ -95,7 +95,7 @@ def _of_microbatch(a: Arrays, splits: bool) -> tuple[tuple[list[Any], list[Any]]
     Returns:
         The arguments and the outputs; the bytes of unchanged state that the second half of a backward reads, if there are halves.
     """
-    f, (arguments, outputs) = a.functions, a.kept
+    f, (arguments, outputs) = a.functions, a.forward_arrays
     unchanged = {i for i, changes in enumerate(f.changed.flags(f.specs.state)) if not changes}
     arguments_kept, late, begin = [], 0, len(jax.tree.leaves(a.outputs))
     for i, leaf in zip(f.residuals.arguments, arguments, strict=True):

@@ -16,7 +16,7 @@ from jpipe.stages.functions._evaluation import evaluate, predict
 from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import add, add_shared, finish, mean_state, shared_gradients, shared_with, take_shared, unshared
-from jpipe.stages.functions._update import next_scale, norm_of, squares_spec, sum_squares, update, update_shared
+from jpipe.stages.functions._update import next_scale, norm_of, squares_spec, sum_squares, update, update_shared, with_stage_norm
 
 Tree = Any
 UpdateKind = Literal["in_place", "into_retired", "into_new"]
@@ -88,10 +88,13 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
     loss = (number, number) if f.last else None
     calls: dict[str, Callable[[], Call]] = {
-        "in_place": lambda: Call(partial(update, f), (0, 1, 2), (*updated, a.norm, *a.position), (*updated, loss)),
-        "into_new": lambda: Call(partial(update, f), (1, 2), (*updated, a.norm, *a.position), (*updated, loss)),
-        "into_retired": lambda: Call(_into(partial(update, f)), (0, 2, 3), (params, *updated, a.norm, *a.position), (*updated, loss)),
+        "in_place": lambda: Call(partial(update, f), (0, 1, 2), (*updated, a.update_norm, *a.position), (*updated, loss)),
+        "into_new": lambda: Call(partial(update, f), (1, 2), (*updated, a.update_norm, *a.position), (*updated, loss)),
+        "into_retired": lambda: Call(
+            _into(partial(update, f)), (0, 2, 3), (params, *updated, a.update_norm, *a.position), (*updated, loss)
+        ),
         "sum_squares": lambda: Call(partial(sum_squares, f), (), (a.accumulators,), a.whole(squares_spec([len(f.counted)])[0])),
+        "stage_norm": lambda: Call(partial(with_stage_norm, f), (), (a.accumulators, a.norm), a.update_norm),
         "next_scale": lambda: Call(partial(next_scale, f), (), (a.scale, a.norm), a.scale),
         "norm": lambda: Call(norm_of, (), (a.whole(squares_spec(counts)),), a.norm),
         "take_shared": lambda: Call(partial(take_shared, f), (), (a.accumulators,), shared_gradients(f, a.accumulators)),

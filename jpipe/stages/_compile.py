@@ -45,9 +45,7 @@ def compile_workers(
     of_key = {key: f for w, (f, _, _) in workers.items() for key in (_for_all(keys[w]), keys[w])}
     used: dict[Any, set[str]] = {key: set() for key in of_key}
     for w, (f, _, _) in workers.items():
-        averages, scales = f.averages_when_read, f.scale_spec is not None
-        always = {"evaluate", *(("add_state", "mean_state") if averages else ()), *(("next_scale",) if scales else ())}
-        used[_for_all(keys[w])].update(always if like is None else {"evaluate"})
+        used[_for_all(keys[w])].update({"evaluate"} if like is not None else _always_used(f))
     for program in programs:
         for instruction in program.instructions:
             if instruction.worker in workers:
@@ -66,6 +64,13 @@ def compile_workers(
     if like is None:
         return {w: stages_by_key[key] for w, key in keys.items()}
     return {w: replace(stages_by_key[key], calls=like[w].calls | stages_by_key[key].calls) for w, key in keys.items()}
+
+
+def _always_used(f: StageFunctions) -> set[str]:
+    """Return the calls of a stage that no instruction names, or that every program needs."""
+    options = {"stage_norm": f.clip_stage_norm is not None, "next_scale": f.scale_spec is not None}
+    averages = dict.fromkeys(("add_state", "mean_state"), f.averages_when_read)
+    return {"evaluate", *(name for name, used in (options | averages).items() if used)}
 
 
 def _for_all(key: tuple[tuple[str, ...], Place, Share | None]) -> tuple[tuple[str, ...], Place, Share | None]:
@@ -137,7 +142,7 @@ def compile_stages(
     Of replicas that share the optimizer state one stands for all: that with the share in `shares`. Programs in `known` are not compiled
     again; new ones are added.
     """
-    names: list[set[str]] = [set() for _ in functions]
+    names: list[set[str]] = [set() if f.clip_stage_norm is None else {"stage_norm"} for f in functions]
     for program in programs:
         for instruction in program.instructions:
             names[plan.workers[instruction.worker][0]].update(_calls(instruction, program))

@@ -58,9 +58,10 @@ class CompiledStage:
     """The compiled calls of a stage, by name: the functions of `jpipe.ops.OPS` and an update of each kind, those that are used.
 
     Each except `evaluate` returns (result, done), where `done` is an array of one byte that is ready when the computation is finished.
-    With the global norm there is also `sum_squares`, and at the first stage `norm`; with a dynamic loss scale `next_scale`; if gradients
-    are set aside, `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add` and `finish`; if they average their
-    layer state when it is read, `add_state` and `mean_state`. With a `share`, updates are of this part of the weights.
+    With the global norm there is also `sum_squares`, and at the first stage `norm`; with a norm of each stage `stage_norm`; with a dynamic
+    loss scale `next_scale`; if gradients are set aside, `zero_accumulators` and at the last stage `mean_loss`; if replicas sum them, `add`
+    and `finish`; if they average their layer state when it is read, `add_state` and `mean_state`. With a `share`, updates are of this part
+    of the weights.
     """
 
     functions: StageFunctions
@@ -104,8 +105,8 @@ class CompiledStage:
             *retired, params = (self.share.part(tree) for tree in (*retired, params))
         frozen = trained.others(params)
         *retired, params = (trained.part(tree) for tree in (*retired, params))
-        (new, *others), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm, made_at)
-        return (trained.joined(new, frozen), *others), done
+        (new, *remaining), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm, made_at)
+        return (trained.joined(new, frozen), *remaining), done
 
     def _update_trained(
         self,
@@ -150,12 +151,12 @@ def choices(f: StageFunctions, name: str, call: jax.stages.Compiled) -> dict[str
     """Return how one of the calls in `sharded_by_xla` shards its results for later calls, as `Arrays.chosen`."""
     result, _ = call.output_shardings
     op = ops_by_call()[name]
-    left = result[op.leaves.index("residuals" if "residuals" in op.leaves else "stash")]
+    sharded = result[op.leaves.index("residuals" if "residuals" in op.leaves else "stash")]
     if "residuals" in op.leaves:
-        return {"saved": left}
+        return {"saved": sharded}
     if not op.begins:
-        return {"stash": left}
-    _, late_saved, stash = left
+        return {"stash": sharded}
+    _, late_saved, stash = sharded
     # The halves do not read the remaining saved arrays: any sharding will do for them.
     read = dict(zip(f.halves.late_saved, late_saved, strict=True))
     return {"saved": [read.get(i) for i in range(f.residuals.count)], "stash": stash}

@@ -20,7 +20,7 @@ _RUN_ONCE: Mapping[str, str | bool] = MappingProxyType({"xla_backend_optimizatio
 
 
 def compile_initializers(
-    stack: LayerStack, specs: Mapping[str, LayerSpec], places: Iterable[tuple[str, Place]]
+    stack: LayerStack, specs: Mapping[str, LayerSpec], layer_places: Iterable[tuple[str, Place]]
 ) -> dict[tuple[str, Place], jax.stages.Compiled]:
     """Compile `key -> (params, state)` for each (layer id, place), whole on the first device; equal layers of a device share one program.
 
@@ -28,7 +28,7 @@ def compile_initializers(
     """
     distinct: dict[tuple[str, jax.Device], jax.stages.Lowered] = {}
     program_of = {}
-    for layer_id, place in dict.fromkeys(places):
+    for layer_id, place in dict.fromkeys(layer_places):
         lowered = _lower_initializer(stack.layers[layer_id], specs[layer_id].x, place.first)
         program_of[layer_id, place] = lowered.as_text(), place.first
         distinct.setdefault(program_of[layer_id, place], lowered)

@@ -20,11 +20,11 @@ def shares_of(plan: Plan, f: StageFunctions) -> tuple[Share | None, ...]:
     parts: dict[str, list[str]] = {}
     for entry in f.specs.params:
         if entry not in common:
-            tied = entry in ties.first or any(name not in common for name in ties.places.get(entry, {}).values())
+            tied = entry in ties.first or any(name not in common for name in ties.shared.get(entry, {}).values())
             parts.setdefault("" if tied else entry, []).append(entry)
     sizes = [tuple(sum(nbytes(tree[entry]) for entry in part) for tree in (arrays.optimizer, arrays.trained)) for part in parts.values()]
     owners = deal([(size[0], size[1]) for size in sizes], f.stage.replicas)
     entries: list[list[str]] = [[] for _ in range(f.stage.replicas)]
     for owner, part in zip(owners, parts.values(), strict=True):
         entries[owner] += part
-    return tuple(Share(tuple(own), tuple(common)) for own in entries)
+    return tuple(Share(tuple(exclusive), tuple(common)) for exclusive in entries)

@@ -63,21 +63,21 @@ class StandaloneStage:
     def trace(self, name: Name, device: jax.Device) -> jax.stages.Traced:
         """Trace one of the programs for a device; `.lower().compile()` returns the program that a pipeline runs.
 
-        Side effects such as host callbacks are left out: a profile calls the program with made-up values.
+        Side effects such as host callbacks are left out: a profile calls the program with dummy values.
 
         Args:
             name: of the program; each returns (result, done), where `done` is ready when everything is computed.
             device: the device.
 
         Returns:
-            A program with the arguments forward(params, state, x, labels, rng); backward(params, kept, saved, message, accumulators,
-            rng), which donates `accumulators`; update(trained params, optimizer state, accumulators, norm), which donates the first
-            three. The halves of a backward are those of `StageFunctions`.
+            A program with the arguments forward(params, state, x, labels, rng); backward(params, forward_arrays, saved, message,
+            accumulators, rng), which donates `accumulators`; update(trained params, optimizer state, accumulators, norm), which donates
+            the first three. The halves of a backward are those of `StageFunctions`.
         """
         return trace_call(self._functions, Place((device,)), "in_place" if name == "update" else name, with_effects=False)
 
     def keep(self, arguments: tuple[Tree, Tree, Tree], outputs: tuple[Tree, Tree]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the `kept` of a backward, from the (state, x, labels) of its forward and the (y, changed state) that it returned."""
+        """Return the `forward_arrays` of a backward, from the (state, x, labels) of its forward and the (y, changed state)."""
         y, changed = outputs
         return self._functions.residuals.keep(arguments, (y, self._functions.changed.joined(changed, arguments[0])))
 

@@ -119,7 +119,8 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             scales[k // m + 1], growing = next_scale(dynamic, scales[k // m], growing, norm.nonfinite)
         for s, total in totals.items():
             g = k // every(plan, s)
-            versions[s][g + 1], optimizer[s], mean = updated(functions[s].trained, calls[s], versions[s][g], optimizer[s], total, norm)
+            used = norm if functions[s].clip_stage_norm is None else calls[s]["stage_norm"](total, norm)
+            versions[s][g + 1], optimizer[s], mean = updated(functions[s].trained, calls[s], versions[s][g], optimizer[s], total, used)
             found |= {g: mean} if s == last else {}
         if (k + 1) % m == 0 and k // m in drained and plan.sync_state:
             state = [mean_states(own) if len(own) > 1 else own for own in state]

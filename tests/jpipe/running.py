@@ -10,7 +10,7 @@ import optax
 
 from jpipe import LayerStack, Pipeline, Plan, State
 from jpipe.stages.functions._sums import add
-from jpipe.stages.functions._update import sum_squares, update
+from jpipe.stages.functions._update import sum_squares, update, with_stage_norm
 from tests.jpipe import models, monolith, reference
 
 KEY = 11
@@ -54,6 +54,8 @@ def train_as_one_function(pipe: Pipeline, batches, state: State | None = None) -
     plan, state, optimizer = pipe.plan, state or fresh(pipe, batches), pipe.optimizer
     if pipe.clip_global_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(pipe.clip_global_norm), optimizer)
+    if pipe.clip_stage_norm is not None:
+        optimizer = optax.chain(clip_by_stage(tuple(stage.layers for stage in plan.stages), pipe.clip_stage_norm), optimizer)
     stage_of = {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
     start = models.on_first_device((pipe.params(state), layer_state(state)))
     return Trained(
@@ -68,6 +70,19 @@ def train_as_one_function(pipe: Pipeline, batches, state: State | None = None) -
             read=lambda layer_id, k: reference.version(plan, stage_of[layer_id], k),
         )
     )
+
+
+def clip_by_stage(stages: tuple[tuple[str, ...], ...], largest: float) -> optax.GradientTransformation:
+    """Return `optax.clip_by_global_norm` of each stage's layers alone."""
+    clip = optax.clip_by_global_norm(largest)
+
+    def update(gradients, state, params=None):
+        clipped = {}
+        for layers in stages:
+            clipped |= clip.update({layer_id: gradients[layer_id] for layer_id in layers}, clip.init(None))[0]
+        return {layer_id: clipped[layer_id] for layer_id in gradients}, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int], batches=None, optimizer=None, **options: Any) -> None:
@@ -89,7 +104,8 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
         names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight")
         added = jax.jit(add)
         calls = [{name: jax.jit(getattr(f, name)) for name in names} for f in functions]
-        others = [{"update": jax.jit(partial(update, f)), "sum_squares": jax.jit(partial(sum_squares, f)), "add": added} for f in functions]
+        of_updates = {"update": update, "sum_squares": sum_squares, "stage_norm": with_stage_norm}
+        others = [{"add": added} | {name: jax.jit(partial(call, f)) for name, call in of_updates.items()} for f in functions]
         JITTED[key] = functions, [own | other for own, other in zip(calls, others, strict=True)]
     for drains in (set(), drain_after):
         always = [*drains, REFERENCE_BATCHES - 1] if plan.schedule in reference.ASYNCHRONOUS else range(REFERENCE_BATCHES)
@@ -112,8 +128,11 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
         for worker, (s, replica) in zip(state.workers, plan.workers, strict=True):
             updates = REFERENCE_BATCHES * plan.microbatches // reference.every(plan, s)
             oldest = reference.version(plan, s, REFERENCE_BATCHES * plan.microbatches + replica)
-            assert sorted(worker.versions) == list(range(oldest, updates + 1)), f"stage {s} keeps what the next microbatches read, no more"
-            check_equal(worker.versions, {v: expected.versions[s][v] for v in worker.versions})
+            assert list(worker.weights.versions) == list(range(oldest, updates + 1)), (
+                f"stage {s} keeps what the next microbatches read, no more"
+            )
+            for version in worker.weights.versions:
+                check_equal(worker.weights.read(version), expected.versions[s][version])
             check_equal(worker.optimizer, expected.optimizer[s])
             check_equal(worker.layer_state, expected.layer_state[s][replica])
             waiting = {field for update in worker.updates.values() for field, tree in vars(update).items() if tree is not None}

@@ -102,7 +102,7 @@ def undecorated(function):
 
 
 STEP = undecorated(Pipeline.step)
-HANDING_OVER = (STEP, undecorated(interrupts.consume), undecorated(interrupts.held_signals))
+HANDING_OVER = (STEP, undecorated(interrupts.consume), undecorated(interrupts.delayed_signals))
 
 
 def interrupted(pipe, begun, batches, expected, at, functions=()):
@@ -200,7 +200,7 @@ def test_a_computation_that_fails_loses_the_state_and_says_so(pipe, begun, batch
     assert pipe._executor._transport._mailbox == {}
     message = (
         r"state: lost: the step or drain that consumed it ended with MemoryError \(RESOURCE_EXHAUSTED: 7 bytes\) when it had written over "
-        r"some of its arrays; go on from a checkpoint or snapshot \(Pipeline.restore\), or begin again with init"
+        r"some of its arrays; continue from a checkpoint or snapshot \(Pipeline.restore\), or begin again with init"
     )
     for use in (lambda: pipe.step(state, batches[-1]), lambda: pipe.drain(state), lambda: pipe.params(state)):
         with pytest.raises(InputError, match=message):
@@ -241,8 +241,8 @@ def test_signals_that_others_handle_are_left_alone():
     received = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
-        with interrupts.held_signals():
-            with interrupts.held_signals():
+        with interrupts.delayed_signals():
+            with interrupts.delayed_signals():
                 for _ in range(2):
                     signal.raise_signal(signal.SIGTERM)
                 assert not received
@@ -250,7 +250,7 @@ def test_signals_that_others_handle_are_left_alone():
             own = signal.signal(signal.SIGINT, signal.SIG_IGN)  # who sets one in between keeps it
         assert received == [signal.SIGTERM] * 2, "each is delivered: a second one may mean more than the first"
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        with interrupts.held_signals():
+        with interrupts.delayed_signals():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         assert own is not signal.SIG_IGN
     finally:

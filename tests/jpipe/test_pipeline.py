@@ -72,7 +72,7 @@ def test_a_used_up_state_is_refused(variant):
     pipe = pipeline(variant)
     old = fresh(pipe, BATCHES)
     state, _ = pipe.step(old, BATCHES[0])
-    message = r"state: step or drain has already consumed it and deleted its arrays; go on with the state that call returned"
+    message = r"state: step or drain has already consumed it and deleted its arrays; use the state that call returned"
     for use in (
         lambda: pipe.step(old, BATCHES[0]),
         lambda: pipe.drain(old),
@@ -158,9 +158,9 @@ def test_evaluation_equals_a_forward_by_hand_at_the_version_it_names(variant, st
         state, _ = pipe.step(state, batch)
     found = pipe.evaluate(state, BATCHES[5])
     params = models.on_first_device(pipe.params(state))
-    if all(found.version in worker.versions for worker in state.workers):
+    if all(found.version in worker.weights.versions for worker in state.workers):
         evaluated = state
-        held = {layer_id: p for worker in state.workers for layer_id, p in worker.versions[found.version].items()}
+        held = {layer_id: p for worker in state.workers for layer_id, p in worker.weights.read(found.version).items()}
         check_equal(params, held)
     else:
         evaluated = pipe.drain(models.copied(state))
@@ -290,7 +290,7 @@ def test_a_notebook_shows_tables_of_plan_pipeline_and_state():
     assert caption == "State: before batch 2, in flight since batch 0, 3 workers"
     assert head == ["worker", "weight versions", "weights", "optimizer state", "accumulators and layer state", "buffers"]
     assert [row[0] for row in rows] == ["0", "1", "2"]
-    weights = [sum(leaf.nbytes for leaf in jax.tree.leaves(worker.versions)) for worker in state.workers]
+    weights = [sum(leaf.nbytes for leaf in jax.tree.leaves(worker.weights)) for worker in state.workers]
     assert [row[2] for row in rows] == [f"{size} B" for size in weights]
     assert [row[1] for row in rows] == ["0, 1", "0, 1", "1, 2"]
     pipe.drain(state)

@@ -114,10 +114,10 @@ class HeldOutBatches:
     buckets: tuple[BatchesOfRows, ...]
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.locations)
 
     def __getitem__(self, index: int) -> Batch:
-        bucket, number = self.places[index]
+        bucket, number = self.locations[index]
         return self.buckets[bucket][number]
 
     def with_remainder(self, microbatch: int) -> "AllBatches":
@@ -125,7 +125,7 @@ class HeldOutBatches:
         return AllBatches(self, microbatch)
 
     @cached_property
-    def places(self) -> list[Place]:
+    def locations(self) -> list[Place]:
         """The bucket of each batch, and its number in that bucket."""
         numbers = [itertools.count() for _ in self.buckets]
         order = _shuffled(0, 0, tuple(map(len, self.buckets))).tolist()
@@ -145,10 +145,10 @@ class AllBatches:
     microbatch: int
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def __getitem__(self, index: int) -> Batch:
-        part, number = self._places[index]
+        part, number = self._locations[index]
         return part[number]
 
     @property
@@ -158,19 +158,19 @@ class AllBatches:
 
     def rows_of(self, index: int) -> int:
         """Return how many rows of the data a batch has."""
-        part, number = self._places[index]
+        part, number = self._locations[index]
         return part.rows_of(number)
 
     def copies_of(self, index: int) -> int:
         """Return how many copies of each of these rows a batch has."""
-        part, number = self._places[index]
+        part, number = self._locations[index]
         return part.copies_of(number)
 
     @cached_property
-    def _places(self) -> list[tuple[AllRows, int]]:
+    def _locations(self) -> list[tuple[AllRows, int]]:
         parts = [AllRows(bucket, self.microbatch) for bucket in self.batches.buckets]
-        left = [(part, i) for part in parts for i in range(len(part.batches), len(part))]
-        return [(parts[bucket], number) for bucket, number in self.batches.places] + left
+        partial = [(part, i) for part in parts for i in range(len(part.batches), len(part))]
+        return [(parts[bucket], number) for bucket, number in self.batches.locations] + partial
 
 
 class RowsOfOneShape(Elements, Protocol):

@@ -74,7 +74,7 @@ def features_of(file: Path, sizes: Sizes) -> Float32[np.ndarray, "n f"]:
     with np.errstate(over="ignore"):  # what is too large for float32 is not finite
         frames = npz_file.read(file, ARRAY, FOLDER, _MOST_BYTES).astype(np.float32)
     if not np.isfinite(frames).all():
-        raise InputError(f"{FOLDER}: '{file}': expected finite features, found others; make it again")
+        raise InputError(f"{FOLDER}: '{file}': expected finite features, found NaN or infinity; make it again")
     features = np.zeros((sizes.frames, sizes.features), np.float32)
     at = np.linspace(0, len(frames) - 1, sizes.frames).round().astype(int) if len(frames) > sizes.frames else np.arange(len(frames))
     features[: at.size] = frames[at]
@@ -102,11 +102,11 @@ def load(
         words: as in `Sizes`.
         features: as in `Sizes`.
         vocab_size: the number of the most frequent words to keep; None: all.
-        unusable: refuse a caption that is empty or longer, or drop it.
+        unusable: raise an error for a caption that is empty or longer ("refuse"), or drop it.
 
     Raises:
         InputError: an argument is out of range; a file is missing, truncated or no such file, a line is no name with a caption, or
-            captions that cannot be used are refused; there is less than a batch for validation.
+            captions that cannot be used, with `unusable` "refuse"; there is less than a batch for validation.
     """
     check_integers(DATA, 1, MOST_POSITIONS, frames=frames, words=words, features=features)
     if vocab_size is not None:
@@ -120,9 +120,9 @@ def load(
     parts, remarks = {}, []
     for part, pairs in lines.items():
         lengths = np.asarray([len(caption) for caption in captions[part]], np.int64)
-        kept, remark = usable([lengths], [words], [f"{part}.tsv"], unusable)
-        files = [features_folder / f"{pairs[i][0]}.npz" for i in kept]
-        parts[part] = Captions(files, [vocabulary.numbers(captions[part][i]) for i in kept], vocabulary.end, sizes)
+        used, remark = usable([lengths], [words], [f"{part}.tsv"], unusable)
+        files = [features_folder / f"{pairs[i][0]}.npz" for i in used]
+        parts[part] = Captions(files, [vocabulary.numbers(captions[part][i]) for i in used], vocabulary.end, sizes)
         remarks.append(remark)
     files = sorted({file for part in parts.values() for file in part.files})
     with sources.readable(FOLDER):

@@ -117,7 +117,8 @@ def find(path: str, where: str, classes: tuple[str, ...] | None = None, *, skip:
         path: the folder.
         where: the key that names it, for messages.
         classes: the allowed classes; None: all folders, in alphabetical order, at least two.
-        skip: leave out what has the name of an image and is no file, such as a FIFO or a link that leads nowhere; else refuse it.
+        skip: leave out what has the name of an image and is no file, such as a FIFO or a link that leads nowhere; else raise an error for
+        it.
 
     Returns:
         The images, and a line for each kind of file that was left out.
@@ -135,7 +136,7 @@ def find(path: str, where: str, classes: tuple[str, ...] | None = None, *, skip:
         _check_folders(path, where, names_of_classes, classes, len(entries))
         names: list[str] = []
         labels: list[int] = []
-        others: list[str] = []
+        not_images: list[str] = []
         special: list[str] = []
         for name in names_of_classes:
             files = _files(root, name)
@@ -147,12 +148,12 @@ def find(path: str, where: str, classes: tuple[str, ...] | None = None, *, skip:
             if not files.images:
                 raise InputError(f"{where}: expected an image in each class, found none in '{root / name}'; fill the folder, or remove it")
             names += files.images
-            others += files.others
+            not_images += files.not_images
             special += files.special
             labels += [(classes or names_of_classes).index(name)] * len(files.images)
     remarks = []
-    if others:
-        remarks = [f"{count(len(others), 'file')} left out whose name is not that of an image, the first is '{root / others[0]}'"]
+    if not_images:
+        remarks = [f"{count(len(not_images), 'file')} left out whose name is not that of an image, the first is '{root / not_images[0]}'"]
     if special:
         remarks.append(f"{count(len(special), 'image')} left out that is no regular file, the first is '{root / special[0]}'")
     return Images(root, tuple(names), np.asarray(labels, np.int32), classes or names_of_classes), remarks
@@ -175,7 +176,7 @@ class _ClassFiles(NamedTuple):
     """The files of a class: images, files with other names, and entries that are named like images but are no regular files."""
 
     images: list[str]
-    others: list[str]
+    not_images: list[str]
     special: list[str]
 
 
@@ -189,7 +190,7 @@ def _files(root: Path, name: str) -> _ClassFiles:
         for entry in (entry for entry in entries if not entry.is_dir()):
             path = Path(entry.path)
             is_image = path.suffix.lower() in ENDINGS
-            place = files.others if not is_image else files.images if entry.is_file() else files.special
+            place = files.not_images if not is_image else files.images if entry.is_file() else files.special
             place.append(path.relative_to(root).as_posix())
         folders += [Path(entry.path) for entry in reversed(entries) if entry.is_dir(follow_symlinks=False)]
     return files
@@ -199,7 +200,7 @@ def _without_broken(parts: Sequence[Images]) -> tuple[list[Images], list[str]]:
     """Leave out images that do not decode.
 
     Returns:
-        The remaining images, and a line that counts and names the others.
+        The remaining images, and a line that counts the remaining ones and names the first.
     """
     whole: list[Images] = []
     broken: list[str] = []

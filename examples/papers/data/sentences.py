@@ -89,13 +89,13 @@ def usable(lengths: Sequence[np.ndarray], most: Sequence[int], names: Sequence[s
         lengths: tokens of the sentences of each file, the end of a sentence not included.
         most: that they may have, the end included, in each file.
         names: of the files.
-        unusable: whether others are refused or dropped.
+        unusable: whether the remaining ones raise an error or are dropped.
 
     Returns:
         The indices of the usable ones; a remark, None if all are.
 
     Raises:
-        InputError: some are refused.
+        InputError: some cannot be used, and `unusable` is "refuse".
     """
     empty = [each == 0 for each in lengths]
     long = [each >= limit for each, limit in zip(lengths, most, strict=True)]

@@ -94,11 +94,11 @@ def load(
         target_length: tokens of its translation, its end included.
         buckets: shorter lengths, from the shortest on. A pair is padded to the first that both of its sentences fit into, and batched
             with others of that length, so that batches have one more shape for each.
-        unusable: refuse a sentence that is empty or longer, or drop the pair.
+        unusable: raise an error for a sentence that is empty or longer ("refuse"), or drop the pair.
 
     Raises:
         InputError: an argument is out of range; a file is missing or is no text, two of them have not the same number of lines, or pairs
-            that cannot be used are refused; there is less than a batch for validation.
+            that cannot be used, with `unusable` "refuse"; there is less than a batch for validation.
     """
     check_integers(DATA, 1, MOST_POSITIONS, source_length=source_length, target_length=target_length)
     check_choice(DATA, ("refuse", "drop"), unusable=unusable)
@@ -156,7 +156,7 @@ def _pairs(
         )
     tokens = [[each.astype(np.int32) for each in tokenizer.encoded(lines)] for lines in texts]
     sizes = [np.asarray([each.size for each in sentences], np.int64) for sentences in tokens]
-    kept, remark = usable(sizes, lengths, names, unusable)
-    sources, targets = ([sentences[i] for i in kept] for sentences in tokens)
+    used, remark = usable(sizes, lengths, names, unusable)
+    sources, targets = ([sentences[i] for i in used] for sentences in tokens)
     assert tokenizer.end is not None
     return Pairs(sources, targets, lengths, tokenizer.end), remark

@@ -132,17 +132,17 @@ class DroppedLSTM(linen.Module):
     def _going_on(self, lstm: LSTM, x: Any, continues: Any, batch_size: int, train: bool) -> Any:
         rows = x.shape[0]
         shape = max(batch_size // rows, 1), rows, self.hidden
-        kept = [self.variable("carry", name, jnp.zeros, shape, x.dtype) for name in ("cell", "hidden")]
+        carries = [self.variable("carry", name, jnp.zeros, shape, x.dtype) for name in ("cell", "hidden")]
         turn = self.variable("carry", "turn", jnp.zeros, (), jnp.int32)
         carry = None
         if train:
             keep = (continues > 0)[:, None]
-            states = (jax.lax.dynamic_index_in_dim(each.value, turn.value, keepdims=False) for each in kept)
+            states = (jax.lax.dynamic_index_in_dim(each.value, turn.value, keepdims=False) for each in carries)
             cell, hidden = (jax.lax.stop_gradient(jnp.where(keep, state, jnp.zeros_like(state))) for state in states)
             carry = cell, hidden
         after, y = lstm(x, None, carry, train=train)
         if train and not self.is_initializing():
-            for each, state in zip(kept, after, strict=True):
+            for each, state in zip(carries, after, strict=True):
                 each.value = jax.lax.dynamic_update_index_in_dim(each.value, state, turn.value, 0)
             turn.value = (turn.value + 1) % shape[0]
         return y

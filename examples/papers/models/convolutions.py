@@ -95,9 +95,9 @@ def check_batch(images: Any, size: int | None) -> None:
             "change data.target or model.target"
         )
     if shape[1:3] != (size, size):
-        found = f"{shape[1]} × {shape[2]}"
+        actual = f"{shape[1]} × {shape[2]}"
         raise InputError(
-            f"data.arguments.image_size: expected images of {size} × {size} pixels, model.arguments.image_size, found {found}; "
+            f"data.arguments.image_size: expected images of {size} × {size} pixels, model.arguments.image_size, found {actual}; "
             "change one of them"
         )
 

@@ -19,7 +19,7 @@ _FEW = 4  # numbers: an array of no more is taken to be a constant, unless a mod
 _MOST_OBJECTS = 10_000  # that are searched for the name of an array
 
 
-def refuse_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[], Any]) -> None:
+def reject_constants(layer_id: str, layer: Any, traced: Any, trace: Callable[[], Any]) -> None:
     """Raise `InputError` for a layer whose forward closes over floating-point arrays: parameters that would not be trained.
 
     Integers, arrays that the forward makes itself, arrays of a few numbers, and NumPy arrays that are in no module are constants.

@@ -189,9 +189,9 @@ def _propagate_while(params: Any, into: list[int], adds: Adds | None) -> list[in
     for_condition, for_body = into[:of_condition], into[of_condition : of_condition + of_body]
     carried = into[of_condition + of_body :]
     while True:
-        (goes_on,) = reached(params["cond_jaxpr"].jaxpr, for_condition + carried, adds=adds)
+        (condition,) = reached(params["cond_jaxpr"].jaxpr, for_condition + carried, adds=adds)
         results = reached(params["body_jaxpr"].jaxpr, for_body + carried, adds=adds)
-        fed_back = [old | new | goes_on for old, new in zip(carried, results, strict=True)]
+        fed_back = [old | new | condition for old, new in zip(carried, results, strict=True)]
         if fed_back == carried:
             return carried
         carried = fed_back

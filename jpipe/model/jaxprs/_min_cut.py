@@ -35,8 +35,8 @@ def cheapest_cut(costs: Mapping[Node, int], inputs: Mapping[Node, Iterable[Node]
     edges += [(2 * number[node] + 1, sink, _ENDLESS) for node in set(wanted)]
     rows, columns, capacities = (np.array(column, np.int32) for column in zip(*edges, strict=True))
     graph = coo_matrix((capacities, (rows, columns)), shape=(sink + 1, sink + 1)).tocsr()
-    left = graph - maximum_flow(graph, source, sink).flow
-    left.data = np.maximum(left.data, 0)
-    left.eliminate_zeros()
-    reached = set(breadth_first_order(left, source, return_predecessors=False).tolist())
+    residual = graph - maximum_flow(graph, source, sink).flow
+    residual.data = np.maximum(residual.data, 0)
+    residual.eliminate_zeros()
+    reached = set(breadth_first_order(residual, source, return_predecessors=False).tolist())
     return [node for node, i in number.items() if 2 * i in reached and 2 * i + 1 not in reached]

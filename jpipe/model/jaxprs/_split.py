@@ -166,17 +166,17 @@ def _two_scans(equation: Any, in_first: Sequence[bool]) -> Callable[[list[Any]],
             split_at = len(carry_of_first)
             return tuple(results[:split_at]), (results[split_at:], stash, [arguments[i] for i in stacked])
 
-        carry, (ys, stash, kept) = scan_like(equation, first, [start[i] for i in carry_of_first], tuple(xs))
+        carry, (ys, stash, stacked_arguments) = scan_like(equation, first, [start[i] for i in carry_of_first], tuple(xs))
 
         def second(carry: tuple[Any, ...], x: Any) -> Any:
-            x, stash, kept = x
-            arguments = dict(enumerate(inputs[:count])) | dict(zip(stacked, kept, strict=True)) | x
+            x, stash, stacked_arguments = x
+            arguments = dict(enumerate(inputs[:count])) | dict(zip(stacked, stacked_arguments, strict=True)) | x
             arguments |= {count + i: value for i, value in zip(carry_of_second, carry, strict=True)}
             results = halves.second([arguments[i] for i in halves.arguments], stash)
             return tuple(results[: len(carry)]), results[len(carry) :]
 
         scanned = {i: xs[i - count - carried] for i in halves.arguments if i >= count + carried}
-        carry_2, ys_2 = scan_like(equation, second, [start[i] for i in carry_of_second], (scanned, stash, kept))
+        carry_2, ys_2 = scan_like(equation, second, [start[i] for i in carry_of_second], (scanned, stash, stacked_arguments))
         outputs = {True: iter([*carry, *ys]), False: iter([*carry_2, *ys_2])}
         return [next(outputs[is_first]) for is_first in in_first]
 
@@ -192,9 +192,9 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
     wanted = {half: [var for var, is_first in zip(jaxpr.outvars, in_first, strict=True) if is_first == half] for half in (True, False)}
     position = {var: i for i, var in enumerate(jaxpr.invars)}
     free_vars = {*jaxpr.constvars, *(var for var, is_free in zip(jaxpr.invars, free, strict=True) if is_free)}
-    kept, made_before = _kept_between(jaxpr, wanted, free_vars, {jaxpr.invars[i] for i in absent})
-    stash = [var for var in [*kept, *made_before] if var not in position]
-    needs, of_second = needed(jaxpr, wanted[False], {*kept, *made_before})
+    second_inputs, early_results = _inputs_of_second(jaxpr, wanted, free_vars, {jaxpr.invars[i] for i in absent})
+    stash = [var for var in [*second_inputs, *early_results] if var not in position]
+    needs, of_second = needed(jaxpr, wanted[False], {*second_inputs, *early_results})
     read = [var for var in jaxpr.invars if var in needs]
     _, of_first = needed(jaxpr, [*wanted[True], *stash])
     present = [var for i, var in enumerate(jaxpr.invars) if i not in absent]
@@ -210,7 +210,7 @@ def _halves(closed: Any, in_first: Sequence[bool], free: Sequence[bool], absent:
     return Halves(first_half, lambda inputs, stashed: second(*inputs, *stashed), tuple(position[var] for var in read), specs)
 
 
-def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:
+def _inputs_of_second(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[Any], absent: set[Any]) -> tuple[list[Any], list[Any]]:
     """Return the inputs of the second half, and its results that the first half computes, as variables in order."""
     of_first, of_second = (set(needed(jaxpr, wanted[half])[1]) for half in (True, False))
     available = {*jaxpr.constvars, *jaxpr.invars} - absent  # what the first half has, or could compute cheaply
@@ -223,9 +223,11 @@ def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[An
                 from_free.update(equation.outvars)
             if number in of_first or (is_cheap and all(var in available for var in inputs)):
                 available.update(equation.outvars)
-    made_by = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-    made_before = [v for v in dict.fromkeys(wanted[False]) if not is_literal(v) and v in available and v in made_by and v not in from_free]
-    sinks = {v for v in wanted[False] if not is_literal(v) and v in available and v not in made_by}
+    producers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    early_results = [
+        v for v in dict.fromkeys(wanted[False]) if not is_literal(v) and v in available and v in producers and v not in from_free
+    ]
+    sinks = {v for v in wanted[False] if not is_literal(v) and v in available and v not in producers}
     for number in of_second:
         if not all(var in available or isinstance(var, jex.DropVar) for var in jaxpr.eqns[number].outvars):
             sinks.update(var for var in jaxpr.eqns[number].invars if not is_literal(var) and var in available)
@@ -235,12 +237,12 @@ def _kept_between(jaxpr: Any, wanted: Mapping[bool, Sequence[Any]], free: set[An
         if var in costs:
             continue
         costs[var] = _nbytes(var)
-        if var in made_by and made_by[var].primitive.name in _CHEAP:
-            inputs_of[var] = [v for v in made_by[var].invars if not is_literal(v) and v not in from_free]
+        if var in producers and producers[var].primitive.name in _CHEAP:
+            inputs_of[var] = [v for v in producers[var].invars if not is_literal(v) and v not in from_free]
             to_do += inputs_of[var]
-    order = {var: i for i, var in enumerate([*jaxpr.invars, *(var for equation in jaxpr.eqns for var in equation.outvars)])}
+    positions = {var: i for i, var in enumerate([*jaxpr.invars, *(var for equation in jaxpr.eqns for var in equation.outvars)])}
     chosen = cheapest_cut(costs, inputs_of, [var for var in sinks if var not in from_free]) if costs else []
-    return sorted(chosen, key=order.__getitem__), [var for var in made_before if var not in chosen]
+    return sorted(chosen, key=positions.__getitem__), [var for var in early_results if var not in chosen]
 
 
 def _function(closed: Any, inputs: Sequence[Any], outputs: Sequence[Any], numbers: Sequence[int]) -> Callable[..., list[Any]]:

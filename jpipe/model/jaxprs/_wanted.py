@@ -18,19 +18,19 @@ UNKNOWN = jex.DebugInfo("evaluated in part", "<unknown>", None, None)
 """Names of arguments and results for messages: there are none."""
 
 
-def without_effects(function: Callable[..., Tree], made_up: Sequence[bool] | None = None) -> Callable[..., Tree]:
-    """Return the function without the side effects that would see made-up values, unless one of its results needs them.
+def without_effects(function: Callable[..., Tree], is_dummy: Sequence[bool] | None = None) -> Callable[..., Tree]:
+    """Return the function without the side effects that would see dummy values, unless one of its results needs them.
 
     Args:
         function: of pytrees of arrays.
-        made_up: for each argument whether its values are made up. A side effect stays where it depends on none of these. By default none
+        is_dummy: for each argument whether its values are dummies. A side effect stays where it depends on none of these. By default none
             stays.
     """
 
     def quiet(*arguments: Tree) -> Tree:
         closed, outputs = jax.make_jaxpr(function, return_shape=True)(*arguments)
         leaves, treedef = jax.tree.flatten(outputs)
-        trees = None if made_up is None else zip(arguments, made_up, strict=True)
+        trees = None if is_dummy is None else zip(arguments, is_dummy, strict=True)
         marks = None if trees is None else [mark for tree, mark in trees for _ in jax.tree.leaves(tree)]
         results = evaluate_wanted(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), [True] * len(leaves), marks)
         return jax.tree.unflatten(treedef, results)
@@ -39,7 +39,7 @@ def without_effects(function: Callable[..., Tree], made_up: Sequence[bool] | Non
 
 
 def evaluate_wanted(
-    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool], made_up: Sequence[bool] | None = None
+    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool], is_dummy: Sequence[bool] | None = None
 ) -> list[Any]:
     """Evaluate the wanted results of a jaxpr, with its calls inlined.
 
@@ -48,13 +48,13 @@ def evaluate_wanted(
         consts: its constants.
         arguments: None in place of one that the wanted results do not need.
         wanted: for each result whether it is wanted.
-        made_up: for each argument whether its values are made up. Side effects stay where they depend on none of these. By default none
+        is_dummy: for each argument whether its values are dummies. Side effects stay where they depend on none of these. By default none
             stays that the results do not need.
 
     Returns:
-        The wanted results; None in place of the others.
+        The wanted results; None in place of the unwanted ones.
     """
-    doubtful = None if made_up is None else _made_up(jaxpr, made_up)
+    doubtful = None if is_dummy is None else _dummies(jaxpr, is_dummy)
     needs, numbers = needed(
         jaxpr, [var for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted], inside=True, doubtful=doubtful
     )
@@ -127,7 +127,7 @@ def needed(
         wanted: variables of it.
         known: variables that are known.
         inside: whether a call or a scan needs only what its wanted results depend on, and not all that goes into it.
-        doubtful: the variables with made-up values. With it, equations with side effects that read none of these are needed, too.
+        doubtful: the variables with dummy values. With it, equations with side effects that read none of these are needed, too.
     """
     needs, numbers = {var for var in wanted if not is_literal(var)}, []
     for number in reversed(range(len(jaxpr.eqns))):
@@ -145,7 +145,7 @@ def _inputs_needed(equation: Any, results: list[bool], inside: bool, doubtful: C
     if inside and is_call(equation) and (any(results) or (equation.effects and doubtful is not None)):
         body, _ = body_of(equation)
         wanted = [var for var, is_wanted in zip(body.outvars, results, strict=True) if is_wanted]
-        marks = None if doubtful is None else _made_up(body, [var in doubtful for var in _variables(equation)])
+        marks = None if doubtful is None else _dummies(body, [var in doubtful for var in _variables(equation)])
         needs, numbers = needed(body, wanted, inside=True, doubtful=marks)
         return [var in needs for var in body.invars] if numbers or any(results) else None
     if not any(results) and not stays:
@@ -174,14 +174,14 @@ def _stays(equation: Any, doubtful: Collection[Any] | None) -> bool:
     return doubtful is not None and bool(equation.effects) and not any(var in doubtful for var in _variables(equation))
 
 
-def _made_up(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
-    """Return the variables of a jaxpr whose values depend on made-up arguments."""
-    made_up = {var for var, is_made_up in zip(jaxpr.invars, arguments, strict=True) if is_made_up}
+def _dummies(jaxpr: Any, arguments: Sequence[bool]) -> set[Any]:
+    """Return the variables of a jaxpr whose values depend on dummy arguments."""
+    dummies = {var for var, is_dummy in zip(jaxpr.invars, arguments, strict=True) if is_dummy}
     for equation in jaxpr.eqns:
-        into = [int(var in made_up) for var in _variables(equation)]
+        into = [int(var in dummies) for var in _variables(equation)]
         if any(into):
-            made_up.update(var for var, is_made_up in zip(equation.outvars, propagate(equation, into), strict=True) if is_made_up)
-    return made_up
+            dummies.update(var for var, is_dummy in zip(equation.outvars, propagate(equation, into), strict=True) if is_dummy)
+    return dummies
 
 
 def _variables(equation: Any) -> list[Any]:

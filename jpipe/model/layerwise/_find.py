@@ -35,7 +35,7 @@ def find_layerwise(
     Two tests must pass. The update of the whole model is traced: no layer's update may depend on the gradient, the
     parameters or the state of another layer, at any step. Then it runs on tiny arrays, whole and layer by layer, for a few steps with
     gradients from 1e-6 to 1e6, another size for each layer at each step, later with one layer NaN: updates and states must agree.
-    An optimizer that fails on the model's structure is refused too.
+    An optimizer that fails on the model's structure raises it, too.
 
     The trace also shows the frozen parameters, whose update is always zero. The layers run without them, unless the updates of other
     parameters depend on them. A factor of zero freezes, too.
@@ -70,7 +70,9 @@ def find_layerwise(
         traced = trace_optimizer(transformation, specs)
     frozen = frozen_leaves(traced, specs)
     if (coupled := coupled_layers(traced, specs)) is not None:
-        raise _refusal("the update of layer '{}' depends on layer '{}'".format(*coupled), transformation, _counted(traced, specs, frozen))
+        raise _not_layerwise(
+            "the update of layer '{}' depends on layer '{}'".format(*coupled), transformation, _counted(traced, specs, frozen)
+        )
     trained = _trained(ties, specs, [leaf and not used for leaf, used in zip(frozen, used_while_frozen(traced, frozen), strict=True)])
     blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in specs.items()}
     first = LayerwiseOptimizer(transformation, {}, takes=traced.position, reads=read_position(traced))
@@ -85,7 +87,7 @@ def find_layerwise(
             if not (reason := difference(layerwise, blank, tiny, ties)):
                 break
         else:
-            raise _refusal(reason, transformation)
+            raise _not_layerwise(reason, transformation)
     _check_without_parameters(layerwise, specs)
     if predicts and trained.has_any(specs) and not has_momentum(traced, specs):
         raise InputError(
@@ -97,7 +99,7 @@ def find_layerwise(
 
 def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str, Callable[[Tree], tuple[str, Tree]]]:
     """Return the field `structured` of a `LayerwiseOptimizer`."""
-    concerned = {layer_id: specs[layer_id] for layer_id in specs if layer_id in ties.places or layer_id in trained.chosen}
+    concerned = {layer_id: specs[layer_id] for layer_id in specs if layer_id in ties.shared or layer_id in trained.chosen}
 
     def placer(layer_id: str, like: Tree) -> Callable[[Tree], tuple[str, Tree]]:
         return lambda tree: (layer_id, with_structure(like, tree))
@@ -112,7 +114,7 @@ def _trained(ties: Ties, specs: Mapping[str, Tree], frozen: Sequence[bool]) -> S
     return Subset({entry: leaves for entry, leaves in by_entry.items() if not all(leaves)})
 
 
-def _refusal(why: str, transformation: optax.GradientTransformation, more: str = "") -> InputError:
+def _not_layerwise(why: str, transformation: optax.GradientTransformation, more: str = "") -> InputError:
     advice = instead_of(transformation) or (
         "leave out the part that looks at all layers at once (a norm over all of them, a step size from all gradients, noise from one key)"
     )
@@ -120,7 +122,7 @@ def _refusal(why: str, transformation: optax.GradientTransformation, more: str =
 
 
 def _counted(traced: TracedOptimizer, specs: Mapping[str, Tree], frozen: Sequence[bool]) -> str:
-    """Return a remark for a refusal where updates depend on the gradients of frozen parameters, or an empty string."""
+    """Return a remark for the error where updates depend on the gradients of frozen parameters, or an empty string."""
     ids = [layer_id for layer_id in sorted(specs) for _ in jax.tree.leaves(specs[layer_id])]
     counted = next((layer_id for layer_id, used in zip(ids, used_while_frozen(traced, frozen), strict=True) if used), None)
     if counted is None:

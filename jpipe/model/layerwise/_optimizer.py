@@ -59,7 +59,7 @@ class LayerwiseOptimizer:
         delay_factor: move the weights ahead of each update by this many updates for each update of its delay, as the last thing.
         takes: the names of the `Position` that the transformation takes as extra arguments, sorted.
         reads: those of them on which its updates or its state depend.
-        trained: the parameters that updates change, by entry (see `Ties`). Of the others, which are frozen, there are no gradients and
+        trained: the parameters that updates change, by entry (see `Ties`). Of frozen parameters there are no gradients and
             no optimizer state. A layer of which all are frozen has none of either.
         structured: for shared parameters, and for layers with shared or frozen ones, (layer id, tree of that layer) from their arrays.
     """

@@ -102,8 +102,8 @@ def coupled_layers(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> tuple[
     ids = sorted(specs)  # as the leaves of a dict come
     marks = [1 << bit for bit, layer_id in enumerate(ids) for _ in jax.tree.leaves(specs[layer_id])]
     for layer, mark in zip(marks, _reached(traced, marks), strict=True):
-        if others := mark & ~layer:
-            return ids[layer.bit_length() - 1], ids[others.bit_length() - 1]
+        if other_layers := mark & ~layer:
+            return ids[layer.bit_length() - 1], ids[other_layers.bit_length() - 1]
     return None
 
 
@@ -115,8 +115,11 @@ def frozen_leaves(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> list[bo
     """
     count, update = len(jax.tree.leaves(dict(specs))), traced.update
     zeros = always_zero(traced.init.jaxpr, traced.init.consts, [False] * count)
-    is_kept = [source == count + i for i, source in enumerate(passed_on(update.jaxpr)[count:])]
-    state = [zero and is_of_parameter and not kept for zero, is_of_parameter, kept in zip(zeros, traced.of_parameter, is_kept, strict=True)]
+    is_unchanged = [source == count + i for i, source in enumerate(passed_on(update.jaxpr)[count:])]
+    state = [
+        zero and is_of_parameter and not unchanged
+        for zero, is_of_parameter, unchanged in zip(zeros, traced.of_parameter, is_unchanged, strict=True)
+    ]
     while True:
         results = always_zero(update.jaxpr, update.consts, [False] * count + state + [False] * (count + len(traced.position)))
         still = [before and after for before, after in zip(state, results[count:], strict=True)]

@@ -51,13 +51,13 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
     while updates < _UPDATES and step < _STEPS:
         gradients = _gradients(params, step)
         expected = whole.step({**blank, **gradients}, step)
-        parts, others = entries_of(ties, gradients, trained), {path for path in expected if path[0].idx == 0}
+        parts, untouched = entries_of(ties, gradients, trained), {path for path in expected if path[0].idx == 0}
         for layer_id, run in split.items():
             actual = run.step({**layerwise.blank, **parts[layer_id]}, step)
             if not all(path in expected and _close(expected[path], leaf) for path, leaf in actual.items()):
-                return f"after step {step + 1} layer '{layer_id}' is not what it is without the others"
-            others -= actual.keys()
-        if step < _NAN_STEP and any(np.any(expected[path]) for path in others):
+                return f"after step {step + 1} layer '{layer_id}' is not updated as it is alone"
+            untouched -= actual.keys()
+        if step < _NAN_STEP and any(np.any(expected[path]) for path in untouched):
             return f"after step {step + 1} a parameter is changed whose update is always zero"
         updates += any(np.any(leaf) for (part, *_), leaf in expected.items() if part.idx == 0)
         step += 1
@@ -90,7 +90,7 @@ class _Run:
 def _prepared(function: Callable[..., Tree], *arguments: Tree) -> Callable[..., Tree]:
     """Trace a function once, to run it operation by operation: far quicker than compiling for a few tiny steps, unless it loops.
 
-    Host callbacks are left out: the steps' values are made up.
+    Host callbacks are left out: the steps' values are dummies.
     """
     closed, output = jax.make_jaxpr(function, return_shape=True)(*arguments)
     if closed.effects:

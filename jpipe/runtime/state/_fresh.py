@@ -18,13 +18,13 @@ Tree = Any
 
 
 def fresh_worker(
-    stage: CompiledStage, most: int, initializers: Mapping[tuple[str, Place], jax.stages.Compiled], key: jax.Array, given: Tree
+    stage: CompiledStage, most: int, initializers: Mapping[tuple[str, Place], jax.stages.Compiled], key: jax.Array, initial: Tree
 ) -> WorkerState:
-    """Return a worker before batch 0, with the given parameters and fresh ones for the others, which holds at most `most` versions."""
+    """Return a worker before batch 0, with the arrays in `initial` and fresh parameters elsewhere, which holds at most `most` versions."""
     f, first, a, params, state = stage.functions, stage.place.first, Arrays(stage.functions, stage.place), {}, {}
     for layer_id in initialized_at(stage):
         fresh, state[layer_id] = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
-        params[layer_id] = jax.tree.map(partial(_given_or_fresh, first), given[layer_id], fresh)
+        params[layer_id] = jax.tree.map(partial(_copied_or_fresh, first), initial[layer_id], fresh)
         if layer_id in a.fresh and not f.stack.ties.names([layer_id]):  # the first device of a mesh need not have room for all layers
             params[layer_id] = jax.device_put(params[layer_id], shardings_of(a.fresh[layer_id]))
     entries = jax.device_put(f.stack.ties.split(params, f.stage.layers), shardings_of(a.fresh))
@@ -42,6 +42,6 @@ def initialized_at(stage: CompiledStage) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
 
 
-def _given_or_fresh(device: jax.Device, given: Any, fresh: jax.Array) -> jax.Array:
+def _copied_or_fresh(device: jax.Device, initial: Any, fresh: jax.Array) -> jax.Array:
     """Return a copy of a given array, since updates write into the memory of the weights, or else the fresh one."""
-    return fresh if isinstance(given, jax.ShapeDtypeStruct) else jnp.copy(jax.device_put(given, device))
+    return fresh if isinstance(initial, jax.ShapeDtypeStruct) else jnp.copy(jax.device_put(initial, device))

@@ -15,7 +15,7 @@ from jpipe.runtime.state._weights import Weights
 
 Tree = Any
 
-CONSUMED = "state: step or drain has already consumed it and deleted its arrays; go on with the state that call returned"
+CONSUMED = "state: step or drain has already consumed it and deleted its arrays; use the state that call returned"
 """The message for a state that is used a second time."""
 
 
@@ -61,11 +61,6 @@ class WorkerState:
         return self._versions, *(size(_nbytes(part)) for part in parts)
 
     @property
-    def versions(self) -> dict[int, Tree]:
-        """The parameters of each version, by version and layer id."""
-        return {version: self.weights.read(version) for version in self.weights.versions}
-
-    @property
     def _versions(self) -> str:
         return ", ".join(map(str, self.weights.versions))
 
@@ -85,7 +80,7 @@ class State:
         batch: index of the next batch.
         start: the batch before which the pipeline was last empty.
         averaged: False while replicas have layer state that is averaged when it is read.
-        made_by: the fingerprint of the pipeline that made it; other pipelines refuse the state.
+        fingerprint: the fingerprint of the pipeline that made it; other pipelines reject the state.
         buckets: which of the shapes of the pipeline the last batches had, the newest last, as far back as any is in flight; none where
             there is one shape.
     """
@@ -94,7 +89,7 @@ class State:
     batch: int = field(metadata={"static": True})
     start: int = field(metadata={"static": True})
     averaged: bool = field(metadata={"static": True}, default=True)
-    made_by: Fingerprint = field(metadata={"static": True}, default=())
+    fingerprint: Fingerprint = field(metadata={"static": True}, default=())
     buckets: tuple[int, ...] = field(metadata={"static": True}, default=())
 
     def __repr__(self) -> str:
@@ -102,8 +97,8 @@ class State:
 
     def _repr_html_(self) -> str:
         head = "worker", "weight versions", "weights", "optimizer state", "accumulators and layer state", "buffers"
-        gone = "already consumed", *("–",) * 4
-        rows = [[str(w), *(gone if is_consumed(self) else worker.cells())] for w, worker in enumerate(self.workers)]
+        consumed_cells = "already consumed", *("–",) * 4
+        rows = [[str(w), *(consumed_cells if is_consumed(self) else worker.cells())] for w, worker in enumerate(self.workers)]
         return html_table(f"State: {self._facts()}", head, rows)
 
     def _facts(self) -> str:
@@ -112,7 +107,7 @@ class State:
 
 
 def check_state(state: State, expected: Fingerprint | None) -> None:
-    """Refuse a state that a call has consumed, or that a pipeline with another fingerprint than `expected` made.
+    """Reject a state that a call has consumed, or that a pipeline with another fingerprint than `expected` made.
 
     Raises:
         InputError: the message says how the two pipelines differ.
@@ -121,9 +116,9 @@ def check_state(state: State, expected: Fingerprint | None) -> None:
         raise InputError(f"state: expected a jpipe.State, found {type(state).__name__}")
     if expected is None:
         raise InputError("state: this pipeline did not make it; call init first")
-    if state.made_by != expected:
+    if state.fingerprint != expected:
         raise InputError(
-            f"state: another pipeline made it: {_difference(state.made_by, expected)}; "
+            f"state: another pipeline made it: {_difference(state.fingerprint, expected)}; "
             "make one with init, or take a snapshot of the other run and restore it here"
         )
     if is_consumed(state):
@@ -135,11 +130,11 @@ def is_consumed(state: State) -> bool:
     return any(worker.is_consumed for worker in state.workers)
 
 
-def _difference(made_by: Fingerprint, expected: Fingerprint) -> str:
+def _difference(fingerprint: Fingerprint, expected: Fingerprint) -> str:
     """Return the first entry in which two fingerprints differ."""
-    there, here = dict(made_by), dict(expected)
-    name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
-    return f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
+    of_state, of_pipeline = dict(fingerprint), dict(expected)
+    name = next(name for name in (*of_pipeline, *of_state) if of_pipeline.get(name) != of_state.get(name))
+    return f"{name} is {_short(of_state.get(name))} there and {_short(of_pipeline.get(name))} here"
 
 
 def _short(text: str | None) -> str:

@@ -133,15 +133,15 @@ class Stash(Weights):
         return self.params[version]
 
     def with_update(self, params: Tree, retires: int | None = None) -> "Stash":
-        kept = {version: old for version, old in self.params.items() if version != retires}
-        return Stash({**kept, self.newest + 1: params})
+        remaining = {version: old for version, old in self.params.items() if version != retires}
+        return Stash({**remaining, self.newest + 1: params})
 
     def with_params(self, version: int, params: Tree) -> "Stash":
         assert version in self.params
         return Stash({**self.params, version: params})
 
     def without(self, version: int) -> "Stash":
-        return Stash({kept: params for kept, params in self.params.items() if kept != version})
+        return Stash({number: params for number, params in self.params.items() if number != version})
 
 
 def weights_of(versions: Mapping[int, Tree], most: int) -> Weights:

@@ -101,8 +101,8 @@ class _Rank:
     def has_room(self, k: int) -> bool:
         """Return whether there is memory for the forward of microbatch k, so that all begun microbatches can finish in order.
 
-        This is the banker's algorithm: the first unfinished microbatch can always go on, here and on every other rank, so that ranks never
-        wait for each other.
+        This is the banker's algorithm: the first unfinished microbatch can always continue, here and on every other rank, so that ranks
+        never wait for each other.
         """
         counts = self.begun | {k: (self.begun.get(k, (0, 0))[0] + 1, self.begun.get(k, (0, 0))[1])}
         free = self.limit - sum(forwards - backwards for forwards, backwards in counts.values())
@@ -201,7 +201,7 @@ def seconds(problem: Problem, order: Order) -> tuple[Any, Any] | None:
     ends = dict[tuple[bool, int, int], Any]()  # of forwards, and of what makes the input gradient
     clocks, starts, positions = [0 for _ in order], [None for _ in order], [0 for _ in order]
     p = waited = 0
-    while waited < len(order):  # until all ranks, one after the other, cannot go on
+    while waited < len(order):  # until all ranks, one after the other, cannot continue
         before = positions[p]
         while positions[p] < len(order[p]):
             op, s, k = order[p][positions[p]]

@@ -12,8 +12,8 @@ Here ranks compute without a gap from their first start to their last end.
 
 Version read at any stage: floor(k / m); staleness 0. Versions alive: 1. In flight and bubble: as the order has them.
 A plan raises an error if its order is not complete, computes something before what it needs on the same rank, or takes microbatches out of
-order at a stage; an order that deadlocks is refused by `jpipe.lower` and `jpipe.Pipeline`, with the grid. Reference: Qi et al. 2023, "Zero
-Bubble Pipeline Parallelism", section 3.1.
+order at a stage; for an order that deadlocks `jpipe.lower` and `jpipe.Pipeline` raise an error that shows the grid. Reference: Qi et al.
+2023, "Zero Bubble Pipeline Parallelism", section 3.1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,7 +88,7 @@ def _static_orders(plan: Shape, problem: Problem) -> Iterator[Order]:
     for schedule in (ZB_H1, ZB_H2, ZB_V, INTERLEAVED_ZERO_BUBBLE):
         if schedule.refuses(plan) == "":
             order = tuple(_unfused(schedule.order(plan, p, range(problem.microbatches))) for p in range(len(plan.pipeline_ranks)))
-            if all(_most_held(entries) <= limit for entries, limit in zip(order, problem.limits, strict=True)):
+            if all(_most_in_flight(entries) <= limit for entries, limit in zip(order, problem.limits, strict=True)):
                 yield order
 
 
@@ -96,7 +96,7 @@ def _unfused(order: Iterator[Action]) -> tuple[Action, ...]:
     return tuple(Action(op, s, k) for fused_op, s, k in order for op in OPS[fused_op].pieces)
 
 
-def _most_held(order: Sequence[Action]) -> int:
+def _most_in_flight(order: Sequence[Action]) -> int:
     in_flight = most = 0
     for entry in order:
         in_flight += entry.is_forward

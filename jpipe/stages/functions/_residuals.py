@@ -50,11 +50,11 @@ class Residuals:
 
     def saved(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Return the leaves of the VJP that the forward must return: each array once, in order of first use."""
-        kept: dict[int, Any] = {}
+        saved: dict[int, Any] = {}
         for source, leaf in zip(self.sources, leaves, strict=True):
             if source.kind == "saved":
-                kept.setdefault(source.position, leaf)
-        return tuple(kept.values())
+                saved.setdefault(source.position, leaf)
+        return tuple(saved.values())
 
     def keep(self, arguments: Tree, outputs: Tree) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Select the arrays (or specs) of (state, x, labels) and of (y, new state) that are kept until the backward."""
@@ -73,17 +73,17 @@ class Residuals:
         """Whether the forward has side effects or calls back to the host."""
         return calls_host(self.forward.jaxpr)
 
-    def vjp(self, params: Tree, rng: Tree, kept: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]) -> Any:
+    def vjp(self, params: Tree, rng: Tree, forward_arrays: tuple[Sequence[Any], Sequence[Any]], saved: Sequence[Any]) -> Any:
         """Return the VJP of a forward. Only what depends on weights alone is computed again, without side effects."""
         jaxpr = self.forward.jaxpr
         weights, drawn = jax.tree.leaves(params), jax.tree.leaves(rng)
         arguments = [*weights, *[None] * (len(jaxpr.invars) - len(weights) - len(drawn)), *drawn]
-        others = len(jaxpr.outvars) - len(self.sources)
-        wanted = [*[False] * others, *(source.kind == "weights" for source in self.sources)]
-        again = evaluate_wanted(jaxpr, self.forward.consts, arguments, wanted)[others:]
+        first = len(jaxpr.outvars) - len(self.sources)
+        wanted = [*[False] * first, *(source.kind == "weights" for source in self.sources)]
+        again = evaluate_wanted(jaxpr, self.forward.consts, arguments, wanted)[first:]
         leaves_of_kind: dict[str, Any] = {
-            "argument": dict(zip(self.arguments, kept[0], strict=True)),
-            "output": dict(zip(self.outputs, kept[1], strict=True)),
+            "argument": dict(zip(self.arguments, forward_arrays[0], strict=True)),
+            "output": dict(zip(self.outputs, forward_arrays[1], strict=True)),
             "saved": saved,
         }
         leaves = [

@@ -23,9 +23,9 @@ class SplitBackward:
     message that it needs itself. All other arrays can be freed after the first half.
 
     Attributes:
-        backward: `(params, kept, saved, message, rng, scale) -> (gradients of inputs, gradients of weights)`.
+        backward: `(params, forward_arrays, saved, message, rng, scale) -> (gradients of inputs, gradients of weights)`.
         params: specs of the parameters.
-        between: specs of (kept, saved, message).
+        between: specs of (forward_arrays, saved, message).
         rng, scale: specs of (microbatch, key) and of the dynamic loss scale, or Nones.
         input_count: the number of gradients of inputs.
         gradients: specs of the gradients of the weights.
@@ -46,14 +46,14 @@ class SplitBackward:
     describe: Callable[[], str]
 
     def gradients_of_input(
-        self, params: Tree, kept: Any, saved: Tree, message: Tree, rng: Tree, scale: Any
+        self, params: Tree, forward_arrays: Any, saved: Tree, message: Tree, rng: Tree, scale: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Run the first half.
 
         Returns:
             The gradients of the floating-point leaves of the stage input; the stash.
         """
-        return self._halves.first(jax.tree.leaves((params, kept, saved, message, rng, scale)))
+        return self._halves.first(jax.tree.leaves((params, forward_arrays, saved, message, rng, scale)))
 
     def gradients_of_weights(self, params: Tree, late: Sequence[Any], stash: Sequence[Any], rng: Tree, scale: Any) -> Tree:
         """Run the second half: return the gradients of the trained parameters, keyed by layer id."""
@@ -63,13 +63,13 @@ class SplitBackward:
         gradients = self._halves.second([leaves[i] for i in self._halves.arguments], stash)
         return jax.tree.unflatten(jax.tree.structure(self.gradients), gradients)
 
-    def late_inputs(self, kept: Any, saved: Tree, message: Tree) -> LateInputs:
+    def late_inputs(self, forward_arrays: Any, saved: Tree, message: Tree) -> LateInputs:
         """Select what the second half reads in addition to the stash. Nothing is computed.
 
         Returns:
             The arrays; the numbers of the message, (weight,) or at the last stage (loss, weight).
         """
-        leaves = dict(enumerate(jax.tree.leaves((self.params, kept, saved, message))))
+        leaves = dict(enumerate(jax.tree.leaves((self.params, forward_arrays, saved, message))))
         return [leaves[i] for i in self._late_positions], tuple(message) if self.last else (message[1],)
 
     def stash_of(self, arguments: tuple[Tree, Tree, Tree], new_state: Tree, results: Any) -> tuple[LateInputs, list[Any]]:
@@ -82,15 +82,15 @@ class SplitBackward:
         """
         y, late_saved, stash = results
         saved = dict(zip(self.late_saved, late_saved, strict=True))
-        kept = self.residuals.keep(arguments, (y, new_state))
+        forward_arrays = self.residuals.keep(arguments, (y, new_state))
         unread = 0  # a None would not be a leaf
-        return self.late_inputs(kept, tuple(saved.get(i, unread) for i in range(self.residuals.count)), y), stash
+        return self.late_inputs(forward_arrays, tuple(saved.get(i, unread) for i in range(self.residuals.count)), y), stash
 
     @cached_property
     def late_saved(self) -> tuple[int, ...]:
         """Which of the saved arrays of a forward the second half reads."""
-        kept, saved, _ = self.between
-        begin = len(jax.tree.leaves((self.params, kept)))
+        forward_arrays, saved, _ = self.between
+        begin = len(jax.tree.leaves((self.params, forward_arrays)))
         return tuple(i - begin for i in self._late_positions if begin <= i < begin + len(saved))
 
     def reads_argument_late(self, position: int) -> bool:
@@ -132,6 +132,6 @@ class SplitBackward:
 
     @cached_property
     def _late_positions(self) -> tuple[int, ...]:
-        """What the second half reads of kept, saved and message, as positions among the leaves of (params, kept, saved, message)."""
+        """What the second half reads besides parameters, as positions among the leaves of (params, forward_arrays, saved, message)."""
         params, between = len(jax.tree.leaves(self.params)), len(jax.tree.leaves(self.between))
         return tuple(i for i in self._halves.arguments if params <= i < params + between)

@@ -52,6 +52,7 @@ class StageFunctions:
         optimizer: applied to each layer separately; its state is keyed by layer id.
         specs: shapes and dtypes for one microbatch.
         clip_global_norm: the norm to which the gradients of all stages are clipped, if any.
+        clip_stage_norm: the norm to which the gradients of this stage are clipped, if any; not both.
         skip_nonfinite: whether an update changes nothing if any gradient of any stage is NaN or infinite.
         update_scale: a factor for the optimizer's updates.
         average_state: when replicas average their layer state: with each update, when it is read from the run, or never.
@@ -73,6 +74,7 @@ class StageFunctions:
     optimizer: LayerwiseOptimizer
     specs: Specs
     clip_global_norm: float | None = None
+    clip_stage_norm: float | None = None
     skip_nonfinite: bool = False
     update_scale: float = 1.0
     average_state: Literal["update", "read"] | None = None
@@ -92,10 +94,10 @@ class StageFunctions:
         return y, self.changed.part(new_state), self.residuals.saved(jax.tree.leaves(vjp))
 
     def backward(
-        self, params: Tree, kept: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
+        self, params: Tree, forward_arrays: Any, saved: Tree, message: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, Tree]:
         """Return the gradient message for the previous stage, and the accumulators with this microbatch added."""
-        return self._pull_back(self._restored_vjp(params, kept, saved, rng), message, accumulators, scale)
+        return self._pull_back(self._restored_vjp(params, forward_arrays, saved, rng), message, accumulators, scale)
 
     def forward_backward(
         self, params: Tree, state: Tree, x: Tree, labels: Tree, accumulators: Tree, rng: tuple[Any, Any], scale: Any = None
@@ -110,10 +112,10 @@ class StageFunctions:
         return message, accumulators, self.changed.part(new_state)
 
     def backward_input(
-        self, params: Tree, kept: Any, saved: Tree, message: Tree, rng: tuple[Any, Any], scale: Any = None
+        self, params: Tree, forward_arrays: Any, saved: Tree, message: Tree, rng: tuple[Any, Any], scale: Any = None
     ) -> tuple[Tree, list[jax.Array]]:
         """Run the first half of a backward: return the gradient message for the previous stage, and the stash."""
-        x_gradient, stash = self.halves.gradients_of_input(params, kept, saved, message, rng, scale)
+        x_gradient, stash = self.halves.gradients_of_input(params, forward_arrays, saved, message, rng, scale)
         return (x_gradient, message[1]), stash
 
     def backward_weight(
@@ -132,8 +134,8 @@ class StageFunctions:
             The gradient message for the previous stage; the changed part of the state; the results that `halves.stash_of` takes.
         """
         y, changed, saved = self.forward(params, state, x, labels, rng)
-        kept = self.residuals.keep((state, x, labels), (y, self.changed.joined(changed, state)))
-        gradient, stash = self.backward_input(params, kept, saved, y, rng, scale)
+        forward_arrays = self.residuals.keep((state, x, labels), (y, self.changed.joined(changed, state)))
+        gradient, stash = self.backward_input(params, forward_arrays, saved, y, rng, scale)
         return gradient, changed, (y, [saved[i] for i in self.halves.late_saved], stash)
 
     def init_optimizer(self, params: Tree) -> Tree:
@@ -197,6 +199,11 @@ class StageFunctions:
         """Whether updates use the norm of the gradients of all stages."""
         return self.clip_global_norm is not None or self.skip_nonfinite
 
+    @property
+    def largest_norm(self) -> float | None:
+        """The norm to which gradients are clipped, whether it is of all stages or of this one; None if they are not."""
+        return self.clip_global_norm if self.clip_stage_norm is None else self.clip_stage_norm
+
     def whole(self, params: Tree) -> Tree:
         """Return the parameters of whole layers, by layer id, as they are used."""
         params = self.partition.gather(params)
@@ -219,8 +226,8 @@ class StageFunctions:
     def halves(self) -> SplitBackward:
         """The backward cut in two."""
 
-        def backward(params: Tree, kept: Any, saved: Tree, message: Tree, rng: Tree, scale: Any) -> tuple[list[jax.Array], Tree]:
-            gradients, x_gradient = self._cotangents(self._restored_vjp(params, kept, saved, rng), message, scale)
+        def backward(params: Tree, forward_arrays: Any, saved: Tree, message: Tree, rng: Tree, scale: Any) -> tuple[list[jax.Array], Tree]:
+            gradients, x_gradient = self._cotangents(self._restored_vjp(params, forward_arrays, saved, rng), message, scale)
             return x_gradient, gradients
 
         return SplitBackward(
@@ -271,12 +278,12 @@ class StageFunctions:
 
     @cached_property
     def between_specs(self) -> tuple[Any, Any, Any]:
-        """Shapes and dtypes of what a backward gets from the forward, and of its gradient message: (kept, saved, message)."""
+        """Shapes and dtypes of what a backward gets from the forward, and of its gradient message: (forward_arrays, saved, message)."""
         y, changed, saved = self._forward_spec
-        kept = self.residuals.keep(self.specs.arguments, (y, self.changed.joined(changed, self.specs.state)))
+        forward_arrays = self.residuals.keep(self.specs.arguments, (y, self.changed.joined(changed, self.specs.state)))
         if self.last:
-            return kept, saved, y
-        return kept, saved, (floats_of(y) if self.output_gradient else [], jax.ShapeDtypeStruct((), loss_dtype()))
+            return forward_arrays, saved, y
+        return forward_arrays, saved, (floats_of(y) if self.output_gradient else [], jax.ShapeDtypeStruct((), loss_dtype()))
 
     @cached_property
     def evaluation_rng(self) -> tuple[Any, Any]:
@@ -338,9 +345,9 @@ class StageFunctions:
         """The parameters that updates change, by layer id."""
         return self.stack.ties.in_layers(self.trained, self.specs.params, self.stage.layers)
 
-    def _restored_vjp(self, params: Tree, kept: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
+    def _restored_vjp(self, params: Tree, forward_arrays: Any, saved: Tree, rng: tuple[Any, Any]) -> Any:
         """Return the VJP of a forward from its residuals, or None where no gradient is computed."""
-        return self.residuals.vjp(params, rng, kept, saved) if self.output_gradient else None
+        return self.residuals.vjp(params, rng, forward_arrays, saved) if self.output_gradient else None
 
     def _pull_back(self, vjp: Any, message: Tree, accumulators: Tree, scale: Any) -> tuple[Tree, Tree]:
         """Apply the VJP to a gradient message: return the message for the previous stage, and the new accumulators."""

@@ -23,8 +23,9 @@ class GlobalNorm(NamedTuple):
     """What an update has to know of the gradients of all stages, as scalars.
 
     Attributes:
-        norm: the square root of the sum of the squares of the mean gradients.
-        nonfinite: the number of their entries that are NaN or infinite.
+        norm: the square root of the sum of the squares of the mean gradients. With `clip_stage_norm` an update gets the norm of its stage
+            alone, see `with_stage_norm`.
+        nonfinite: the number of their entries that are NaN or infinite; None if updates do not use it.
     """
 
     norm: Any
@@ -62,6 +63,17 @@ def norm_of(squares: tuple[GlobalNorm, ...]) -> GlobalNorm:
     return GlobalNorm(jnp.sqrt(total), jnp.concatenate([stage.nonfinite for stage in squares]).sum())
 
 
+def with_stage_norm(f: StageFunctions, accumulators: Tree, norm: GlobalNorm | None) -> GlobalNorm:
+    """Return what an update gets with `clip_stage_norm`: the norm of the stage's mean gradient, and `norm.nonfinite` of all stages.
+
+    Args:
+        f: of the stage.
+        accumulators: the sums over the batch, with all trained parameters of the stage, also those that other replicas update.
+        norm: of all stages, if updates use it.
+    """
+    return GlobalNorm(norm_of((sum_squares(f, accumulators),)).norm, None if norm is None else norm.nonfinite)
+
+
 def update(
     f: StageFunctions,
     params: Tree,
@@ -77,7 +89,7 @@ def update(
         params: the trained parameters, without those that other stages hold, too (see `update_shared`).
         optimizer_state: of the entries to update.
         accumulators: the sums over the batch; they may have more entries.
-        norm: of all stages; needed to clip, and to skip batches whose gradients are not finite.
+        norm: of all stages, or from `with_stage_norm`; needed to clip, and to skip batches whose gradients are not finite.
         position: the entries that the optimizer `needs`.
 
     Returns:
@@ -162,9 +174,9 @@ def _step(
     new_params, new_state = {}, {}
     for entry in optimizer_state:
         gradient = mean(accumulators["gradients"][entry], weight)
-        if f.clip_global_norm is not None:
+        if f.largest_norm is not None:
             assert norm is not None
-            gradient = jax.tree.map(lambda g: _clip(g, norm.norm, f.clip_global_norm), gradient)
+            gradient = jax.tree.map(lambda g: _clip(g, norm.norm, f.largest_norm), gradient)
         state = optimizer_state[entry]
         new_params[entry], new_state[entry] = f.optimizer.update(entry, gradient, state, params[entry], f.update_scale, position)
     return new_params, new_state

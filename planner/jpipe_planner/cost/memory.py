@@ -53,9 +53,9 @@ def stage_bytes(
     asynchronous = np.asarray(versions) > 1
     sets_aside = asynchronous & ((np.asarray(replicas) > 1) | (np.asarray(exchanged) > 0))
     second = sets_aside * np.maximum(accumulators - weights, 0)
-    kept = versions * weights + accumulators + second + optimizer + state
+    static = versions * weights + accumulators + second + optimizer + state
     moving = in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
-    return kept + np.where(asynchronous, moving + exchanged, np.maximum(moving, exchanged))
+    return static + np.where(asynchronous, moving + exchanged, np.maximum(moving, exchanged))
 
 
 def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:

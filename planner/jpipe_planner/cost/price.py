@@ -148,17 +148,17 @@ def _flush_repeated(times: Times, microbatches: Number) -> Number:
     depth = compute.shape[-1]
     before = np.concatenate([np.zeros_like(compute[..., :1]), np.cumsum(compute[..., :-1] + 2 * times.cuts, -1)], -1)
     after = times.round_trip[..., None] - before - compute
-    others = np.minimum(np.arange(depth)[::-1], microbatches - 1)  # the other microbatches in flight
-    first = np.maximum(after - others * times.forward, 0.0)
-    last = np.maximum(after - others * times.backward, 0.0)
+    in_flight = np.minimum(np.arange(depth)[::-1], microbatches - 1)  # the other microbatches in flight
+    first = np.maximum(after - in_flight * times.forward, 0.0)
+    last = np.maximum(after - in_flight * times.backward, 0.0)
     waits = np.where(microbatches > depth - np.arange(depth), first + last, np.maximum(first, last))
     seconds = (before + microbatches * compute + waits).max(-1)
     round_trips, under_way = _cycles(compute, times.cuts, 0)
     slowest = compute.max(-1, keepdims=True)
     rounds = (microbatches - 1) // under_way
-    left = microbatches - 1 - rounds * under_way
+    remaining = microbatches - 1 - rounds * under_way
     repeats = (rounds > 0) & (round_trips > under_way * slowest)
-    repeated = np.where(repeats, rounds * round_trips + left * slowest, 0.0).max(-1)
+    repeated = np.where(repeats, rounds * round_trips + remaining * slowest, 0.0).max(-1)
     repeated = np.maximum(repeated, (m - 1) * _most(times.both_ways))
     return np.maximum(repeated, seconds - times.round_trip)
 

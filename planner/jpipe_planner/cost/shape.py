@@ -64,7 +64,7 @@ def is_planned(schedule: str) -> bool:
 
 
 def planned_schedules() -> tuple[str, ...]:
-    """Return the schedules for which planners search all cuts; for the others see `variant_schedules`."""
+    """Return the schedules for which planners search all cuts; for the remaining schedules see `variant_schedules`."""
     return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
 
 

@@ -46,9 +46,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
-        for name, found in (("anchor", "an anchor or alias (& or *)"), ("tag", "a tag (!)")):
+        for name, description in (("anchor", "an anchor or alias (& or *)"), ("tag", "a tag (!)")):
             if getattr(event, name, None) is not None:
-                raise yaml.composer.ComposerError(problem=f"expected a plain value, found {found}", problem_mark=event.start_mark)
+                raise yaml.composer.ComposerError(problem=f"expected a plain value, found {description}", problem_mark=event.start_mark)
         self._depth += 1
         self._values += 1
         if self._depth > _DEEPEST:
@@ -119,4 +119,4 @@ class _Dumper(yaml.SafeDumper):
 _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?$")
 for _reader_or_writer in (_Loader, _Dumper):
     _reader_or_writer.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _OCTAL, list("-+0"))  # YAML 1.2's, which `_Loader` refuses without quotes
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", _OCTAL, list("-+0"))  # YAML 1.2's, which `_Loader` rejects without quotes

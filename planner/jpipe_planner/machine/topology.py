@@ -94,8 +94,8 @@ class Level(_Data):
 
     Attributes:
         count: number of components.
-        bandwidth: bytes per second that a component, with all its devices, sends to the others of its level; it receives as many at
-            the same time. A number, or text such as `25 Gbit/s`.
+        bandwidth: bytes per second that a component, with all its devices, sends to the other components of its level; it receives as many
+            at the same time. A number, or text such as `25 Gbit/s`.
         latency: seconds until a message arrives; a number, or text such as `5 us`.
         name: a name to show, such as `NVLink` or `Ethernet`.
     """
@@ -256,8 +256,8 @@ class Topology(_Data):
         """
         data = parse(text, where)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {found!r}; is this a topology of jpipe?")
+            actual = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {actual!r}; is this a topology of jpipe?")
         try:
             return cls(**{str(key): value for key, value in data.items()})
         except InputError as error:

@@ -128,7 +128,7 @@ class _Run:
         self._message, self._sums = (_filled(spec, device) for spec in specs["backward"][3:5])
         self._scale = _filled(specs["backward"][6], device)
         self._optimizer, _, self._norm = (_filled(spec, device) for spec in specs["update"][1:])
-        self._kept: Any = None  # what the last forward keeps for its backward
+        self._forward_arrays: Any = None  # what the last forward keeps for its backward
         jax.block_until_ready((params, self._arguments, self._message, self._sums, self._optimizer))
 
     def seconds(self, name: str) -> float:
@@ -140,9 +140,9 @@ class _Run:
                 (y, changed, saved), done = call(self._params, *self._arguments, self._draw)
                 jax.block_until_ready((y, changed, saved, done))
                 end = time.perf_counter()
-                self._kept = self._stage.keep(self._arguments, (y, changed)), saved
+                self._forward_arrays = self._stage.keep(self._arguments, (y, changed)), saved
             case "backward":
-                result, done = call(self._params, *self._kept, self._message, self._sums, self._draw, self._scale)
+                result, done = call(self._params, *self._forward_arrays, self._message, self._sums, self._draw, self._scale)
                 jax.block_until_ready((result, done))
                 end = time.perf_counter()
                 self._sums = result[1]

@@ -95,7 +95,7 @@ class Model:
             states = [jax.eval_shape(functools.partial(layerwise.init, entry), params) for entry, params in trained.items()]
             leaves = repr(jax.tree.leaves(states))  # only leaves: it is keyed by layer id
             gradients = (*layerwise.trained.flags(entries), *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
-            shares = tuple(self.stack.ties.places.get(layer_id, {}))
+            shares = tuple(self.stack.ties.shared.get(layer_id, {}))
             equal[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, gradients, shares, text), layer_id)
         return equal
 
@@ -213,7 +213,7 @@ Scratch = dict[tuple[str, str], dict[int, int]]
 def scratch_of_pairs(model: Model, device: jax.Device) -> Scratch:
     """Compile the backward of each pair of neighbours, without recomputation: several layers need more scratch memory than each of them.
 
-    Only the smallest and the largest size are compiled; the others are interpolated.
+    Only the smallest and the largest size are compiled; the sizes between are interpolated.
     """
     ends = list(dict.fromkeys((model.sizes[0], model.sizes[-1])))
     names = [*model.pairs.values()]

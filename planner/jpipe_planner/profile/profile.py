@@ -258,16 +258,16 @@ class Profile(_Data):
         Raises:
             InputError: the message names the first layer that differs.
         """
-        for n, (found, expected) in enumerate(zip(self.ids, ids, strict=False)):
-            if found != expected:
-                raise InputError(f"profile: layer {n} is '{found}', the model has '{expected}' there; profile this model")
+        for n, (actual, expected) in enumerate(zip(self.ids, ids, strict=False)):
+            if actual != expected:
+                raise InputError(f"profile: layer {n} is '{actual}', the model has '{expected}' there; profile this model")
         if len(self.ids) != len(ids):
             longer, what = (self.ids, "is not in the model") if len(self.ids) > len(ids) else (ids, "of the model is not in it")
             raise InputError(f"profile: layer '{longer[min(len(self.ids), len(ids))]}' {what}; profile this model")
-        found_shared = [parameter.layers for parameter in self.shared]
-        if sorted(found_shared) != sorted(shared):
-            expected, found = ("; ".join(map(", ".join, groups)) or "none" for groups in (sorted(shared), sorted(found_shared)))
-            raise InputError(f"profile: expected layers that share a parameter: {expected}; found {found}; profile this model")
+        profile_shared = [parameter.layers for parameter in self.shared]
+        if sorted(profile_shared) != sorted(shared):
+            expected, actual = ("; ".join(map(", ".join, groups)) or "none" for groups in (sorted(shared), sorted(profile_shared)))
+            raise InputError(f"profile: expected layers that share a parameter: {expected}; found {actual}; profile this model")
 
     def to_json(self) -> str:
         """Return the profile as JSON text, for `from_json`."""

@@ -136,14 +136,14 @@ def _reshaped(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     result, i, j = [False] * len(new), 0, 0
     while i < len(old) and j < len(new):
-        first_old, first_new, left, right = i, j, old[i], new[j]
-        while left != right:
-            if left < right:
+        first_old, first_new, old_size, new_size = i, j, old[i], new[j]
+        while old_size != new_size:
+            if old_size < new_size:
                 i += 1
-                left *= old[i]
+                old_size *= old[i]
             else:
                 j += 1
-                right *= new[j]
+                new_size *= new[j]
         sharded = [n for n in range(first_old, i + 1) if inputs[0][n]]
         wide = [n for n in range(first_new, j + 1) if new[n] > 1]
         if sharded and wide:
@@ -163,8 +163,8 @@ def _gathered(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
     """Shard rows of a table; where the table is sharded by rows, each device has some of them, and they are summed."""
     numbers, out = equation.params["dimension_numbers"], equation.outvars[0]
     result = [False] * len(out.aval.shape)
-    kept_dims = [n for n in range(len(inputs[0])) if n not in numbers.collapsed_slice_dims]
-    for dim, n in zip(numbers.offset_dims, kept_dims, strict=False):
+    window_dims = [n for n in range(len(inputs[0])) if n not in numbers.collapsed_slice_dims]
+    for dim, n in zip(numbers.offset_dims, window_dims, strict=False):
         result[dim] = inputs[0][n] and equation.params["slice_sizes"][n] == equation.invars[0].aval.shape[n]
     if any(inputs[0][n] for n in numbers.start_index_map):
         walk.sum(out)

@@ -1,4 +1,4 @@
-"""Rank candidates: those that could be the fastest are simulated (`race`), the others are ranked by their bounds."""
+"""Rank candidates: those that could be the fastest are simulated (`race`), the remaining ones are ranked by their bounds."""
 
 import dataclasses
 import math
@@ -145,12 +145,12 @@ def choose(
         best.setdefault(one.candidate.kind, one)
     ranked = [_explained(*meshes.of(one.candidate.degrees), one, global_norm) for one in best.values()]
     tried.update((one.candidate, one) for one in ranked)
-    others = _best_by_bound([Ranked(candidate, least=least) for candidate, least in race.remaining if candidate.kind not in best])
+    by_bound = _best_by_bound([Ranked(candidate, least=least) for candidate, least in race.remaining if candidate.kind not in best])
     too_large = [_over(candidate, tried[candidate].memory, limit) for candidate in race.too_large]
-    kinds = {one.candidate.kind for one in (*ranked, *others)}
+    kinds = {one.candidate.kind for one in (*ranked, *by_bound)}
     lacking = [candidate for candidate in by_rank if candidate.over is not None]
     rejected = [candidate for candidate in _best_of_each_kind([*too_large, *lacking]) if candidate.kind not in kinds]
-    return Choice(profile, topology, (*ranked, *others), tuple(rejected), len(by_rank), global_norm, race.open)
+    return Choice(profile, topology, (*ranked, *by_bound), tuple(rejected), len(by_rank), global_norm, race.open)
 
 
 def _best_by_bound(ranked: Sequence[Ranked]) -> list[Ranked]:

@@ -24,7 +24,7 @@ class Compiled:
         ranked: the plan, simulated with the exact bytes of its stages and the scratch memory that XLA reports for its programs.
         estimated: bytes of each pipeline rank, from the profile: in closed form, or simulated where there is none.
         lacking: the most bytes that a pipeline rank lacks, 0 or less if the plan fits; None if memory is not limited.
-        ranks: the pipeline ranks whose stages are compiled; the memory of the others is estimated.
+        ranks: the pipeline ranks whose stages are compiled; the memory of the other ranks is estimated.
     """
 
     ranked: Ranked
@@ -52,8 +52,8 @@ def compile_stages(
 ) -> Compiled:
     """Compile the stages of a plan for a device of this machine, run nothing, and simulate the plan again with the exact memory.
 
-    Of a plan of many stages those of the fullest pipeline rank are compiled first, and the others only if these fit. The stages of a plan
-    on meshes take longer to compile and are mostly equal, so the others are not compiled: their memory is estimated.
+    Of a plan of many stages those of the fullest pipeline rank are compiled first, and the other stages only if these fit. The stages of a
+    plan on meshes take longer to compile and are mostly equal, so the other ranks are not compiled: their memory is estimated.
 
     Args:
         choice: the ranking from which the plan comes.

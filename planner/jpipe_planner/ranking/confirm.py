@@ -54,14 +54,14 @@ class Confirmation:
         attempts: the plans whose compiled stages do not fit, in the order in which they were compiled.
         known: the results of simulating or compiling, by candidate.
         added: candidates with more recomputation than the search gave them.
-        others: plans of other kinds that were not compiled, ranked by their estimates.
+        uncompiled: plans of other kinds that were not compiled, ranked by their estimates.
     """
 
     fitting: list[Compiled] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     known: dict[Candidate, Ranked] = field(default_factory=dict)
     added: list[Candidate] = field(default_factory=list)
-    others: tuple[Ranked, ...] = ()
+    uncompiled: tuple[Ranked, ...] = ()
 
 
 def confirm(
@@ -156,11 +156,11 @@ class _Confirm:
         for compilations_left in range(MOST_EQUAL - 1, -1, -1):
             kinds = {one.ranked.candidate.kind for one in self.result.fitting}
             remaining = [candidate for candidate in self._remaining if candidate.kind not in kinds]
-            self.result.others = others = self._ranked(choice.topology, remaining, self._estimates)
-            near = others and others[0].samples_per_second * (1 + ERROR) >= first.ranked.samples_per_second
+            self.result.uncompiled = uncompiled = self._ranked(choice.topology, remaining, self._estimates)
+            near = uncompiled and uncompiled[0].samples_per_second * (1 + ERROR) >= first.ranked.samples_per_second
             if not near or not compilations_left:
                 break
-            self._try(others[0])
+            self._try(uncompiled[0])
         by_plan = {id(one.ranked): one for one in self.result.fitting}
         self.result.fitting = [by_plan[id(ranked)] for ranked in in_order([one.ranked for one in self.result.fitting])]
 

@@ -77,7 +77,7 @@ class Race:
         self._best_of_kind: dict[tuple[object, ...], float] = {}
         self._speeds: list[tuple[float, Candidate]] = []  # seconds per row of the finished ones
         self._planned = lru_cache(maxsize=256)(self._plan)
-        # The best candidate by closed form is simulated first, as a reference for the others.
+        # The best candidate by closed form is simulated first, as a reference for the remaining ones.
         self._queue = [_Entry(0.0, number, 0 if number else len(_BOUNDS)) for number in range(len(candidates))]
         passed: list[_Entry] = []
         while self._queue and self._count < MOST_SIMULATED and self._spent < MOST_IN_ALL:

@@ -232,7 +232,7 @@ def what_would_fit(choice: Choice) -> list[str]:
     untried = []
     if len(choice.profile.layers) > devices:
         untried.append(f"more than {devices} devices, for more stages")
-    if least > 1 and all(kept <= limit for kept in _without_rows(choice.meshes.of(best.degrees)[0], best)):
+    if least > 1 and all(size <= limit for size in _without_rows(choice.meshes.of(best.degrees)[0], best)):
         untried.append(f"smaller microbatches than {rows_of(least)}")
     if not any(jpipe.schedules.SCHEDULES[candidate.schedule].flushes for candidate in choice.rejected):
         untried.append("a schedule with one weight version")

@@ -149,14 +149,14 @@ class _Variants:
         self._spent += forwards(plan)
         return True
 
-    def _refuses(self, plan: jpipe.Plan) -> bool:
+    def _lacks_norm(self, plan: jpipe.Plan) -> bool:
         """Return whether the schedule of a plan cannot do what the model or its optimizer needs."""
         return bool((self.global_norm or self.profile.shared) and jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan))
 
     def early(self, base: Candidate) -> Iterator[Candidate]:
         """Yield a plan with split backwards, with and without additional microbatches in flight, if a link costs time."""
         plan = base.plan(self.profile.ids)
-        if self._refuses(plan):
+        if self._lacks_norm(plan):
             return
         costs = self.profile.stage_costs(plan, base.rows)
         if _message_seconds(plan, costs, self.topology) <= _SLOW * max(cost.forward for cost in costs):
@@ -176,7 +176,7 @@ class _Variants:
             for chunks in {"straight": (1,), "v": (2,)}.get(rules.layout, range(1 if rules.flushes else 2, MOST_CHUNKS + 1)):
                 for candidate in _chunked(self.profile, base, name, chunks):
                     plan = candidate.plan(self.profile.ids)
-                    if not self._refuses(plan) and candidate.is_within(self.max_delay) and self.affords(plan):
+                    if not self._lacks_norm(plan) and candidate.is_within(self.max_delay) and self.affords(plan):
                         yield candidate
 
     def _ordered(self, base: Candidate, schedule: str) -> Iterator[Candidate]:

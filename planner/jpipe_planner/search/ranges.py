@@ -91,8 +91,8 @@ class Ranges:
             relaxed: whether a waiting input counts at most as many bytes as its residuals.
         """
         problem, inputs = self._problem, self._inputs[i]
-        unchanged = self._kept(i, j, "none")
-        residuals = inputs if policy == "full" else self._kept(i, j, policy)
+        unchanged = self._residuals_of(i, j, "none")
+        residuals = inputs if policy == "full" else self._residuals_of(i, j, policy)
         temporary = (
             self._temporary(i, j)
             + (self._more[np.maximum(j - 1, i)] - self._more[i])
@@ -117,7 +117,7 @@ class Ranges:
         each = np.minimum(inputs, residuals) if relaxed else inputs
         return np.where(free < 0, -1, np.where(each > 0, free // np.maximum(each, 1), _ENOUGH))
 
-    def _kept(self, i: Number, j: Number, policy: str) -> Number:
+    def _residuals_of(self, i: Number, j: Number, policy: str) -> Number:
         residuals, shared = self._residuals[policy]
         return residuals[j] - residuals[i] - (shared[np.maximum(j, 1) - 1] - shared[i])
 

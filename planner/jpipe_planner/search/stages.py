@@ -32,7 +32,7 @@ class Stages:
         labels: bytes; 0 except at the last stage.
         residuals: bytes of one microbatch, by policy.
         temporary: bytes, by policy.
-        exchanged: bytes of shared gradients that a stage holds for the exchange with others: its own and those of the others.
+        exchanged: bytes of shared gradients that a stage holds for the exchange: its own and those of the other stages.
         sent: bytes of shared gradients that it sends to other stages.
     """
 

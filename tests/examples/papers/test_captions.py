@@ -99,7 +99,7 @@ def test_what_breaks_later_is_named_when_it_is_read(folder):
     found = load(folder)
     for file in (folder / "features").glob("train*"):
         np.savez(file, features=np.full((2, 5), np.nan))
-    with pytest.raises(InputError, match=r"train\d\.npz': expected finite features, found others; make it again"):
+    with pytest.raises(InputError, match=r"train\d\.npz': expected finite features, found NaN or infinity; make it again"):
         found.train[0][0]["features"][:]
 
 

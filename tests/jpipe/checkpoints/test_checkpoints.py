@@ -196,7 +196,7 @@ def test_a_checkpoint_manager_saves_and_restores_by_its_options(tmp_path):
         assert checkpoints.load(pipe, manager, jax.random.key(KEY), batches[0]) is None
     with (
         ocp.CheckpointManager(tmp_path / "of items", item_names=("params", "optimizer")) as manager,
-        pytest.raises(InputError, match=r"that refuses ocp\.args\.PyTreeSave; make it without item_names"),
+        pytest.raises(InputError, match=r"that does not accept ocp\.args\.PyTreeSave; make it without item_names"),
     ):
         checkpoints.save(manager, finished_snapshot(pipe, batches))
 

@@ -126,7 +126,7 @@ def test_the_structure_of_the_model_is_there_where_a_tree_needs_it(name):
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", WHOLE)
 def test_optimizers_that_look_at_all_layers_are_refused_with_a_way_out(name):
-    why = r"(the update of layer '\w+' depends on layer '\w+'|after step \d+ layer '\w+' is not what it is without the others)"
+    why = r"(the update of layer '\w+' depends on layer '\w+'|after step \d+ layer '\w+' is not updated as it is alone)"
     instead = WAYS_OUT.get(name, "clip_global_norm of the pipeline")
     with pytest.raises(InputError, match=rf"optimizer: it cannot be applied layer by layer, .*: {why}; instead: {instead}"):
         find_layerwise(WHOLE[name], SPECS)

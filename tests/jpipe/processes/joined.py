@@ -48,7 +48,7 @@ def join(limit=30.0, **limits):
 
 def well():
     """Agree, disagree, meet, tell, part."""
-    jpipe.processes._inbox._KEPT = 100
+    jpipe.processes._inbox._MAX_UNREAD = 100
     processes = join()
     config = f"model: gpt\nlearning_rate: {0.2 if INDEX == 2 else 0.1}\nsteps: 3\n"
     processes.agree({"config": "model: gpt", "plan": "{}"})

@@ -340,7 +340,7 @@ def test_grids_are_read_back(fields, batches):
     [
         ("rank 1 | F0.0", "line 1: expected 'rank 0"),
         ("rank 0 | F0.0 X", "tick 1: expected a cell like F3.1"),
-        ("rank 0 | - F0.0", "tick 0: '-' goes on with nothing"),
+        ("rank 0 | - F0.0", "tick 0: '-' continues nothing"),
         ("hello", "line 1: expected 'rank 0"),
     ],
 )

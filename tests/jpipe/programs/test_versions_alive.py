@@ -41,7 +41,7 @@ def test_no_more_versions_are_alive_than_the_table_says(variant, d, m, extra):
     rng = np.random.default_rng(0)
     batches = [(rng.normal(size=(2 * m, 3)).astype(np.float32), rng.normal(size=(2 * m, WIDTHS[-1])).astype(np.float32)) for _ in range(8)]
     state = fresh(pipe, batches)
-    matrix = [jax.tree.leaves(worker.versions[0])[-1].shape for worker in state.workers]  # of the last layer of each stage
+    matrix = [jax.tree.leaves(worker.weights.read(0))[-1].shape for worker in state.workers]  # of the last layer of each stage
     most = [0] * d
 
     def count(event):
@@ -64,7 +64,7 @@ def test_a_version_exists_once_however_many_microbatches_read_it():
     for _ in range(3):
         state, _ = pipe.step(state, batch)
     for worker in state.workers:
-        assert len(worker.versions) == 2
+        assert len(worker.weights.versions) == 2
         assert sum(microbatch.residuals is not None for microbatch in worker.microbatches.values()) == 3 - state.workers.index(worker)
-        weights = {leaf.shape for leaf in jax.tree.leaves(worker.versions)}
+        weights = {leaf.shape for leaf in jax.tree.leaves(worker.weights)}
         assert not weights & {leaf.shape for leaf in jax.tree.leaves((worker.microbatches, worker.updates)) if leaf.ndim == 2}

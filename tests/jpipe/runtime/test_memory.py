@@ -227,7 +227,7 @@ def test_the_stash_with_masters_takes_half():
         most = [0, 0, 0]
 
         def observe(event, most=most):
-            worker, versions = event.instruction.worker, jax.tree.leaves(event.state.versions)
+            worker, versions = event.instruction.worker, jax.tree.leaves(event.state.weights)
             most[worker] = max(most[worker], sum(leaf.nbytes for leaf in versions))
 
         state = pipe.init(jax.random.key(0), batch)

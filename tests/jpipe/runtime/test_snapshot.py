@@ -159,10 +159,10 @@ def test_a_run_goes_on_under_any_other_plan(first):
         for worker in state.workers:
             for layer_id, own in worker.optimizer.items():
                 running.check_equal(on_host(jax.tree.leaves(own)), momenta[layer_id])
-            for version, params in worker.versions.items():
-                for layer_id in params:
+            for version in worker.weights.versions:
+                for layer_id, params in worker.weights.read(version).items():
                     ages = found[3][layer_id]["params"]
-                    running.check_equal(on_host(params[layer_id]), ages.get(str(max(worker.versions) - version), ages["0"]))
+                    running.check_equal(on_host(params), ages.get(str(worker.weights.newest - version), ages["0"]))
         losses, *_ = trained(again, state, batches)
         assert sorted(losses) == [3, 4]
         assert np.isfinite(list(losses.values())).all()

@@ -121,7 +121,7 @@ def test_what_cannot_take_turns_is_refused():
     with pytest.raises(InputError, match="buckets: expected microbatches of 2 rows"):
         pipe.init(jax.random.key(KEY), batches[0], buckets=[jax.tree.map(lambda leaf: leaf[:2], batches[1])])
     x, labels = batches[1]
-    with pytest.raises(InputError, match=r"buckets: expected the arrays that the others have, .*found .*more"):
+    with pytest.raises(InputError, match=r"buckets: expected the arrays of the first batch, .*found .*more"):
         pipe.init(jax.random.key(KEY), batches[0], buckets=[(x, labels | {"more": labels["mask"]})])
     state = pipe.init(jax.random.key(KEY), batches[0], buckets=[batches[1]])
     with pytest.raises(InputError, match=r"like one of those of init, .*\[2, 4, 3\].* or .*\[2, 2, 3\].*; found .*\[2, 5, 3\]"):

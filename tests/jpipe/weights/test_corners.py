@@ -185,8 +185,8 @@ def test_2bw_writes_the_new_version_into_the_memory_of_the_shadow():
     state, places = pipe.init(jax.random.key(0), batch), []
 
     def buffers(state):
-        worker = state.workers[1]  # the last worker has finished its update when a step returns
-        return {v: {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)} for v, params in worker.versions.items()}
+        weights = state.workers[1].weights  # the last worker has finished its update when a step returns
+        return {v: {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weights.read(v))} for v in weights.versions}
 
     for _ in range(5):
         state, _ = pipe.step(state, batch)

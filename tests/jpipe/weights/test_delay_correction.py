@@ -1,6 +1,7 @@
 """Weight prediction in a pipeline: the same as a sequential reference of its rule, whatever it is combined with."""
 
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from jpipe import Pipeline, Plan, Precision
+from jpipe import InputError, Pipeline, Plan, Precision
+from jpipe._arguments import checked_delay_factor
+from jpipe.model.layerwise._transformation import has_nesterov
 from tests.jpipe import models, monolith, reference, running
 
 STACK = models.rich_stack()
@@ -202,10 +205,10 @@ def test_a_batch_that_is_skipped_changes_no_buffer():
     for batch in batches[:3]:
         state, _ = pipe.step(state, batch)
     state = pipe.drain(state)
-    before = on_host([(worker.versions[3], worker.optimizer) for worker in state.workers])
+    before = on_host([(worker.weights.read(3), worker.optimizer) for worker in state.workers])
     state, _ = pipe.step(state, bad)
     state = pipe.drain(state)
-    running.check_equal(on_host([(worker.versions[4], worker.optimizer) for worker in state.workers]), before)
+    running.check_equal(on_host([(worker.weights.read(4), worker.optimizer) for worker in state.workers]), before)
 
 
 @pytest.mark.usefixtures("float64")
@@ -332,3 +335,136 @@ def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begu
     again = on.restore(jax.random.key(running.KEY), batches[0], layers, 4, fresh_optimizer=True)
     ahead = [state.state.ahead for worker in again.workers for state in worker.optimizer.values()]
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(ahead))
+
+
+@pytest.mark.parametrize("mesh", [{"mesh": {"data": 2}}, {"mesh": {"data": 2, "model": 2}, "fsdp": True}], ids=["rows", "fsdp"])
+def test_a_mesh_changes_no_number(mesh):
+    stack, found = models.wide_stack(), []
+    with jax.enable_x64(True):
+        batches = models.masked_batches(4, 3, rows=4, width=4, dtype=np.float64)
+        for fields in ({}, mesh):
+            plan = Plan.even(stack.ids, 2, "pipedream_2bw", 3, **fields)
+            pipe = Pipeline(stack, plan, models.masked_squares, adam(), delay_correction=FACTOR)
+            trained = running.train(pipe, batches)
+            found.append(on_host((trained.losses, trained.params, trained.layer_state)))
+        for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_frozen_layers_have_no_buffer():
+    labels = {layer_id: "frozen" if layer_id == "mix" else "trained" for layer_id in STACK.ids}
+    optimizer = optax.partition({"trained": models.momentum(), "frozen": optax.set_to_zero()}, labels)
+    pipe = pipeline(plan_of("pipedream"), optimizer=optimizer)
+    batches = models.masked_batches(4, 1)
+    state = running.fresh(pipe, batches)
+    before = on_host(pipe.params(state))
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    after = on_host(pipe.params(state))
+    running.check_equal(after["mix"], before["mix"])
+    assert np.any(after["noise"]["w"] != before["noise"]["w"])
+    assert not jax.tree.leaves(pipe.drain(state).workers[2].optimizer)
+
+
+def test_replicas_that_share_the_optimizer_state_are_of_schedules_without_a_delay():
+    plan = Plan.even(STACK.ids, 2, "pipedream_flush", 2, replicas=2, shard_optimizer=True)
+    batches = models.masked_batches(2, 2)
+    running.check_equal(*(running.train(pipeline(plan, correction=correction), batches).params for correction in (None, "predict")))
+
+
+def reading(seen):
+    """Return momentum whose state also keeps the delay and the stage of each update."""
+    inner = models.momentum()
+
+    def update(updates, state, params=None, *, delay, stage, **extra):
+        del extra
+        seen.append((delay.dtype, stage.dtype))
+        updates, new = inner.update(updates, state[0], params)
+        return updates, (new, jnp.append(state[1][1:], delay), jnp.append(state[2][1:], stage))
+
+    def init(params):
+        return inner.init(params), jnp.full(6, -1.0, jnp.float32), jnp.full(6, -1, jnp.int32)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("2BW", False), ("2BW", True), ("pipedream, m = d", False), ("2-1, paper", False), ("flush", False)]
+)
+def test_an_optimizer_gets_the_delay_and_the_stage_of_each_update(name, tied):
+    stack, seen = models.tied_stack() if tied else STACK, []
+    plan = plan_of(name, stack)
+    pipe = pipeline(plan, stack, optimizer=reading(seen), correction=None)
+    batches = models.masked_batches(5, plan.microbatches)
+    state = running.fresh(pipe, batches)
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    state = pipe.drain(state)
+    assert set(seen) == {(np.dtype(np.float32), np.dtype(np.int32))}
+    for worker, (s, _) in zip(state.workers, plan.workers, strict=True):
+        updates = 5 * plan.updates_per_batch(s)
+        for entry, (_, delays, stages) in worker.optimizer.items():
+            made_by = next(i for i, stage in enumerate(plan.stages) if "noise" in stage.layers) if entry in stack.ties.first else s
+            expected = [plan.delay(made_by, update) for update in range(updates)][-6:]
+            np.testing.assert_array_equal(delays[-len(expected) :], np.float32(expected))
+            np.testing.assert_array_equal(stages[-len(expected) :], made_by)
+
+
+def test_an_optimizer_that_does_not_read_them_is_compiled_as_before():
+    """Optax's own chains take extra arguments and pass them on."""
+    pipe = pipeline(plan_of("2BW"), optimizer=optax.chain(optax.trace(0.9), optax.scale(-0.1)), correction=None)
+    batch = models.masked_batches(1, 3)[0]
+    assert [f.optimizer.needs for f in pipe.stage_functions(batch)] == [()] * 3
+    corrected = pipeline(plan_of("2BW")).stage_functions(batch)
+    assert [f.optimizer.needs for f in corrected] == [("delay",)] * 3
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(0.1), optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), optax.sign_sgd(0.1)],
+    ids=["sgd", "decay", "sign"],
+)
+def test_an_optimizer_without_momentum_is_refused(optimizer):
+    batch = models.masked_batches(1, 3)[0]
+    with pytest.raises(InputError, match="delay_correction: expected an optimizer with momentum, found one that keeps nothing"):
+        pipeline(plan_of("2BW"), optimizer=optimizer).check(batch)
+    pipeline(plan_of("flush"), optimizer=optimizer).check(batch)
+
+
+@pytest.mark.parametrize("value", ["Predict", -0.5, float("nan"), float("inf"), True, [1]])
+def test_a_correction_that_is_none_is_refused(value):
+    with pytest.raises(InputError, match=r"delay_correction: expected 'predict', or a finite number of at least 0 such as 0\.5, found"):
+        checked_delay_factor(value)
+
+
+def test_a_correction_that_goes_too_far_or_does_nothing_is_logged(caplog):
+    batch = models.masked_batches(1, 3)[0]
+    with caplog.at_level(logging.INFO, "jpipe"):
+        pipeline(plan_of("2BW"), optimizer=optax.nadam(0.1), correction=0.5).init(jax.random.key(0), batch)
+        assert not [message for message in caplog.messages if "delay_correction" in message]
+        pipeline(plan_of("2BW"), optimizer=optax.nadam(0.1), correction="predict").init(jax.random.key(0), batch)
+        pipeline(plan_of("flush"), correction="predict").init(jax.random.key(0), batch)
+    warning, note = (record for record in caplog.records if "delay_correction" in record.message)
+    assert (warning.levelname, note.levelname) == ("WARNING", "INFO")
+    assert "expected at most 0.5 with an optimizer that has Nesterov's momentum, which looks ahead itself, found 1" in warning.message
+    assert "it does nothing, because no gradients are late under the schedule 'pipedream_flush'" in note.message
+
+
+INJECT = optax.inject_hyperparams
+LOOKS_AHEAD = {
+    "sgd": (optax.sgd(0.1, momentum=0.9), False),
+    "nesterov": (optax.sgd(0.1, momentum=0.9, nesterov=True), True),
+    "adamw": (optax.adamw(0.1), False),
+    "nadamw in a partition": (optax.partition({"a": optax.nadamw(0.1), "b": optax.adam(0.1)}, lambda params: params), True),
+    "nadam, injected": (INJECT(optax.nadam)(learning_rate=0.1), True),
+    "muon": (optax.contrib.muon(0.1), True),
+    "muon without": (optax.contrib.muon(0.1, nesterov=False), False),
+    "muon, injected": (INJECT(optax.contrib.muon)(learning_rate=0.1), True),
+    "muon without, injected": (INJECT(optax.contrib.muon)(learning_rate=0.1, nesterov=False), False),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS_AHEAD)
+def test_nesterovs_momentum_is_recognized(name):
+    optimizer, expected = LOOKS_AHEAD[name]
+    assert has_nesterov(optimizer) is expected

@@ -162,9 +162,9 @@ def test_nothing_is_kept_or_sent_for_frozen_parameters(schedule):
     for worker, leaves in zip(state.workers, (0, 0, 1, 2), strict=True):
         assert leaves_of(worker.accumulators["gradients"] if worker.accumulators else {}) in (0, leaves)
         assert leaves_of(worker.optimizer) == leaves  # the momentum
-    assert len(state.workers[0].versions) >= 2
+    assert len(state.workers[0].weights.versions) >= 2
     for first in state.workers[:2]:  # one array of a parameter, however many versions there are
-        assert len({id(leaf) for leaf in jax.tree.leaves(first.versions)}) == leaves_of(first.versions) / len(first.versions)
+        assert len({id(leaf) for leaf in jax.tree.leaves(first.weights)}) == leaves_of(first.weights) / len(first.weights.versions)
     assert sent[1, "message"] == {1}  # the weight of the microbatch
     assert sent[2, "gradient"] == {1}
     assert sent[3, "gradient"] == {2}
@@ -276,7 +276,8 @@ def test_a_restored_run_is_the_same_run(schedule, precision):
     assert "optimizer" not in layers["track"]
     running.check_equal(restored(pipe, batches, layers, 3), expected)
     fresh = pipe.restore(jax.random.key(running.KEY), batches[0], layers, 3)
-    versions = [params["noise"]["w"] for params in fresh.workers[0].versions.values()]
+    weights = fresh.workers[0].weights
+    versions = [weights.read(version)["noise"]["w"] for version in weights.versions]
     assert len(versions) >= 2
     assert len({id(leaf) for leaf in versions}) == 1
     # Under another plan, too, and with what an older jpipe wrote: all parameters of all versions, and state of frozen ones.

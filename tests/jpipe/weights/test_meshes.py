@@ -140,7 +140,7 @@ def test_each_device_holds_its_share_and_the_run_is_measured_as_predicted():
     batches = batches_for(plan)
     state = pipe.init(jax.random.key(0), batches[0])
     worker, _ = state.workers
-    weights = worker.versions[0]
+    weights = worker.weights.read(0)
     assert weights["track"]["w"].sharding.spec == PartitionSpec("data", "model")
     assert weights["track"]["w"].addressable_shards[0].data.shape == (2, 2)
     assert weights["noise"]["b"].sharding.spec == PartitionSpec("data"), "it names no axes: fsdp alone shards it"

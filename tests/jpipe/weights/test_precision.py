@@ -52,9 +52,9 @@ def test_masters_are_the_float32_parameters_of_a_run_that_casts_them(variant, d,
     running.check_equal(running.layer_state(state), expected.layer_state)
     assert dtypes(found) == {"float32"}
     for worker in state.workers:
-        newest = worker.versions[max(worker.versions)]
+        newest = worker.weights.read(worker.weights.newest)
         running.check_equal(newest, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), {i: found[i] for i in newest}))
-        assert dtypes(worker.versions) == {"bfloat16"}
+        assert dtypes(worker.weights) == {"bfloat16"}
         assert dtypes(worker.accumulators) == {"float32"}
     for a, b in zip(cast.costs(batches[0]), kept.costs(batches[0]), strict=True):
         assert (a.weights, a.accumulators) == (2 * b.weights, b.accumulators)
@@ -115,7 +115,7 @@ def test_many_small_bfloat16_gradients_do_not_vanish(replicas):
     pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", m, replicas=replicas), lambda y, labels: (y.sum(), 1.0 / m), optax.sgd(1.0))
     state, _ = pipe.step(pipe.init(jax.random.key(0), (x, x)), (x, x))
     assert dtypes(state.workers[0].accumulators) == {"float32"}
-    assert dtypes(state.workers[0].versions) == {"bfloat16"}
+    assert dtypes(state.workers[0].weights) == {"bfloat16"}
     (found,) = jax.tree.leaves(pipe.params(state))
     assert found == jnp.asarray(-(1 + (m - 1) * 2.0**-9), jnp.bfloat16)
 

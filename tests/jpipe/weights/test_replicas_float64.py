@@ -140,6 +140,6 @@ def test_replicas_hold_the_mean_of_their_states_or_each_its_own(sync_state):
             means[:] = means.mean(0)
         for worker, mean in zip(state.workers, means, strict=True):
             check_close(worker.layer_state["track"], {"mean": mean, "count": np.int32(2 * (t + 1))})
-            check_close(worker.versions, models.on_first_device(state.workers[0].versions))
+            check_close(worker.weights, models.on_first_device(state.workers[0].weights))
     assert len(set(np.round(means, 6)[:, 0])) == (1 if sync_state else 3)
     assert jnp.isfinite(pipe.evaluate(state, batches[0]).loss)

@@ -83,11 +83,11 @@ def test_a_batch_that_is_skipped_changes_nothing():
     batches = batches_for(pipe.plan)
     state = pipe.init(jax.random.key(0), batches[0])
     state, _ = pipe.step(state, batches[0])
-    before = jax.tree.map(np.asarray, [(worker.versions[1], worker.optimizer) for worker in state.workers])
+    before = jax.tree.map(np.asarray, [(worker.weights.read(1), worker.optimizer) for worker in state.workers])
     bad = batches[1][0] * np.nan, batches[1][1]
     state, metrics = pipe.step(state, bad)
     assert max(metrics.nonfinite.values()) > 0
-    check_bits([(worker.versions[2], worker.optimizer) for worker in state.workers], before)
+    check_bits([(worker.weights.read(2), worker.optimizer) for worker in state.workers], before)
 
 
 def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
@@ -103,8 +103,8 @@ def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
     for batch in batches:
         state, _ = pipe.step(state, batch)
     for first, second in ((0, 1), (2, 3)):
-        check_bits(state.workers[first].versions, state.workers[second].versions)
-    places = [leaf.unsafe_buffer_pointer() for worker in state.workers for leaf in jax.tree.leaves(worker.versions)]
+        check_bits(state.workers[first].weights, state.workers[second].weights)
+    places = [leaf.unsafe_buffer_pointer() for worker in state.workers for leaf in jax.tree.leaves(worker.weights)]
     assert len(set(places)) == len(places)
     costs = pipe.costs(batches[0])
     held = [sum(leaf.nbytes for leaf in jax.tree.leaves(worker.optimizer)) for worker in state.workers]

@@ -74,8 +74,8 @@ def trained(num_stages, schedule, optimizer, batches, **options):
 def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, options):
     """One of the stages holds nothing else, so that the rest of its update is another program."""
     _, state = trained(4, schedule, optimizer, 12, **options)
-    held = [(worker.versions, worker.optimizer[TABLE]) for worker in state.workers if TABLE in worker.optimizer]
-    first, *others = (({version: params[TABLE] for version, params in versions.items()}, own) for versions, own in held)
+    held = [(worker.weights, worker.optimizer[TABLE]) for worker in state.workers if TABLE in worker.optimizer]
+    first, *others = (({version: weights.read(version)[TABLE] for version in weights.versions}, own) for weights, own in held)
     assert len(others) == 2
     for copy in others:
         check_equal(copy, first)

@@ -145,7 +145,7 @@ def test_an_evaluation_reads_the_newest_version_that_all_replicas_hold_or_drains
     state, drained = pipe.init(jax.random.key(0), batch), {}
     for t in range(5):
         rates = [plan.updates_per_batch(s) for s, _ in plan.workers]
-        held = [set(worker.versions) for worker in state.workers]
+        held = [set(worker.weights.versions) for worker in state.workers]
         common = [v for v in range(t + 1) if all(v * rate in own for rate, own in zip(rates, held, strict=True))]
         evaluation = pipe.evaluate(state, batch)
         assert evaluation.version == (max(common) if common else t)

@@ -105,7 +105,7 @@ def test_plans_that_may_be_as_fast_are_compiled_too_and_the_best_of_them_is_firs
     assert len(asked) == len(kinds) == 2  # a flush is slower than the error of the prediction
     assert set(kinds) == {"pipedream", "pipedream_2bw"}
     assert max(found.fitting[0].ranked.memory) <= max(found.fitting[1].ranked.memory)
-    assert [ranked.candidate.schedule for ranked in found.others] == ["pipedream_flush"]
+    assert [ranked.candidate.schedule for ranked in found.uncompiled] == ["pipedream_flush"]
 
 
 def test_no_more_plans_are_compiled_than_the_limits_say(monkeypatch):

@@ -94,7 +94,7 @@ def check_what_becomes_of_4(made, processes, said, folder, reason):
     begin_to_save(made, 4)
     for one in made:
         one.finish()
-    assert said == [f"a checkpoint could not be written: {reason}; the run goes on, the last good one is of step 2"]
+    assert said == [f"a checkpoint could not be written: {reason}; the run continues, the last good one is of step 2"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["2"], "what is of no use takes no room"
     begin_to_save(made, 6)
     for one in made:
@@ -154,7 +154,7 @@ def test_an_old_checkpoint_that_stays_is_not_taken_for_a_new_one_that_is_lacking
     for one in made:
         one.finish()
         one.close()
-    assert said == ["an old checkpoint could not be removed: Permission denied; the run goes on, the last good one is of step 2"]
+    assert said == ["an old checkpoint could not be removed: Permission denied; the run continues, the last good one is of step 2"]
     assert checkpoint_files.steps(tmp_path) == [2]
 
 

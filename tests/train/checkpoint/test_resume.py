@@ -188,7 +188,7 @@ def test_a_full_disk_ends_the_run_or_not_as_configured(policy, saved, monkeypatc
             loop.main(config)
     else:
         folder = loop.main(config).folder
-        assert "the run goes on, the last good one is of step 2" in " ".join(capsys.readouterr().out.split())
+        assert "the run continues, the last good one is of step 2" in " ".join(capsys.readouterr().out.split())
         assert checkpoint_files.steps(folder) == [2, 6, 7]
 
 
@@ -233,7 +233,7 @@ def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, c
     folder = loop.main(changed(saved, checkpoint={"on_full_disk": "train"})).folder
     assert [row["step"] for row in rows_of(folder)] == list(range(7))
     told = " ".join(capsys.readouterr().out.split())
-    assert told.count("cannot be written: No space left on device; the run goes on, and keeps its rows") == 1
+    assert told.count("cannot be written: No space left on device; the run continues, and keeps its rows") == 1
     assert told.count("has all rows again") == 1
     assert [json.loads(line)["step"] for line in checkpoint_files.read_metrics(folder, 4).splitlines()][:4] == [0, 1, 2, 3]
     monkeypatch.setattr(RunFolder, "log", log)

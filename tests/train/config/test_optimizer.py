@@ -13,7 +13,7 @@ import pytest
 
 import jpipe
 from jpipe import InputError
-from jpipe_train.assemble.build import check_accumulation
+from jpipe_train.assemble.build import check_accumulation, check_per_stage
 from jpipe_train.assemble.optimizer import learning_rate, lr_schedule, optimizer
 from jpipe_train.config import optax_names
 from jpipe_train.config.config import OptimizerConfig
@@ -61,9 +61,26 @@ def test_the_rule_finds_what_optax_calls_its_aliases():
     }
     assert len(aliases) > 25
     found = set(optax_names.optimizers())
-    assert {name for name in found if "." not in name} == aliases | {"nadam", "nadamw"}  # those two are partials of adam and adamw
+    assert {name for name in found if "." not in name} - set(jpipe.optimizers.__all__) == aliases | {
+        "nadam",
+        "nadamw",
+    }  # those two are partials of adam and adamw
     assert {f"contrib.{name}" for name in ("muon", "prodigy", "schedule_free_sgd", "adopt", "ademamix")} <= found
-    assert not {"contrib.schedule_free", "contrib.sam", "chain", "scale_by_adam", "scale_by_learning_rate", "clip", "ema"} & found
+    assert {"compensated_sgd", "compensated_adamw", "compensated_muon", "torch_nadam", "soap"} <= found
+    assert (
+        not {
+            "contrib.schedule_free",
+            "contrib.sam",
+            "chain",
+            "scale_by_adam",
+            "scale_by_learning_rate",
+            "clip",
+            "ema",
+            "per_stage",
+            "scale_by_soap",
+        }
+        & found
+    )
 
 
 def test_the_rule_finds_the_schedules_of_optax():
@@ -105,6 +122,14 @@ def test_every_optimizer_of_optax_makes_an_update(name):
                 "arguments": {"ns_steps": 3, "ns_coeffs": [3.4, -4.7, 2.0], "preconditioning": "aol"},
             },
             lambda: optax.contrib.muon(0.02, ns_steps=3, ns_coeffs=(3.4, -4.7, 2.0), preconditioning="aol"),
+        ),
+        (
+            {"name": "compensated_adamw", "arguments": {"b1": 0.8, "weight_decay": 1}},
+            lambda: jpipe.optimizers.compensated_adamw(1e-3, 0.8, weight_decay=1.0, mask=MATRICES),
+        ),
+        (
+            {"name": "torch_nadam", "learning_rate": 3e-4, "arguments": {"b1": 0.99, "decoupled_weight_decay": True}},
+            lambda: jpipe.optimizers.torch_nadam(3e-4, 0.99, decoupled_weight_decay=True, mask=MATRICES),
         ),
         ({"name": "contrib.prodigy", "arguments": {"betas": [0.8, 0.9]}}, lambda: optax.contrib.prodigy(1.0, betas=(0.8, 0.9))),
     ],
@@ -202,6 +227,46 @@ def test_learning_rates_of_optax(keys, expected):
     np.testing.assert_allclose(rates(2, **keys), expected, rtol=1e-6, atol=1e-7)
 
 
+def rates_of(stage: int, delay: float, steps: int, **keys) -> list[float]:
+    """Return the learning rate of each update of a stage, measured by plain gradient descent."""
+    with jax.numpy_dtype_promotion("standard"):
+        rule = lenient(optimizer(OptimizerConfig(name="sgd", **keys), steps, PARAMS))
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    state, found = rule.init(PARAMS), []
+    for _ in range(steps):
+        updates, state = rule.update(ones, state, PARAMS, stage=jnp.int32(stage), delay=jnp.float32(delay))
+        found.append(-float(updates["head"]["kernel"][0, 0]))
+    return found
+
+
+def test_a_list_has_the_value_of_each_stage():
+    keys = {"per_stage": {"learning_rate": [1.0, 0.5]}, "lr_schedule": "exponential_decay"}
+    keys["lr_arguments"] = {"transition_steps": 1, "decay_rate": 0.5}
+    np.testing.assert_allclose(rates_of(0, 0.0, 3, **keys), [1.0, 0.5, 0.25], rtol=1e-6)
+    np.testing.assert_allclose(rates_of(1, 0.0, 3, **keys), [0.5, 0.25, 0.125], rtol=1e-6)
+    momentum = {"per_stage": {"momentum": [0.0, 0.5]}, "learning_rate": 1.0}
+    np.testing.assert_allclose(rates_of(0, 0.0, 3, **momentum), [1.0, 1.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(rates_of(1, 0.0, 3, **momentum), [1.0, 1.5, 1.75], rtol=1e-6)
+
+
+def test_the_rate_is_divided_by_the_delay_at_first():
+    np.testing.assert_allclose(rates_of(0, 4.0, 4, learning_rate=1.0, lr_delay_steps=2), [0.25, 0.5, 1.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(rates_of(0, 0.0, 2, learning_rate=1.0, lr_delay_steps=2), [1.0, 1.0], rtol=1e-6)
+
+
+def test_the_delay_of_accumulated_batches_is_a_part_of_an_update():
+    """Of the batches of an update only some see weights from before the last one."""
+    keys = {"learning_rate": 1.0, "lr_delay_steps": 10**6, "accumulate_batches": 2}
+    np.testing.assert_allclose(rates_of(0, 8.0, 4, **keys), [0.0, 0.25, 0.0, 0.25], rtol=1e-4)
+
+
+def test_a_list_of_another_length_than_the_stages_is_refused():
+    check_per_stage(jpipe.Plan.even("abc", 3, "pipedream_2bw", 4), {"learning_rate": [0.1, 0.2, 0.3]})
+    message = "optimizer.per_stage: b1: expected one value for each of the 2 stages of the plan, found 3"
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_per_stage(jpipe.Plan.even("ab", 2, "pipedream_2bw", 4), {"learning_rate": [0.1, 0.2], "b1": [0.1, 0.2, 0.3]})
+
+
 def test_a_rate_beyond_float32_is_the_largest():
     assert lr_schedule(OptimizerConfig(), 10, 1.0)(0) == 1.0
     assert np.isfinite(rates(1, learning_rate=1e300)[0])
@@ -254,7 +319,7 @@ def test_hyperparameters_can_be_seen_in_the_state():
         ),
         (
             {"name": "lbfgs", "arguments": {"memory_size": 0}},
-            "optimizer: 'lbfgs' refuses its arguments: ValueError: memory_size must be >= 1; fix it",
+            "optimizer: 'lbfgs' does not accept its arguments: ValueError: memory_size must be >= 1; fix it",
         ),
         ({"decay": ["*/kernle"]}, "optimizer.decay: no parameter matches '*/kernle'; the nearest are head/kernel, "),
         ({"decay": ["*", "!block_2/*"]}, "optimizer.decay: no parameter matches '!block_2/*'; the nearest are block_"),
@@ -274,6 +339,30 @@ def test_hyperparameters_can_be_seen_in_the_state():
             {"name": "rprop", "lr_schedule": "cosine"},
             "optimizer.lr_schedule: 'rprop' takes one learning rate for the whole run; use constant without warmup_steps, or inject",
         ),
+        (
+            {"per_stage": {"b3": [0.9]}},
+            "optimizer.per_stage: 'adamw' has no argument 'b3'; its arguments, the nearest first: b1, b2, learning_rate",
+        ),
+        (
+            {"per_stage": {"mask": [0.9]}},
+            "optimizer.per_stage: 'mask' of 'adamw' is optimizer.decay; leave it out here",
+        ),
+        (
+            {"per_stage": {"nesterov": [1.0]}},
+            "optimizer.per_stage: 'nesterov' of 'adamw' takes no number, so it cannot differ from stage to stage; put it into",
+        ),
+        (
+            {"per_stage": {"b1": [0.9]}, "arguments": {"b1": 0.9}},
+            "optimizer.per_stage: expected b1 here or as optimizer.arguments.b1, found both; leave one out",
+        ),
+        (
+            {"per_stage": {"learning_rate": [0.9]}, "learning_rate": 0.9},
+            "optimizer.per_stage: expected learning_rate here or as optimizer.learning_rate, found both; leave one out",
+        ),
+        (
+            {"per_stage": {"b1": [0.9]}, "inject_hyperparams": True},
+            "optimizer.inject_hyperparams: it keeps one value for all stages; leave it out, or leave out optimizer.per_stage",
+        ),
         ({"lr_arguments": {"alpha": 0.1}}, "optimizer.lr_arguments: 'constant' takes none; leave them out, or name a schedule of optax"),
         (
             {"lr_schedule": "exponential_decay", "lr_arguments": {"transition_steps": 1}},
@@ -289,7 +378,7 @@ def test_hyperparameters_can_be_seen_in_the_state():
         ),
         (
             {"lr_schedule": "piecewise_interpolate_schedule", "lr_arguments": {"interpolate_type": "curly"}},
-            "optimizer.lr_arguments: 'piecewise_interpolate_schedule' refuses them: ValueError: `interpolate_type` must be",
+            "optimizer.lr_arguments: 'piecewise_interpolate_schedule' does not accept them: ValueError: `interpolate_type` must be",
         ),
     ],
 )
@@ -308,6 +397,8 @@ def test_a_mistake_is_told_in_one_line(keys, message):
         ({"name": "my module:f"}, "expected module:function, such as my_models:conv_net, found 'my module:f'"),
         ({"lr_schedule": "exponential"}, "unknown learning-rate schedule 'exponential'; did you mean 'exponential_decay'?"),
         ({"lr_schedule": "join_schedules"}, "unknown learning-rate schedule 'join_schedules'"),
+        ({"per_stage": {"b1": []}}, "List should have at least 1 item"),
+        ({"lr_delay_steps": 0}, "Input should be greater than or equal to 1"),
         ({"decay": []}, "List should have at least 1 item"),
         ({"weight_decay": 0.1}, "Extra inputs are not permitted"),
     ],
@@ -343,6 +434,8 @@ def test_an_optimizer_of_ones_own():
     assert decayed(**keys | {"decay": ["head/*"]}) == {"head/kernel"}
     np.testing.assert_allclose(rates(1, **keys), [1.5, 2.25])  # the gradient 1, the weight 2; then the momentum
     np.testing.assert_allclose(rates(1, name="own_optimizers:unrated"), 0.25)
+    del keys["arguments"]
+    np.testing.assert_allclose(rates(1, **keys, per_stage={"momentum": [0.5]}), [1.5, 2.25])
 
 
 @pytest.mark.usefixtures("own")
@@ -384,6 +477,7 @@ def test_the_rate_that_is_logged_is_that_of_the_update():
     rate, every = learning_rate(config, 7), learning_rate(config.model_copy(update={"accumulate_batches": 1}), 3)
     assert [rate(batch) for batch in range(7)] == [every(0), every(0), every(1), every(1), every(2), every(2), every(3)]
     assert every(0) == 0.5
+    assert learning_rate(OptimizerConfig(name="sgd", per_stage={"learning_rate": [0.1, 0.2]}), 7) is None
 
 
 def test_batches_are_not_accumulated_where_stages_update_several_times_in_one():

@@ -90,7 +90,7 @@ def test_all_processes_save_at_one_step_and_leave_at_one_step(seed):
             k = chance.choice(left)
             orders[k].append(preemptions[k].decide(7 + steps[k], lambda: len(orders[0]) > 40))
     assert orders[0] == orders[1] == orders[2]
-    assert [order for order in orders[0] if order != "go on"] == ["save", "leave"]
+    assert [order for order in orders[0] if order != "continue"] == ["save", "leave"]
     assert {preemption.cut for preemption in preemptions} == {7 + orders[0].index("save") + 1}
     assert {preemption.signal for preemption in preemptions} == {signal.SIGTERM}
 
@@ -98,11 +98,11 @@ def test_all_processes_save_at_one_step_and_leave_at_one_step(seed):
 def test_only_what_saves_and_is_not_watched_by_others_watches():
     with Preemption(None, saves=False) as preemption:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        assert preemption.decide(0, bool) == "go on"
+        assert preemption.decide(0, bool) == "continue"
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with Preemption(None, saves=True) as preemption:
         preempt()
-        assert preemption.decide(0, bool) == "go on"
+        assert preemption.decide(0, bool) == "continue"
     assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is signal.SIG_IGN
 
 

@@ -65,7 +65,7 @@ def test_where_sighup_is_ignored_it_stays_ignored(monkeypatch):
     try:
         with Preemption(None, saves=True) as one:
             signal.raise_signal(signal.SIGHUP)
-            assert one.decide(0, bool) == "go on"
+            assert one.decide(0, bool) == "continue"
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

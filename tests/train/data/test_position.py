@@ -15,9 +15,9 @@ from jpipe_train.checkpoint.resume import DataFacts, Facts, Resumed
 from jpipe_train.config.config import Config
 from jpipe_train.config.config_file import to_yaml
 from jpipe_train.data import data
-from jpipe_train.data.own_data import OwnBatches
 from jpipe_train.data.position import Position, start
 from jpipe_train.data.rows import BatchesOfRows
+from jpipe_train.data.target_data import TargetBatches
 from tests.train.conftest import changed
 
 SPEC = (jax.ShapeDtypeStruct((), np.dtype(np.int64)), jax.ShapeDtypeStruct((), np.dtype(np.int64)))
@@ -44,16 +44,16 @@ def resized(batches, size: int, step: int):
     """Return the same data as read by a run that resumes at this step with batches of another size."""
     if isinstance(batches, TrainingBatches):
         other = TrainingBatches(tuple(BatchesOfRows(Numbered(k), size, SPEC) for k in range(len(batches.rows))), batches.rows, batches.seed)
-    elif isinstance(batches, OwnBatches):
+    elif isinstance(batches, TargetBatches):
         other = own(size)
     else:
         other = BatchesOfRows(batches.elements, size, SPEC)
     return other.continued(batches.position(step))
 
 
-def own(size: int, count: int = 200) -> OwnBatches:
+def own(size: int, count: int = 200) -> TargetBatches:
     rows = np.arange(count * size).reshape(count, size)
-    return OwnBatches([(each, each) for each in rows], "train", size)
+    return TargetBatches([(each, each) for each in rows], "train", size)
 
 
 def read(batches, first: int, end: int) -> list[tuple[int, int]]:

@@ -109,8 +109,8 @@ os.write(1, b"no end")
 @pytest.mark.parametrize(
     ("end", "code", "told"),
     [
-        ("sys.exit(3)", 3, "process 1 ended with exit code 3; ending the others"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 was ended by SIGKILL; ending the others"),
+        ("sys.exit(3)", 3, "process 1 ended with exit code 3; ending the other processes"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 was ended by SIGKILL; ending the other processes"),
     ],
 )
 def test_the_first_failure_ends_all_and_is_named(end, code, told, tmp_path):
@@ -194,9 +194,9 @@ sys.exit(7 + count)
     with launched(2, script, str(tmp_path), restarts=2, grace=0.1) as process:
         out, err = process.communicate(timeout=LIMIT)
     assert err.splitlines() == [
-        "jpipe: process 1 was ended by SIGKILL; ending the others; starting all again in 0 s (1 of 2)",
-        "jpipe: process 1 ended with exit code 8; ending the others; starting all again in 0 s (2 of 2)",
-        "jpipe: process 1 ended with exit code 9; ending the others",
+        "jpipe: process 1 was ended by SIGKILL; ending the other processes; starting all again in 0 s (1 of 2)",
+        "jpipe: process 1 ended with exit code 8; ending the other processes; starting all again in 0 s (2 of 2)",
+        "jpipe: process 1 ended with exit code 9; ending the other processes",
     ]
     assert process.returncode == 9
     of_0 = [line.split() for line in out.splitlines() if not line.startswith("[1] ")]
@@ -376,7 +376,9 @@ def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_
     command = [sys.executable, "-m", "jpipe_train.cli", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3 * LIMIT)
     assert done.returncode == 0, done.stderr
-    assert "jpipe: process 1 was ended by SIGKILL; ending the others; starting all again in 1 s (1 of 1)" in done.stderr.splitlines()
+    assert (
+        "jpipe: process 1 was ended by SIGKILL; ending the other processes; starting all again in 1 s (1 of 1)" in done.stderr.splitlines()
+    )
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["0001"]
     assert re.search(r"^resumes at step [24]$", done.stdout, re.MULTILINE)
     monkeypatch.chdir(tmp_path)

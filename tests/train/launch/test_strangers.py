@@ -21,7 +21,7 @@ from jpipe.processes import handshake, jax_internals
 from jpipe.processes._channel import Channel, Limits
 from jpipe.processes._coordinator import Beat
 from jpipe.processes._finding import JaxStore
-from jpipe.processes.addresses import is_loopback, own_loopback
+from jpipe.processes.addresses import is_loopback, private_loopback
 from jpipe_train.launch import distributed, jax_runtime, rendezvous
 from jpipe_train.launch.numeric_settings import _MAY_DIFFER, numeric_settings
 from jpipe_train.launch.rendezvous import Address, Meeting
@@ -356,7 +356,7 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     for name in "jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability":
         monkeypatch.setitem(jax.config.values, name, jax.config.values[name])
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(jax_runtime, "own_loopback", lambda: "127.7.7.7")
+    monkeypatch.setattr(jax_runtime, "private_loopback", lambda: "127.7.7.7")
     distributed.start(coordinator, 2, 0)
     local = coordinator[0] in "1l[" and not coordinator.startswith("10.")
     assert calls[0][-2:] == (listens, False)
@@ -425,7 +425,7 @@ def test_process_0_listens_where_it_is_told(host):
 
 
 def test_each_process_has_a_loopback_address_of_its_own_for_gloo(monkeypatch):
-    address, other = own_loopback(), own_loopback()
+    address, other = private_loopback(), private_loopback()
     assert is_loopback(address)
     assert is_loopback(other)
     if sys.platform == "linux":
@@ -437,7 +437,7 @@ def test_each_process_has_a_loopback_address_of_its_own_for_gloo(monkeypatch):
         raise OSError("Can't assign requested address")
 
     monkeypatch.setattr(socket, "create_server", refuses)
-    assert own_loopback() == "127.0.0.1"
+    assert private_loopback() == "127.0.0.1"
 
 
 def test_gloo_listens_at_a_loopback_address(monkeypatch):

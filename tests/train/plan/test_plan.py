@@ -80,7 +80,7 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     assert "train with it: jpipe train tiny.yaml --plan plan.json" in out
     held = re.search(r"recompute none; peak memory ([\d.]+ kB) ", out)[1]
     assert re.search(rf"^1 .* {re.escape(held)} \(", out, re.MULTILINE)  # the table has what XLA says
-    assert re.search(r"compiled in the first (row|\d rows), estimated in the others", out)
+    assert re.search(r"compiled in the first (row|\d rows), estimated in the other rows", out)
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
     assert plan.layers == IDS
     assert plan.replicas == (2,)
@@ -225,7 +225,7 @@ def test_rows_of_a_graph_that_are_not_said_are_one_and_it_is_told(files, capsys)
 def test_more_devices_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
     Path("many.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 16, "bandwidth": "1 GB/s"}]}))
     out = planned(capsys, "--profile=profile.json", "--topology=many.yaml", "--batch=2")
-    assert re.search(r"it uses \d of 16 devices; the others", out)
+    assert re.search(r"it uses \d of 16 devices; the remaining devices", out)
 
 
 def test_clipping_leaves_out_weight_stashing(files, capsys):

@@ -76,7 +76,7 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, messages, flush_
     with no_room_beyond(200), TensorBoard(tmp_path / "full", messages.append, flush_seconds) as board:
         for step in range(20):
             board.write(step, {"loss": 1.0})
-    assert messages == [f"tensorboard: cannot write in '{tmp_path / 'full'}': File too large; the run goes on without TensorBoard"]
+    assert messages == [f"tensorboard: cannot write in '{tmp_path / 'full'}': File too large; the run continues without TensorBoard"]
     if flush_seconds == 0.0:
         assert read(tmp_path / "full")["loss"][:2] == [(0, 1.0), (1, 1.0)]  # what found room is there
 
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path, messages):
     with TensorBoard(tmp_path / "file" / "tensorboard", messages.append) as board:
         board.write(0, {"loss": 1.0})
     assert len(messages) == 1
-    assert "Not a directory; the run goes on without TensorBoard" in messages[0]
+    assert "Not a directory; the run continues without TensorBoard" in messages[0]
 
 
 def test_ctrl_c_waits_until_a_record_is_whole(tmp_path, messages, monkeypatch, interruptible):

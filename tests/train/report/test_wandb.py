@@ -121,7 +121,7 @@ def test_a_run_for_which_wandb_is_disabled_is_told(tmp_path, messages, monkeypat
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with Wandb(tmp_path, {}, messages.append) as log:
         log.write(0, {"loss": 1.0})
-    assert messages == ["wandb: it is disabled, by WANDB_MODE, say; the run goes on without it"]
+    assert messages == ["wandb: it is disabled, by WANDB_MODE, say; the run continues without it"]
 
 
 KILLED = """
@@ -170,15 +170,15 @@ def test_rows_that_nobody_takes_are_not_kept_for_ever(tmp_path, messages, monkey
         for step in range(2000):
             log.write(step, {"loss": 1.0, "a metric with a long name": 2.0})
         assert log._lines.qsize() <= 4  # fewer where the pipe has taken some since
-    assert messages[0] == "wandb: 3 rows are waiting to be sent; the run goes on, and sends no more"
+    assert messages[0] == "wandb: 3 rows are waiting to be sent; the run continues, and sends no more"
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("sys.exit(3)", "wandb: its process has ended; the run goes on without it"),
-        ("print(json.dumps({'problem': 'no room\\x07'})); sys.exit(1)", "wandb: no room\x07; the run goes on without it"),
-        ("print('not JSON'); print('{'); sys.exit(1)", "wandb: its process has ended; the run goes on without it"),
+        ("sys.exit(3)", "wandb: its process has ended; the run continues without it"),
+        ("print(json.dumps({'problem': 'no room\\x07'})); sys.exit(1)", "wandb: no room\x07; the run continues without it"),
+        ("print('not JSON'); print('{'); sys.exit(1)", "wandb: its process has ended; the run continues without it"),
     ],
 )
 def test_a_process_that_ends_is_told_once_and_the_run_goes_on(tmp_path, messages, code, message):
@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path, messages):
     with Wandb(tmp_path, {}, messages.append) as log:
         log.write(0, {"loss": 1.0})
     assert len(messages) == 1
-    assert messages[0].endswith("it is a symbolic link, which jpipe does not follow there; the run goes on without it")
+    assert messages[0].endswith("it is a symbolic link, which jpipe does not follow there; the run continues without it")
     assert not list((tmp_path / "elsewhere").iterdir())
 
 

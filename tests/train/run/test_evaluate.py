@@ -63,8 +63,8 @@ def at_once(run: Path, rows, step: int, weights="newest") -> Result:
     kept = checkpoint_files.read_layers(run, step)
     arrays = export.by_name(kept if weights == "newest" else export.with_ema(kept, step))
     stack, params = layers.layers(config.model, config.logits_chunk), {}
-    for layer_id, places in stack.ties.places.items():
-        arrays |= {f"{layer_id}/{path}": arrays["/".join(stack.ties.first[name])] for path, name in places.items()}
+    for layer_id, shared in stack.ties.shared.items():
+        arrays |= {f"{layer_id}/{path}": arrays["/".join(stack.ties.first[name])] for path, name in shared.items()}
     for name, array in arrays.items():
         *path, last = name.split("/")
         functools.reduce(lambda tree, key: tree.setdefault(key, {}), path, params)[last] = array

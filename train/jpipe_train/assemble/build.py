@@ -41,6 +41,7 @@ def build(
         check_microbatches(plan, config.train.batch_size)
         check_delay(plan, config.plan.max_delay)
         check_accumulation(plan, config.optimizer.accumulate_batches)
+        check_per_stage(plan, config.optimizer.per_stage)
         plan.check_layers(stack.ids)
         meshes.check_heads(config.model, plan)
         with reporter.phase("reading the data"):
@@ -178,6 +179,15 @@ def check_accumulation(plan: jpipe.Plan, batches: int) -> None:
             f"optimizer.accumulate_batches: expected 1 for a plan with update_every '{plan.update_every}', whose stages update several "
             f"times per batch, found {batches}; leave it out, or use update_every: batch"
         )
+
+
+def check_per_stage(plan: jpipe.Plan, arguments: Mapping[str, Sequence[float]]) -> None:
+    """Check that arguments of the optimizer that differ from stage to stage have one value for each stage."""
+    for name, values in arguments.items():
+        if len(values) != plan.depth:
+            raise jpipe.InputError(
+                f"optimizer.per_stage: {name}: expected one value for each of the {plan.depth} stages of the plan, found {len(values)}"
+            )
 
 
 def started_devices(pipe: jpipe.Pipeline) -> list[Sequence[jax.Device]]:

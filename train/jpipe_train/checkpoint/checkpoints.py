@@ -15,7 +15,7 @@ from jpipe_train.launch.together import Together
 
 Observer = Callable[[jpipe.runtime.Event], None]
 
-_PATIENCE = 600.0  # seconds that process 0 waits for the parts of the others
+_PATIENCE = 600.0  # seconds that process 0 waits for the parts of the other processes
 
 
 class _NotRemoved(OSError):
@@ -126,13 +126,13 @@ class Checkpoints:
         except FolderChanged:
             raise
         except (OSError, jpipe.runtime.CopiesDiffer) as error:
-            kept = self._kept("there is no complete one")
+            last_complete = self._last_complete("there is no complete one")
             if isinstance(error, jpipe.runtime.CopiesDiffer):
-                raise jpipe.runtime.CopiesDiffer(f"{error}; {kept}") from error
+                raise jpipe.runtime.CopiesDiffer(f"{error}; {last_complete}") from error
             what = "an old checkpoint could not be removed" if isinstance(error, _NotRemoved) else "a checkpoint could not be written"
             if self._config.on_full_disk == "stop":
-                raise OSError(error.errno, f"{what}: {error.strerror or error}; {kept}") from error
-            self._say(f"{what}: {error.strerror or error}; the run goes on, {kept}")
+                raise OSError(error.errno, f"{what}: {error.strerror or error}; {last_complete}") from error
+            self._say(f"{what}: {error.strerror or error}; the run continues, {last_complete}")
 
     def missing(self, step: int) -> str | None:
         """Return in process 0 what is wrong with the last checkpoint, of `step`; None if it is complete or not due."""
@@ -140,11 +140,11 @@ class Checkpoints:
             return None
         from jpipe.checkpoints import files
 
-        if self.written == step and files.is_all_there(self._folder, step):
+        if self.written == step and files.has_all_files(self._folder, step):
             return None
-        kept = self._kept("there is no other", step)
+        last_complete = self._last_complete("there is no other", step)
         what = "could not be written" if self.written != step else "is not in the run folder any more"
-        return f"the checkpoint of step {step} {what}; {kept}"
+        return f"the checkpoint of step {step} {what}; {last_complete}"
 
     def close(self) -> None:
         """Finish the checkpoint that is being written and drop the other snapshots."""
@@ -153,7 +153,7 @@ class Checkpoints:
         if self._open_folder is not None:
             os.close(self._open_folder)
 
-    def _kept(self, none: str, but: int | None = None) -> str:
+    def _last_complete(self, none: str, but: int | None = None) -> str:
         """Describe the last complete checkpoint, except that of step `but`."""
         from jpipe.checkpoints import steps
 

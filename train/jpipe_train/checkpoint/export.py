@@ -198,9 +198,9 @@ def check_steps(folder: Path, step: int | None, where: str) -> None:
     except OSError as error:
         raise InputError(f"{where}: cannot read '{shown(folder)}': {error.strerror}; give the folder of a run") from None
     if not steps:
-        found = "found none" if folder.is_dir() else f"but there is no folder '{shown(folder)}'"
+        actual = "found none" if folder.is_dir() else f"but there is no folder '{shown(folder)}'"
         raise InputError(
-            f"{where}: expected checkpoints in '{shown(folder / 'checkpoints')}', {found}; give the folder of a run that wrote some"
+            f"{where}: expected checkpoints in '{shown(folder / 'checkpoints')}', {actual}; give the folder of a run that wrote some"
         )
     if step is not None and step not in steps:
         raise InputError(f"--step: expected one of {', '.join(map(str, steps))}, the checkpoints in '{shown(folder)}', found {step}")

@@ -89,9 +89,9 @@ class RunFolder:
                     (self.path / name).unlink(missing_ok=True)
                 if any(os.path.lexists(self.path / name) for name in _FILES) or self._has_checkpoints():
                     raise _occupied(self.path)
-                if not ours and (others := [name for name in OUTPUTS if os.path.lexists(self.path / name)]):
-                    raise _foreign(self.path, others[0])
-                try:  # refuses one of two runs that start at once, even if the file system has no locks
+                if not ours and (existing := [name for name in OUTPUTS if os.path.lexists(self.path / name)]):
+                    raise _foreign(self.path, existing[0])
+                try:  # rejects one of two runs that start at once, even if the file system has no locks
                     (self.path / METRICS).touch(exist_ok=False)
                 except FileExistsError:
                     raise _occupied(self.path) from None
@@ -205,8 +205,8 @@ class RunFolder:
         write_atomically(self.path / METRICS, rows)
         self._metrics = open_to_append(self.path / METRICS)
         self._written, self._size = hashlib.sha256(rows.encode()), len(rows.encode())
-        for left in self.path.glob(TEMPORARY):  # by a process that was killed; nobody else writes here now
-            left.unlink(missing_ok=True)
+        for path in self.path.glob(TEMPORARY):  # by a process that was killed; nobody else writes here now
+            path.unlink(missing_ok=True)
 
     def _ended_early(self, config: Config) -> bool:
         """Return whether the folder holds a run of this config that ended before the first of its checkpoints."""

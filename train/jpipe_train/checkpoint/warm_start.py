@@ -131,7 +131,7 @@ def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str,
 
 def _source(path: Path, strict: bool, report: Callable[[str], None]) -> Source:
     if not os.path.isdir(path):
-        huggingface.refuse_file(path)
+        huggingface.reject_file(path)
         return _of_file(path)
     if huggingface.is_meant(path):
         return huggingface.source(path, strict=strict)
@@ -181,16 +181,16 @@ def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
 
 
 def _summary(source: Source, model: Model, matching: Collection[str]) -> str:
-    """Describe how many layers are used completely, and why the first others are not."""
-    others = []
+    """Describe how many layers are used completely, and why the first incomplete ones are not."""
+    incomplete = []
     for layer_id, specs in model.items():
         if missing := [name for name in specs if name not in matching]:
             stored = source.specs.get(missing[0])
             problem = "missing" if stored is None else f"{stored} in the file, {specs[missing[0]]} in the model"
-            others.append(f"{layer_id} ('{missing[0]}' is {problem})")
+            incomplete.append(f"{layer_id} ('{missing[0]}' is {problem})")
     layers = sum(bool(specs) for specs in model.values())
-    words = f"warm start: {layers - len(others)} of {count(layers, 'layer')} from {source.where.removeprefix('warm_start.file: ')}"
-    if others:
-        words += f"; fresh, at least in part: {', '.join(others[:_SHOWN])}"
-        words += f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    words = f"warm start: {layers - len(incomplete)} of {count(layers, 'layer')} from {source.where.removeprefix('warm_start.file: ')}"
+    if incomplete:
+        words += f"; fresh, at least in part: {', '.join(incomplete[:_SHOWN])}"
+        words += f" and {len(incomplete) - _SHOWN} more" if len(incomplete) > _SHOWN else ""
     return words

@@ -36,7 +36,7 @@ def evaluate(
         coordinator: Several processes: as in train, like the following options.
         num_processes: Several processes: their number.
         process_id: Several processes: the number of this one, from 0.
-        connect_limit: Several processes: how long each waits for the others at the start.
+        connect_limit: Several processes: how long each waits for the other processes at the start.
         wait_limit: Several processes: how long none may make progress before they give up.
         secret_file: Several processes: the file with the secret that all share.
     """

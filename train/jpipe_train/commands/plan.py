@@ -38,7 +38,7 @@ def plan(
         up_to: Allow fewer rows than that, if they train faster.
         rows: Rows of a microbatch of a graph.txt; by default 1.
         schedules: Only these, such as pipedream_2bw,pipedream_flush, or all. By default those that flush, which train as without a
-            pipeline; the others delay weights.
+            pipeline; the remaining schedules delay weights.
         max_delay: Only plans whose weights are at most this many updates old, in the mean over stages: 0 allows only schedules that flush,
             1 also pipedream_2bw, less than 1 pipedream with many microbatches. Tries all schedules unless --schedules names some.
         devices: With local, how many to use; by default all, and on CPUs as many as there are cores.

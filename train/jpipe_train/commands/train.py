@@ -35,7 +35,7 @@ def train(
         coordinator: Several processes: the address of process 0, the same for all. SLURM and Open MPI provide this and the next two.
         num_processes: Several processes: their number.
         process_id: Several processes: the number of this one, from 0.
-        connect_limit: Several processes: how long each waits for the others at the start.
+        connect_limit: Several processes: how long each waits for the other processes at the start.
         wait_limit: Several processes: how long none may make progress before the run fails; longer than a microbatch takes.
         secret_file: Several processes: the file with the secret that all share; by default the variable JPIPE_SECRET has it.
     """

@@ -15,7 +15,7 @@ from jpipe_train.config.model_config import ModelConfig as ModelConfig
 from jpipe_train.config.plan_config import MOST_MICROBATCHES as MOST_MICROBATCHES
 from jpipe_train.config.plan_config import PlanConfig as PlanConfig
 from jpipe_train.config.section import AUTO as AUTO
-from jpipe_train.config.section import Arguments, Count, FilePath, OwnCode, Section
+from jpipe_train.config.section import Arguments, Count, FilePath, Section, TargetSection
 
 MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
@@ -97,8 +97,8 @@ class WarmStartConfig(Section):
     @model_validator(mode="after")
     def _numbers_are_known(self) -> "WarmStartConfig":
         for start, instead in self.names.items():
-            numbers, others = (re.findall(r"\{(.*?)\}", text) for text in (start, instead))
-            if len(set(numbers)) < len(numbers) or not all(number.isidentifier() for number in numbers) or set(others) - set(numbers):
+            numbers, replacements = (re.findall(r"\{(.*?)\}", text) for text in (start, instead))
+            if len(set(numbers)) < len(numbers) or not all(number.isidentifier() for number in numbers) or set(replacements) - set(numbers):
                 raise ValueError(f"names: expected numbers such as {{n}}, each once on the left, found '{start}: {instead}'")
         return self
 
@@ -131,7 +131,7 @@ class PrecisionConfig(Section):
         return self.params if self.compute is None and self.params != "float32" else self.compute
 
 
-class LossConfig(OwnCode):
+class LossConfig(TargetSection):
     """The mean cross-entropy of integer labels, or a function of the user's.
 
     `target(outputs, labels, **arguments)` returns (sum of the losses, weight). The logits of built-in models are computed `chunk` positions
@@ -139,7 +139,9 @@ class LossConfig(OwnCode):
     vocabularies.
     """
 
-    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"chunk"}  # so that a target can override a file that has all keys
+    keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {
+        "chunk"
+    }  # so that a target can override a file that has all keys
 
     chunk: Count | Literal["auto"] | None = "auto"
 
@@ -163,6 +165,9 @@ class OptimizerConfig(Section):
     (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` selects the parameters that decay by
     patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1, each update uses the mean gradient of
     that many batches, and schedules count updates. `ema_decay` is the decay of a moving average of the weights.
+
+    `per_stage` has a list for each argument that differs from stage to stage, with one number for each stage. For the first
+    `lr_delay_steps` updates the learning rate of a stage is divided by the delay of its gradients, by less and less.
     """
 
     name: str = "adamw"
@@ -171,6 +176,8 @@ class OptimizerConfig(Section):
     lr_arguments: Arguments = {}
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     arguments: Arguments = {}
+    per_stage: dict[str, Annotated[list[float], Field(min_length=1, max_length=4096)]] = {}
+    lr_delay_steps: Count | None = None
     decay: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=256)] | None = None
     clip_global_norm: Annotated[float, Field(gt=0)] | None = None
     skip_nonfinite: bool = False

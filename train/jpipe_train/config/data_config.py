@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jpipe_train.config.section import AUTO, FilePath, Fraction, OwnCode
+from jpipe_train.config.section import AUTO, FilePath, Fraction, TargetSection
 
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _ONLY_WITH = {  # the formats that a key applies to; with any other it is an error
@@ -19,7 +19,7 @@ _ONLY_WITH = {  # the formats that a key applies to; with any other it is an err
 }
 
 
-class DataConfig(OwnCode):
+class DataConfig(TargetSection):
     """The data of a run: `path` is a file, folder or glob; null means the source code of the running Python's standard library.
 
     The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
 from jpipe_train.config.presets import PRESETS
-from jpipe_train.config.section import Count, OwnCode, Section
+from jpipe_train.config.section import Count, Section, TargetSection
 
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
@@ -36,7 +36,7 @@ class RopeScaling(Section):
         return self
 
 
-class ModelConfig(OwnCode):
+class ModelConfig(TargetSection):
     """A language model: `depth` blocks of `width` with `heads` heads over sequences of `seq_len` tokens.
 
     Parameters are float32 regardless of `compute_dtype`. The default is a GPT over bytes; a `preset` gives the other keys, and explicit
@@ -44,7 +44,7 @@ class ModelConfig(OwnCode):
     text.
     """
 
-    keeps_meaning: ClassVar[frozenset[str]] = OwnCode.keeps_meaning | {"seq_len"}
+    keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {"seq_len"}
 
     preset: str | None = None
     kind: Literal["decoder", "bert"] = "decoder"

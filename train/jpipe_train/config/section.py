@@ -70,7 +70,7 @@ MOVED: Final[Mapping[str, str]] = MappingProxyType(
 """The names of targets that were once built in, and what to write in their place."""
 
 
-class OwnCode(Section):
+class TargetSection(Section):
     """A section that a `target` with `arguments` can replace: a function of the user's."""
 
     target: str | None = None
@@ -88,7 +88,7 @@ class OwnCode(Section):
         return None if target is None else entry_point.check_form(target)
 
     @model_validator(mode="after")
-    def _no_key_is_ignored(self) -> "OwnCode":
+    def _no_key_is_ignored(self) -> "TargetSection":
         if self.arguments and self.target is None:
             raise ValueError("arguments are those of a target, and there is none; name one as module:function, or leave them out")
         if self.target is not None and (ignored := sorted(self.model_fields_set - self.keeps_meaning)):

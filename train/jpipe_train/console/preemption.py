@@ -1,8 +1,8 @@
 """SIGTERM, SIGHUP and Ctrl-C during training: all processes save at the same step, and end at the same step once that is written.
 
 JAX's sync point for this (`jax.experimental.multihost_utils.reached_preemption_sync_point`) is not used, for two reasons. It waits in C++,
-holding Python's lock, until all processes have answered: if one of them dies, the others block for longer than any limit of jpipe, and
-cannot report it. And its handler takes every SIGTERM after processes connect, although a process that compiles, and a second SIGTERM,
+holding Python's lock, until all processes have answered: if one of them dies, the other processes block for longer than any limit of jpipe,
+and cannot report it. And its handler takes every SIGTERM after processes connect, although a process that compiles, and a second SIGTERM,
 should end the process immediately.
 """
 
@@ -16,11 +16,11 @@ from typing import Literal, get_args
 import jpipe
 from jpipe_train.console import interrupt, signals
 
-Decision = Literal["go on", "save", "leave"]
+Decision = Literal["continue", "save", "leave"]
 """What all processes do before a step: continue, take a snapshot after it, or end without it."""
 
 _DECISIONS: tuple[Decision, ...] = get_args(Decision)
-_CAME = "signal"  # the topic by which a process sends its signal to the others
+_CAME = "signal"  # the topic by which a process sends its signal to the other processes
 LAUNCHER = "JPIPE_LAUNCHER"  # the variable with the process id of `jpipe launch`, which sets it; JAX is not imported there
 
 
@@ -69,7 +69,7 @@ class Preemption:
             PeerLost: the run is lost.
         """
         if not self._saves:
-            return "go on"
+            return "continue"
         decision = self._decide_alone(is_saved) if self._processes is None else self._decided(self._processes, step)
         if decision == "save":
             self.cut = step + 1
@@ -98,15 +98,15 @@ class Preemption:
 
     def _decide_alone(self, is_saved: Callable[[], bool]) -> Decision:
         if self.signal is None:
-            return "go on"
+            return "continue"
         if self.cut is None:
             return "save"
-        return "leave" if is_saved() else "go on"
+        return "leave" if is_saved() else "continue"
 
     def _decided(self, processes: jpipe.processes.Processes, step: int) -> Decision:
         """Return the decision that process 0 announced one step earlier; before the first step there is no announcement."""
         if not self._announced:
-            return "go on"
+            return "continue"
         (number,) = processes.receive(_name(step), 0, f"a message from process 0 about step {step}")
         return _DECISIONS[int(number)]
 

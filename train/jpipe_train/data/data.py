@@ -15,7 +15,7 @@ from jpipe import InputError
 from jpipe_train.config import entry_point
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
-from jpipe_train.data import masked, own_data, splits, windows
+from jpipe_train.data import masked, splits, target_data, windows
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
 from jpipe_train.data.splits import Split
@@ -67,7 +67,7 @@ class Data:
 
 
 @contextmanager
-def _memory_is_told() -> Iterator[None]:
+def _memory_errors_reported() -> Iterator[None]:
     try:
         yield
     except MemoryError:
@@ -77,7 +77,7 @@ def _memory_is_told() -> Iterator[None]:
         ) from None
 
 
-@_memory_is_told()
+@_memory_errors_reported()
 def load(config: Config, position: Position | None = None) -> Data:
     """Read what `config.data` names and batch it as `config` says, or call what it names instead.
 
@@ -93,7 +93,7 @@ def load(config: Config, position: Position | None = None) -> Data:
     if position is not None:
         assert isinstance(data.train, Ordered)
         data = replace(data, train=data.train.continued(position), first=position.batch)
-    if isinstance(data.train, own_data.OwnBatches):
+    if isinstance(data.train, target_data.TargetBatches):
         data.train.check_length(config.train.steps)
     return data
 
@@ -111,7 +111,7 @@ def _read(config: Config) -> Data:
     return Data(batches[0], batches[1], split.source, _amount(split, *rows), split.digest, _remarks(split, *rows))
 
 
-@_memory_is_told()
+@_memory_errors_reported()
 def held_out(config: Config, path: str | None = None) -> Data:
     """Load all validation data of a run as `validation`, even if it is less than a batch; there is nothing to train on.
 
@@ -150,9 +150,9 @@ def _from_target(config: Config, **optional: bool) -> Data:
     result = entry_point.call(target, "data.target", config.data.arguments, supplied, optional)
     if isinstance(result, Data):
         return result
-    train, validation = own_data.checked(result, target, batch_size)
+    train, validation = target_data.checked(result, target, batch_size)
     amount = f"{count(len(validation), 'batch', 'es')} for validation"
-    return Data(train, validation, target, amount, lambda: own_data.digest(train, validation))
+    return Data(train, validation, target, amount, lambda: target_data.digest(train, validation))
 
 
 def unread(config: Config) -> Data:
@@ -234,10 +234,10 @@ def _batches(config: Config, rows: Rows, part: int, *, apart: bool) -> BatchesOf
     """Batch the rows of one part."""
     seq_len = config.model.seq_len
     spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
-    return BatchesOfRows(_in_order(config, rows, part), config.train.batch_size, spec)
+    return BatchesOfRows(_ordered(config, rows, part), config.train.batch_size, spec)
 
 
-def _in_order(config: Config, rows: Rows, part: int) -> Elements:
+def _ordered(config: Config, rows: Rows, part: int) -> Elements:
     """Return the rows in the order of their batches, endlessly for training."""
     if isinstance(rows, masked.Masked):
         return masked.Drawn(rows, epochs=part == 0)

@@ -110,9 +110,9 @@ class Masked:
     ) -> Int32[np.ndarray, " s"]:
         """Mask the chosen tokens of a row."""
         at = np.flatnonzero(masked)
-        draw, others = random.random(at.size), random.choice(self._symbols, at.size)
+        draw, replacements = random.random(at.size), random.choice(self._symbols, at.size)
         tokens = whole.copy()
-        tokens[at] = np.where(draw < 0.8, np.int32(self._mask), np.where(draw < 0.9, others, whole[at]))
+        tokens[at] = np.where(draw < 0.8, np.int32(self._mask), np.where(draw < 0.9, replacements, whole[at]))
         return tokens
 
 

@@ -32,7 +32,7 @@ class Files(NamedTuple):
 
     Attributes:
         paths: files, folders or globs; none: the standard library's source.
-        form: of each file: text, or JSON lines; auto is text, and refuses files that are known to be something else.
+        form: of each file: text, or JSON lines; auto is text, and an error for files that are known to be something else.
         keys: of JSON lines.
     """
 
@@ -78,7 +78,7 @@ def prepare(
         raise InputError(f"--shard-tokens: expected at least 1, found {shard_tokens}; the default is a hundred million")
     target = unused(out, "--out")
     loaded = tokenizers.load(tokenizer, "--tokenizer", end_of_text)
-    with _told_if_interrupted(out), new_folder(target, "--out") as place:
+    with _interrupt_reported(out), new_folder(target, "--out") as place:
         index, assembler = _written(place, files, loaded, validation_fraction, shard_tokens, reporter)
     if left_out := assembler.left_out():
         reporter.say(left_out)
@@ -127,8 +127,8 @@ def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, 
         )
     target = unused(out, "--out")
     rules, trainer = _untrained(vocab_size, kind)
-    with _told_if_interrupted(out):
-        with _found(files, 0.0, reporter, "reading") as (pieces, _):
+    with _interrupt_reported(out):
+        with _open_pieces(files, 0.0, reporter, "reading") as (pieces, _):
             try:
                 rules.train_from_iterator(pieces, trainer=trainer)
             except InputError:
@@ -171,7 +171,7 @@ def _written(
     shards = [_Shards(place, part, token_files.DTYPES[dtype], shard_tokens) for part in ("train", "validation")]
     assembler = texts.Assembler(tokenizer, {False: shards[0], True: shards[1]})
     size = 0
-    with _found(files, validation_fraction, reporter, "tokenizing") as (pieces, source):
+    with _open_pieces(files, validation_fraction, reporter, "tokenizing") as (pieces, source):
         for piece, tokens in texts.tokenized(pieces, tokenizer):
             assembler.add(piece, tokens)
             size += piece.size
@@ -242,7 +242,7 @@ class _Shards:
 
 
 @contextlib.contextmanager
-def _found(files: Files, fraction: float, reporter: Reporter, words: str) -> Iterator[tuple[Iterable[Any], str]]:
+def _open_pieces(files: Files, fraction: float, reporter: Reporter, words: str) -> Iterator[tuple[Iterable[Any], str]]:
     """Find the pieces of all files, with progress shown as they are read, and where they come from.
 
     For a tokenizer that is trained (`words` is "reading") the pieces are only their texts.
@@ -309,7 +309,7 @@ def _shown(pieces: Iterable[texts.Piece], advance: Callable[[int], None]) -> Ite
 
 
 @contextlib.contextmanager
-def _told_if_interrupted(out: str) -> Iterator[None]:
+def _interrupt_reported(out: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:

@@ -200,10 +200,10 @@ class AllRows:
     microbatch: int
 
     def __len__(self) -> int:
-        return len(self.batches) + len(self._left)
+        return len(self.batches) + len(self._parts)
 
     def __getitem__(self, index: int) -> Batch:
-        return self.batches[index] if index < self.whole else _repeated(self.batches, self._left[index - self.whole])
+        return self.batches[index] if index < self.whole else _repeated(self.batches, self._parts[index - self.whole])
 
     @property
     def whole(self) -> int:
@@ -212,11 +212,11 @@ class AllRows:
 
     def rows_of(self, index: int) -> int:
         """Return how many rows of the data a batch has."""
-        return self.batches.batch_size if index < self.whole else self._left[index - self.whole].rows
+        return self.batches.batch_size if index < self.whole else self._parts[index - self.whole].rows
 
     def copies_of(self, index: int) -> int:
         """Return how many copies of each of these rows a batch has."""
-        return 1 if index < self.whole else self._left[index - self.whole].copies
+        return 1 if index < self.whole else self._parts[index - self.whole].copies
 
     @property
     def rows(self) -> int:
@@ -224,12 +224,12 @@ class AllRows:
         return len(self.batches.elements)
 
     @cached_property
-    def _left(self) -> list[_Part]:
+    def _parts(self) -> list[_Part]:
         """The parts after the full batches: the rows that fill microbatches, and the remaining ones."""
-        left = self.rows % self.batches.batch_size
-        odd = left % self.microbatch
+        remaining = self.rows % self.batches.batch_size
+        odd = remaining % self.microbatch
         copies = self.microbatch // math.gcd(odd, self.microbatch)
-        parts = _Part(self.rows - left, left - odd, 1), _Part(self.rows - odd, odd, copies)
+        parts = _Part(self.rows - remaining, remaining - odd, 1), _Part(self.rows - odd, odd, copies)
         return [part for part in parts if part.rows]
 
 

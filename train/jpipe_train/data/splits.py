@@ -186,8 +186,8 @@ def _split_of_bytes(train: list[_Bytes], validation: list[_Bytes], source: str) 
     return Split(*parts, source, functools.partial(_digest, "", *parts), unit="bytes")
 
 
-def _digest(made_by: str, *parts: Documents) -> str:
-    return hashlib.sha256(" ".join([made_by, *(part.digest() for part in parts)]).encode()).hexdigest()
+def _digest(tokenizer_digest: str, *parts: Documents) -> str:
+    return hashlib.sha256(" ".join([tokenizer_digest, *(part.digest() for part in parts)]).encode()).hexdigest()
 
 
 def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
@@ -197,10 +197,10 @@ def _documents_of_bytes(files: Sequence[_Bytes]) -> Documents:
     if sum(sizes) <= _MOST_IN_MEMORY:  # later edits of the files change nothing
         whole: UInt8[np.ndarray, " n"] = np.concatenate([np.zeros(0, np.uint8), *(file.opened()[:] for file in files)])
         return Documents.of(whole, BYTES, np.cumsum(sizes, dtype=np.int64))
-    kept = functools.lru_cache(maxsize=token_files.MOST_OPEN)(_Bytes.opened)
+    cached = functools.lru_cache(maxsize=token_files.MOST_OPEN)(_Bytes.opened)
 
     def of(file: _Bytes, size: int) -> Shard:
-        return Shard(f"'{file.file}'", size, lambda: kept(file), lambda: np.asarray([size], np.int64))
+        return Shard(f"'{file.file}'", size, lambda: cached(file), lambda: np.asarray([size], np.int64))
 
     return Documents([of(file, size) for file, size in zip(files, sizes, strict=True)], BYTES)
 
@@ -210,13 +210,13 @@ def _whole_folder(config: Config, path: str) -> Split:
     folder, index = token_files.read_index(path, "data.path")
     if os.path.exists(str(config.data.path)):  # without it nothing is known of the tokenizer of the run
         its = token_files.read_index(str(config.data.path), "data.path")[1]
-        _check_alike(its, index, str(config.data.path), "data.path")
+        _check_same_tokenizer(its, index, str(config.data.path), "data.path")
     documents = token_files.documents(folder, index, [*index.train, *index.validation])
     tokenizer = _tokenizer(folder, index) if config.data.objective == "masked" else None
     return Split(documents, documents, f"'{path}'", functools.partial(token_files.digest, folder, index), tokenizer)
 
 
-def _check_alike(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:
+def _check_same_tokenizer(index: token_files.Index, other: token_files.Index, path: str, where: str) -> None:
     """Check that tokens have the same kind and tokenizer as those at `path`."""
     if (other.vocab_size, other.kind, other.tokenizer_sha256) != (index.vocab_size, index.kind, index.tokenizer_sha256):
         raise InputError(
@@ -241,7 +241,7 @@ def _of_token_files(config: Config) -> Split:
     digests = [functools.partial(token_files.digest, folder, index)]
     if config.data.validation_path is not None:
         other, its = token_files.read_index(config.data.validation_path, "data.validation_path")
-        _check_alike(index, its, path, "data.validation_path")
+        _check_same_tokenizer(index, its, path, "data.validation_path")
         held_out = other, its, [*its.train, *its.validation]
         digests.append(functools.partial(token_files.digest, other, its))
     elif not index.validation:
@@ -262,7 +262,7 @@ class _Memory:
         self._size = 0
         self._ends: list[int] = []
         self._answers: list[int] = []
-        self._places: list[tuple[Path, int]] = []
+        self._answer_lines: list[tuple[Path, int]] = []
 
     def add(self, tokens: np.ndarray) -> None:
         self._tokens.append(tokens.astype(self._dtype))
@@ -271,7 +271,7 @@ class _Memory:
     def end(self, answer: int | None, place: tuple[Path, int]) -> None:
         if answer is not None:
             self._answers.append((self._ends[-1] if self._ends else 0) + answer)
-            self._places.append(place)
+            self._answer_lines.append(place)
         self._ends.append(self._size)
 
     def documents(self, vocab_size: int) -> Documents:
@@ -280,7 +280,7 @@ class _Memory:
         return Documents.of(whole, vocab_size, np.asarray(self._ends, np.int64), answers)
 
     def place(self, example: int) -> str:
-        file, line = self._places[example]
+        file, line = self._answer_lines[example]
         return f"data.path: '{file}', line {line}"
 
 

@@ -24,7 +24,7 @@ PIECE = 2**18  # characters of a text that are tokenized at once, at least; at m
 _BATCH = PIECE * max(4, os.cpu_count() or 1)  # characters that go to the tokenizer together: all cores have some, and Ctrl-C waits for them
 _BLOCK = 2**20  # bytes that are read at once
 _LONGEST_LINE = 2**26
-_MOST_TOLD = 5  # of wrong lines, one by one
+_MOST_LISTED = 5  # of wrong lines, one by one
 
 
 class Keys(NamedTuple):
@@ -284,7 +284,7 @@ class _WrongLines:
 
     def add(self, place: str, message: str) -> None:
         self.number += 1
-        if len(self._first) < _MOST_TOLD:
+        if len(self._first) < _MOST_LISTED:
             self._first.append((place, message))
 
     def check(self) -> None:

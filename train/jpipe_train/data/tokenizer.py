@@ -81,7 +81,7 @@ class Tokenizer:
 
     @cached_property
     def _marks(self) -> dict[bool, tuple[str, tuple[int, ...]]]:
-        """A prefix for a continued text, with its tokens: for a text that begins with a space (True), and for others (False).
+        """A prefix for a continued text, with its tokens: for a text that begins with a space (True), and for other texts (False).
 
         Nothing, if the tokenizer puts no space before a text, as Llama 2's does.
         """

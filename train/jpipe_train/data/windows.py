@@ -55,7 +55,7 @@ class Examples:
     Args:
         documents: the examples.
         seq_len: positions of a row.
-        cut: whether what is longer is cut, and left out if nothing of its answer remains; otherwise it is refused.
+        cut: whether what is longer is cut, and left out if nothing of its answer remains; otherwise it is an error.
         place: names an example for messages.
 
     Raises:
@@ -70,11 +70,11 @@ class Examples:
         if not cut and np.any(slots > seq_len):
             first = int(np.argmax(slots > seq_len))
             number = int(np.count_nonzero(slots > seq_len)) - 1
-            others = f", and more in {number:,} {'others' if number > 1 else 'other'}" if number else ""
+            more = f", and more in {number:,} {'others' if number > 1 else 'other'}" if number else ""
             name = place(first) if place is not None else f"data.path: example {first}"
             raise InputError(
                 f"{name}: expected at most {seq_len + 1} tokens (model.seq_len {seq_len}, plus one), found {slots[first] + 1}"
-                f"{others}; shorten it, raise model.seq_len, or cut such examples with data.too_long: cut"
+                f"{more}; shorten it, raise model.seq_len, or cut such examples with data.too_long: cut"
             )
         slots = np.minimum(slots, seq_len)
         some = np.maximum(answers - starts, 1) <= slots  # is there a label?

@@ -53,7 +53,7 @@ class Origin:
     def layer(self, layer_id: str, specs: Tree) -> Tree:
         """Read the parameters of a layer.
 
-        Kernels and embeddings are converted to the dtype in which they are used, the others are not.
+        Kernels and embeddings are converted to the dtype in which they are used, other parameters are not.
 
         Args:
             layer_id: the id of the layer.
@@ -95,7 +95,7 @@ def find(
     """
     folder = resolved(source, "generate")
     if folder.is_file():
-        huggingface.refuse_file(folder)
+        huggingface.reject_file(folder)
         raise InputError(f"generate: expected the folder of a run or of Hugging Face's layout, found the file '{source}'; give a folder")
     if not folder.exists():
         raise InputError(f"generate: there is no folder '{source}'; give that of a run, such as runs/0001, or one in Hugging Face's layout")

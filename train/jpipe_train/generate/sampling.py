@@ -68,8 +68,8 @@ def with_temperature(logits: Float[Array, "b v"], temperature: float) -> Float[A
 
 def with_top_k(logits: Float[Array, "b v"], k: int) -> Float[Array, "b v"]:
     """Replace all but the k largest logits by -inf; of equal ones the first counts as larger."""
-    _, kept = jax.lax.top_k(logits, min(k, logits.shape[-1]))
-    return _only(logits, kept, jnp.ones(kept.shape, bool))
+    _, best = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+    return _only(logits, best, jnp.ones(best.shape, bool))
 
 
 def with_top_p(logits: Float[Array, "b v"], p: float) -> Float[Array, "b v"]:
@@ -79,11 +79,11 @@ def with_top_p(logits: Float[Array, "b v"], p: float) -> Float[Array, "b v"]:
     """
     order = jnp.argsort(logits, axis=-1, stable=True, descending=True)
     likely = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
-    kept = jnp.cumsum(likely, axis=-1) - likely < p
-    return _only(logits, order, kept.at[:, 0].set(True))  # keep the most likely one even if `p` is 0 in float32
+    is_chosen = jnp.cumsum(likely, axis=-1) - likely < p
+    return _only(logits, order, is_chosen.at[:, 0].set(True))  # keep the most likely one even if `p` is 0 in float32
 
 
-def _only(logits: Float[Array, "b v"], order: Int[Array, "b n"], kept: Array) -> Float[Array, "b v"]:
+def _only(logits: Float[Array, "b v"], order: Int[Array, "b n"], is_chosen: Array) -> Float[Array, "b v"]:
     """Return the logits at the positions in `order` that are kept, and -inf elsewhere."""
     rows = jnp.arange(logits.shape[0])[:, None]
-    return jnp.where(jnp.zeros(logits.shape, bool).at[rows, order].set(kept), logits, -jnp.inf)
+    return jnp.where(jnp.zeros(logits.shape, bool).at[rows, order].set(is_chosen), logits, -jnp.inf)

@@ -66,7 +66,7 @@ def start(
         coordinator: `host:port` of process 0.
         num_processes: the number of processes; 1 alone ignores the environment.
         process_id: the number of this process, from 0.
-        connect_limit: seconds to wait for the others.
+        connect_limit: seconds to wait for the other processes.
         secret_file: a file with the secret that all processes share; without it, `JPIPE_SECRET` is used.
 
     Returns:
@@ -91,7 +91,7 @@ def start(
         meeting = rendezvous.host(member.coordinator, member.num_processes, connect_limit, _secret, listen, certificates)
         if meeting.dropped:
             _warn(f"{meeting.dropped} while the processes connected")
-        # Process 0 leaves last, because JAX ends the others when their coordinator ends. (An ExitStack calls in reverse order.)
+        # Process 0 leaves last, because JAX ends the other processes when their coordinator ends. (An ExitStack calls in reverse order.)
         _until_stop.callback(jax.distributed.shutdown)
         _until_stop.callback(rendezvous.wait_until_closed, meeting.links, jax_runtime.SHUTDOWN_TIMEOUT)
     else:
@@ -110,7 +110,7 @@ def join(limit: float, wait: float) -> Processes | None:
     """Return the processes of this run. All of them call this, preferably before JAX starts a device; `stop` leaves them.
 
     Args:
-        limit: seconds to wait for the others.
+        limit: seconds to wait for the other processes.
         wait: seconds without progress in any process after which the run counts as hanging.
 
     Raises:
@@ -127,7 +127,7 @@ def stop() -> None:
 
     Print the result of the run before: from here on this process may be ended without a message.
 
-    Nobody waits for a lost process; the others wait some seconds for one that hangs.
+    Nobody waits for a lost process; the remaining processes wait some seconds for one that hangs.
 
     Raises:
         PeerLost: another process was lost before all were done.

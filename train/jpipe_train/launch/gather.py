@@ -10,7 +10,7 @@ _PIECE = 2**16  # numbers in a message: a megabyte of text; a line of the channe
 
 
 def gather(processes: jpipe.processes.Processes, pipe: jpipe.Pipeline, name: str, trace: jpipe.runtime.Trace) -> jpipe.runtime.Trace | None:
-    """Return the trace of all ranks in process 0, and None in the others; all processes call it.
+    """Return the trace of all ranks in process 0, and None in the other processes; all processes call it.
 
     Args:
         processes: the processes of the run.

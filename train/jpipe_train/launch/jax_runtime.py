@@ -9,7 +9,7 @@ import jax
 from jpipe import InputError
 from jpipe.errors import short
 from jpipe.processes import jax_internals
-from jpipe.processes.addresses import is_loopback, own_loopback
+from jpipe.processes.addresses import is_loopback, private_loopback
 from jpipe_train.launch.rendezvous import Address, NotConnected
 
 # After this time without a heartbeat JAX ends the process by SIGABRT. It includes time in which this process is stopped, so it has to be
@@ -57,7 +57,7 @@ def start(
     except jax.errors.JaxRuntimeError as error:
         raise NotConnected(f"{coordinator}: JAX cannot connect the processes: {error}; try again, or with another port") from None
     if is_loopback(coordinator.host):
-        jax_internals.keep_gloo_at(own_loopback())
+        jax_internals.keep_gloo_at(private_loopback())
 
 
 def uses_certificates() -> bool:

@@ -57,8 +57,8 @@ def main(
 ) -> int:
     """Start the processes, forward their output, and wait for all; if one fails, restart all, up to `max_restarts` times.
 
-    If one fails, all others are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same happens if this process gets SIGINT
-    (Ctrl-C), SIGTERM or SIGHUP; a second signal kills all processes. A run that writes checkpoints saves at these signals, and ends
+    If one fails, all other processes are ended, by SIGTERM and `grace` seconds later by SIGKILL. The same happens if this process gets
+    SIGINT (Ctrl-C), SIGTERM or SIGHUP; a second signal kills all processes. A run that writes checkpoints saves at these signals, and ends
     normally if `grace` is long enough (`jpipe_train.console.preemption`). On Linux the processes also end if this one is killed; on other
     systems they continue.
 

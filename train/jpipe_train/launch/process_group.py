@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO, TextIO
 
 BAD_INPUT = 2  # the exit code of a job that would fail again
-_REPORT_LIMIT = 3.0  # seconds from the first failure to the signal that ends the others
+_REPORT_LIMIT = 3.0  # seconds from the first failure to the signal that ends the other processes
 _TICK = 0.05  # seconds between two looks at the processes
 _LONGEST_LINE = 1 << 16
 _GLOO = b"[Gloo] Rank "  # gloo prints it for every connection, and it cannot be turned off
@@ -34,7 +34,7 @@ class ProcessGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outputs = selectors.DefaultSelector()
         self._deadline: float | None = None  # time at which processes that were asked to end are killed
-        self._report_deadline: float | None = None  # time until which the others may report after a failure
+        self._report_deadline: float | None = None  # time until which the other processes may report after a failure
 
     def start(self, arguments: Sequence[str], number: int, core: int | None) -> None:
         """Start process `number`, on CPU core `core` unless it is None."""
@@ -54,7 +54,7 @@ class ProcessGroup:
                 self._outputs.register(stream, selectors.EVENT_READ, _Output(stream, f"[{number}] " if number else "", target))
 
     def watch(self, signals: Sequence[int], again: str = "") -> int:
-        """Copy their output until all have ended; if one fails, report it and end the others.
+        """Copy their output until all have ended; if one fails, report it and end the other processes.
 
         Args:
             signals: the signals to this process, as they arrive: the first one is forwarded, the second kills all processes.
@@ -75,7 +75,11 @@ class ProcessGroup:
                 self._end(signals[0])
             elif code is None and failed is not None:
                 code, description = _describe_end(self._processes[failed].returncode)
-                parts = [f"process {failed} {description}", "ending the others" if living else "", again if code != BAD_INPUT else ""]
+                parts = [
+                    f"process {failed} {description}",
+                    "ending the other processes" if living else "",
+                    again if code != BAD_INPUT else "",
+                ]
                 say("; ".join(filter(None, parts)))
                 self._report_deadline = time.monotonic() + min(_REPORT_LIMIT, self._grace)
             if self._report_deadline is not None and time.monotonic() > self._report_deadline and self._deadline is None:

@@ -1,8 +1,8 @@
 """Let the processes of a run meet before JAX connects them, so that each reports a problem in one line.
 
 JAX's own runtime also waits for all processes, but if one does not connect, JAX ends the process by SIGABRT, with a C++ stack trace and
-without naming the missing one. Process 0 listens on the address of JAX's coordinator; the others send their numbers and authenticate
-(`jpipe.processes.handshake`). The answer is `go` or `no REASON`. Connections of strangers are dropped and counted.
+without naming the missing one. Process 0 listens on the address of JAX's coordinator; the other processes send their numbers and
+authenticate (`jpipe.processes.handshake`). The answer is `go` or `no REASON`. Connections of strangers are dropped and counted.
 """
 
 import contextlib
@@ -74,13 +74,13 @@ def host(
     listen: Address | None = None,
     certificates: bool = False,
 ) -> Meeting:
-    """As process 0, wait until all others have connected, and let them continue.
+    """As process 0, wait until all other processes have connected, and let them continue.
 
     Args:
-        address: the address to which the others connect.
+        address: the address to which the other processes connect.
         num_processes: the number of processes, including this one.
         limit: seconds to wait.
-        secret: the secret of all processes. Without one anybody can pose as one of the others.
+        secret: the secret of all processes. Without one anybody can pose as one of the other processes.
         listen: the address on which this process listens; by default the port of `address`, on every network of this machine.
         certificates: whether JAX's connections use certificates; processes with a different setting fail.
 
@@ -151,9 +151,9 @@ def join(
             return link
         link.close()
         if answer == _go(not certificates):
-            here, there = ("certificates", "none") if certificates else ("no certificates", "some")
+            local, first = ("certificates", "none") if certificates else ("no certificates", "some")
             raise InputError(
-                f"process {process_id} has {here}, process 0 has {there}; "
+                f"process {process_id} has {local}, process 0 has {first}; "
                 "set JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE and JAX_MTLS_CA_FILE for all processes, or for none"
             )
         if answer is not None:
@@ -238,7 +238,7 @@ def _ask(link: socket.socket, address: Address, process_id: int, num_processes: 
     except TimeoutError:
         problem = (
             f"process {process_id} had no answer from {address} within {limit + _ANSWER_LIMIT:g} s; if process 0 runs there, it still "
-            "waits for others: give all the same --connect-limit; if another program uses that port, choose another one"
+            "waits for other processes: give all the same --connect-limit; if another program uses that port, choose another one"
         )
     except handshake.UnknownHere:
         problem = (

@@ -25,11 +25,11 @@ from jpipe_train.launch.numeric_settings import numeric_settings
 
 T = TypeVar("T")
 
-# Seconds from the last message to the end, of process 0 and of the others. The library ends processes that are stuck after 5 s, process 0
-# after 6 s; and when process 0 ends, JAX aborts the others.
+# Seconds from the last message to the end, of process 0 and of the other processes. The library ends processes that are stuck after 5 s,
+# process 0 after 6 s; and when process 0 ends, JAX aborts the other processes.
 _LEAVE = 5.5, 4.0
 _MAY_PASS = "whether another try may succeed"
-_LONG_WORK = 600.0  # seconds that the others wait for work of process 0
+_LONG_WORK = 600.0  # seconds that the other processes wait for work of process 0
 _joined: jpipe.processes.Processes | None = None  # one run per process, as in JAX's runtime
 
 
@@ -109,7 +109,7 @@ class Together:
         Args:
             what: what `work` does, unique in a run.
             work: called in all processes.
-            failure: the error after which the run goes on.
+            failure: the error after which the run continues.
 
         Returns:
             The result and ""; or, in all processes if one of them fails, None and the message of the first that does.
@@ -133,7 +133,7 @@ class Together:
         return (None, message) if message else (cast(T, done), "")
 
     def from_first(self, what: str, work: Callable[[], str]) -> str:
-        """Return the text of `work`, which runs in process 0 only, in all processes; the others wait for it.
+        """Return the text of `work`, which runs in process 0 only, in all processes; the other processes wait for it.
 
         Args:
             what: what the text is, for messages; unique in a run.
@@ -150,7 +150,7 @@ class Together:
         return bytes(map(int, self.processes.receive(what, 0))).decode()
 
     def working(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """Return a context for long work, described by `what`: others may wait for it, for ten minutes at most."""
+        """Return a context for long work, described by `what`: other processes may wait for it, for ten minutes at most."""
         return contextlib.nullcontext() if self.processes is None else self.processes.waiting(what, limit=_LONG_WORK)
 
     def _alone(self, what: str, work: Callable[[], str]) -> str:
@@ -160,10 +160,10 @@ class Together:
     def start_devices(self, limit: float) -> None:
         """Start the devices of all processes, if there are several, and continue only if they are of one kind.
 
-        JAX waits for the devices of all processes, so `run_on_all` cannot be used: a process that fails reports it to the others.
+        JAX waits for the devices of all processes, so `run_on_all` cannot be used: a process that fails reports it to the other ones.
 
         Args:
-            limit: seconds to wait for the others; at least a minute, which large machines may need for their own devices.
+            limit: seconds to wait for the other processes; at least a minute, which large machines may need for their own devices.
 
         Raises:
             jpipe.InputError: this process has no devices, or they differ; reported as by `shared`.
@@ -186,7 +186,7 @@ def joined(num_processes: int, limit: float, wait: float) -> Iterator[Together]:
 
     Args:
         num_processes: the number of processes; with one this has no effect.
-        limit: seconds to wait for the others.
+        limit: seconds to wait for the other processes.
         wait: seconds without progress in any process after which the run counts as hanging.
 
     Raises:
@@ -216,7 +216,7 @@ def leave_in_time(code: int) -> None:
 
 
 def _why(error: BaseException, is_first: bool) -> str:
-    """Return the reason that the others print; for an error of process 0 it refers to that message."""
+    """Return the reason that the other processes print; for an error of process 0 it refers to that message."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if is_first:

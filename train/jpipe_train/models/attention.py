@@ -42,7 +42,7 @@ def attend(
         raise InputError(f"{where} that computes this attention; JAX says: {reason}; set it to xla") from error
 
 
-def attend_so_far(
+def attend_cached(
     q: Float[Array, "b s h d"], keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], at: Int[Array, "b s"]
 ) -> Float[Array, "b s h d"]:
     """Compute causal attention for some positions, given the keys and values of all t positions so far."""
@@ -92,5 +92,5 @@ def frequencies(config: ModelConfig) -> Any:
         return unscaled
     turns = scaling.original_positions * unscaled / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return unscaled * (kept + (1 - kept) / scaling.factor)
+    unscaled_share = np.clip((turns - low) / (high - low), 0, 1)
+    return unscaled * (unscaled_share + (1 - unscaled_share) / scaling.factor)

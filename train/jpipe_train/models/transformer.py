@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jpipe import InputError
 from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models.attention import attend, attend_so_far, positions_of, rotated
+from jpipe_train.models.attention import attend, attend_cached, positions_of, rotated
 from jpipe_train.models.cross_entropy import Unprojected, wider
 
 Stream = Any  # x, or {"x": x, "segments": segments}
@@ -98,7 +98,7 @@ class Block(nnx.Module):
         rows = jnp.arange(b)[:, None]
         q, k, v = self._heads(self.attention_norm(x), at)
         keys, values = keys.at[rows, at].set(k, mode="drop"), values.at[rows, at].set(v, mode="drop")
-        x = x + self.project(attend_so_far(q, keys, values, at).reshape(b, s, -1))
+        x = x + self.project(attend_cached(q, keys, values, at).reshape(b, s, -1))
         return x + self._mlp(self.mlp_norm(x)), keys, values
 
     def _attention(self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Float[Array, "b s w"]:
@@ -109,9 +109,9 @@ class Block(nnx.Module):
     def _heads(self, x: Float[Array, "b s w"], at: Int[Array, "#b s"]) -> Any:
         """Compute queries, keys and values (b, s, heads, numbers), with rotary positions applied."""
         config = self.config
-        heads, others = config.heads, config.kv_heads_used
-        stacked = self.qkv(x).reshape(*x.shape[:2], heads + 2 * others, config.head_size_used)
-        q, k, v = jnp.split(stacked, (heads, heads + others), axis=2)
+        heads, kv_heads = config.heads, config.kv_heads_used
+        stacked = self.qkv(x).reshape(*x.shape[:2], heads + 2 * kv_heads, config.head_size_used)
+        q, k, v = jnp.split(stacked, (heads, heads + kv_heads), axis=2)
         return (rotated(q, at, config), rotated(k, at, config), v) if config.positions == "rope" else (q, k, v)
 
     def _mlp(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
@@ -153,7 +153,7 @@ def dtype_of(config: ModelConfig) -> str:
 
 def named(*names: str | None) -> dict[str, Any]:
     """Return the metadata that names a logical axis, or None, of each dim of a parameter, for placing it on a mesh."""
-    return {"out_sharding": names, "eager_sharding": False}  # the latter: Flax by itself would refuse to make it without a mesh
+    return {"out_sharding": names, "eager_sharding": False}  # the latter: Flax by itself would not make it without a mesh
 
 
 def axes(inputs: str | None, outputs: str | None) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def confirm(searched: SearchResult, parts: Parts, report: Callable[[Attempt], No
         raise nothing_fits(searched.choice)
     if not result.fitting:
         raise _nothing_fitted(result.attempts, scratch_words(parts, searched.choice.topology))
-    ranked = (*(compiled.ranked for compiled in result.fitting), *result.others)
+    ranked = (*(compiled.ranked for compiled in result.fitting), *result.uncompiled)
     kinds = {plan.candidate.kind for plan in ranked}
     rejected = tuple(candidate for candidate in searched.choice.rejected if candidate.kind not in kinds)
     considered = searched.choice.considered + len(result.added)

@@ -180,7 +180,7 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
         + table.how_known(choice, SHOWN)
         + "; delay: how many updates old the weights are that gradients are computed with, in the mean over stages"
         + "; peak memory of the fullest device: what it holds and the temporaries of its programs, "
-        + ("estimated" if confirmed is None else f"compiled in the first {first_rows}, estimated in the others")
+        + ("estimated" if confirmed is None else f"compiled in the first {first_rows}, estimated in the other rows")
     )
     if choice.open:
         reporter.say(
@@ -200,7 +200,7 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
         reporter.say("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
     candidate = chosen.candidate
     if candidate.devices < topology.num_devices:
-        reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the others stay idle")
+        reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the remaining devices stay idle")
     reporter.say(f"chosen: {table.name(candidate)}" + (f", mean delay {table.delay(candidate)}" if candidate.delay else ""))
     plan = choice.plan(chosen)
     for s, stage in enumerate(plan.stages):

@@ -68,13 +68,13 @@ def _usable_schedules(profile: Profile, request: Request, global_norm: bool, rep
     """
     requested = request.allowed
     needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
-    refusals = {name: why for name in requested if needs and (why := sharing_refusal(name))}
-    schedules = tuple(name for name in requested if name not in refusals)
+    reasons = {name: why for name in requested if needs and (why := sharing_refusal(name))}
+    schedules = tuple(name for name in requested if name not in reasons)
     if schedules:
-        for name, why in refusals.items():
+        for name, why in reasons.items():
             reporter.say(f"left out, because of {needs}: {name}: {why}")
         return schedules, ""
-    return requested, "; ".join(f"{name} with more than one stage cannot be used with {needs}: {why}" for name, why in refusals.items())
+    return requested, "; ".join(f"{name} with more than one stage cannot be used with {needs}: {why}" for name, why in reasons.items())
 
 
 def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> SearchResult:
@@ -118,7 +118,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     on_all_devices = [candidate for candidate in considered if candidate.devices == topology.num_devices or not request.all_devices]
     candidates = [candidate for candidate in on_all_devices if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:
-        raise _none_found(profile, topology, batch, request, considered, on_all_devices)
+        raise _no_candidate(profile, topology, batch, request, considered, on_all_devices)
     if len(candidates) < len(on_all_devices):
         number = count(len(on_all_devices) - len(candidates), "candidate")
         reporter.say(f"{number} left out, with more than {MOST_MICROBATCHES:,} microbatches")
@@ -151,7 +151,7 @@ def _faster_with_delay(
     return on_meshes(fastest, degrees) if degrees.size > 1 else fastest
 
 
-def _none_found(
+def _no_candidate(
     profile: Profile, topology: Topology, batch: int, request: Request, considered: list[Candidate], on_all_devices: list[Candidate]
 ) -> InputError:
     """Return the error if no plan is left of all candidates, or of those that use the required number of devices."""

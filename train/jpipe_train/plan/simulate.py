@@ -215,8 +215,9 @@ def cut_grid(grid: str, width: int) -> str:
     fitting = [end for end in ends if end <= width]
     if len(fitting) == len(ends):
         return grid
-    kept = fitting or ends[:1]
-    return "\n".join([*(line[: kept[-1]] for line in lines), f"… the first {len(kept)} of {len(ends)} ticks; --png draws them all"])
+    shown_ends = fitting or ends[:1]
+    cut = f"… the first {len(shown_ends)} of {len(ends)} ticks; --png draws them all"
+    return "\n".join([*(line[: shown_ends[-1]] for line in lines), cut])
 
 
 def draw(path: Path, plan: jpipe.Plan, prediction: jpipe.programs.Prediction, *, sized: bool) -> list[str]:

@@ -54,8 +54,8 @@ def temporary_words(temporary: Sequence[int | None]) -> str:
     if not known:
         return ""
     sizes = known[:_MOST_RANKS] + (["…"] if len(known) > _MOST_RANKS else [])
-    others = "; those of other ranks are known in their processes only" if len(known) < len(temporary) else ""
-    return f"peak memory is held memory and the temporaries of the largest program, as compiled: {', '.join(sizes)}{others}"
+    note = "; those of other ranks are known in their processes only" if len(known) < len(temporary) else ""
+    return f"peak memory is held memory and the temporaries of the largest program, as compiled: {', '.join(sizes)}{note}"
 
 
 def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Sequence[jpipe.programs.StageCost]) -> jpipe.plan.Predicted:

@@ -196,7 +196,7 @@ def extremes(values: Float64[np.ndarray, " n"], intervals: int) -> Int64[np.ndar
     indices = np.arange(len(values))
     if len(values) <= 2 * intervals:
         return indices
-    kept = {len(values) - 1}
+    chosen = {len(values) - 1}
     for interval in np.array_split(indices, intervals):
-        kept |= {int(interval[np.argmin(values[interval])]), int(interval[np.argmax(values[interval])])}
-    return np.array(sorted(kept), np.int64)
+        chosen |= {int(interval[np.argmin(values[interval])]), int(interval[np.argmax(values[interval])])}
+    return np.array(sorted(chosen), np.int64)

@@ -181,7 +181,7 @@ class MetricsLog:
                 raise
             if not self._lacks_rows:
                 self._reporter.say(
-                    f"'{shown(folder.path / METRICS)}' cannot be written: {error.strerror}; the run goes on, and keeps its rows"
+                    f"'{shown(folder.path / METRICS)}' cannot be written: {error.strerror}; the run continues, and keeps its rows"
                 )
             self._lacks_rows = True
         else:

@@ -220,8 +220,8 @@ def _metrics(report: Report, picture: bytes | None) -> str:
     values = {name: loss_curve.finite(report.rows, f"val_{name}")[1] for name in drawn}
     missing = sum(f"val_{name}" in row for row in report.rows for name in drawn) - sum(map(len, values.values()))
     note = f" {count(missing, 'value')} {'was' if missing == 1 else 'were'} not finite and left out." if missing else ""
-    others = len(names) - len(drawn)
-    note += f" {count(others, 'metric')} more {'is' if others == 1 else 'are'} in metrics.jsonl." if others else ""
+    undrawn = len(names) - len(drawn)
+    note += f" {count(undrawn, 'metric')} more {'is' if undrawn == 1 else 'are'} in metrics.jsonl." if undrawn else ""
     alt = "Metrics over the steps. " + " ".join(f"{name}: from {each[0]:.4g} to {each[-1]:.4g}." for name, each in values.items())
     return title + _figure(picture, "small", alt, f"Each panel is a metric (eval.metrics), of data that is not learned from.{note}")
 

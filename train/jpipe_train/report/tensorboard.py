@@ -79,7 +79,7 @@ class TensorBoard:
             with interrupt.delayed():
                 yield
         except OSError as error:
-            self._say(f"tensorboard: cannot write in '{self._folder}': {error.strerror or error}; the run goes on without TensorBoard")
+            self._say(f"tensorboard: cannot write in '{self._folder}': {error.strerror or error}; the run continues without TensorBoard")
             if self._records:
                 with contextlib.suppress(OSError):  # it may fail again, but the file is closed
                     self._records.close()

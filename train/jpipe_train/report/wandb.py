@@ -75,7 +75,7 @@ class Wandb:
             with interrupt.delayed():
                 self._start(command)
         except OSError as error:
-            self._say(f"wandb: cannot begin in '{shown(self._folder)}': {error.strerror or error}; the run goes on without it")
+            self._say(f"wandb: cannot begin in '{shown(self._folder)}': {error.strerror or error}; the run continues without it")
         else:
             self._accepts_rows = True
             self._lines.put(json.dumps(first_message))
@@ -88,7 +88,7 @@ class Wandb:
         self._lines.put(json.dumps({"step": step, "row": dict(scalars)}))
         if self._lines.qsize() > _MOST_QUEUED:
             self._accepts_rows = False
-            self._say(f"wandb: {_MOST_QUEUED:,} rows are waiting to be sent; the run goes on, and sends no more")
+            self._say(f"wandb: {_MOST_QUEUED:,} rows are waiting to be sent; the run continues, and sends no more")
 
     def hurry(self) -> None:
         """Limit the waiting of `close` to a few seconds."""
@@ -137,9 +137,9 @@ class Wandb:
         """Return the id of the run in wandb, the same after it is resumed."""
         file, requested = self._folder / _ID, os.environ.get("WANDB_RUN_ID")
         with contextlib.suppress(OSError):
-            kept = read_bytes(file, 2**10).decode("ascii", errors="replace").strip()
-            if requested in (None, kept) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kept):
-                return kept
+            stored = read_bytes(file, 2**10).decode("ascii", errors="replace").strip()
+            if requested in (None, stored) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", stored):
+                return stored
         chosen = requested or secrets.token_hex(4)
         write_atomically(file, chosen + "\n")
         return chosen
@@ -171,4 +171,4 @@ class Wandb:
                 self._say(f"wandb: {why}; the rows are kept on disk, and wandb sync {where} sends them")
             elif not self._has_failed and (problem or not ended):
                 self._accepts_rows, self._has_failed = False, True
-                self._say(f"wandb: {problem or 'its process has ended'}; the run goes on without it")
+                self._say(f"wandb: {problem or 'its process has ended'}; the run continues without it")

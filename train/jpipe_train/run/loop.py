@@ -54,7 +54,7 @@ def main(
     Args:
         config: the config, the same in all processes of the run.
         num_processes: the number of processes; each calls this after `jpipe_train.launch.distributed.start` has connected them.
-        connect_limit: seconds that each process waits for the others at the start.
+        connect_limit: seconds that each process waits for the other processes at the start.
         wait_limit: seconds without progress in any process after which the run fails.
         resume: whether to resume from the run's folder.
         from_checkpoint: the step of the checkpoint to resume from; None for the newest that can be restored.
@@ -160,7 +160,7 @@ def already_complete(resumed: Resumed, config: Config, reporter: Reporter) -> Su
     """Report that the run is complete; a job that died while reporting and is restarted then succeeds."""
     reporter.say(
         f"nothing is left to train: the run in '{shown(resumed.folder)}' has done {count(resumed.step, 'step')} of {config.train.steps}; "
-        "raise train.steps to go on, or choose another run.dir"
+        "raise train.steps to continue, or choose another run.dir"
     )
     return Summary(resumed.step, resumed.facts.val_loss_before, None, reporter.seconds, None, None, None)
 
@@ -230,7 +230,8 @@ def run(
 def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: bool) -> tuple[tuple[jpipe.programs.StageCost, ...], Any]:
     """Return the costs of the stages, and the temporaries of those whose programs are known in this process.
 
-    Each process knows the programs of its own stages. If the run is to be compared with its plan, the others are compiled as well.
+    Each process knows the programs of its own stages. If the run is to be compared with its plan, the remaining programs are compiled as
+    well.
     """
     here = not alone and writes and pipe.plan.predicted is not None
     sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)

@@ -31,8 +31,8 @@ def tell_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, batches: da
     then, now = mesh_words(resumed.plan), mesh_words(plan)
     if then != now:
         reporter.say(f"meshes: {then} in the checkpoint, {now} now: numbers may differ by rounding")
-    if others := resumed.other_versions():
-        reporter.say(f"the checkpoint was written with {' and '.join(others)}: numbers may differ")
+    if versions := resumed.other_versions():
+        reporter.say(f"the checkpoint was written with {' and '.join(versions)}: numbers may differ")
 
 
 def initial_params(
@@ -73,10 +73,10 @@ def continue_folder(config: Config, folder: RunFolder, resumed: Resumed, say: Ca
     """Prepare the folder of a resumed run, once the checkpoint is read: remove rows and checkpoints of later steps."""
     with interrupt.delayed():
         rows = resumed.rows()
-        kept = _start_checkpoints(config, folder.path, resumed.step)  # first, because an unfinished one may have filled the disk
+        renamed = _start_checkpoints(config, folder.path, resumed.step)  # first, because an unfinished one may have filled the disk
         folder.go_on(rows)
-    if kept:
-        say(f"checkpoints of later steps are kept as {', '.join(kept)} in '{shown(folder.path / 'checkpoints')}'")
+    if renamed:
+        say(f"checkpoints of later steps are kept as {', '.join(renamed)} in '{shown(folder.path / 'checkpoints')}'")
 
 
 def check_shared(config: Config, folder: Path, together: Together, limit: float = 60.0) -> None:

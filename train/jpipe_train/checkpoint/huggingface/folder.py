@@ -80,7 +80,7 @@ def is_meant(path: Path) -> bool:
     return CONFIG in names or ("checkpoints" not in names and weights)
 
 
-def refuse_file(path: Path) -> None:
+def reject_file(path: Path) -> None:
     """Check by its name that a file is neither a pickle nor part of a folder in Hugging Face's layout.
 
     Raises:
@@ -172,10 +172,10 @@ def _opened(path: Path) -> Iterator[TensorsFile]:
         message = str(error)
     else:
         return
-    _refuse(path, message)
+    _reject(path, message)
 
 
-def _refuse(path: Path, message: str) -> NoReturn:
+def _reject(path: Path, message: str) -> NoReturn:
     """Raise an error that says what is wrong with a file that the safetensors library cannot read."""
     where, hint = shown(path), "download it again"
     with contextlib.suppress(OSError), open_to_read(path) as file:

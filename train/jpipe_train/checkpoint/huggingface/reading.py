@@ -67,11 +67,11 @@ def _check(folder: Folder, names: Layout, known: dict[str, str], where: str) -> 
     missing = [name for name in expected if name not in actual]
     if not any(name.startswith(names.optional) for name in actual):
         missing = [name for name in missing if not name.startswith(names.optional)]
-    others = [name for name in actual if name not in expected and name not in names.copies]
+    unexpected = [name for name in actual if name not in expected and name not in names.copies]
     shapes = [name for name in expected if name in actual and actual[name] != expected[name]]
     problems = {
         ("is missing", "are missing"): missing,
-        ("is not of this model", "are not of this model"): [_name(known[name]) for name in others],
+        ("is not of this model", "are not of this model"): [_name(known[name]) for name in unexpected],
         ("has another shape", "have another shape"): [
             f"{known[name]} ({_shape(actual[name])}, not {_shape(expected[name])})" for name in shapes
         ],

@@ -94,7 +94,7 @@ def load_json(path: Path, most: int) -> dict[str, Any]:
     where, hint = shown(path), "give a folder such as transformers' save_pretrained writes"
     text = read_text(path, most, f"{where}: cannot read it", hint, f"{where}: expected JSON in UTF-8, found other bytes; {hint}")
     try:
-        content = json.loads(text, parse_constant=_refuse_constant)
+        content = json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
         raise InputError(f"{where}: expected JSON, found lists in lists too deep to read; {hint}") from None
     except ValueError as error:
@@ -104,7 +104,7 @@ def load_json(path: Path, most: int) -> dict[str, Any]:
     return content
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON's")
 
 

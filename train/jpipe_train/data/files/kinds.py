@@ -22,7 +22,7 @@ _THEN = (
     ", of which data.format: prompts reads prompts with answers (data.prompt_key, data.answer_key), and jpipe data prepare "
     "--format jsonl-text makes token files (data.format: tokens) of text"
 )
-_OWN = "read it in a function of your own (data.target: module:function)"
+_CUSTOM = "read it in a function of your own (data.target: module:function)"
 _PICKLE = "write text, JSON lines or token files"
 _IMAGE = "data.target: examples.papers.data.images:load learns from folders of images"
 _MEDIA = "write text about it, or read it in a function of your own (data.target: module:function)"
@@ -122,10 +122,10 @@ _SIGNATURES: tuple[tuple[str, str, _Test], ...] = (
         _starts(b"ARROW1\0\0", b"FEA1\0\0\0\0", b"\xff" * 4),
     ),
     ("an Avro file", f"{_LINES}{_THEN}", _starts(b"Obj\x01")),
-    ("a TFRecord file", _OWN, _is_tfrecord),
-    ("an HDF5 file", _OWN, _starts(b"\x89HDF\r\n\x1a\n")),
+    ("a TFRecord file", _CUSTOM, _is_tfrecord),
+    ("an HDF5 file", _CUSTOM, _starts(b"\x89HDF\r\n\x1a\n")),
     ("an SQLite database", f"{_LINES}{_THEN}", _starts(b"SQLite format 3\0")),
-    ("a NumPy file", _OWN, _starts(b"\x93NUMPY")),
+    ("a NumPy file", _CUSTOM, _starts(b"\x93NUMPY")),
     ("a safetensors file", "weights to begin with are named by warm_start.file", _is_safetensors),
     ("a GGUF file", "weights are no data to learn from", _starts(b"GGUF\1\0\0\0", b"GGUF\2\0\0\0", b"GGUF\3\0\0\0")),
     ("a pickle, which jpipe never loads", _PICKLE, _starts(b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")),
@@ -211,7 +211,7 @@ def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
     """Split rows into cells, without the last row if it may continue behind the sample."""
     try:
         rows = list(csv.reader([f"{line}\n" for line in lines], delimiter=delimiter, strict=True))
-    except csv.Error:  # a quoted cell goes on in the next line, or these are no quotes of a table
+    except csv.Error:  # a quoted cell continues in the next line, or these are no quotes of a table
         try:
             rows = list(csv.reader([f"{line}\n" for line in lines], delimiter=delimiter))[:-1]
         except csv.Error:
@@ -226,13 +226,13 @@ def _is_header(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     """
     names = [cell.strip() for cell in header]
     usual = [bool(_NAME.fullmatch(name)) and not name.endswith(_ENDS_OF_SENTENCES) and len(name.split()) <= 5 for name in names]
-    others = [name for name, is_usual in zip(names, usual, strict=True) if not is_usual]
+    unusual = [name for name, is_usual in zip(names, usual, strict=True) if not is_usual]
     spaced = any(cell[:1].isspace() for cell in header[1:])
-    if len(set(names)) < len(names) or not any(usual) or (spaced and others):
+    if len(set(names)) < len(names) or not any(usual) or (spaced and unusual):
         return False
-    if not all(_is_number(name) or (name == "" == names[0]) for name in others):
+    if not all(_is_number(name) or (name == "" == names[0]) for name in unusual):
         return False
-    return not (others or spaced) or any(all(map(_is_number, column)) for column in zip(*rows, strict=True))
+    return not (unusual or spaced) or any(all(map(_is_number, column)) for column in zip(*rows, strict=True))
 
 
 def _is_number(cell: str) -> bool:

@@ -113,14 +113,14 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
 
 def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Documents:
     """Return the documents in these shards, read when needed."""
-    kept = functools.lru_cache(maxsize=MOST_OPEN)(_opened)
+    cached = functools.lru_cache(maxsize=MOST_OPEN)(_opened)
 
     def opened(shard: ShardFacts, part: int) -> Callable[[], Numbers] | None:
         if part >= len(index.parts) or (part and shard.documents is None):
             return None
         ending, dtype = index.parts[part]
         count = shard.tokens if part == 0 else shard.documents
-        return lambda: kept(folder / f"{shard.name}{ending}", dtype, count, shard.tokens if ending == ".ends" else None)
+        return lambda: cached(folder / f"{shard.name}{ending}", dtype, count, shard.tokens if ending == ".ends" else None)
 
     def of(shard: ShardFacts) -> Shard:
         tokens = opened(shard, 0)
@@ -176,8 +176,8 @@ def _check_size(path: Path, count: int, dtype: np.dtype[Any], where: str) -> Non
     expected = count * dtype.itemsize
     try:
         if not path.is_file():
-            found = "something else there" if os.path.lexists(path) else "no such file"
-            raise InputError(f"{where}: expected '{path}' with {expected:,} bytes, found {found}; copy it again")
+            actual = "something else there" if os.path.lexists(path) else "no such file"
+            raise InputError(f"{where}: expected '{path}' with {expected:,} bytes, found {actual}; copy it again")
         size = path.stat().st_size
     except OSError as error:
         raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give files that can be read") from None

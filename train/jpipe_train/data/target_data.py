@@ -18,7 +18,7 @@ from jpipe_train.data.rows import Batch, when_sliced
 
 
 @dataclass(frozen=True)
-class OwnBatches:
+class TargetBatches:
     """The batches of a user's object, `batches[t]`; every mistake is reported in one line that begins with `name`.
 
     The first batch is made in every process, for its shapes; each is made, or made again, where and when its rows are read. In a run that
@@ -53,7 +53,7 @@ class OwnBatches:
         """Return the position of a batch."""
         return self.first_position.later(batch, self.batch_size)
 
-    def continued(self, position: Position) -> "OwnBatches":
+    def continued(self, position: Position) -> "TargetBatches":
         """Return the same data in batches that begin at `position`."""
         return replace(self, begins=position)
 
@@ -125,7 +125,7 @@ def _specs(batch: Batch) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
 
 
-def digest(train: OwnBatches, validation: OwnBatches) -> str:
+def digest(train: TargetBatches, validation: TargetBatches) -> str:
     """Hash the first batch of each part: if the function ignores its seed, processes differ."""
     hasher = hashlib.sha256()
     for leaf in jax.tree.leaves((train.make(0), validation.make(0))):
@@ -133,7 +133,7 @@ def digest(train: OwnBatches, validation: OwnBatches) -> str:
     return hasher.hexdigest()
 
 
-def checked(result: Any, target: str, batch_size: int) -> tuple[OwnBatches, OwnBatches]:
+def checked(result: Any, target: str, batch_size: int) -> tuple[TargetBatches, TargetBatches]:
     """Check what `target(seed, batch_size, **arguments)` returned, and wrap it as (train, validation).
 
     `train[t]` is batch t, for any t < `train.steps`, best a pure function of seed and t; `validation[i]`, for i < len(validation), is the
@@ -150,7 +150,7 @@ def checked(result: Any, target: str, batch_size: int) -> tuple[OwnBatches, OwnB
                 f"data.target: expected the {name} batches of '{target}' to be indexable, {name}[t], found {type(batches).__name__}; "
                 "return a list, or an object with __getitem__ (and for validation __len__)"
             )
-    train, validation = (OwnBatches(result[i], name, batch_size) for i, name in enumerate(("train", "validation")))
+    train, validation = (TargetBatches(result[i], name, batch_size) for i, name in enumerate(("train", "validation")))
     if len(validation) == 0:
         raise InputError(f"data.target: expected at least one validation batch from '{target}', found none; return some")
     return train, validation
