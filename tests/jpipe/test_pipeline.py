@@ -275,9 +275,9 @@ def test_a_notebook_shows_the_ranks_of_a_plan_and_their_devices():
 
 def test_a_notebook_shows_tables_of_plan_pipeline_and_state():
     pipe = pipeline("pipedream_2bw")
-    stages = [["0", "track, noise", "1", "none"], ["1", "mix", "1", "none"], ["2", "out", "1", "none"]]
+    stages = [["0", "track, noise", "1", "none", "1"], ["1", "mix", "1", "none", "1"], ["2", "out", "1", "none", "1"]]
     caption, (head, *rows) = shown_table(pipe.plan._repr_html_())
-    assert (caption, head) == ("Plan: pipedream_2bw, 4 microbatches, 3 stages", ["stage", "layers", "replicas", "recompute"])
+    assert (caption, head) == ("Plan: pipedream_2bw, 4 microbatches, 3 stages", ["stage", "layers", "replicas", "recompute", "delay"])
     assert rows == stages
     assert shown_table(pipe._repr_html_()) == (f"Pipeline: {caption.removeprefix('Plan: ')}, not compiled yet", [head, *rows])
     state = fresh(pipe, BATCHES)
@@ -301,7 +301,7 @@ def test_a_notebooks_table_escapes_names_and_stays_short():
     plan = Plan.even(["<script>", "&amp;", *(f"layer {i}" for i in range(98))], 100, "pipedream", 4, replicas=2, vertical_sync=True)
     caption, (_, *rows) = shown_table(plan._repr_html_())
     assert caption == "Plan: pipedream, 4 microbatches, 100 stages, vertical_sync=True"
-    assert (rows[0][1], rows[1][1], rows[-2], rows[-1][:2]) == ("<script>", "&amp;", ["…"] * 4, ["99", "layer 97"])
+    assert (rows[0][1], rows[1][1], rows[-2], rows[-1][:2]) == ("<script>", "&amp;", ["…"] * 5, ["99", "layer 97"])
     assert len(rows) == 40
     placed = Plan(**plan.model_dump() | {"stages": plan.stages[:2], "placement": [[0, 3], [1, 2]]})
     assert [row[-1] for row in shown_table(placed._repr_html_())[1]] == ["devices", "0, 3", "1, 2"]

@@ -113,6 +113,10 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ("plan.param_axes={a/*: [mlp]}", r"jpipe: plan.param_axes: 'a/\*' matches no parameter of the model"),
         ("plan.shard_optimizer=true", r"jpipe: plan.shard_optimizer: expected a stage with replicas, found none"),
         ("plan.update_every=never", r"plan.update_every: expected 'batch' or 'replicas', found 'never'"),
+        (
+            "plan.max_delay=0.5",
+            r"jpipe: plan.max_delay: expected a plan with a mean delay of at most 0.5 updates, found pipedream_2bw with 1; ",
+        ),
         ("plan.noam=true", r"jpipe: plan.noam is an option of the schedule 'pipedream', found schedule 'pipedream_2bw'; remove it"),
         (
             "plan={schedule: gpipe, num_stages: 2, microbatches: 2, flush_first: 2}",

@@ -107,8 +107,12 @@ def test_the_plan_knows_what_is_predicted_and_the_picture_can_be_drawn(tmp_path)
     choice = choose(profile, topology, candidates)
     plan = choice.plan(choice.ranked[0])
     assert plan.predicted == jpipe.plan.Predicted(
-        batch_seconds=choice.ranked[0].seconds, bubble=choice.ranked[0].simulated.bubble, peak_bytes=choice.ranked[0].memory
+        batch_seconds=choice.ranked[0].seconds,
+        bubble=choice.ranked[0].simulated.bubble,
+        peak_bytes=choice.ranked[0].memory,
+        delay=plan.mean_delay,
     )
+    assert plan.mean_delay
     assert jpipe.Plan.from_json(plan.to_json()) == plan
     assert len(table.rows(choice, 3)) == 3
     assert all(len(row) == len(table.HEAD) for row in table.rows(choice, 3))

@@ -346,7 +346,7 @@ def test_plans_that_do_not_fit_come_last_with_the_missing_bytes():
     assert all(candidate.over for candidate in nowhere)
 
 
-def test_equally_fast_plans_rank_by_stages_and_flush():
+def test_equally_fast_plans_rank_by_delay_and_stages():
     base = search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 16)[0]
     assert search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 16)[0] == base
     fewer = dataclasses.replace(
@@ -354,7 +354,7 @@ def test_equally_fast_plans_rank_by_stages_and_flush():
     )
     later = dataclasses.replace(fewer, schedule="pipedream")
     more = dataclasses.replace(fewer, starts=(0, 1), replicas=(2, 2), policies=("none", "none"), memory=(1, 1), seconds=base.seconds)
-    assert sorted([more, later, fewer], key=lambda candidate: candidate.rank) == [fewer, later, more]
+    assert sorted([more, later, fewer], key=lambda candidate: candidate.rank) == [fewer, more, later]
 
 
 def test_workers_that_share_cores_compute_no_faster_than_these():

@@ -272,6 +272,14 @@ def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, c
         (["--profile=profile.json"], r"--topology: a profile is planned for machines that a file describes"),
         ([*BOTH], r"--batch: a profile does not say how many rows"),
         ([*BOTH, "--batch=0"], r"--batch: expected 1 or more, found 0"),
+        ([*BOTH, "--batch=4", "--max-delay=-0.5"], r"--max-delay: expected 0 or more updates, found -0.5"),
+        ([*BOTH, "--batch=4", "--max-delay=nan"], r"--max-delay: expected 0 or more updates, found nan"),
+        ([*BOTH, "--batch=4", "--max-delay=inf"], r"--max-delay: expected 0 or more updates, found inf"),
+        (["tiny.yaml", "--set=plan.max_delay=-1"], r"plan.max_delay: .*greater than or equal to 0.*-1"),
+        (
+            [*BOTH, "--batch=4", "--max-delay=0.1", "--schedules=pipedream_2bw"],
+            r"no plan with pipedream_2bw and a mean delay of at most 0.1 updates .*allow a larger delay, other schedules, batches",
+        ),
         ([*BOTH, "--batch=4", "--rows=0"], r"--rows: expected 1 or more, found 0"),
         (["tiny.yaml", "--devices=0"], r"--devices: expected 1 or more, found 0"),
         (["--profile=profile.json", "--topology=no.yaml", "--batch=4"], r"--topology: cannot read 'no.yaml': No such file"),
@@ -364,6 +372,44 @@ def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, 
         r"only schedules that flush were considered; pipedream(_2bw)?.*, whose weights are delayed, would be about \d+% faster", out
     )
     assert not re.search(r" 1 pipedream(_2bw)? ", out)
-    output = " ".join(planned(capsys, *arguments, "--schedules=all").split())
-    assert "only schedules that flush" not in output
-    assert re.search(r" 1 pipedream(_2bw)? ", output)
+    price = (
+        r"price of the flush: per sample, [a-z_0-9]+ with 3 stages takes 1\.\d\d times as long as pipedream(_2bw)?( \+\d)? with 3 stages "
+    )
+    pays = r"the asynchronous plan pays if it reaches the same loss with fewer than 1\.\d\d times the samples \(docs/learning.md\)"
+    compared = price + r"\(mean delay [\d.]+\), as simulated " + pays
+    assert re.search(compared, out)
+    asked = " ".join(planned(capsys, *arguments, "--schedules=all").split())
+    assert "only schedules that flush" not in asked
+    assert re.search(r" 1 pipedream(_2bw)? ", asked)
+    assert re.search(compared, asked)
+    bounded = " ".join(planned(capsys, *arguments, "--max-delay=0").split())
+    assert "only schedules that flush" not in bounded
+    assert "pipedream_2bw" not in bounded
+    assert "price of the flush" not in bounded
+
+
+def test_the_delay_is_bounded_by_the_option_or_by_the_config(files, capsys):
+    slow = [layer.model_copy(update={"weights": 10**8, "accumulators": 10**8, "optimizer": 0}) for layer in profile().layers]
+    Path("heavy.json").write_text(Profile(**dict(profile()) | {"layers": slow, "dispatch": 0.05}).to_json())
+    Path("two.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"device": {}}))
+    machines = "--profile=heavy.json", "--topology=two.yaml"
+
+    def delays(*arguments):
+        out = planned(capsys, *machines, *arguments, "--out=plan.json")
+        plan = jpipe.Plan.from_json(Path("plan.json").read_text())
+        assert plan.predicted.delay == plan.mean_delay
+        rows = re.findall(r"^\d+ +(\S+) .* \d+% +([\d.]+) +[\d.,]+ [kMG]?B", out, re.MULTILINE)
+        assert len(rows) > 2
+        return plan, {name for name, _ in rows}, max(float(delay) for _, delay in rows)
+
+    plan, schedules, most = delays("--batch=4", "--max-delay=1")
+    assert (plan.schedule, most) == ("pipedream", 1)
+    assert plan.mean_delay == pytest.approx(0.5 / plan.microbatches)  # one of two stages has a delay, of one microbatch
+    assert "pipedream_2bw" in schedules
+    plan, schedules, most = delays("--batch=4", "--max-delay=0.5")
+    assert plan.schedule == "pipedream"
+    assert most <= 0.5
+    assert "pipedream_2bw" not in schedules
+    assert delays("--batch=4", "--max-delay=0")[2] == 0
+    assert delays("tiny.yaml", "--set=plan.max_delay=0.5")[0].schedule == "pipedream"
+    assert delays("tiny.yaml", "--set=plan.max_delay=0.5", "--max-delay=0")[2] == 0

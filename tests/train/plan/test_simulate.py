@@ -88,6 +88,8 @@ def test_versions_and_in_flight_are_those_of_the_schedule_and_the_steady_state_h
     assert "4 stages, 1 microbatch per batch, 2 batches" in printed
     assert table(printed)["versions"] == ["4", "3", "2", "1"]  # more than two batches can show
     assert table(printed)["in flight"] == ["4", "3", "2", "1"]
+    assert table(printed)["delay"] == ["3", "2", "1", "0"]
+    assert "\npipedream: gradients are computed with weights that are 1.5 updates old on average: 3 at stage 0, " in printed
     assert "shown, 0.0% in steady state, with a batch in 3 units" in printed
     assert "B1.0*" in printed
     assert "B2." not in printed

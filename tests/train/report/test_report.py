@@ -410,3 +410,21 @@ def test_the_page_could_not_reach_the_network_if_it_tried(folder, tmp_path):
         (tmp_path / "open.html").write_text(f"<main>{tries}")  # without the policy it would
         browser.inspect(tmp_path / "open.html")
         assert sorted(requests) == ["/image", "/script", "/style"]
+
+
+def test_the_norms_of_a_delay_are_drawn_beside_the_loss(tmp_path):
+    rows = rows_of()
+    for row in rows[::3]:
+        row |= {"version_distance": 2.0 / (1 + row["step"]), "correction_norm": 1.0 / (1 + row["step"])}
+    rows[6]["correction_norm"] = float("inf")
+    write_report(tmp_path, report(rows=rows))
+    assert "delay.png" in written(tmp_path)
+    page = Page(tmp_path / "report.html")
+    alt = next(image["alt"] for image in page.all("img") if "Norms" in image["alt"])
+    assert alt.startswith("Norms over the steps. Distance of the two newest versions: from 2 to 0.00")
+    assert "Delay correction: from 1 to 0.00" in alt
+    axes = loss_curve.draw_delay(rows).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["distance of the two newest versions", "delay correction"]
+    assert [len(line.get_xdata()) for line in axes.lines] == [len(rows[::3]), len(rows[::3]) - 1]
+    without = [{name: value for name, value in row.items() if name != "correction_norm"} for row in rows]
+    assert len(loss_curve.draw_delay(without).axes[0].lines) == 1

@@ -161,10 +161,14 @@ def test_plain_lines_show_start_progress_and_end(tiny, capsys):
         "reading the data …",
         "reading the data",
         "data",
-        "Each gradient is computed with weights 1 update old (pipedream_2bw).",
+        "pipedream_2bw",
         "compiling 2 stages …",
         "compiling 2 stages",
     ]
+    assert phases[3] == (
+        "pipedream_2bw: gradients are computed with weights that are 1 update old, at every stage; "
+        "delay correction: none; see optimizer.delay_correction"
+    )
     assert [line.split()[1] for line in steps] == ["0", "1", "2", "3", "4"]
     assert all(re.search(r"loss \d\.\d+  [\d,]+ tokens/s  (bubble -?\d+%  )?\d+:\d\d left", line) for line in steps[1:])
     assert re.fullmatch(r"step 0  loss \d\.\d+  validation loss \d\.\d+", steps[0])  # how fast it goes is not known yet

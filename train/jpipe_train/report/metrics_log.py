@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
+
 import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble.optimizer import learning_rate
@@ -16,6 +18,7 @@ from jpipe_train.report.logs import Logs
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.mfu import Utilization
 
+Number = jax.Array | jpipe.runtime.RemoteScalar
 Validation = Mapping[str, float] | Sequence[jpipe.Evaluation]
 """Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or numbers from which these are computed."""
 
@@ -74,6 +77,7 @@ class MetricsLog:
         self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.steps)
         self._validation: dict[int, Validation] = {}
         self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps whose rows are not written yet
+        self._delay_norms: dict[int, Mapping[str, Number]] = {}
         self._skipped = 0  # skipped steps in a row
         self.last_step = -1  # the last step that was processed, and whose row was written if due
 
@@ -90,6 +94,10 @@ class MetricsLog:
     def validation(self, step: int, results: "Validation") -> None:
         """Add a validation to the row of `step`, without waiting for its numbers."""
         self._validation[step] = results
+
+    def delay_norms(self, step: int, norms: Mapping[str, Number]) -> None:
+        """Add the norms of `Pipeline.delay_norms` to the row of `step`, without waiting for them."""
+        self._delay_norms[step] = norms
 
     def validated(self, step: int) -> dict[str, float] | None:
         """Return the validation in the row of `step`, or None."""
@@ -113,7 +121,7 @@ class MetricsLog:
 
     def _write(self, step: int) -> None:
         """Write the row of a step."""
-        row = self._training_values(step) | self._validation_values(step)
+        row = self._training_values(step) | self._validation_values(step) | self._delay_values(step)
         config = self._config.train
         self._reporter.tick(step)
         logged = step % config.log_every == 0 or step == config.steps - 1 or "val_loss" in row or "skipped" in row
@@ -215,6 +223,11 @@ class MetricsLog:
             self._reporter.say(f"step {step}: {name} is {values.pop(name)}; metrics.jsonl does not have it")
         self._validation[step] = values
         return values
+
+    def _delay_values(self, step: int) -> dict[str, float]:
+        """Return the finite norms of the correction and of the distance of the weight versions after `step`, if they were computed."""
+        values = {name: float(norm) for name, norm in self._delay_norms.pop(step, {}).items()}
+        return {name: value for name, value in values.items() if math.isfinite(value)}
 
     def _finite(self, step: int, name: str, value: float) -> float:
         if not math.isfinite(value):
