@@ -271,9 +271,7 @@ def table(rows: tuple[Row, ...]) -> str:
     lines = ["| optax | layer by layer | instead | remark |", "|---|---|---|---|"]
     for (instead, remark), group in itertools.groupby(rows, lambda row: (row.instead, row.remark)):
         names = ", ".join(row.name for row in group)
-        lines.append(
-            f"| {names} | {'no' if instead else 'yes'} | {instead} | {remark} |".replace("|  |", "| |").replace("|  |", "| |")
-        )
+        lines.append(f"| {names} | {'no' if instead else 'yes'} | {instead} | {remark} |".replace("|  |", "| |").replace("|  |", "| |"))
     return "\n".join(lines)
 
 

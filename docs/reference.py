@@ -22,6 +22,7 @@ MODULES = (
     "jpipe.ops",
     "jpipe.schedules",
     "jpipe.model",
+    "jpipe.optimizers",
     "jpipe.programs",
     "jpipe.meshes",
     "jpipe.stages",

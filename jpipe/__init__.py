@@ -1,8 +1,8 @@
 """jpipe: pipeline-parallel training for JAX and Flax.
 
-This module exports the names that training needs. Names for tools are in the submodules `plan`, `ops`, `schedules`, `model`, `programs`,
-`meshes`, `stages`, `processes`, `runtime`, `errors`, `checkpoints` and `files`. Each submodule is imported when it is first used, so plans
-are lowered and simulated without JAX. `__init__.pyi` lists the names.
+This module exports the names that training needs. Names for tools are in the submodules `plan`, `ops`, `schedules`, `model`, `optimizers`,
+`programs`, `meshes`, `stages`, `processes`, `runtime`, `errors`, `checkpoints` and `files`. Each submodule is imported when it is first
+used, so plans are lowered and simulated without JAX. `__init__.pyi` lists the names.
 """
 
 import lazy_loader

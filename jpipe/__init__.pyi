@@ -1,4 +1,4 @@
-from . import checkpoints, context, errors, files, meshes, model, ops, plan, processes, programs, runtime, schedules, stages
+from . import checkpoints, context, errors, files, meshes, model, ops, optimizers, plan, processes, programs, runtime, schedules, stages
 from ._host_memory import keep_freed_memory
 from .errors import InputError, PeerLost
 from .model._layer import Layer
@@ -48,6 +48,7 @@ __all__ = [
     "meshes",
     "model",
     "ops",
+    "optimizers",
     "plan",
     "processes",
     "programs",

@@ -185,6 +185,28 @@ class Plan(pydantic.BaseModel):
         """Return m / M_s, the updates of stage s in a batch: 1, or more with update_every "replicas"."""
         return self.microbatches // self.microbatches_per_update(s)
 
+    def delay(self, s: int, update: int) -> float:
+        """Return the mean age, in updates, of the weights that the gradients of an update were computed with.
+
+        It is a function of the plan and the number of the update alone: 0 with schedules that flush, and smaller for the first updates of
+        a run, while the pipeline fills.
+
+        Args:
+            s: the stage.
+            update: the number of the update of that stage, counted from 0.
+        """
+        return SCHEDULES[self.schedule].delay(self, s, update)
+
+    @cached_property
+    def delays(self) -> tuple[float, ...]:
+        """The mean `delay` of each stage's updates once the pipeline is full, in updates; 0 with schedules that flush."""
+        return SCHEDULES[self.schedule].delays(self)
+
+    @property
+    def mean_delay(self) -> float:
+        """The mean of `delays` over the stages, in updates: 0 with schedules that flush, 1 with `pipedream_2bw`."""
+        return sum(self.delays) / self.depth
+
     @classmethod
     def even(
         cls,

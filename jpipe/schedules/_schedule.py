@@ -1,5 +1,6 @@
 """Schedules as data: the order in which each rank computes, and the weight version that each computation reads."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -153,6 +154,38 @@ class Schedule:
             return self.formula(plan, s, k)
         batch = k // plan.microbatches
         return batch if batch < first else first + self.formula(plan, s, k - first * plan.microbatches)
+
+    def delay(self, plan: Shape, s: int, update: int) -> float:
+        """Return the mean age of the weights that the gradients of an update were computed with.
+
+        That is the mean of `update - version(plan, s, k)` over its microbatches k: how many updates the weights lacked that it changes.
+
+        Args:
+            plan: the plan.
+            s: the stage.
+            update: the number of the update of that stage, counted from 0.
+        """
+        every = plan.microbatches_per_update(s)
+        k, end, total = update * every, (update + 1) * every, 0
+        while k < end:  # in runs of equal versions, since versions do not decrease
+            version = self.version(plan, s, k)
+            after = k + bisect_right(range(k, end), version, key=lambda number: self.version(plan, s, number))
+            total += (after - k) * (update - version)
+            k = after
+        return total / every
+
+    def delays(self, plan: Shape) -> tuple[float, ...]:
+        """Return for each stage the mean `delay` of its updates once the pipeline is full."""
+        if self.flushes:
+            return (0.0,) * plan.depth
+        in_flight = max(self.in_flight(plan, s) * replicas for s, replicas in enumerate(plan.replicas))
+        full, period = plan.flush_first + 2 * (in_flight // plan.microbatches + 1), self.period(plan)
+        means = []
+        for s in range(plan.depth):
+            rate = plan.microbatches // plan.microbatches_per_update(s)
+            updates = range(full * rate, full * rate + (period if rate == 1 else 1))  # several in a batch are all the same
+            means.append(sum(self.delay(plan, s, update) for update in updates) / len(updates))
+        return tuple(means)
 
     def flushes_after(self, plan: Shape, batch: int) -> bool:
         """Return whether the pipeline is empty after a batch."""

@@ -39,7 +39,9 @@ def build(
         loss = model.loss(config.loss)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
+        check_delay(plan, config.plan.max_delay)
         check_accumulation(plan, config.optimizer.accumulate_batches)
+        check_per_stage(plan, config.optimizer.per_stage)
         plan.check_layers(stack.ids)
         meshes.check_heads(config.model, plan)
         with reporter.phase("reading the data"):
@@ -103,7 +105,7 @@ def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
     """
     if config.file is not None:
         return read_plan(config.file)
-    plan = jpipe.Plan.even(layer_ids, **config.model_dump(exclude={"file", "layer_costs"}))
+    plan = jpipe.Plan.even(layer_ids, **config.model_dump(exclude={"file", "layer_costs", "max_delay"}))
     if not config.layer_costs:
         return plan
     for layer_id in config.layer_costs:
@@ -143,7 +145,7 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
         options |= {"plan: rules.": "plan.rules.", "plan: shard_optimizer: ": "plan.shard_optimizer: "}
         options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
-        where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite", "ema_decay")}
+        where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay")}
         where |= {"precision: loss_scale: ": "precision.loss_scale: "}
         for library, config in where.items():
             if str(error).startswith(library):
@@ -161,6 +163,15 @@ def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
         raise jpipe.InputError(f"plan: expected at most {MOST_MICROBATCHES} microbatches, found {plan.microbatches}; use fewer")
 
 
+def check_delay(plan: jpipe.Plan, most: float | None) -> None:
+    """Check that the mean delay of a plan is at most that many updates; None: any."""
+    if most is not None and plan.mean_delay > most + 1e-9:
+        raise jpipe.InputError(
+            f"plan.max_delay: expected a plan with a mean delay of at most {most:g} updates, found {plan.schedule} with "
+            f"{plan.mean_delay:.3g}; use a schedule that flushes or more microbatches, or raise it"
+        )
+
+
 def check_accumulation(plan: jpipe.Plan, batches: int) -> None:
     """Check that gradients are not accumulated over batches if stages update several times per batch."""
     if batches > 1 and plan.update_every != "batch":
@@ -168,6 +179,15 @@ def check_accumulation(plan: jpipe.Plan, batches: int) -> None:
             f"optimizer.accumulate_batches: expected 1 for a plan with update_every '{plan.update_every}', whose stages update several "
             f"times per batch, found {batches}; leave it out, or use update_every: batch"
         )
+
+
+def check_per_stage(plan: jpipe.Plan, arguments: Mapping[str, Sequence[float]]) -> None:
+    """Check that arguments of the optimizer that differ from stage to stage have one value for each stage."""
+    for name, values in arguments.items():
+        if len(values) != plan.depth:
+            raise jpipe.InputError(
+                f"optimizer.per_stage: {name}: expected one value for each of the {plan.depth} stages of the plan, found {len(values)}"
+            )
 
 
 def started_devices(pipe: jpipe.Pipeline) -> list[Sequence[jax.Device]]:

@@ -1,7 +1,8 @@
-"""The optimizer that a config names, from optax or the user's, its learning-rate schedule, and the parameters that decay."""
+"""The optimizer that a config names, of optax, of jpipe or the user's, its learning-rate schedule, and the parameters that decay."""
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,9 +11,10 @@ import jax
 import numpy as np
 import optax
 
+import jpipe
 from jpipe import InputError
 from jpipe_train.config import entry_point, optax_names
-from jpipe_train.config.arguments import LARGEST, check_names, convert, parameters_of
+from jpipe_train.config.arguments import LARGEST, check_names, convert, kind_of, parameters_of
 from jpipe_train.config.config import OptimizerConfig
 
 Tree = Any
@@ -36,11 +38,12 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     parameters = parameters_of(factory)
     mask = next((name for name in MASKS if name in parameters), None)
     reserved = {"learning_rate": "is optimizer.learning_rate"} | ({mask: "is optimizer.decay"} if mask else {})
+    of_stages = _per_stage(config, steps, factory, reserved)
     with entry_point.errors_about("optimizer.arguments"):
-        check_names(factory, config.name, config.arguments, reserved)
+        check_names(factory, config.name, [*config.arguments, *(of_stages.keys() - reserved.keys())], reserved)
         arguments = dict(config.arguments) if is_of_user else convert(factory, config.name, config.arguments)
     if "learning_rate" in parameters:
-        arguments["learning_rate"] = _rate(config, steps, factory)
+        arguments |= {} if "learning_rate" in of_stages else {"learning_rate": _rate(config, steps, factory)}
     else:
         _check_no_rate(config)
     if mask:
@@ -54,23 +57,27 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
         numbers = {"learning_rate"} | {name for name, value in config.arguments.items() if isinstance(value, float)}
         factory = optax.inject_hyperparams(factory, static_args=set(parameters) - numbers)
     with entry_point.user_errors(f"optimizer: '{config.name}' does not accept its arguments"):
-        rule = factory(**arguments)
+        factory = functools.partial(factory, **arguments)
+        rule = jpipe.optimizers.per_stage(factory, **of_stages) if of_stages else factory()
     if not isinstance(rule, optax.GradientTransformation):
         raise InputError(f"optimizer.name: expected '{config.name}' to return an optax.GradientTransformation, found {type(rule).__name__}")
-    return rule if config.accumulate_batches == 1 else optax.MultiSteps(rule, config.accumulate_batches).gradient_transformation()
+    if config.lr_delay_steps is not None:
+        rule = optax.chain(rule, jpipe.optimizers.scale_by_delay(config.lr_delay_steps))
+    return rule if config.accumulate_batches == 1 else _accumulated(rule, config.accumulate_batches)
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float] | None:
     """Return a function from the number of a batch to its learning rate, or None if that is not known.
 
-    It is unknown for an optimizer of the user's and for one without a learning rate. All batches of one update have the same rate.
+    It is unknown for an optimizer of the user's, for one without a learning rate and for rates that differ from stage to stage. All batches
+    of one update have the same rate.
 
     Args:
         config: the section `optimizer`, which `optimizer` has accepted.
         steps: the number of batches of the run.
     """
     factory = None if ":" in config.name else optax_names.optimizers()[config.name]
-    if factory is None or "learning_rate" not in parameters_of(factory):
+    if factory is None or "learning_rate" not in parameters_of(factory) or "learning_rate" in config.per_stage:
         return None
     rate = _rate(config, steps, factory)
     if not callable(rate):
@@ -123,16 +130,60 @@ def _rate(config: OptimizerConfig, steps: int, factory: Callable[..., Any]) -> f
     """Return a number if the rate never changes, because some optimizers accept nothing else, or else a schedule."""
     parameter = parameters_of(factory)["learning_rate"]
     factory_default = parameter.default if isinstance(parameter.default, float) else 1e-3
-    peak = min(config.learning_rate or factory_default, LARGEST)
-    schedule = lr_schedule(config, steps // config.accumulate_batches, peak)
-    if config.lr_schedule == "constant" and not config.warmup_steps:
-        return peak
-    if not optax_names.takes_schedule(parameter) and not config.inject_hyperparams:
+    rate = _rate_with_peak(config, steps, config.learning_rate or factory_default)
+    if callable(rate) and not optax_names.takes_schedule(parameter) and not config.inject_hyperparams:
         raise InputError(
             f"optimizer.lr_schedule: '{config.name}' takes one learning rate for the whole run; "
             "use constant without warmup_steps, or inject_hyperparams: true"
         )
-    return schedule
+    return rate
+
+
+def _rate_with_peak(config: OptimizerConfig, steps: int, peak: float) -> float | optax.Schedule:
+    schedule = lr_schedule(config, steps // config.accumulate_batches, min(peak, LARGEST))
+    return min(peak, LARGEST) if config.lr_schedule == "constant" and not config.warmup_steps else schedule
+
+
+def _per_stage(config: OptimizerConfig, steps: int, factory: Callable[..., Any], reserved: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Return the arguments that differ from stage to stage, each with one number or schedule for each stage.
+
+    Raises:
+        InputError: an argument is unknown, takes no number, or has one value for all stages as well.
+    """
+    if config.per_stage and config.inject_hyperparams:
+        raise InputError("optimizer.inject_hyperparams: it keeps one value for all stages; leave it out, or leave out optimizer.per_stage")
+    parameters = parameters_of(factory)
+    reserved = {key: words for key, words in reserved.items() if key != "learning_rate"}
+    named = [key for key, p in parameters.items() if key not in reserved and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [key for key in named if parameters[key].default is inspect.Parameter.empty]
+    for name in config.per_stage:
+        if config.learning_rate is not None if name == "learning_rate" else name in config.arguments:
+            key = name if name == "learning_rate" else f"arguments.{name}"
+            raise InputError(f"optimizer.per_stage: expected {name} here or as optimizer.{key}, found both; leave one out")
+        with entry_point.errors_about("optimizer.per_stage"):
+            check_names(factory, config.name, {name, *required}, reserved)
+            if ":" not in config.name:
+                _check_number(config.name, name, parameters[name])
+    peaks = {"learning_rate": [_rate_with_peak(config, steps, peak) for peak in config.per_stage.get("learning_rate", ())]}
+    return {name: peaks.get(name, values) for name, values in config.per_stage.items()}
+
+
+def _check_number(optimizer: str, name: str, parameter: inspect.Parameter) -> None:
+    kind = kind_of(parameter)
+    if kind is None or kind[0] != "a number":
+        raise ValueError(
+            f"'{name}' of '{optimizer}' takes no number, so it cannot differ from stage to stage; put it into optimizer.arguments"
+        )
+
+
+def _accumulated(rule: optax.GradientTransformation, batches: int) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that updates every so many batches; the delay of its updates is that of a batch divided by their number."""
+    steps = optax.MultiSteps(rule, batches)
+
+    def update(updates: Tree, state: Any, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
+        return steps.update(updates, state, params, delay=delay / batches, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(steps.init, update)
 
 
 def _check_no_rate(config: OptimizerConfig) -> None:

@@ -109,6 +109,10 @@ def optimizer_words(config: Any) -> str:
     words += (
         [f"{name} {value}" for name, value in (config.get("arguments") or {}).items()] if isinstance(config.get("arguments"), dict) else []
     )
+    of_stages = config.get("per_stage")
+    words += [f"{name} by stage {values}" for name, values in of_stages.items()] if isinstance(of_stages, dict) else []
+    steps = config.get("lr_delay_steps")
+    words += [f"a rate divided by the delay for {count(steps, 'update')}"] if isinstance(steps, int) else []
     return ", ".join(words)
 
 

@@ -1,4 +1,4 @@
-"""The optimizers and schedules of the installed optax that a config can name, selected by a rule."""
+"""The optimizers and schedules of the installed optax and of `jpipe.optimizers` that a config can name, selected by a rule."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ from typing import Any, get_origin
 import optax
 import optax.contrib
 
+import jpipe
 from jpipe_train.config.arguments import alternatives, kind_of, parameters_of
 
 # The config's learning rate is passed as the first of these arguments that a schedule has.
@@ -16,13 +17,13 @@ RATES = ("peak_value", "init_value", "value")
 
 @cache
 def optimizers() -> dict[str, Callable[..., Any]]:
-    """Return every optimizer by name: `adamw`, `lamb`, …, `contrib.muon`, ….
+    """Return every optimizer by name: `adamw`, `lamb`, …, `contrib.muon`, …, `compensated_adamw`, ….
 
-    A function of optax or optax.contrib counts if it returns a GradientTransformation, has a learning rate among its arguments, can be
-    called with values that a config can express, and is not a building block (`scale_by_…`).
+    A function of optax, optax.contrib or jpipe.optimizers counts if it returns a GradientTransformation, has a learning rate among its
+    arguments, can be called with values that a config can express, and is not a building block (`scale_by_…`).
     """
     functions = {}
-    for prefix, module in (("", optax), ("contrib.", optax.contrib)):
+    for prefix, module in (("", optax), ("contrib.", optax.contrib), ("", jpipe.optimizers)):
         for name, function, returns in _functions(module):
             has_rate = any(key.endswith("learning_rate") for key in parameters_of(function))
             if has_rate and _is_transformation(returns) and not name.startswith("scale_by_") and _needs_no_object(function):

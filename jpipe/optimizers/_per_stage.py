@@ -1,0 +1,110 @@
+"""Optimizers whose arguments have another value at each stage."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from jpipe.errors import InputError
+
+Tree = Any
+
+
+class PerStageState(NamedTuple):
+    """The state of `per_stage`.
+
+    Attributes:
+        count: the number of updates, for schedules.
+        inner_state: of the optimizer.
+    """
+
+    count: Any
+    inner_state: Tree
+
+
+def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: Any) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer whose numeric arguments may differ from stage to stage.
+
+    The state holds none of the values, so that a run can be resumed with other ones, or with another number of stages.
+
+    Args:
+        make: a function that returns an optimizer, such as `optax.adamw`. The optimizer must not keep the arguments in its state, as
+            one of `optax.inject_hyperparams` does.
+        arguments: for `make`. A list has one number or schedule for each stage; anything else is passed on as it is.
+
+    Returns:
+        A transformation whose `update` takes `stage`, the number of the stage, and `num_stages`, against which it checks the lists.
+
+    Raises:
+        InputError: a list is empty or holds something else than numbers and schedules; `make` has no such argument, or needs another one.
+            From `update`: a list has another length than `num_stages`.
+
+    Example:
+        >>> optimizer = per_stage(optax.adamw, learning_rate=[1e-4, 2e-4, optax.cosine_decay_schedule(3e-4, 1000)], b1=0.95)
+    """
+    staged = {name: values for name, values in arguments.items() if isinstance(values, list)}
+    constant = {name: value for name, value in arguments.items() if name not in staged}
+    _check(make, staged, constant)
+
+    def inner(count: jax.Array, stage: ArrayLike) -> optax.GradientTransformationExtraArgs:
+        values = {name: _of_stage(values, count, stage) for name, values in staged.items()}
+        return optax.with_extra_args_support(make(**constant, **values))
+
+    def init(params: Tree) -> PerStageState:
+        count = jnp.zeros([], jnp.int32)
+        state = inner(count, 0).init(params)
+        for _, kept in optax.tree.get_all_with_path(state, "hyperparams"):
+            if names := sorted(staged.keys() & kept.keys()):
+                raise InputError(
+                    f"per_stage: the optimizer keeps {names[0]} in its state, as optax.inject_hyperparams does, and would use the value of "
+                    "stage 0 at all stages; pass it to per_stage without inject_hyperparams"
+                )
+        return PerStageState(count, state)
+
+    def update(
+        updates: Tree,
+        state: PerStageState,
+        params: Tree = None,
+        *,
+        stage: ArrayLike = 0,
+        num_stages: int | None = None,
+        **extra_args: Any,
+    ) -> tuple[Tree, PerStageState]:
+        for name, values in staged.items():
+            if num_stages is not None and len(values) != num_stages:
+                raise InputError(f"per_stage: {name}: expected one value for each of the {num_stages} stages, found {len(values)}")
+        if num_stages is not None:
+            extra_args["num_stages"] = num_stages
+        updates, after = inner(state.count, stage).update(updates, state.inner_state, params, stage=stage, **extra_args)
+        return updates, PerStageState(optax.safe_increment(state.count), _in_dtypes_of(state.inner_state, after))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check(make: Callable[..., Any], staged: Mapping[str, list[Any]], constant: Mapping[str, Any]) -> None:
+    """Check the lists, and that `make` accepts the arguments."""
+    for name, values in staged.items():
+        if not values or not all(callable(value) or isinstance(value, int | float) for value in values):
+            raise InputError(f"per_stage: {name}: expected a list of numbers or schedules, one for each stage; found {values}")
+    try:
+        inspect.signature(make).bind(**staged, **constant)
+    except TypeError as error:
+        raise InputError(f"per_stage: {getattr(make, '__name__', make)}: {error}; see its signature") from None
+
+
+def _of_stage(values: Sequence[Any], count: jax.Array, stage: ArrayLike) -> Any:
+    """Return the value of one stage, of a list of numbers and schedules."""
+    numbers = [jnp.asarray(value(count), float) if callable(value) else value for value in values]
+    selected = numbers[-1]
+    for number, value in enumerate(numbers[:-1]):
+        selected = jnp.where(stage == number, value, selected)
+    return selected
+
+
+def _in_dtypes_of(before: Tree, after: Tree) -> Tree:
+    """Return a state in the dtypes that it had: a value of a schedule is no Python number, which would take on any dtype."""
+    return jax.tree.map(lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype), before, after)

@@ -1,0 +1,48 @@
+"""PipeMare's learning rate, which is smaller for older gradients at the beginning of a run."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+Tree = Any
+
+
+class ScaleByDelayState(NamedTuple):
+    """The state of `scale_by_delay`.
+
+    Attributes:
+        count: the number of updates.
+    """
+
+    count: Any
+
+
+def scale_by_delay(steps: int) -> optax.GradientTransformationExtraArgs:
+    """Divide updates by τ^(1 − min(t/steps, 1)) at update t, counted from 0, with the delay τ; a delay below 1 counts as 1.
+
+    As the last part of a chain it divides the learning rate: by the whole delay at first, and by nothing from update `steps` on.
+
+    Args:
+        steps: the number of updates after which it changes nothing.
+
+    Returns:
+        A transformation whose `update` takes `delay`, τ.
+
+    Reference:
+        Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training, 2019, https://arxiv.org/abs/1910.05124.
+    """
+
+    def init(params: Tree) -> ScaleByDelayState:
+        return ScaleByDelayState(jnp.zeros([], jnp.int32))
+
+    def update(
+        updates: Tree, state: ScaleByDelayState, params: Tree = None, *, delay: ArrayLike = 0.0, **extra_args: Any
+    ) -> tuple[Tree, ScaleByDelayState]:
+        exponent = jnp.minimum(state.count.astype(float) / steps, 1) - 1
+        factor = jnp.maximum(jnp.asarray(delay, float), 1) ** exponent
+        return jax.tree.map(lambda u: factor.astype(u.dtype) * u, updates), ScaleByDelayState(optax.safe_increment(state.count))
+
+    return optax.GradientTransformationExtraArgs(init, update)
