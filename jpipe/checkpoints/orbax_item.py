@@ -278,7 +278,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 def _check_arrays(path: Path, metadata: Mapping[str, Any]) -> None:
     """Check that an item has the header of every array before Orbax reads them all at once.
 
-    When one of Orbax's requests fails, TensorStore prints a traceback for each of the others to standard error.
+    When one of Orbax's requests fails, TensorStore prints a traceback for each other one to standard error.
     """
     header = "zarr.json" if metadata.get("use_zarr3") else ".zarray"
     names = [
