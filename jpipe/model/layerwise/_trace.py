@@ -68,9 +68,9 @@ def position_spec(names: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
 def read_position(traced: TracedOptimizer) -> tuple[str, ...]:
     """Return the names in the position that the updates or the new state depend on."""
     marks = [1 << bit for bit in range(len(traced.position))]
-    others = len(traced.update.jaxpr.invars) - len(marks)
+    remaining = len(traced.update.jaxpr.invars) - len(marks)
     used = 0
-    for mark in reached(traced.update.jaxpr, [0] * others + marks):
+    for mark in reached(traced.update.jaxpr, [0] * remaining + marks):
         used |= mark
     return tuple(name for name, mark in zip(traced.position, marks, strict=True) if mark & used)
 
@@ -79,8 +79,8 @@ def has_momentum(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> bool:
     """Return whether any array of the state that is as large as a parameter depends on gradients."""
     shapes = {leaf.shape for leaf in jax.tree.leaves(dict(specs))}
     count = len(jax.tree.leaves(dict(specs)))
-    others = len(traced.update.jaxpr.invars) - count
-    results = reached(traced.update.jaxpr, [1] * count + [0] * others)[count:]
+    remaining = len(traced.update.jaxpr.invars) - count
+    results = reached(traced.update.jaxpr, [1] * count + [0] * remaining)[count:]
     outputs = traced.update.out_avals[count:]
     return any(
         mark and is_of_parameter and output.shape in shapes
