@@ -38,7 +38,7 @@ from jpipe.programs.lowering import lower
 from jpipe.runtime._executor import Executor, To, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
-from jpipe.runtime._metrics import Evaluation, Metrics
+from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics
 from jpipe.runtime._placement import checked_devices, place, place_names, place_on
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
@@ -500,6 +500,25 @@ class Pipeline:
         executor, state, _ = self._running(state)
         with self._undivided():
             return executor.params(state, weights)
+
+    @isolated_context()
+    def delay_norms(self, state: State) -> DelayNorms:
+        """Return how far the weights move between versions, and how far `delay_correction` has moved them ahead, for reports.
+
+        Both are computed at the call, and cost a pass over the weights. Large distances in relation to the weights are what makes delayed
+        gradients wrong.
+
+        Args:
+            state: any state that is not consumed.
+
+        Returns:
+            The norms of the stages of this process, of their first replicas, by stage.
+
+        Raises:
+            InputError: a state that was used already.
+        """
+        executor, state, _ = self._running(state)
+        return executor.delay_norms(state)
 
     @isolated_context()
     def costs(

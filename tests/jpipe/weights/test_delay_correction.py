@@ -121,6 +121,7 @@ def check(pipe, batches, drained=()):
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=4)
 @pytest.mark.parametrize("name", [name for name in PLANS if name not in ("2-1, paper", "2-1")])
 def test_it_is_the_rule_applied_to_the_whole_model(name):
     plan = plan_of(name)
@@ -169,6 +170,7 @@ def test_copies_of_a_shared_parameter_stay_equal_bit_for_bit():
 BITS = [name for name in PLANS if name not in ("flush", "chunks")]
 
 
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("optimizer", [models.momentum(), optax.adamw(0.05)], ids=["momentum", "adamw"])
 def test_a_factor_of_zero_changes_no_bit(name, optimizer):
@@ -279,6 +281,7 @@ def plan_cut(name, sizes=None):
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=5)
 @pytest.mark.parametrize("ema", [None, 0.75])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema):
@@ -468,3 +471,27 @@ LOOKS_AHEAD = {
 def test_nesterovs_momentum_is_recognized(name):
     optimizer, expected = LOOKS_AHEAD[name]
     assert has_nesterov(optimizer) is expected
+
+
+@pytest.mark.parametrize("factor", [None, FACTOR])
+def test_norms_of_the_correction_and_of_the_distance_between_versions(factor):
+    pipe = pipeline(plan_of("pipedream"), correction=factor)
+    batches = models.masked_batches(5, 1)
+    state = running.fresh(pipe, batches)
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    norms = pipe.delay_norms(state)
+    assert norms.correction.keys() == {0, 1, 2, 3}
+    assert norms.distance.keys() == {0, 1, 2}  # the last stage holds one version
+    for s, worker in enumerate(state.workers):
+        predicts = factor is not None and s < 3
+        ahead = [state.ahead for state in worker.optimizer.values()] if predicts else []
+        np.testing.assert_allclose(norms.correction[s], norm_of(ahead), rtol=1e-5)
+        assert (norms.correction[s] > 0) == predicts
+        if s < 3:
+            older, newest = (on_host(worker.weights.read(version)) for version in worker.weights.versions[-2:])
+            np.testing.assert_allclose(norms.distance[s], norm_of(jax.tree.map(np.subtract, newest, older)), rtol=1e-5)
+
+
+def norm_of(tree):
+    return np.sqrt(sum(float(np.square(leaf).sum()) for leaf in jax.tree.leaves(tree)))
