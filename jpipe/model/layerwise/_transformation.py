@@ -41,9 +41,9 @@ def has_nesterov(transformation: Any) -> bool:
     named = [pair for function in functions for pair in _variables(function)]
     for _, value in list(named):  # of optax.inject_hyperparams
         named += (getattr(value, "keywords", {}) if not isinstance(value, Mapping) else value).items()
-    given = [value for name, value in named if name == "nesterov"]
+    explicit = [value for name, value in named if name == "nesterov"]
     defaults = [(getattr(function, "__kwdefaults__", None) or {}).get("nesterov") for function in functions]
-    return any(value is True for value in given or defaults)
+    return any(value is True for value in explicit or defaults)
 
 
 def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:

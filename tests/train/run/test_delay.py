@@ -1,9 +1,9 @@
 """The sentence about delayed weights agrees with the formula of every schedule."""
 
 import pytest
+from jpipe_train.run.delay import delay_words, delays
 
 import jpipe
-from jpipe_train.run.delay import delay_words, delays
 
 
 def plan(schedule, stages=4, microbatches=4, **options):
