@@ -1,7 +1,7 @@
 """Which layers and parameters the updates of an optimizer depend on, traced for a whole model."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ class TracedOptimizer(NamedTuple):
         init: parameters -> state.
         update: gradients, state, parameters, position -> updates, state.
         of_parameter: for each leaf of the state whether it belongs to a parameter, as its path says.
-        position: the names in the position, see `accepted_position`.
+        position: the names in the position, sorted.
     """
 
     init: Any
@@ -32,11 +32,14 @@ class TracedOptimizer(NamedTuple):
     position: tuple[str, ...]
 
 
-def trace_optimizer(transformation: optax.GradientTransformation, specs: Mapping[str, Tree]) -> TracedOptimizer:
-    position = accepted_position(transformation)
+def trace_optimizer(
+    transformation: optax.GradientTransformation, specs: Mapping[str, Tree], num_stages: int | None = None
+) -> TracedOptimizer:
+    position = _accepted(transformation, _POSITION)
+    constants = {} if num_stages is None else dict.fromkeys(_accepted(transformation, ["num_stages"]), num_stages)
 
     def update_at(gradients: Tree, state: Tree, params: Tree, position: Position) -> tuple[Tree, Tree]:
-        return transformation.update(gradients, state, params, **position)
+        return transformation.update(gradients, state, params, **position, **constants)
 
     with optax_promotion():
         init, state = jax.make_jaxpr(transformation.init, return_shape=True)(dict(specs))
@@ -48,13 +51,13 @@ def trace_optimizer(transformation: optax.GradientTransformation, specs: Mapping
     return TracedOptimizer(init, update, of_parameter, position)
 
 
-def accepted_position(transformation: optax.GradientTransformation) -> tuple[str, ...]:
-    """Return the names of a `Position` that an optimizer's update takes as keywords, sorted."""
+def _accepted(transformation: optax.GradientTransformation, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the names that an optimizer's update accepts as keywords."""
     if not isinstance(transformation, optax.GradientTransformationExtraArgs):
         return ()
     parameters = inspect.signature(transformation.update).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return tuple(name for name in _POSITION if takes_all or name in parameters)
+    return tuple(name for name in names if takes_all or name in parameters)
 
 
 def position_spec(names: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jpipe
-from jpipe import Pipeline, Plan
+from jpipe import InputError, Pipeline, Plan
 from jpipe.optimizers import (
     compensated_adamw,
     compensated_muon,
@@ -113,6 +113,12 @@ def test_a_shared_parameter_has_the_arguments_of_its_first_stage():
         state, _ = pipe.step(state, batch, observe=cut)
     pipe.drain(state, observe=cut)
     assert len({copy.checksum for copy in cut.shared_copies()}) == 1
+
+
+def test_a_list_of_another_length_than_the_stages_is_refused():
+    plan, rule = Plan.even(STACK.ids, **PLANS["2BW"]), optax.chain(optax.clip(1.0), per_stage(optax.adam, learning_rate=[0.01, 0.02]))
+    with pytest.raises(InputError, match="per_stage: learning_rate: expected one value for each of the 3 stages, found 2"):
+        pipeline(plan, rule).check(models.masked_batches(1, 3)[0])
 
 
 def test_a_run_with_soap_goes_on_from_a_checkpoint(tmp_path):

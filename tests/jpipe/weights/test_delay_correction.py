@@ -48,11 +48,11 @@ def pipeline(plan, stack=STACK, optimizer=None, correction=FACTOR, **options):
 
 def delays_of(plan, batch):
     """Return the mean age of the versions that each layer reads in a batch, as the float32 that the pipeline computes with."""
-    m, found = plan.microbatches, {}
+    m, delays = plan.microbatches, {}
     for s, stage in enumerate(plan.stages):
         mean = np.mean([batch - reference.version(plan, s, k) for k in range(batch * m, (batch + 1) * m)])
-        found |= dict.fromkeys(stage.layers, float(np.float32(mean)))
-    return found
+        delays |= dict.fromkeys(stage.layers, float(np.float32(mean)))
+    return delays
 
 
 def ordinary(pipe, batches, start, layer_state, later=None, since=None):
@@ -101,18 +101,18 @@ def check(pipe, batches, drained=()):
     state = running.fresh(pipe, batches)
     start = models.on_first_device((pipe.params(state), running.layer_state(state)))
     losses, x, y = ordinary(pipe, batches, *start)
-    found = {}
+    all_losses = {}
     for t, batch in enumerate(batches):
         state, metrics = pipe.step(state, batch)
-        found |= metrics.losses
+        all_losses |= metrics.losses
         if t in drained:
             state, metrics = pipe.drain(state, with_metrics=True)
-            found |= metrics.losses
+            all_losses |= metrics.losses
         if t in (1, 4):  # in flight, or drained
             running.check_close(models.on_first_device(pipe.params(state)), y[t + 1])
     state, metrics = pipe.drain(state, with_metrics=True)
-    found |= metrics.losses
-    running.check_close([float(found[t]) for t in sorted(found)], losses)
+    all_losses |= metrics.losses
+    running.check_close([float(all_losses[t]) for t in sorted(all_losses)], losses)
     for worker in state.workers:
         newest = worker.weights.read(worker.weights.newest)
         running.check_close(models.on_first_device(newest), {entry: x[-1][entry] for entry in newest})
@@ -244,11 +244,11 @@ def saved_at(pipe, batches, cut):
     """Return the layers of a snapshot before batch `cut`, of a run that goes on, and that run in the end."""
     state = running.fresh(pipe, batches)
     start = models.on_first_device((pipe.params(state), running.layer_state(state)))
-    taken = pipe.snapshot(cut)
+    snapshot = pipe.snapshot(cut)
     for batch in batches:
-        state, _ = pipe.step(state, batch, observe=taken)
-    state = pipe.drain(state, observe=taken)
-    return on_host(taken.layers()), start, state
+        state, _ = pipe.step(state, batch, observe=snapshot)
+    state = pipe.drain(state, observe=snapshot)
+    return on_host(snapshot.layers()), start, state
 
 
 def resumed(pipe, batches, layers, cut, **options):
@@ -339,15 +339,15 @@ def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begu
 
 @pytest.mark.parametrize("mesh", [{"mesh": {"data": 2}}, {"mesh": {"data": 2, "model": 2}, "fsdp": True}], ids=["rows", "fsdp"])
 def test_a_mesh_changes_no_number(mesh):
-    stack, found = models.wide_stack(), []
+    stack, results = models.wide_stack(), []
     with jax.enable_x64(True):
         batches = models.masked_batches(4, 3, rows=4, width=4, dtype=np.float64)
         for fields in ({}, mesh):
             plan = Plan.even(stack.ids, 2, "pipedream_2bw", 3, **fields)
             pipe = Pipeline(stack, plan, models.masked_squares, adam(), delay_correction=FACTOR)
             trained = running.train(pipe, batches)
-            found.append(on_host((trained.losses, trained.params, trained.layer_state)))
-        for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+            results.append(on_host((trained.losses, trained.params, trained.layer_state)))
+        for one, other in zip(*map(jax.tree.leaves, results), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
