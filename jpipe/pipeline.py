@@ -30,7 +30,7 @@ from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
-from jpipe.model.jaxprs._rows import tell_of_rows
+from jpipe.model.jaxprs._rows import warn_of_mixed_rows
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._steps import Steps
@@ -241,7 +241,7 @@ class Pipeline:
         initial = params_or_specs({} if params is None else params, specs)
         self.stack.ties.check_values(initial)
         executor = self._compile(batch, buckets, {"key": _bits(key)})
-        tell_of_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
+        warn_of_mixed_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
         places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(
