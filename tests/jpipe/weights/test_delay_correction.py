@@ -12,6 +12,7 @@ import pytest
 from jpipe import InputError, Pipeline, Plan, Precision
 from jpipe._arguments import checked_delay_factor
 from jpipe.model.layerwise._transformation import has_nesterov
+from jpipe.optimizers import compensated_adamw, soap, torch_nadam
 from tests.jpipe import models, monolith, reference, running
 
 STACK = models.rich_stack()
@@ -460,6 +461,9 @@ LOOKS_AHEAD = {
     "adamw": (optax.adamw(0.1), False),
     "nadamw in a partition": (optax.partition({"a": optax.nadamw(0.1), "b": optax.adam(0.1)}, lambda params: params), True),
     "nadam, injected": (INJECT(optax.nadam)(learning_rate=0.1), True),
+    "compensated": (compensated_adamw(0.1), True),
+    "as in PyTorch": (torch_nadam(0.1), True),
+    "soap": (soap(0.1), False),
     "muon": (optax.contrib.muon(0.1), True),
     "muon without": (optax.contrib.muon(0.1, nesterov=False), False),
     "muon, injected": (INJECT(optax.contrib.muon)(learning_rate=0.1), True),
