@@ -1,5 +1,6 @@
 """Checks of the arguments of a pipeline. Each function raises `InputError` for an argument that does not fit."""
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -7,13 +8,15 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
-from jpipe.errors import InputError, nearest
+from jpipe.errors import InputError, nearest, short
 from jpipe.model._layer import LayerSpec, key_spec
 from jpipe.model._losses import Loss
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
+from jpipe.model.layerwise._transformation import has_nesterov
 from jpipe.plan import Plan
 from jpipe.runtime._executor import To, Weights
 from jpipe.runtime._plain import filled
@@ -119,6 +122,30 @@ def check_ema_decay(ema_decay: Any, plan: Plan) -> None:
         raise InputError(
             f"ema_decay: expected none with shard_optimizer, found {ema_decay!r}; the average is in the optimizer state, of which each "
             "replica has a part, but an evaluation with it needs all of it: leave out one of them"
+        )
+
+
+def checked_delay_factor(delay_correction: Any) -> float | None:
+    """Return the factor of the prediction, or None without correction."""
+    if delay_correction is None or delay_correction == "predict":
+        return None if delay_correction is None else 1.0
+    if not _is_number(delay_correction) or not 0 <= delay_correction < math.inf:
+        raise InputError(
+            f"delay_correction: expected 'predict', or a finite number of at least 0 such as 0.5, found {short(delay_correction)}"
+        )
+    return float(delay_correction)
+
+
+def log_correction(plan: Plan, optimizer: optax.GradientTransformation, factor: float) -> None:
+    """Log a warning for a correction that is known to go too far, and a note for one that does nothing."""
+    log = logging.getLogger("jpipe")
+    if not any(plan.delays):
+        log.info("delay_correction: it does nothing, because no gradients are late under the schedule '%s'", plan.schedule)
+    elif factor > 0.5 and has_nesterov(optimizer):
+        log.warning(
+            "delay_correction: expected at most 0.5 with an optimizer that has Nesterov's momentum, which looks ahead itself, found %g; "
+            "at a delay of 1 update 0.5 is best",
+            factor,
         )
 
 

@@ -18,7 +18,9 @@ from jpipe._arguments import (
     check_observer,
     check_to,
     check_weights,
+    checked_delay_factor,
     checked_metrics,
+    log_correction,
     params_or_specs,
 )
 from jpipe._interrupts import Results, consume, delayed_signals
@@ -97,10 +99,15 @@ class Pipeline:
             the initial weights on, in float32 for weights of lower precision. `evaluate` and `params` give it with `weights="ema"`.
             At least 0 and below 1; not with `Plan.shard_optimizer`.
         precision: the dtypes of parameters, computations and accumulated gradients, and the loss scale.
+        delay_correction: correct the delay of gradients under schedules that do not flush: "predict", or a number in place of 1, the
+            factor of `jpipe.optimizers.predict_delay`. Each update moves the weights ahead by the last update as often as the stage's
+            gradients are late (`Plan.delay`), after everything else. `evaluate`, `predict`, `params` and the moving average give the
+            weights without this prediction. It needs an optimizer with momentum; for one that is Nesterov already, 0.5 is best. It takes
+            the memory of the parameters once more at the stages with a delay, and does nothing where there is none.
 
     Raises:
         InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; both ways to clip; a decay
-            that is none.
+            or a correction that is none.
 
     Example:
         >>> import jax.numpy as jnp
@@ -127,6 +134,7 @@ class Pipeline:
         skip_nonfinite: bool = False,
         ema_decay: float | None = None,
         precision: Precision = PLAIN,
+        delay_correction: Literal["predict"] | float | None = None,
     ) -> None:
         check_model(stack, plan, loss)
         check_precision(precision)
@@ -138,9 +146,10 @@ class Pipeline:
         self.clip_global_norm, self.clip_stage_norm = clip_global_norm, clip_stage_norm
         self.skip_nonfinite, self.precision = skip_nonfinite, precision
         self.ema_decay = None if ema_decay is None else float(ema_decay)
+        self.delay_factor = checked_delay_factor(delay_correction)
         self._explicit_devices = None if devices is None else checked_devices(devices)
         options = {"clip_global_norm": clip_global_norm, "clip_stage_norm": clip_stage_norm, "skip_nonfinite": self._skips}
-        self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, **options)
+        self._builder = StageBuilder(self.stack, plan, loss, optimizer, precision, self.ema_decay, self.delay_factor, **options)
         self._steps = Steps(plan, self.uses_global_norm, self._shared_stages())
         self._executor: Executor | None = None  # once `init` or `restore` has compiled
         self._results = Results()
@@ -154,7 +163,9 @@ class Pipeline:
 
     def _facts(self) -> str:
         where = "not compiled yet" if self._executor is None else f"compiled for microbatches of {describe_shapes(self._executor.specs)}"
-        numbers = {name: getattr(self, name) for name in ("clip_global_norm", "clip_stage_norm", "ema_decay")}
+        numbers = {name: getattr(self, name) for name in ("clip_global_norm", "clip_stage_norm", "ema_decay")} | {
+            "delay_correction": self.delay_factor
+        }
         options = "".join(f", {name}={value:g}" for name, value in numbers.items() if value is not None)
         skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
         precision = "" if self.precision == PLAIN else f", {self.precision}"
@@ -564,7 +575,9 @@ class Pipeline:
                 "run once",
                 where,
             )
-        options = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "precision")
+        if self.delay_factor is not None and jax.process_index() == 0:
+            log_correction(self.plan, self.optimizer, self.delay_factor)
+        options = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "precision", "delay_factor")
         facts = {**{name: str(getattr(self, name)) for name in options}, **facts}
         return Executor(self.plan, self._steps_of(buckets[0].functions), buckets, self.places, join_processes(), facts)
 

@@ -202,6 +202,11 @@ class Plan(pydantic.BaseModel):
         """The mean `delay` of each stage's updates once the pipeline is full, in updates; 0 with schedules that flush."""
         return SCHEDULES[self.schedule].delays(self)
 
+    @property
+    def mean_delay(self) -> float:
+        """The mean of `delays` over the stages, in updates: 0 with schedules that flush, 1 with `pipedream_2bw`."""
+        return sum(self.delays) / self.depth
+
     @classmethod
     def even(
         cls,

@@ -75,6 +75,7 @@ class Predicted(pydantic.BaseModel):
         batch_seconds: of one batch.
         bubble: share of the workers' time in which they do not compute.
         peak_bytes: for each pipeline rank the most bytes that a device holds, scratch memory of its programs included.
+        delay: mean over the stages of the age of the weights that gradients are computed with, in updates; see `Plan.mean_delay`.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -82,3 +83,4 @@ class Predicted(pydantic.BaseModel):
     batch_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     bubble: Annotated[float, Field(ge=0, le=1)]
     peak_bytes: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
+    delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0

@@ -45,6 +45,7 @@ def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequen
     caption = f"{name}: {plan.schedule}, {plan.microbatches} microbatches, {plan.depth} stages{_options_text(plan)}{facts}"
     shares = plan.depth > len(plan.pipeline_ranks)
     meshes = any(stage.mesh for stage in plan.stages)
+    is_delayed = any(plan.delays)
     head = [
         "stage",
         "layers",
@@ -52,6 +53,7 @@ def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequen
         "recompute",
         *(("mesh",) if meshes else ()),
         *(("rank",) if shares else ()),
+        *(("delay",) if is_delayed else ()),
         *(() if devices is None else ("devices",)),
     ]
     rows = [[str(s), shortened(stage.layers), str(stage.replicas), stage.recompute] for s, stage in enumerate(plan.stages)]
@@ -61,6 +63,9 @@ def html_of_plan(plan: "jpipe.Plan", name: str, facts: str = "", devices: Sequen
     if shares:
         for row, workers in zip(rows, plan.stage_workers, strict=True):
             row.append(shortened([str(plan.rank_of[w]) for w in workers]))
+    if is_delayed:
+        for row, delay in zip(rows, plan.delays, strict=True):
+            row.append(f"{delay:.3g}")
     if devices is not None:
         for row, workers in zip(rows, plan.stage_workers, strict=True):
             row.append(shortened([devices[w] for w in workers]))

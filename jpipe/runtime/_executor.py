@@ -32,7 +32,7 @@ from jpipe.stages._shares import shares_of
 from jpipe.stages.functions._evaluation import check_metrics
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import shared_with
-from jpipe.stages.functions._update import average_params, master_params, squares_spec
+from jpipe.stages.functions._update import average_params, newest_params, squares_spec
 
 Tree = Any
 Weights = Literal["newest", "ema"]
@@ -93,7 +93,12 @@ class Executor:
         sends = _sends(plan, arrays, steps.verified_runs)
         self._transport.compile(sends, _replica_sums(plan, arrays[0]), _loads(self.stages, arrays[0]))
         self._exchange = MetricsExchange(
-            plan, [place.first for place in places], processes, functions[0].global_norm, functions[0].scale_spec is not None
+            plan,
+            [place.first for place in places],
+            processes,
+            global_norm=functions[0].global_norm,
+            loss_scale=functions[0].scale_spec is not None,
+            stage_norms=functions[0].clip_stage_norm is not None,
         )
         for program in steps.verified_runs:
             self._exchange.check(program)
@@ -105,6 +110,11 @@ class Executor:
         self._predicting: dict[int, dict[int, CompiledStage]] = {}  # by bucket, compiled at the first use
         self._predictions = 0
         self.fingerprint = fingerprint(plan, places, self.specs, functions)
+
+    @property
+    def _predicts(self) -> bool:
+        """Whether any stage moves its weights ahead."""
+        return any(f.predicts for f in self.functions)
 
     def connect(self) -> None:
         """Wait until all processes have compiled, and connect those that exchange arrays."""
@@ -189,9 +199,10 @@ class Executor:
     def settle(self, state: State, weights: Weights) -> tuple[State, int]:
         """Return the state and the newest version, in batches, that all workers of all processes hold; if none, of a drained copy.
 
-        The moving average is held of the newest version of each stage only: with updates in flight there is no common one.
+        The moving average is held of the newest version of each stage only: with updates in flight there is no common one. The same is
+        true of the weights without prediction.
         """
-        if weights == "ema":
+        if weights == "ema" or self._predicts:
             return state if state.start == state.batch else self.drained_copy(state), state.batch
         # After a restore or a drain the workers are ahead of a run without one, and hold all versions that its workers have in common.
         since = 0 if state.start == state.batch else state.batch - self._plan.flush_first
@@ -263,7 +274,7 @@ class Executor:
         return results
 
     def params(self, state: State, weights: Weights) -> dict[str, Tree]:
-        """Copy the parameters of this process's layers, at one version for all stages; the masters where there are any."""
+        """Copy this process's parameters, at one version for all stages, without prediction; the masters where there are any."""
         has_masters = self.functions[0].precision.has_masters
         # A stage has masters of its newest version only, which is the same in all stages once nothing is in flight.
         state, version = (self.drained_copy(state), state.batch) if has_masters else self.settle(state, weights)
@@ -272,8 +283,8 @@ class Executor:
             f, (s, _) = stage.functions, self._plan.workers[w]
             if weights == "ema":
                 entries = average_params(f, worker.optimizer, worker.weights.read(worker.weights.newest), f.specs.fresh)
-            elif has_masters:
-                entries = master_params(f, worker.optimizer, worker.weights.read(worker.weights.newest))
+            elif has_masters or f.predicts:
+                entries = newest_params(f, worker.optimizer, worker.weights.read(worker.weights.newest))
             else:
                 entries = worker.weights.read(version * self._plan.updates_per_batch(s))
             layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in params)  # replicas hold the same
@@ -285,9 +296,14 @@ class Executor:
         latest = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             number, f = version * self._plan.updates_per_batch(self._plan.workers[w][0]), stage.functions
-            is_average = weights == "ema"
             newest = worker.weights.read(worker.weights.newest)
-            params = average_params(f, worker.optimizer, newest, f.specs.params) if is_average else worker.weights.read(number)
+            if weights == "ema":
+                params = average_params(f, worker.optimizer, newest, f.specs.params)
+            elif f.predicts:
+                precise = newest_params(f, worker.optimizer, newest)
+                params = jax.tree.map(lambda leaf, spec: leaf.astype(spec.dtype), precise, f.specs.params)
+            else:
+                params = worker.weights.read(number)
             latest[w] = Latest(params, number)
         return latest
 

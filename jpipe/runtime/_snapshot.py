@@ -11,7 +11,7 @@ import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.model._precision import LossScale, wider
-from jpipe.model.layerwise._optimizer import masters_of
+from jpipe.model.layerwise._optimizer import WithBuffers, masters_of
 from jpipe.ops import OPS
 from jpipe.plan import Plan
 from jpipe.programs._instructions import Compute, Update
@@ -240,7 +240,7 @@ def fitting(
     Raises:
         InputError: a layer is missing, or has another shape.
     """
-    layers = with_optimizers(layers)
+    layers = _for_stage(f, with_optimizers(layers), fresh)
     s, replica = plan.workers[worker]
     newest = batch * plan.updates_per_batch(s)
     oldest = SCHEDULES[plan.schedule].version(plan, s, batch * plan.microbatches + replica)
@@ -269,7 +269,7 @@ def fitting(
         optimizer = {
             layer_id: from_plain(
                 specs[layer_id],
-                _of_trained(f, layer_id, layers[layer_id].get("optimizer", {})),
+                _with_buffers(f, layer_id, _of_trained(f, layer_id, layers[layer_id].get("optimizer", {}))),
                 f"checkpoint: layer '{layer_id}', optimizer state",
                 _OTHER_OPTIMIZER,
             )
@@ -289,6 +289,41 @@ def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
     return without(plain, lambda names: names not in stored and any(names[-len(path) :] == path for path in frozen))
 
 
+def _for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:
+    """Return the layers without prediction, unless the stage continues with it."""
+    return layers if f.predicts and not fresh else {name: without_prediction(plain) for name, plain in layers.items()}
+
+
+def _with_buffers(f: StageFunctions, layer_id: str, plain: Any) -> Any:
+    """Return the optimizer state of a layer in a snapshot with or without the names of `WithBuffers`, as the stage has it.
+
+    A prediction that is missing begins with zeros.
+    """
+    spec = f.optimizer_spec[layer_id]
+    if f.precision.has_masters:
+        inner = plain.get("state", {}) if isinstance(plain, dict) else None
+        return plain if inner is None else {**plain, "state": _filled_in(spec.state, inner)}
+    return _filled_in(spec, plain)
+
+
+def _filled_in(spec: Tree, plain: Any) -> Any:
+    """Return `_with_buffers` for the state without its masters."""
+    if not isinstance(plain, dict):
+        return plain
+    if not isinstance(spec, WithBuffers):
+        return plain["optimizer"] if plain.keys() == {"optimizer"} else plain
+    named = plain if _has_buffers(plain) else {"optimizer": plain}
+    if spec.ahead is None or "ahead" in named:
+        return named
+    zeros = to_plain(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), spec.ahead))
+    return {**named, "ahead": zeros.get("array", zeros) if isinstance(spec.ahead, jax.ShapeDtypeStruct) else zeros}
+
+
+def _has_buffers(plain: Plain) -> bool:
+    """Return whether an optimizer state in a snapshot is a `WithBuffers`."""
+    return bool(plain) and plain.keys() <= set(WithBuffers._fields)
+
+
 def restored_worker(
     plan: Plan, worker: int, stage: CompiledStage, layers: Mapping[str, Plain], batch: int, key: jax.Array, fresh: bool
 ) -> WorkerState:
@@ -306,7 +341,8 @@ def restored_worker(
     Raises:
         InputError: as `fitting`.
     """
-    f, place, layers = stage.functions, stage.place, with_optimizers(layers)
+    f, place = stage.functions, stage.place
+    layers = _for_stage(f, with_optimizers(layers), fresh)
     a = Arrays(f, place, share=stage.share)
     versions, optimizer, state = fitting(plan, worker, f, stage.share, layers, batch, fresh)
     if fresh:
@@ -348,6 +384,54 @@ def _restored_scales(f: StageFunctions, layers: Mapping[str, Plain], versions: I
     saved = {age: from_plain(f.scale_spec, scale, where) for age, scale in ages.items()}
     newest = saved.get("0", f.precision.dynamic_scale.first())
     return {v: saved.get(str(max(versions) - v), newest) for v in versions}
+
+
+def without_prediction(plain: Plain) -> Plain:
+    """Return a layer of a snapshot with its newest parameters, and masters, without the prediction that has moved them ahead.
+
+    The prediction is then not in it any more. A layer without one is returned as it is. Older versions are left as they are.
+
+    Args:
+        plain: the entry, with any arrays.
+    """
+    optimizer, newest = plain.get("optimizer"), plain.get("params", {}).get("0", {})
+    if not isinstance(optimizer, dict):
+        return plain
+    masters = optimizer.get("masters") if _fits_array(optimizer.get("masters"), newest) else None
+    state = optimizer.get("state", {}) if masters is not None else optimizer
+    if not isinstance(state, dict) or not _has_buffers(state) or not _fits_array(state.get("ahead"), newest):
+        return plain
+    ahead, state = _as_dict(state["ahead"]), {name: inner for name, inner in state.items() if name != "ahead"}
+    precise = overlaid(newest, {} if masters is None else _as_dict(masters))
+    moved = _less(precise, ahead)
+    params = {**plain["params"], "0": overlaid(newest, _in_dtypes(moved, newest))}
+    if masters is None:
+        return {**plain, "params": params, "optimizer": state}
+    exact = moved.get("array") if not isinstance(masters, dict) else {**masters, **moved}
+    return {**plain, "params": params, "optimizer": {**optimizer, "masters": exact, "state": state}}
+
+
+def _as_dict(tree: Any) -> Plain:
+    """Return a tree like the parameters of a layer as a dict, also if they are one array."""
+    return tree if isinstance(tree, dict) else {"array": tree}
+
+
+def _fits_array(part: Any, whole: Any) -> bool:
+    return bool(part is not None and _as_dict(part)) and _fits(_as_dict(part), whole)
+
+
+def _less(tree: Any, ahead: Any) -> Any:
+    """Return the leaves of nested dicts that are in `ahead`, less those; specs are returned as they are."""
+    if isinstance(ahead, dict):
+        return {name: _less(tree[name], inner) for name, inner in ahead.items()}
+    return tree if isinstance(tree, jax.ShapeDtypeStruct) else tree - ahead
+
+
+def _in_dtypes(part: Any, whole: Any) -> Any:
+    """Return the leaves of nested dicts in the dtypes of those in another tree."""
+    if isinstance(part, dict):
+        return {name: _in_dtypes(inner, whole[name]) for name, inner in part.items()}
+    return whole if isinstance(part, jax.ShapeDtypeStruct) else part.astype(whole.dtype)
 
 
 def masters_in(plain: Plain) -> Plain | None:

@@ -25,7 +25,7 @@ from jpipe.programs._instructions import (
 from jpipe.runtime._lanes import PendingTransfer, arrived
 from jpipe.runtime._transport import Transport
 from jpipe.runtime.state import Consumed, Fields, Microbatch, PendingUpdate, Weights, WorkerState, pack, unpack
-from jpipe.stages._compiled_stage import CompiledStage, update_kind
+from jpipe.stages._compiled_stage import CompiledStage, UpdateNumber, update_kind
 from jpipe.stages.functions._sums import shared_with
 
 Tree = Any
@@ -37,11 +37,13 @@ class RunResults(NamedTuple):
     Attributes:
         losses: for each finished batch, the (mean loss, weight) of each of its updates; perhaps still to come from other replicas.
         norms: for each update that used it, the `GlobalNorm` of the gradients, and after it the next loss scale if that is dynamic.
+        stage_norms: for each update of a stage that clips by its own norm, that norm, by (update, stage).
         evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
     """
 
     losses: dict[int, list[Tree]]
     norms: dict[int, Tree]
+    stage_norms: dict[tuple[int, int], jax.Array]
     evaluations: dict[int, Tree]
 
 
@@ -376,8 +378,12 @@ class Worker:
             state.loss_scales[update + 1] = self.calls["next_scale"](state.loss_scales[update], norm)
         retires = None if i.retires is None else i.retires + self.version_shift
         memory = (state.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
-        used = norm if self.functions.clip_stage_norm is None else self.calls["stage_norm"](accumulators, norm)
-        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, used)
+        made_at, used = UpdateNumber(self.plan, self.stage, i.batch), norm
+        if self.functions.clip_stage_norm is not None:
+            used = self.calls["stage_norm"](accumulators, norm)
+            if self.replica == 0:
+                self.results.stage_norms[update, self.stage] = used.norm
+        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, used, made_at)
         params, state.optimizer, zeros, loss = new
         state.weights = state.weights.with_update(params, retires)
         if retires is not None:

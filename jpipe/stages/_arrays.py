@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jpipe.meshes._place import NoPlace, Place
+from jpipe.model.layerwise._trace import position_spec
 from jpipe.stages.functions._floats import floats_of
 from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions
@@ -175,6 +176,12 @@ class Arrays:
     def scale(self) -> Tree:
         """The dynamic loss scale, if there is one."""
         return self.whole(self.functions.scale_spec)
+
+    @property
+    def position(self) -> tuple[Tree, ...]:
+        """The last argument of an update, the position that the optimizer needs; none if it needs no entry of it."""
+        needs = self.functions.optimizer.needs
+        return (self.whole(position_spec(needs)),) if needs else ()
 
     @property
     def reduced(self) -> tuple[Tree, list[Spec]]:

@@ -40,6 +40,7 @@ class StageBuilder:
         optimizer: probed once for each model; batches of other shapes may make other parameters.
         precision: in which the layers of `stack` compute already.
         ema_decay: the decay of the moving average of the weights, if there is one.
+        delay_factor: as in `LayerwiseOptimizer`, for the stages whose gradients are late.
         options: fields of `StageFunctions`, the same for all stages.
     """
 
@@ -51,10 +52,12 @@ class StageBuilder:
         optimizer: optax.GradientTransformation,
         precision: Precision,
         ema_decay: float | None,
+        delay_factor: float | None,
         **options: Any,
     ) -> None:
         self._stack, self._plan, self._loss, self._optimizer = stack, plan, loss, optimizer
         self._precision, self._ema_decay, self._options = precision, ema_decay, options
+        self._delay_factors = [delay_factor if delay else None for delay in plan.delays]
         self._built: tuple[Any, list[StageFunctions]] | None = None  # the last batch, and its functions
         self._probed: tuple[Tree, LayerwiseOptimizer] | None = None  # the last parameters, and their optimizer
 
@@ -87,7 +90,9 @@ class StageBuilder:
         layerwise = dataclasses.replace(layerwise, ema_decay=self._ema_decay)
         sharing = sharing.without([name for name in self._stack.ties.first if layerwise.trained.excludes(name)])
         _check_stage_norm(self._options.get("clip_stage_norm"), sharing)
-        self._built = known, with_gradients([dataclasses.replace(f, optimizer=layerwise, sharing=sharing) for f in functions])
+        optimizers = [dataclasses.replace(layerwise, delay_factor=factor) for factor in self._delay_factors]
+        of_stages = zip(functions, optimizers, strict=True)
+        self._built = known, with_gradients([dataclasses.replace(f, optimizer=optimizer, sharing=sharing) for f, optimizer in of_stages])
         return self._built[1]
 
     @property
@@ -99,7 +104,9 @@ class StageBuilder:
 
     def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
         if self._probed is None or self._probed[0] != params:
-            self._probed = params, find_layerwise(self._optimizer, params, self._precision.has_masters, self._stack.ties)
+            predicts = any(factor is not None for factor in self._delay_factors)
+            layerwise = find_layerwise(self._optimizer, params, self._precision.has_masters, self._stack.ties, predicts, self._plan.depth)
+            self._probed = params, layerwise
         return self._probed[1]
 
 

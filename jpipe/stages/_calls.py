@@ -88,9 +88,11 @@ def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
     number = a.whole(jax.ShapeDtypeStruct((), loss_dtype()))
     loss = (number, number) if f.last else None
     calls: dict[str, Callable[[], Call]] = {
-        "in_place": lambda: Call(partial(update, f), (0, 1, 2), (*updated, a.update_norm), (*updated, loss)),
-        "into_new": lambda: Call(partial(update, f), (1, 2), (*updated, a.update_norm), (*updated, loss)),
-        "into_retired": lambda: Call(_into(partial(update, f)), (0, 2, 3), (params, *updated, a.update_norm), (*updated, loss)),
+        "in_place": lambda: Call(partial(update, f), (0, 1, 2), (*updated, a.update_norm, *a.position), (*updated, loss)),
+        "into_new": lambda: Call(partial(update, f), (1, 2), (*updated, a.update_norm, *a.position), (*updated, loss)),
+        "into_retired": lambda: Call(
+            _into(partial(update, f)), (0, 2, 3), (params, *updated, a.update_norm, *a.position), (*updated, loss)
+        ),
         "sum_squares": lambda: Call(partial(sum_squares, f), (), (a.accumulators,), a.whole(squares_spec([len(f.counted)])[0])),
         "stage_norm": lambda: Call(partial(with_stage_norm, f), (), (a.accumulators, a.norm), a.update_norm),
         "next_scale": lambda: Call(partial(next_scale, f), (), (a.scale, a.norm), a.scale),
@@ -142,7 +144,7 @@ def _calls_for_shared(a: Arrays) -> dict[str, Call]:
     for group, names in f.sharing.groups_of(f.number).items():
         received = {s: shared_with(f, s, gradients) for s in f.sharing.groups[group][0] if s != f.number}
         updated = params, *_ = tuple({name: tree[name] for name in names} for tree in (a.trained, a.optimizer, gradients))
-        arguments, step = (*updated, weight, a.norm), partial(update_shared, f)
+        arguments, step = (*updated, weight, a.norm, *a.position), partial(update_shared, f)
         calls[f"add_shared {group}"] = Call(partial(add_shared, f, group), (0,), (a.accumulators, received), a.accumulators)
         calls[f"in_place shared {group}"] = Call(step, (0, 1, 2), arguments, updated)
         calls[f"into_new shared {group}"] = Call(step, (1, 2), arguments, updated)

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jpipe.meshes._place import Place
+from jpipe.model.layerwise._optimizer import Position
 from jpipe.ops import Op
+from jpipe.plan import Plan
 from jpipe.programs._instructions import Update
 from jpipe.stages._arrays import Share
 from jpipe.stages._calls import UpdateKind, ops_by_call
@@ -27,6 +30,27 @@ def update_kind(update: Update) -> UpdateKind:
     if update.retires is None:
         return "into_new"
     return "in_place" if update.retires == update.batch else "into_retired"
+
+
+class UpdateNumber(NamedTuple):
+    """An update of a plan.
+
+    Attributes:
+        plan: the plan.
+        stage: the number of the stage that makes it.
+        number: of the update, counted from 0 at that stage.
+    """
+
+    plan: Plan
+    stage: int
+    number: int
+
+    def position(self, names: Sequence[str]) -> Position:
+        """Return the named entries of its position."""
+        values: Position = {
+            name: np.int32(self.stage) if name == "stage" else np.float32(self.plan.delay(self.stage, self.number)) for name in names
+        }
+        return values
 
 
 @dataclass(frozen=True)
@@ -55,7 +79,14 @@ class CompiledStage:
         return chosen
 
     def update(
-        self, kind: UpdateKind, retired: Sequence[Tree], params: Tree, optimizer: Tree, accumulators: Tree, norm: Any
+        self,
+        kind: UpdateKind,
+        retired: Sequence[Tree],
+        params: Tree,
+        optimizer: Tree,
+        accumulators: Tree,
+        norm: Any,
+        number: UpdateNumber,
     ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
         """Call an update.
 
@@ -63,6 +94,7 @@ class CompiledStage:
             kind: of the update.
             retired: the version into whose memory it writes, if it does.
             params, optimizer, accumulators, norm: as of the stage function `update`.
+            made_at: the number of the update.
 
         Returns:
             The results of the stage function `update`, and `done`. With a share the new params are those of the share alone. Frozen
@@ -73,26 +105,40 @@ class CompiledStage:
             *retired, params = (self.share.part(tree) for tree in (*retired, params))
         frozen = trained.others(params)
         *retired, params = (trained.part(tree) for tree in (*retired, params))
-        (new, *remaining), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm)
+        (new, *remaining), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm, number)
         return (trained.joined(new, frozen), *remaining), done
 
     def _update_trained(
-        self, kind: UpdateKind, retired: Sequence[Tree], params: Tree, optimizer: Tree, accumulators: Tree, norm: Any
+        self,
+        kind: UpdateKind,
+        retired: Sequence[Tree],
+        params: Tree,
+        optimizer: Tree,
+        accumulators: Tree,
+        norm: Any,
+        number: UpdateNumber,
     ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
         """Call an update with the parameters that the updates of this replica change."""
-        groups = self.functions.sharing.groups_of(self.functions.number)
+        sharing, position = self.functions.sharing, self._position(number)
+        groups = sharing.groups_of(self.functions.number)
         if not groups:
-            results, done = self.calls[kind](*retired, params, optimizer, accumulators, norm)
+            results, done = self.calls[kind](*retired, params, optimizer, accumulators, norm, *position)
             return results, done
         gradients, parts = accumulators["gradients"], []
         for group, names in groups.items():
             arguments = ({name: tree[name] for name in names} for tree in (*retired, params, optimizer, gradients))
-            parts.append(self.calls[f"{kind} shared {group}"](*arguments, accumulators["weight"], norm))
+            first = self._position(number._replace(stage=sharing.groups[group][0][0]))  # the same at all of their stages
+            parts.append(self.calls[f"{kind} shared {group}"](*arguments, accumulators["weight"], norm, *first))
         *local, gradients = (unshared(self.functions, tree) for tree in (*retired, params, optimizer, gradients))
-        (*updated, zeros, loss), done = self.calls[kind](*local, {**accumulators, "gradients": gradients}, norm)
+        (*updated, zeros, loss), done = self.calls[kind](*local, {**accumulators, "gradients": gradients}, norm, *position)
         parts.append((*updated, zeros["gradients"]))
         versions, states, blank = ({entry: tree for part in parts for entry, tree in part[i].items()} for i in range(3))
         return (versions, states, {**zeros, "gradients": blank}, loss), done
+
+    def _position(self, number: UpdateNumber) -> tuple[Position, ...]:
+        """Return the last argument of an update, if the optimizer needs it."""
+        needs = self.functions.optimizer.needs
+        return (number.position(needs),) if needs else ()
 
     @property
     def temporary_bytes(self) -> int:

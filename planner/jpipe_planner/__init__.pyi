@@ -13,6 +13,7 @@ from .ranking.choose import Choice, Ranked, choose
 from .ranking.compiled import Compiled, compile_stages
 from .ranking.confirm import Attempt, Confirmation, confirm
 from .ranking.draw import draw_choice
+from .ranking.price_of_flush import PriceOfFlush, price_of_flush
 from .ranking.variants import Variants, find_variants, variant_schedules
 from .search.balance import balance
 from .search.candidate import Candidate
@@ -37,6 +38,7 @@ __all__ = [
     "Meshes",
     "Partition",
     "Placed",
+    "PriceOfFlush",
     "Problem",
     "Profile",
     "Ranked",
@@ -69,6 +71,7 @@ __all__ = [
     "placed_seconds",
     "planned_schedules",
     "possible_degrees",
+    "price_of_flush",
     "read_graph_txt",
     "search_paper",
     "search_parallel",

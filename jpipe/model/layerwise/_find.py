@@ -8,10 +8,19 @@ import jax
 import optax
 
 from jpipe.errors import InputError, callers_code, cause
-from jpipe.model._subset import Subset
+from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import NO_TIES, Ties
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of, masters_of, optax_promotion, with_structure
-from jpipe.model.layerwise._trace import TracedOptimizer, coupled_layers, frozen_leaves, trace_optimizer, used_while_frozen
+from jpipe.model.layerwise._trace import (
+    TracedOptimizer,
+    coupled_layers,
+    frozen_leaves,
+    has_momentum,
+    position_spec,
+    read_position,
+    trace_optimizer,
+    used_while_frozen,
+)
 from jpipe.model.layerwise._transformation import instead_of, unfit_mask
 from jpipe.model.layerwise._trial import difference, sample_layers, tiny_array
 
@@ -19,7 +28,12 @@ Tree = Any
 
 
 def find_layerwise(
-    transformation: Any, specs: Mapping[str, Tree], has_masters: bool = False, ties: Ties | None = None
+    transformation: Any,
+    specs: Mapping[str, Tree],
+    has_masters: bool = False,
+    ties: Ties | None = None,
+    predicts: bool = False,
+    num_stages: int | None = None,
 ) -> LayerwiseOptimizer:
     """Return the optimizer for use layer by layer; raise an error where that would change its numbers.
 
@@ -36,9 +50,11 @@ def find_layerwise(
         specs: shapes of all parameters by layer id.
         has_masters: whether it updates parameters in float32 whatever their dtype is.
         ties: the shared parameters, if there are any; they are updated by themselves.
+        predicts: whether delays will be corrected by prediction (`delay_factor`), which needs momentum.
+        num_stages: the number of stages, if it is known, for an optimizer that checks it, as `jpipe.optimizers.per_stage` does.
 
     Raises:
-        InputError: says which layer depends on which, or differs first, and what to use instead.
+        InputError: says which layer depends on which, or differs first, and what to use instead; or the optimizer has no momentum.
     """
     ties = NO_TIES if ties is None else ties
     if not isinstance(transformation, optax.GradientTransformation):
@@ -57,7 +73,7 @@ def find_layerwise(
 
     specs = ties.without_seconds(jax.eval_shape(masters_of, dict(specs)) if has_masters else specs)
     with callers_code(message):
-        traced = trace_optimizer(transformation, specs)
+        traced = trace_optimizer(transformation, specs, num_stages)
     frozen = frozen_leaves(traced, specs)
     if (coupled := coupled_layers(traced, specs)) is not None:
         raise _not_layerwise(
@@ -65,9 +81,9 @@ def find_layerwise(
         )
     trained = _trained(ties, specs, [leaf and not used for leaf, used in zip(frozen, used_while_frozen(traced, frozen), strict=True)])
     blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in specs.items()}
-    candidates = [LayerwiseOptimizer(transformation, {}, trained=trained), LayerwiseOptimizer(transformation, blank, trained=trained)]
-    if not trained.is_all:  # some mask may look at parameters that are not there
-        candidates += [LayerwiseOptimizer(transformation, {}), LayerwiseOptimizer(transformation, blank)]
+    first = LayerwiseOptimizer(transformation, {}, takes=traced.position, reads=read_position(traced))
+    parts = (trained,) if trained.is_all else (trained, EVERYTHING)  # some mask may look at parameters that are not there
+    candidates = [replace(first, blank=layers, trained=part) for part in parts for layers in ({}, blank)]
     with optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
         tiny = {
             layer_id: jax.tree.map(tiny_array, specs[layer_id])
@@ -79,6 +95,11 @@ def find_layerwise(
         else:
             raise _not_layerwise(reason, transformation)
     _check_without_parameters(layerwise, specs)
+    if predicts and trained.has_any(specs) and not has_momentum(traced, specs):
+        raise InputError(
+            "delay_correction: expected an optimizer with momentum, found one that keeps nothing of earlier gradients; without momentum "
+            "the prediction makes training less stable: leave it out, or use momentum, as optax.sgd(…, momentum=0.9) or optax.adamw(…) do"
+        )
     return replace(layerwise, has_masters=has_masters, structured=_placers(ties, specs, layerwise.trained))
 
 
@@ -127,4 +148,7 @@ def _check_without_parameters(layerwise: LayerwiseOptimizer, specs: Mapping[str,
     bare = next((layer_id for layer_id, tree in specs.items() if not jax.tree.leaves(tree)), None)
     if bare is not None:
         with callers_code(message):
-            jax.eval_shape(lambda params: layerwise.update(bare, params, layerwise.init(bare, params), params), specs[bare])
+            position = position_spec(layerwise.reads)
+            jax.eval_shape(
+                lambda params, at: layerwise.update(bare, params, layerwise.init(bare, params), params, 1.0, at), specs[bare], position
+            )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -12,20 +13,25 @@ import optax
 from jpipe.model._precision import wider
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import Ties
+from jpipe.optimizers._predict import predicted, with_prediction
 
 Tree = Any
+Position = Mapping[str, Any]
+"""Where in a pipeline an update is made, by name: its `delay` (see `Plan.delay`), a float32 scalar, and its `stage`, an int32 scalar."""
 
 
-class Averaged(NamedTuple):
-    """The optimizer state of one layer with the average of its weights.
+class WithBuffers(NamedTuple):
+    """The optimizer state of one layer with further arrays for each of its parameters.
 
     Attributes:
         optimizer: what the transformation keeps.
-        weights_ema: the average of the weights, in float32 for weights of lower precision.
+        weights_ema: the average of the weights, in float32 for weights of lower precision; None without `ema_decay`.
+        ahead: how far the weights are ahead of those without prediction, see `predict_delay`; None without `delay_factor`.
     """
 
     optimizer: Tree
-    weights_ema: Tree
+    weights_ema: Tree = None
+    ahead: Tree = None
 
 
 class WithMasters(NamedTuple):
@@ -50,6 +56,9 @@ class LayerwiseOptimizer:
             transformation must not see. Then a layer has the structure of the whole model, which masks and labels given as trees need.
         has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
+        delay_factor: move the weights ahead of each update by this many updates for each update of its delay, as the last thing.
+        takes: the names of the `Position` that the transformation takes as extra arguments, sorted.
+        reads: those of them on which its updates or its state depend.
         trained: the parameters that updates change, by entry (see `Ties`). Of frozen parameters there are no gradients and
             no optimizer state. A layer of which all are frozen has none of either.
         structured: for shared parameters, and for layers with shared or frozen ones, (layer id, tree of that layer) from their arrays.
@@ -61,6 +70,14 @@ class LayerwiseOptimizer:
     ema_decay: float | None = None
     trained: Subset = EVERYTHING
     structured: Mapping[str, Callable[[Tree], tuple[str, Tree]]] = field(default_factory=dict)
+    delay_factor: float | None = None
+    takes: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The names of the `Position` that `update` needs, sorted."""
+        return tuple(sorted({*self.reads, *(() if self.delay_factor is None else ("delay",))}))
 
     def init(self, layer_id: str, params: Tree) -> Tree:
         """Return the optimizer state of one layer, from its trained parameters."""
@@ -69,32 +86,66 @@ class LayerwiseOptimizer:
             return WithMasters(masters, self._without_masters.init(layer_id, masters))
         with optax_promotion():
             state = () if self.trained.excludes(layer_id) else self.transformation.init(self._placed(layer_id, params)[1])
-            return state if self.ema_decay is None else Averaged(state, jax.tree.map(_precise_copy, params))
+            average = None if self.ema_decay is None else jax.tree.map(_precise_copy, params)
+            ahead = None if self.delay_factor is None else jax.tree.map(jnp.zeros_like, params)
+        return WithBuffers(state, average, ahead) if self._has_buffers else state
 
-    def update(self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
-        """Update the trained parameters of one layer, with the updates multiplied by `scale`; return them and the new optimizer state."""
+    def update(
+        self, layer_id: str, gradient: Tree, state: Tree, params: Tree, scale: float = 1.0, position: Position = MappingProxyType({})
+    ) -> tuple[Tree, Tree]:
+        """Update the trained parameters of one layer.
+
+        Args:
+            layer_id: of the layer, or the name of a shared parameter.
+            gradient: with respect to its trained parameters.
+            state: its optimizer state.
+            params: its trained parameters.
+            scale: what the updates are multiplied by.
+            position: at least the entries that the optimizer `needs`.
+
+        Returns:
+            The new parameters; the new optimizer state.
+        """
         if self.trained.excludes(layer_id):
             return params, state
         if self.has_masters:
-            masters, inner = self._without_masters.update(layer_id, gradient, state.state, state.masters, scale)
+            masters, inner = self._without_masters.update(layer_id, gradient, state.state, state.masters, scale, position)
             return jax.tree.map(lambda p, master: master.astype(p.dtype), params, masters), WithMasters(masters, inner)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
-        state, average = (state, None) if self.ema_decay is None else state
+        state, average, ahead = state if self._has_buffers else (state, None, None)
+        extra = {name: position[name] if name in self.reads else 0 for name in self.takes}
         with optax_promotion():
             place, placed = self._placed(layer_id, params)
-            updates, state = self.transformation.update(self._placed(layer_id, gradient)[1], state, placed)
+            updates, state = self.transformation.update(self._placed(layer_id, gradient)[1], state, placed, **extra)
             update = updates[place] if scale == 1.0 else jax.tree.map(lambda u: u * scale, updates[place])
-            params = with_structure(params, optax.apply_updates(placed[place], update))
-        return params, state if average is None else Averaged(state, self._moved(average, params))
+            new = with_structure(params, optax.apply_updates(placed[place], update))
+        if not self._has_buffers:
+            return new, state
+        if average is not None:
+            average = self._moved(average, new if ahead is None else without_prediction(new, ahead))
+        if ahead is not None:
+            assert self.delay_factor is not None
+            # Of the difference of the weights, not of the updates: with these XLA would round the new weights in another way.
+            before, ahead = ahead, predicted(jax.tree.map(jnp.subtract, new, params), ahead, self.delay_factor, position["delay"])
+            new = with_prediction(new, before, ahead)
+        return new, WithBuffers(state, average, ahead)
 
     def average(self, state: Tree) -> Tree:
         """Return the average of the weights in the state of a layer; needs `ema_decay`."""
         return (state.state if self.has_masters else state).weights_ema
 
+    def ahead(self, state: Tree) -> Tree:
+        """Return how far the parameters of a layer, or their masters, are ahead; needs `delay_factor`."""
+        return (state.state if self.has_masters else state).ahead
+
     def _placed(self, entry: str, tree: Tree) -> tuple[str, dict[str, Tree]]:
         """Return the layer id of an entry, and its tree as the transformation sees it."""
         layer_id, tree = self.structured[entry](tree) if entry in self.structured else (entry, tree)
         return layer_id, {**self.blank, layer_id: tree}
+
+    @property
+    def _has_buffers(self) -> bool:
+        return self.ema_decay is not None or self.delay_factor is not None
 
     @property
     def _without_masters(self) -> "LayerwiseOptimizer":
@@ -105,6 +156,11 @@ class LayerwiseOptimizer:
         decay = self.ema_decay
         assert decay is not None
         return jax.tree.map(lambda mean, leaf: decay * mean + (1 - decay) * leaf.astype(mean.dtype), average, params)
+
+
+def without_prediction(params: Tree, ahead: Tree) -> Tree:
+    """Return the parameters without the prediction that has moved them ahead."""
+    return jax.tree.map(jnp.subtract, params, ahead)
 
 
 def with_structure(like: Tree, tree: Tree) -> Tree:

@@ -1,15 +1,19 @@
 """Which layers and parameters the updates of an optimizer depend on, traced for a whole model."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from jpipe.model.jaxprs._dependence import always_zero, passed_on, reached
-from jpipe.model.layerwise._optimizer import optax_promotion
+from jpipe.model.layerwise._optimizer import Position, optax_promotion
 
 Tree = Any
+
+_POSITION = {"delay": np.float32, "stage": np.int32}
 
 
 class TracedOptimizer(NamedTuple):
@@ -17,30 +21,78 @@ class TracedOptimizer(NamedTuple):
 
     Attributes:
         init: parameters -> state.
-        update: gradients, state, parameters -> updates, state.
+        update: gradients, state, parameters, position -> updates, state.
         of_parameter: for each leaf of the state whether it belongs to a parameter, as its path says.
+        position: the names in the position, sorted.
     """
 
     init: Any
     update: Any
     of_parameter: list[bool]
+    position: tuple[str, ...]
 
 
-def trace_optimizer(transformation: optax.GradientTransformation, specs: Mapping[str, Tree]) -> TracedOptimizer:
+def trace_optimizer(
+    transformation: optax.GradientTransformation, specs: Mapping[str, Tree], num_stages: int | None = None
+) -> TracedOptimizer:
+    position = _accepted(transformation, _POSITION)
+    constants = {} if num_stages is None else dict.fromkeys(_accepted(transformation, ["num_stages"]), num_stages)
+
+    def update_at(gradients: Tree, state: Tree, params: Tree, position: Position) -> tuple[Tree, Tree]:
+        return transformation.update(gradients, state, params, **position, **constants)
+
     with optax_promotion():
         init, state = jax.make_jaxpr(transformation.init, return_shape=True)(dict(specs))
-        update, (_, after) = jax.make_jaxpr(transformation.update, return_shape=True)(dict(specs), state, dict(specs))
+        update, (_, after) = jax.make_jaxpr(update_at, return_shape=True)(dict(specs), state, dict(specs), position_spec(position))
     _check_constant(state, after)
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(dict(specs))[0]}
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    return TracedOptimizer(init, update, [any(jax.tree_util.keystr(path[i:]) in names for i in range(len(path))) for path in paths])
+    of_parameter = [any(jax.tree_util.keystr(path[i:]) in names for i in range(len(path))) for path in paths]
+    return TracedOptimizer(init, update, of_parameter, position)
+
+
+def _accepted(transformation: optax.GradientTransformation, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the names that an optimizer's update accepts as keywords."""
+    if not isinstance(transformation, optax.GradientTransformationExtraArgs):
+        return ()
+    parameters = inspect.signature(transformation.update).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return tuple(name for name in names if takes_all or name in parameters)
+
+
+def position_spec(names: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of the named entries of a `Position`."""
+    return {name: jax.ShapeDtypeStruct((), _POSITION[name]) for name in names}
+
+
+def read_position(traced: TracedOptimizer) -> tuple[str, ...]:
+    """Return the names in the position that the updates or the new state depend on."""
+    marks = [1 << bit for bit in range(len(traced.position))]
+    remaining = len(traced.update.jaxpr.invars) - len(marks)
+    used = 0
+    for mark in reached(traced.update.jaxpr, [0] * remaining + marks):
+        used |= mark
+    return tuple(name for name, mark in zip(traced.position, marks, strict=True) if mark & used)
+
+
+def has_momentum(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> bool:
+    """Return whether any array of the state that is as large as a parameter depends on gradients."""
+    shapes = {leaf.shape for leaf in jax.tree.leaves(dict(specs))}
+    count = len(jax.tree.leaves(dict(specs)))
+    remaining = len(traced.update.jaxpr.invars) - count
+    results = reached(traced.update.jaxpr, [1] * count + [0] * remaining)[count:]
+    outputs = traced.update.out_avals[count:]
+    return any(
+        mark and is_of_parameter and output.shape in shapes
+        for mark, is_of_parameter, output in zip(results, traced.of_parameter, outputs, strict=True)
+    )
 
 
 def _reached(traced: TracedOptimizer, marks: list[int]) -> list[int]:
     """Return for each leaf of the updates the marks of all gradients and parameters that it depends on, at any step."""
     of_state = reached(traced.init.jaxpr, marks)
     while True:
-        results = reached(traced.update.jaxpr, [*marks, *of_state, *marks])
+        results = reached(traced.update.jaxpr, [*marks, *of_state, *marks, *(0 for _ in traced.position)])
         of_updates, of_next = results[: len(marks)], results[len(marks) :]
         grown = [old | new for old, new in zip(of_state, of_next, strict=True)]
         if grown == of_state:
@@ -72,7 +124,7 @@ def frozen_leaves(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> list[bo
         for zero, is_of_parameter, unchanged in zip(zeros, traced.of_parameter, is_unchanged, strict=True)
     ]
     while True:
-        results = always_zero(update.jaxpr, update.consts, [False] * count + state + [False] * count)
+        results = always_zero(update.jaxpr, update.consts, [False] * count + state + [False] * (count + len(traced.position)))
         still = [before and after for before, after in zip(state, results[count:], strict=True)]
         if still == state:
             return results[:count]

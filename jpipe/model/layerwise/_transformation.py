@@ -1,4 +1,4 @@
-"""The functions and masks inside an optax transformation, for error messages.
+"""The functions, masks and options inside an optax transformation, for messages.
 
 Transformations are closures, so their parts are read from the closed-over variables. Values elsewhere are not found.
 """
@@ -33,6 +33,17 @@ def instead_of(transformation: Any) -> str:
     """Name replacements for functions of optax that a pipeline cannot use, or return an empty string."""
     constructors = {function.__qualname__.partition(".")[0] for function in _functions(transformation)}
     return "; ".join(dict.fromkeys(words for names, words in _INSTEAD if names & constructors))
+
+
+def has_nesterov(transformation: Any) -> bool:
+    """Return whether a part of a transformation looks ahead with Nesterov's momentum, as its closed-over variables say."""
+    functions = list(_functions(transformation))
+    named = [pair for function in functions for pair in _variables(function)]
+    for _, value in list(named):  # of optax.inject_hyperparams
+        named += (getattr(value, "keywords", {}) if not isinstance(value, Mapping) else value).items()
+    explicit = [value for name, value in named if name == "nesterov"]
+    defaults = [(getattr(function, "__kwdefaults__", None) or {}).get("nesterov") for function in functions]
+    return any(value is True for value in explicit or defaults)
 
 
 def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:

@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jpipe.errors import cause
 from jpipe.model._ties import Ties
 from jpipe.model.jaxprs._wanted import without_effects
-from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of
+from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, Position, entries_of
 
 Tree = Any
 
@@ -22,6 +22,7 @@ _STEPS = 100  # at most
 _NAN_STEP = 6
 _LAYERS = 12  # that are tried, at most
 _EXPONENTS = (-6, 6, 0, -3, 3)  # of the gradients' sizes; the layers take turns
+_DELAYS = (0.0, 1.0, 0.75, 3.0)
 
 
 def sample_layers(ids: list[str]) -> list[str]:
@@ -40,19 +41,19 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
         params: the layers.
         ties: shared parameters, which are apart when layers are one by one.
     """
-    whole, trained = _Run(layerwise.transformation, {**blank, **params}), layerwise.trained
+    whole, trained = _Run(layerwise, {**blank, **params}), layerwise.trained
     try:
         parts = {i: part for i, part in entries_of(ties, params, trained).items() if not trained.excludes(i)}
-        split = {i: _Run(layerwise.transformation, {**layerwise.blank, **part}) for i, part in parts.items()}
+        split = {i: _Run(layerwise, {**layerwise.blank, **part}) for i, part in parts.items()}
     except Exception as error:
         return f"on one layer alone it fails: {cause(error)}"
     updates = step = 0
     while updates < _UPDATES and step < _STEPS:
         gradients = _gradients(params, step)
-        expected = whole.step({**blank, **gradients})
+        expected = whole.step({**blank, **gradients}, step)
         parts, untouched = entries_of(ties, gradients, trained), {path for path in expected if path[0].idx == 0}
         for layer_id, run in split.items():
-            actual = run.step({**layerwise.blank, **parts[layer_id]})
+            actual = run.step({**layerwise.blank, **parts[layer_id]}, step)
             if not all(path in expected and _close(expected[path], leaf) for path, leaf in actual.items()):
                 return f"after step {step + 1} layer '{layer_id}' is not updated as it is alone"
             untouched -= actual.keys()
@@ -66,17 +67,23 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
 class _Run:
     """A run of one optimizer on one tree."""
 
-    def __init__(self, transformation: optax.GradientTransformation, params: Tree) -> None:
-        def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tree]:
-            updates, state = transformation.update(gradients, state, params)
+    def __init__(self, layerwise: LayerwiseOptimizer, params: Tree) -> None:
+        def update(gradients: Tree, state: Tree, params: Tree, position: Position) -> tuple[Tree, Tree, Tree]:
+            extra = {name: position.get(name, 0) for name in layerwise.takes}
+            updates, state = layerwise.transformation.update(gradients, state, params, **extra)
             return updates, state, optax.apply_updates(params, updates)
 
-        self._params, self._state = params, _prepared(transformation.init, params)(params)
-        self._update = _prepared(update, params, self._state, params)
+        self._params, self._state, self._names = params, _prepared(layerwise.transformation.init, params)(params), layerwise.reads
+        self._update = _prepared(update, params, self._state, params, self._position(0))
 
-    def step(self, gradients: Tree) -> dict[Any, np.ndarray]:
-        """Return the arrays of the updates and of the new state, by path."""
-        updates, self._state, self._params = self._update(gradients, self._state, self._params)
+    def _position(self, step: int) -> Position:
+        """Return a delay and a stage, each step another one."""
+        values = {"delay": np.float32(_DELAYS[step % len(_DELAYS)]), "stage": np.int32(step % 3)}
+        return {name: jnp.asarray(values[name]) for name in self._names}
+
+    def step(self, gradients: Tree, step: int) -> dict[Any, np.ndarray]:
+        """Return the arrays of the updates and of the new state after a step, by path."""
+        updates, self._state, self._params = self._update(gradients, self._state, self._params, self._position(step))
         return {path: _to_numpy(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path((updates, self._state))[0]}
 
 

@@ -185,6 +185,11 @@ class StageFunctions:
         return self.average_state == "read" and self.stage.replicas > 1 and bool(self.averaged_state(self.specs.state))
 
     @property
+    def predicts(self) -> bool:
+        """Whether updates move the weights ahead, because its gradients are late."""
+        return self.optimizer.delay_factor is not None
+
+    @property
     def counted(self) -> tuple[str, ...]:
         """The entries that this stage counts in the global norm."""
         return self.sharing.counted[self.number] if self.sharing.counted else self.stage.layers

@@ -2,18 +2,21 @@
 
 from collections.abc import Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jpipe.model._precision import LossScale
-from jpipe.model.layerwise._optimizer import masters_of
+from jpipe.model.layerwise._optimizer import Position, masters_of, without_prediction
 from jpipe.stages.functions._accumulators import divisor, mean, mean_loss
 from jpipe.stages.functions._loss import loss_dtype
 from jpipe.stages.functions._stage import StageFunctions
 
 Tree = Any
+
+_NOWHERE: Position = MappingProxyType({})
 
 
 class GlobalNorm(NamedTuple):
@@ -72,7 +75,12 @@ def with_stage_norm(f: StageFunctions, accumulators: Tree, norm: GlobalNorm | No
 
 
 def update(
-    f: StageFunctions, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None = None
+    f: StageFunctions,
+    params: Tree,
+    optimizer_state: Tree,
+    accumulators: Tree,
+    norm: GlobalNorm | None = None,
+    position: Position = _NOWHERE,
 ) -> tuple[Tree, Tree, Tree, tuple[jax.Array, jax.Array] | None]:
     """Take one optimizer step with the mean gradient. A batch whose weights are all zero has gradient and loss zero.
 
@@ -82,17 +90,24 @@ def update(
         optimizer_state: of the entries to update.
         accumulators: the sums over the batch; they may have more entries.
         norm: of all stages, or from `with_stage_norm`; needed to clip, and to skip batches whose gradients are not finite.
+        position: the entries that the optimizer `needs`.
 
     Returns:
         The new parameters; the new optimizer state; zero accumulators; at the last stage the mean loss and the weight of the batch.
     """
-    new_params, new_state = _step_or_skip(f, params, optimizer_state, accumulators, norm)
+    new_params, new_state = _step_or_skip(f, params, optimizer_state, accumulators, norm, position)
     zeros = jax.tree.map(jnp.zeros_like, accumulators)
     return new_params, new_state, zeros, mean_loss(accumulators) if f.last else None
 
 
 def update_shared(
-    f: StageFunctions, params: Tree, optimizer_state: Tree, gradients: Tree, weight: jax.Array, norm: GlobalNorm | None
+    f: StageFunctions,
+    params: Tree,
+    optimizer_state: Tree,
+    gradients: Tree,
+    weight: jax.Array,
+    norm: GlobalNorm | None,
+    position: Position = _NOWHERE,
 ) -> tuple[Tree, Tree, Tree]:
     """Take one optimizer step for shared parameters, keyed by name.
 
@@ -101,7 +116,7 @@ def update_shared(
     Returns:
         The new parameters; the new optimizer state; zero gradients.
     """
-    new_params, new_state = _step_or_skip(f, params, optimizer_state, {"gradients": gradients, "weight": weight}, norm)
+    new_params, new_state = _step_or_skip(f, params, optimizer_state, {"gradients": gradients, "weight": weight}, norm, position)
     return new_params, new_state, jax.tree.map(jnp.zeros_like, gradients)
 
 
@@ -124,23 +139,37 @@ def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree, like:
     return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), average, like)
 
 
-def master_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> Tree:
-    """Return the masters in an optimizer state. A frozen parameter has none: it is that of the newest version, as precise."""
-    frozen = masters_of(f.trained.others(newest))
-    return f.trained.joined({entry: state.masters for entry, state in optimizer_state.items()}, frozen)
+def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> Tree:
+    """Return the newest parameters without prediction: the masters where there are any, else in the dtypes of `newest`."""
+    if f.precision.has_masters:  # a frozen parameter has none: it is that of the newest version, as precise
+        frozen = masters_of(f.trained.others(newest))
+        newest = f.trained.joined({entry: state.masters for entry, state in optimizer_state.items()}, frozen)
+    if not f.predicts:
+        return newest
+    ahead = {entry: f.optimizer.ahead(state) for entry, state in optimizer_state.items()}
+    trained = f.trained.part(newest)
+    return f.trained.joined({**trained, **_without_prediction({entry: trained[entry] for entry in ahead}, ahead)}, newest)
 
 
-def _step_or_skip(f: StageFunctions, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None) -> tuple[Tree, Tree]:
+_without_prediction = jax.jit(without_prediction)
+
+
+def _step_or_skip(
+    f: StageFunctions, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None, position: Position
+) -> tuple[Tree, Tree]:
     """Return the new parameters and optimizer state, or the old ones if the batch is skipped."""
     if not f.skip_nonfinite:
-        return _step(f, params, optimizer_state, accumulators, norm)
+        return _step(f, params, optimizer_state, accumulators, norm, position)
     assert norm is not None
     # With `where` instead, XLA rounds the update in other ways than without `skip_nonfinite`.
-    new_params, new_state = jax.lax.cond(norm.nonfinite == 0, partial(_step, f), _unchanged, params, optimizer_state, accumulators, norm)
+    arguments = params, optimizer_state, accumulators, norm, dict(position)
+    new_params, new_state = jax.lax.cond(norm.nonfinite == 0, partial(_step, f), _unchanged, *arguments)
     return new_params, new_state
 
 
-def _step(f: StageFunctions, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None) -> tuple[Tree, Tree]:
+def _step(
+    f: StageFunctions, params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm | None, position: Position
+) -> tuple[Tree, Tree]:
     weight = divisor(accumulators["weight"])
     new_params, new_state = {}, {}
     for entry in optimizer_state:
@@ -148,11 +177,12 @@ def _step(f: StageFunctions, params: Tree, optimizer_state: Tree, accumulators: 
         if f.largest_norm is not None:
             assert norm is not None
             gradient = jax.tree.map(lambda g: _clip(g, norm.norm, f.largest_norm), gradient)
-        new_params[entry], new_state[entry] = f.optimizer.update(entry, gradient, optimizer_state[entry], params[entry], f.update_scale)
+        state = optimizer_state[entry]
+        new_params[entry], new_state[entry] = f.optimizer.update(entry, gradient, state, params[entry], f.update_scale, position)
     return new_params, new_state
 
 
-def _unchanged(params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm) -> tuple[Tree, Tree]:
+def _unchanged(params: Tree, optimizer_state: Tree, accumulators: Tree, norm: GlobalNorm, position: Position) -> tuple[Tree, Tree]:
     return params, optimizer_state
 
 

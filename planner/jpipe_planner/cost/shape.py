@@ -31,11 +31,12 @@ class Shape:
     split_backward: Literal["joint", "early"] = "joint"
     order: None = None
     order_limit: None = None
+    ranks: jpipe.schedules.Ranks | None = None
 
     @property
     def pipeline_ranks(self) -> jpipe.schedules.Ranks:
-        """One stage for each rank."""
-        return tuple((s,) for s in range(len(self.replicas)))
+        """The stages of each rank, one for each unless `ranks` says otherwise."""
+        return tuple((s,) for s in range(len(self.replicas))) if self.ranks is None else self.ranks
 
     @property
     def depth(self) -> int:
@@ -45,6 +46,12 @@ class Shape:
     def microbatches_per_update(self, s: int) -> int:
         """Return the microbatches per update of stage s."""
         return self.microbatches if self.update_every == "batch" else self.replicas[s]
+
+
+@lru_cache(maxsize=4096)
+def mean_delay(shape: Shape) -> float:
+    """Return the mean age of the weights that the stages compute gradients with, in updates, as `jpipe.Plan.mean_delay`."""
+    return sum(jpipe.schedules.SCHEDULES[shape.schedule].delays(shape)) / shape.depth
 
 
 @cache

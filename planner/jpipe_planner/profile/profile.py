@@ -30,7 +30,7 @@ class AtSize(_Data):
         backward_weight: the part of them that makes the gradients of the weights; None, as in profiles of older versions: half of them.
         outputs: bytes that cross a cut after this layer, of all tensors that later layers use; their gradients have the same size.
         residuals: bytes kept from forward to backward if the layer is its own stage, by recomputation policy; always for "none", for
-            the others if they are known.
+            other policies if they are known.
         shared: the part of `residuals` that need not be kept, or only once, if the next layer is in the same stage: a stage holds the
             sum of `residuals` minus the sum of `shared` without its last layer.
         stash: bytes kept from the backward for inputs to that for weights, by recomputation policy.

@@ -100,7 +100,9 @@ class Choice:
     def plan(self, ranked: Ranked) -> jpipe.Plan:
         """Return the plan of a ranked candidate, with its prediction."""
         bubble = ranked.candidate.bubble if ranked.simulated is None else ranked.simulated.bubble
-        predicted = jpipe.plan.Predicted(batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory)
+        predicted = jpipe.plan.Predicted(
+            batch_seconds=ranked.seconds, bubble=min(max(bubble, 0.0), 1.0), peak_bytes=ranked.memory, delay=ranked.candidate.delay
+        )
         return ranked.candidate.plan(self.profile.ids).model_copy(update={"predicted": predicted})
 
 

@@ -75,19 +75,28 @@ class Race:
         self._simulate, self._count, self._spent = simulate, 0, 0
         self._fastest = math.inf  # seconds per row
         self._best_of_kind: dict[tuple[object, ...], float] = {}
+        self._speeds: list[tuple[float, Candidate]] = []  # seconds per row of the finished ones
         self._planned = lru_cache(maxsize=256)(self._plan)
         # The best candidate by closed form is simulated first, as a reference for the remaining ones.
         self._queue = [_Entry(0.0, number, 0 if number else len(_BOUNDS)) for number in range(len(candidates))]
         passed: list[_Entry] = []
         while self._queue and self._count < MOST_SIMULATED and self._spent < MOST_IN_ALL:
             entry = heapq.heappop(self._queue)
-            if entry.seconds_per_row * (1 + SLACK) < self._fastest or self._is_improvement(entry, kinds):
+            could_win = entry.seconds_per_row * (1 + SLACK) < self._fastest or self._is_less_stale(entry)
+            if could_win or self._is_improvement(entry, kinds):
                 self._advance(entry)
             else:
                 passed.append(entry)
         remaining = sorted([*self._queue, *passed], key=lambda entry: entry.number)
         self.remaining = [(candidates[entry.number], entry.seconds_per_row * candidates[entry.number].batch) for entry in remaining]
         self.open = sum(entry.seconds_per_row * (1 + SLACK) < self._fastest for entry in remaining)
+
+    def _is_less_stale(self, entry: _Entry) -> bool:
+        """Return whether a candidate could be as fast as the fastest one, and has a smaller delay than all that are."""
+        if entry.seconds_per_row * (1 - SLACK) > self._fastest:
+            return False
+        equal = [candidate.delay for seconds_per_row, candidate in self._speeds if seconds_per_row * (1 - SLACK) <= self._fastest]
+        return min(equal, default=0.0) > self._candidates[entry.number].delay
 
     def _is_improvement(self, entry: _Entry, kinds: int) -> bool:
         """Return whether a candidate that cannot be the fastest is of a kind to show, and could be the fastest known one of its kind."""
@@ -116,6 +125,7 @@ class Race:
             return
         self.finished.append(candidate)
         seconds_per_row = outcome.seconds / candidate.batch
+        self._speeds.append((seconds_per_row, candidate))
         self._fastest = min(self._fastest, seconds_per_row)
         self._best_of_kind[candidate.kind] = min(self._best_of_kind.get(candidate.kind, math.inf), seconds_per_row)
 

@@ -7,16 +7,19 @@ from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import Choice, Ranked
 from jpipe_planner.ranking.confirm import Attempt
+from jpipe_planner.ranking.price_of_flush import PriceOfFlush
 from jpipe_planner.search.candidate import Candidate
 
 __all__ = [
     "WHY_HEAD",
     "WORDS",
     "attempt",
+    "delay",
     "head",
     "how_known",
     "links",
     "name",
+    "price",
     "rate",
     "rows",
     "rows_of",
@@ -38,6 +41,7 @@ HEAD = (
     "samples/s",
     "simulated",
     "bubble",
+    "delay",
     "peak memory",
     "sent/sample",
     "bound by",
@@ -120,6 +124,24 @@ def size(count: int | float) -> str:
     return f"{count:.0f} B"
 
 
+def delay(candidate: Candidate) -> str:
+    """Return the mean delay in updates as text such as `0` or `0.375`."""
+    return f"{candidate.delay:.3g}"
+
+
+def price(cost: PriceOfFlush) -> list[str]:
+    """Compare the best plan that flushes with the best asynchronous plan, and say when the asynchronous one pays."""
+    candidate = cost.asynchronous.candidate
+    flushing, other = name(cost.flushing.candidate), f"{name(candidate)} (mean delay {delay(candidate)})"
+    how = "as simulated" if cost.is_simulated else "by estimate"
+    if cost.ratio <= 1 + _EQUAL:
+        return [f"price of the flush: none; {flushing} is as fast as {other}, {how}, and its weights are newer"]
+    return [
+        f"price of the flush: per sample, {flushing} takes {cost.ratio:.2f} times as long as {other}, {how}",
+        f"the asynchronous plan pays if it reaches the same loss with fewer than {cost.ratio:.2f} times the samples (docs/learning.md)",
+    ]
+
+
 def rate(per_second: float) -> str:
     """Return samples per second as text such as `62,020` or `3.152`."""
     return f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
@@ -187,12 +209,11 @@ def _what_is_worse(best: Ranked, other: Ranked) -> str:
     if slower > _EQUAL:
         more = _bubble(other) - _bubble(best)
         return f"{slower:.1%} slower" + (f", {100 * more:.0f} points more bubble" if more > 0.01 else "")
-    rules, best_rules = (jpipe.schedules.SCHEDULES[one.schedule] for one in (candidate, chosen))
     reasons = (
+        (round(candidate.delay, 9) > round(chosen.delay, 9), "older weights"),
         (candidate.degrees.size > chosen.degrees.size, "larger meshes"),
         (candidate.num_pipeline_ranks > chosen.num_pipeline_ranks, "more ranks"),
         (candidate.num_pipeline_ranks == chosen.num_pipeline_ranks and candidate.chunks > chosen.chunks, "more stages on a rank"),
-        (best_rules.flushes and not rules.flushes, "older weights"),
         (chosen.has_whole_backwards and not candidate.has_whole_backwards, "more programs"),
         (max(other.memory) > max(best.memory), "more memory"),
     )
@@ -251,6 +272,7 @@ def _row(rank: int, ranked: Ranked, limit: float | None) -> tuple[str, ...]:
         rate(candidate.samples_per_second),
         rate(ranked.samples_per_second) + difference if simulated else f"≤ {rate(ranked.most)}" if ranked.least else "–",
         f"{_bubble(ranked):.0%}",
+        delay(candidate),
         size(memory) + (f" ({memory / limit:.0%})" if limit else ""),
         size(candidate.sent),
         candidate.bound,

@@ -60,6 +60,7 @@ def find_variants(
     all_devices: bool = False,
     global_norm: bool = False,
     degrees: Degrees = NO_MESH,
+    max_delay: float | None = None,
 ) -> Variants:
     """Return plans of these schedules with their simulations.
 
@@ -73,12 +74,13 @@ def find_variants(
         all_devices: whether plans must use all devices.
         global_norm: whether gradients are clipped by their norm over all stages, for which updates wait.
         degrees: the degrees of the meshes of all plans; candidates of `planned` with other degrees are ignored.
+        max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
     """
     profile, topology = Meshes(profile, topology).of(degrees)
     planned = [dataclasses.replace(candidate, degrees=NO_MESH) for candidate in planned if candidate.degrees == degrees]
     schedules = variant_schedules() if schedules is None else [name for name in schedules if name in variant_schedules()]
     straight = search_parallel(profile, topology, batch, exact=exact, schedules=[BASE]) if schedules else []
-    run = _Variants(profile, topology, schedules, global_norm)
+    run = _Variants(profile, topology, schedules, global_norm, max_delay)
     for candidate in _early_bases(_usable(planned, topology, all_devices)):
         run.add(run.early(candidate))
     for base in _bases(_usable(straight, topology, all_devices)):
@@ -123,8 +125,9 @@ class _Variants:
         left_out: the number of plans that were not simulated.
     """
 
-    def __init__(self, profile: Profile, topology: Topology, schedules: Sequence[str], global_norm: bool) -> None:
+    def __init__(self, profile: Profile, topology: Topology, schedules: Sequence[str], global_norm: bool, max_delay: float | None) -> None:
         self.profile, self.topology, self.schedules, self.global_norm = profile, topology, schedules, global_norm
+        self.max_delay = max_delay
         self.simulations: dict[Candidate, Simulated] = {}
         self.left_out = 0
         self._spent = 0
@@ -160,7 +163,7 @@ class _Variants:
             return
         for extra in sorted({0, base.extra_in_flight}):
             candidate = dataclasses.replace(base, split_backward="early", extra_in_flight=extra)
-            if self.affords(candidate.plan(self.profile.ids)):
+            if candidate.is_within(self.max_delay) and self.affords(candidate.plan(self.profile.ids)):
                 yield candidate
 
     def of_ranks(self, base: Candidate) -> Iterator[Candidate]:
@@ -173,7 +176,7 @@ class _Variants:
             for chunks in {"straight": (1,), "v": (2,)}.get(rules.layout, range(1 if rules.flushes else 2, MOST_CHUNKS + 1)):
                 for candidate in _chunked(self.profile, base, name, chunks):
                     plan = candidate.plan(self.profile.ids)
-                    if not self._lacks_norm(plan) and self.affords(plan):
+                    if not self._lacks_norm(plan) and candidate.is_within(self.max_delay) and self.affords(plan):
                         yield candidate
 
     def _ordered(self, base: Candidate, schedule: str) -> Iterator[Candidate]:

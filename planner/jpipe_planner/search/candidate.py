@@ -1,10 +1,11 @@
 """Candidates: plans with their prices, small enough to keep thousands of them."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import jpipe
-from jpipe_planner.cost.shape import is_planned
+from jpipe_planner.cost.shape import Shape, is_planned, mean_delay
 from jpipe_planner.profile.sharded import NO_MESH, Degrees
 
 
@@ -87,6 +88,28 @@ class Candidate:
         return self.batch / self.seconds
 
     @property
+    def delay(self) -> float:
+        """The mean delay of its stages in steady state, in updates; 0 with schedules that flush. See `jpipe.Plan.mean_delay`."""
+        if jpipe.schedules.SCHEDULES[self.schedule].flushes:
+            return 0.0
+        ranks = None if self.chunks == 1 else self._ranks
+        return mean_delay(
+            Shape(
+                self.schedule,
+                self.microbatches,
+                self.replicas,
+                self.extra_in_flight,
+                update_every=self.update_every,
+                split_backward=self.split_backward,
+                ranks=ranks,
+            )
+        )
+
+    def is_within(self, max_delay: float | None) -> bool:
+        """Return whether its mean delay is at most `max_delay` updates, up to rounding; None: any."""
+        return max_delay is None or self.delay <= max_delay + 1e-9
+
+    @property
     def kind(self) -> tuple[object, ...]:
         """The properties that plans of one kind have in common; they differ only in sizes."""
         return self.schedule, self.split_backward, self.update_every, self.replicas, self.degrees, self.keep_together, self.chunks
@@ -98,14 +121,13 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """The sort key: plans that fit first, then faster ones; fewer ranks and chunks, a flush, whole backwards, less memory."""
-        schedule = jpipe.schedules.SCHEDULES[self.schedule]
+        """The sort key: plans that fit first, then faster ones; newer weights, fewer ranks and chunks, whole backwards, less memory."""
         lacks = self.over[1] if self.over else 0
         ties = (
+            _Staleness(self),
             self.degrees.size,
             self.num_pipeline_ranks,
             self.chunks,
-            not schedule.flushes,
             not self.has_whole_backwards,
             max(self.memory),
             self.batch,
@@ -155,3 +177,21 @@ class Candidate:
         """The stages of each pipeline rank as the schedule needs them, in a V for orders of its own."""
         layout = jpipe.schedules.SCHEDULES[self.schedule].layout
         return jpipe.schedules.arranged("v" if layout == "any" else layout, self.depth, self.chunks)
+
+
+@functools.total_ordering
+class _Staleness:
+    """The delay of a candidate in its sort key, which is computed only where candidates are equally fast."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Staleness) and self.rounded == other.rounded
+
+    def __lt__(self, other: "_Staleness") -> bool:
+        return self.rounded < other.rounded
+
+    @property
+    def rounded(self) -> float:
+        return round(self.candidate.delay, 9)

@@ -31,6 +31,7 @@ def find_candidates(
     pipedream: Updates = "batch",
     meshes: Sequence[Degrees] = (NO_MESH,),
     replicas: bool = True,
+    max_delay: float | None = None,
 ) -> list[Candidate]:
     """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
 
@@ -49,15 +50,16 @@ def find_candidates(
             its code.
         meshes: the meshes to try, each in place of a device; of `possible_degrees`, or others.
         replicas: whether stages may have replicas. Without, plans with fewer stages than devices leave the remaining devices idle.
+        max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
     """
     schedules = planned_schedules() if schedules is None else schedules
     if profile.shared:
         schedules = tuple(name for name in schedules if not sharing_refusal(name))
     views, candidates = Meshes(profile, topology), list[Candidate]()
     for degrees in meshes:
-        searched = search_parallel(*views.of(degrees), batch, exact=exact, schedules=schedules, replicas=replicas)
+        searched = search_parallel(*views.of(degrees), batch, exact=exact, schedules=schedules, replicas=replicas, max_delay=max_delay)
         if SCHEDULE.name in schedules:
-            searched += _pipedream(*views.of(degrees), batch, exact, pipedream)
+            searched += [one for one in _pipedream(*views.of(degrees), batch, exact, pipedream) if one.is_within(max_delay)]
         candidates += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
     # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
     one_stage_schedules = {name for name in schedules if jpipe.schedules.SCHEDULES[name].data_parallel or len(schedules) == 1}

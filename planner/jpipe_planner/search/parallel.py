@@ -43,6 +43,7 @@ def search_parallel(
     schedules: Sequence[str] | None = None,
     price: Literal["closed form", "paper"] = "closed form",
     replicas: bool = True,
+    max_delay: float | None = None,
 ) -> list[Candidate]:
     """Price all plans of w pipelines of d stages on all w d devices of the topology; on fewer devices only if no such plan fits.
 
@@ -59,11 +60,12 @@ def search_parallel(
         schedules: the schedules to try, of `planned_schedules`; None: all of them.
         price: "closed form", which approximates `jpipe.simulate`, or "paper", as in the appendix of 2BW.
         replicas: whether stages may have replicas.
+        max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
 
     Returns:
         All candidates, best first; those that do not fit are last, sorted by how much they lack. Empty if no plan has such a batch.
     """
-    run = _Sweep(profile, topology, batch, exact, planned_schedules() if schedules is None else tuple(schedules), price)
+    run = _Sweep(profile, topology, batch, exact, planned_schedules() if schedules is None else tuple(schedules), price, max_delay)
     shapes = run.full() if replicas else run.single()
     candidates = [candidate for width, depth in shapes for candidate in run.candidates(width, depth)]
     if replicas and all(candidate.over for candidate in candidates):
@@ -133,8 +135,18 @@ def _extras(schedule: jpipe.schedules.Schedule) -> tuple[int, ...]:
 
 
 class _Sweep:
-    def __init__(self, profile: Profile, topology: Topology, batch: int, exact: bool, schedules: tuple[str, ...], price: str) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        topology: Topology,
+        batch: int,
+        exact: bool,
+        schedules: tuple[str, ...],
+        price: str,
+        max_delay: float | None,
+    ) -> None:
         self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
+        self.max_delay = max_delay
         self.layers = Layers(profile)
         self.limit = topology.device.memory or np.inf
         self.tried = tuple((name, extra) for name in schedules for extra in _extras(jpipe.schedules.SCHEDULES[name]))
@@ -180,7 +192,8 @@ class _Sweep:
                         continue
                     for keep, times in links:
                         chosen = times._replace(backward=np.take_along_axis(stages.backward, fit.policy, 0))
-                        yield from self._priced(stages, rows, pipelines, keep, fit, chosen)
+                        priced = self._priced(stages, rows, pipelines, keep, fit, chosen)
+                        yield from (candidate for candidate in priced if candidate.is_within(self.max_delay))
 
     def _microbatches(self, rows: int, depth: int) -> tuple[int, ...]:
         """Return the numbers of microbatches of a pipeline to try: powers of two, the depth times these, and the largest."""

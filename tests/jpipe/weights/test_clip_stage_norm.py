@@ -28,10 +28,12 @@ def test_a_stage_is_scaled_down_to_the_norm_if_its_own_is_larger():
     for clip in (None, NORM):
         pipe = pipeline(plan, optimizer=optax.sgd(1.0), clip_stage_norm=clip)
         start = pipe.params(running.fresh(pipe, batches))
-        after = running.train(pipe, batches).params
+        state, metrics = pipe.step(running.fresh(pipe, batches), batches[0])
+        after = pipe.params(state)
         steps.append([jax.tree.map(lambda a, b: a - b, start[layer], after[layer]) for layer in STACK.ids])
     norms = [float(np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(step)))) for step in steps[0]]
     assert min(norms) < NORM < max(norms)  # else this would test half of it
+    np.testing.assert_allclose([metrics.stage_norms[0, s] for s in range(4)], norms, rtol=1e-12)
     for plain, clipped, norm in zip(*steps, norms, strict=True):
         running.check_close(clipped, jax.tree.map(lambda g, norm=norm: g * min(1.0, NORM / norm), plain))
 
@@ -89,8 +91,8 @@ def test_shared_optimizer_state_and_meshes_change_no_number():
     for more in ({"mesh": {"data": 2, "model": 2}, "fsdp": True}, {"replicas": 2, "shard_optimizer": True}):
         plain, plan = (Plan.even(stack.ids, **fields, **one) for one in ({"replicas": more.get("replicas", 1)}, more))
         batches = batches_for(plan, 3, rows=4, width=4)
-        expected, found = (running.train(pipeline(one, stack), batches).params for one in (plain, plan))
-        running.check_close(found, models.on_first_device(expected))
+        expected, actual = (running.train(pipeline(one, stack), batches).params for one in (plain, plan))
+        running.check_close(actual, models.on_first_device(expected))
 
 
 def freeze(layer: str) -> optax.GradientTransformation:
@@ -107,8 +109,8 @@ def test_frozen_parameters_do_not_count():
     """The gradient of the trained layer of a stage is clipped as if it were alone in it."""
     plans = [Plan.even(STACK.ids, 2, "gpipe", 2), models.cut(STACK.ids, (1, 1, 2), schedule="gpipe", microbatches=2)]
     batches = batches_for(plans[0])
-    found, expected = (running.train(pipeline(plan, optimizer=freeze("track")), batches).params for plan in plans)
-    running.check_close(found, models.on_first_device(expected))
+    actual, expected = (running.train(pipeline(plan, optimizer=freeze("track")), batches).params for plan in plans)
+    running.check_close(actual, models.on_first_device(expected))
 
 
 def test_a_state_goes_on_under_another_norm():

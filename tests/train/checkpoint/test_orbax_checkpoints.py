@@ -1,5 +1,6 @@
-"""A run begins with the parameters of any Orbax checkpoint, and an export is one that Orbax restores without jpipe."""
+"""A run starts from the parameters of any Orbax checkpoint, and Orbax restores an export without jpipe."""
 
+import gc
 import json
 
 import jax
@@ -58,7 +59,7 @@ def test_parameters_of_any_tree_by_a_name_map(kind, tmp_path):
     assert not arrays
 
 
-def test_a_step_of_a_manager_or_the_newest_of_all(tmp_path):
+def test_a_warm_start_reads_a_step_of_a_manager_or_the_newest(tmp_path):
     with ocp.CheckpointManager(tmp_path / "single") as manager:
         for step in (2, 10):
             manager.save(step, args=ocp.args.StandardSave({"w": W + step}))
@@ -73,7 +74,7 @@ def test_a_step_of_a_manager_or_the_newest_of_all(tmp_path):
     assert orbax_checkpoint.source(tmp_path / "single").digest() != orbax_checkpoint.source(tmp_path / "single" / "2").digest()
 
 
-def test_what_is_no_parameters_is_refused_in_words(tmp_path):
+def test_invalid_parameters_are_refused(tmp_path):
     item = saved(tmp_path / "a", {"w": W})
     saved(tmp_path / "b", {"w": W})
     with pytest.raises(InputError, match="expected one item, or one called params, found a, b; give the folder of one"):
@@ -97,6 +98,24 @@ def test_what_is_no_parameters_is_refused_in_words(tmp_path):
     assert not orbax_checkpoint.is_meant(tmp_path / "run")
 
 
+@pytest.mark.parametrize("zarr3", [False, True])
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_missing_headers_of_arrays_are_an_error_without_tracebacks(ocdbt, zarr3, tmp_path, capfd, caplog):
+    """Orbax is not asked for arrays that are missing: its remaining requests would fail on standard error."""
+    item = tmp_path / "item"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)) as checkpointer:
+        checkpointer.save(item, args=ocp.args.PyTreeSave({"layers": [W + i for i in range(40)], "steps": 3}))
+    assert len(orbax_checkpoint.source(item).specs) == 41
+    for file in [item / "manifest.ocdbt"] if ocdbt else item.glob("layers.*/" + ("zarr.json" if zarr3 else ".zarray")):
+        file.unlink()
+    capfd.readouterr()
+    caplog.clear()
+    with pytest.raises(InputError, match=r"one that cannot be read \(ValueError: the index lacks the array 'layers\.0'"):
+        orbax_checkpoint.source(item)
+    gc.collect()  # reports exceptions that nobody has looked at
+    assert (capfd.readouterr().err, caplog.messages) == ("", [])
+
+
 def test_shapes_are_compared_with_the_model_before_an_array_is_read(tmp_path, monkeypatch):
     source = orbax_checkpoint.source(saved(tmp_path / "item", {"block_0": {"dense": {"w": W.T, "b": B}}}))
     monkeypatch.setattr("jpipe.checkpoints.orbax_item.read_tree", lambda *_: pytest.fail("an array is read"))
@@ -104,7 +123,7 @@ def test_shapes_are_compared_with_the_model_before_an_array_is_read(tmp_path, mo
         fitting(source, MODEL, strict=True)
 
 
-def test_a_name_that_the_file_lacks_is_told_as_the_map_has_it(tmp_path):
+def test_a_name_missing_in_the_file_is_reported_as_the_map_spells_it(tmp_path):
     item, names = saved(tmp_path / "item", PLAIN), NAMES | {"block_{n}/dense/b": "layers/{n}/offset"}
     source = renamed(orbax_checkpoint.source(item), names, [name for specs in MODEL.values() for name in specs])
     with pytest.raises(InputError, match=r"expected 'block_0/dense/b' .*, found no 'layers/0/offset', its name by warm_start\.names"):
@@ -157,10 +176,10 @@ def test_a_run_begins_with_parameters_of_other_names(kind, tiny, tmp_path):
     else:
         file = tmp_path / "file.safetensors"
         save_file(arrays, file)
-    said = []
+    messages = []
     section = WarmStartConfig(file=str(file), names=renaming)
-    params = warm_start.load(section, pipe, batches.train[0], Together(None), said.append)
+    params = warm_start.load(section, pipe, batches.train[0], Together(None), messages.append)
     for i, name in enumerate(names):
         layer_id, _, path = name.partition("/")
         assert (params[layer_id][path] == i).all()
-    assert said[0].startswith("warm start: 3 of 3 layers from ")
+    assert messages[0].startswith("warm start: 3 of 3 layers from ")

@@ -1,9 +1,9 @@
-"""The sentence about the age of the weights: by the formula of the schedule, for every schedule."""
+"""The sentence about delayed weights agrees with the formula of every schedule."""
 
 import pytest
+from jpipe_train.run.delay import delay_words, delays
 
 import jpipe
-from jpipe_train.run.delay import delay_words, delays
 
 
 def plan(schedule, stages=4, microbatches=4, **options):
@@ -27,7 +27,7 @@ def test_2bw_is_one_update_behind_everywhere():
     assert delays(plan("pipedream_2bw", replicas=2, microbatches=8)) == ((1, 1),) * 4
 
 
-def test_the_delay_of_weight_stashing_is_told_by_stage():
+def test_the_delay_of_weight_stashing_is_printed_by_stage():
     words = (
         "Each gradient is computed with weights up to 3 updates old (pipedream): 3 at stage 0, 2 at stage 1, 1 at stage 2, 0 at stage 3."
     )

@@ -39,6 +39,7 @@ def build(
         loss = model.loss(config.loss)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
+        check_delay(plan, config.plan.max_delay)
         check_accumulation(plan, config.optimizer.accumulate_batches)
         check_per_stage(plan, config.optimizer.per_stage)
         plan.check_layers(stack.ids)
@@ -104,7 +105,7 @@ def make_plan(config: PlanConfig, layer_ids: Sequence[str]) -> jpipe.Plan:
     """
     if config.file is not None:
         return read_plan(config.file)
-    plan = jpipe.Plan.even(layer_ids, **config.model_dump(exclude={"file", "layer_costs"}))
+    plan = jpipe.Plan.even(layer_ids, **config.model_dump(exclude={"file", "layer_costs", "max_delay"}))
     if not config.layer_costs:
         return plan
     for layer_id in config.layer_costs:
@@ -144,7 +145,7 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
         options |= {"plan: rules.": "plan.rules.", "plan: shard_optimizer: ": "plan.shard_optimizer: "}
         options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
-        where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "skip_nonfinite", "ema_decay")}
+        where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay")}
         where |= {"precision: loss_scale: ": "precision.loss_scale: "}
         for library, config in where.items():
             if str(error).startswith(library):
@@ -160,6 +161,15 @@ def check_microbatches(plan: jpipe.Plan, batch_size: int) -> None:
         )
     if plan.microbatches > MOST_MICROBATCHES:
         raise jpipe.InputError(f"plan: expected at most {MOST_MICROBATCHES} microbatches, found {plan.microbatches}; use fewer")
+
+
+def check_delay(plan: jpipe.Plan, most: float | None) -> None:
+    """Check that the mean delay of a plan is at most that many updates; None: any."""
+    if most is not None and plan.mean_delay > most + 1e-9:
+        raise jpipe.InputError(
+            f"plan.max_delay: expected a plan with a mean delay of at most {most:g} updates, found {plan.schedule} with "
+            f"{plan.mean_delay:.3g}; use a schedule that flushes or more microbatches, or raise it"
+        )
 
 
 def check_accumulation(plan: jpipe.Plan, batches: int) -> None:

@@ -66,6 +66,13 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     return rule if config.accumulate_batches == 1 else _accumulated(rule, config.accumulate_batches)
 
 
+def same_at_all_stages(config: OptimizerConfig) -> OptimizerConfig:
+    """Return a config whose optimizer has as much state and work, for a plan with any number of stages."""
+    first = {name: values[0] for name, values in config.per_stage.items()}
+    rate = first.pop("learning_rate", config.learning_rate)
+    return config.model_copy(update={"per_stage": {}, "learning_rate": rate, "arguments": config.arguments | first})
+
+
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float] | None:
     """Return a function from the number of a batch to its learning rate, or None if that is not known.
 

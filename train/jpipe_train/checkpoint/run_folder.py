@@ -28,7 +28,10 @@ _RUNS = Path("runs")
 METRICS = "metrics.jsonl"
 _JOB, _LOCK = ".job", ".lock"
 _FILES = ("config.yaml", "plan.json", METRICS)
-OUTPUTS = ("report.html", "loss.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json", "tensorboard", "wandb")
+OUTPUTS = (
+    *("report.html", "loss.png", "delay.png", "metrics.png", "timeline.png", "memory.png", "trace.json", "planned.json"),
+    *("tensorboard", "wandb"),
+)
 """The other files and folders that a run writes into its folder."""
 
 

@@ -17,6 +17,7 @@ def plan(
     up_to: Flag = False,
     rows: Annotated[int | None, tyro.conf.arg(metavar="ROWS")] = None,
     schedules: Annotated[str, tyro.conf.arg(metavar="NAME,NAME")] = "",
+    max_delay: Annotated[float | None, tyro.conf.arg(metavar="UPDATES")] = None,
     devices: OptionalCount = None,
     mesh: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="MESH|none")] = (),
     pipedream: Literal["batch", "replicas", "text", "code"] | None = None,
@@ -38,6 +39,8 @@ def plan(
         rows: Rows of a microbatch of a graph.txt; by default 1.
         schedules: Only these, such as pipedream_2bw,pipedream_flush, or all. By default those that flush, which train as without a
             pipeline; the remaining schedules delay weights.
+        max_delay: Only plans whose weights are at most this many updates old, in the mean over stages: 0 allows only schedules that flush,
+            1 also pipedream_2bw, less than 1 pipedream with many microbatches. Tries all schedules unless --schedules names some.
         devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
         mesh: Only stages on meshes like this, such as model=4 or data=2,model=4,fsdp, or none: on one device each. May be given several
             times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
@@ -56,6 +59,7 @@ def plan(
 
     keep_freed_memory()
     files = Files(config, profile, out, profile_out, png)
-    request = Request(topology, batch, up_to, tuple(name for name in schedules.split(",") if name), devices, pipedream, meshes=mesh)
+    names = tuple(name for name in schedules.split(",") if name)
+    request = Request(topology, batch, up_to, names, devices, pipedream, meshes=mesh, max_delay=max_delay)
     main(files, request, overrides, rows=rows, explain=explain, allow_code=allow_code)
     return 0

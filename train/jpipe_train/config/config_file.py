@@ -51,7 +51,7 @@ def load(
         raise explain(error, Config, where) from None
     if config.plan.file is not None:
         for override, key in zip(overrides, overridden, strict=True):
-            if set(data["plan"]) != {"file"} if key == "plan" else key.startswith("plan.") and key != "plan.file":
+            if set(data["plan"]) - {*_BESIDE_PLAN_FILE} if key == "plan" else key.startswith("plan.") and key[5:] not in _BESIDE_PLAN_FILE:
                 raise InputError(
                     f"--set {override}: would mean nothing beside plan.file '{config.plan.file}'; leave it out, or change the plan file"
                 )
@@ -62,6 +62,9 @@ def load(
             "add --allow-code"
         )
     return config
+
+
+_BESIDE_PLAN_FILE = ("file", "max_delay")  # the keys of `plan` that a plan file does not replace
 
 
 def load_resolved(path: Path) -> Config:
@@ -79,11 +82,11 @@ def load_resolved(path: Path) -> Config:
 def to_yaml(config: Config) -> str:
     """Return the config as YAML with all defaults; `load` of this text describes the same run.
 
-    If `plan.file` is set, the other keys of `plan` are left out, because the file replaces them.
+    If `plan.file` is set, the keys of `plan` that the file replaces are left out.
     """
     data = config.model_dump()
     if config.plan.file is not None:
-        data["plan"] = {"file": config.plan.file}
+        data["plan"] = {key: value for key, value in data["plan"].items() if key in _BESIDE_PLAN_FILE and value is not None}
     return dump(data)
 
 

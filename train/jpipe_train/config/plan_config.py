@@ -19,7 +19,8 @@ class PlanConfig(Section):
     """The plan of a run: even stages from these keys, or the JSON file `file`, which then decides everything.
 
     The keys are the arguments of `jpipe.Plan.even`, and `layer_costs`: the relative cost of layers (1 by default), for stages of equal
-    cost. If `file` is "auto", the run first searches for the best plan.
+    cost. If `file` is "auto", the run first searches for the best plan: of the schedules that flush, or of all up to a mean delay of
+    `max_delay` updates. A plan with a larger delay is an error.
 
     `mesh` has the axes and sizes of the devices of each replica of every stage, or is a list with one mesh per stage; {} is one device.
     """
@@ -46,6 +47,7 @@ class PlanConfig(Section):
     param_axes: dict[str, list[str | None]] = {}
     shard_optimizer: bool = False
     file: FilePath | None = None
+    max_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
     @field_validator("schedule")
     @classmethod

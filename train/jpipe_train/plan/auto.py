@@ -42,7 +42,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
     profile = Profile.from_json(together.from_first("the profile of process 0", lambda: "" if local is None else local.to_json()))
     topology = local_topology(dispatch=profile.dispatch)
 
-    request = Request(all_devices=together.processes is not None, replicas=not parts.stack.carries_rows)
+    request = Request(all_devices=together.processes is not None, replicas=not parts.stack.carries_rows, max_delay=config.plan.max_delay)
 
     def search_and_confirm() -> str:
         result = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)
@@ -50,7 +50,8 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
         candidate = confirmed.ranked.candidate
         reporter.say(
             f"plan: {table.name(candidate)}, {count(candidate.microbatches, 'microbatch', 'es')} of {table.rows_of(candidate.rows)}, "
-            f"expected {table.rate(confirmed.ranked.samples_per_second)} samples/s; the best of {result.choice.considered:,} candidates"
+            + (f"mean delay {table.delay(candidate)}, " if candidate.delay else "")
+            + f"expected {table.rate(confirmed.ranked.samples_per_second)} samples/s; the best of {result.choice.considered:,} candidates"
         )
         return result.choice.plan(confirmed.ranked).to_json()
 

@@ -26,13 +26,15 @@ class Request:
         batch: rows between two updates; None for the config's batch size.
         up_to: whether plans may have fewer rows than `batch`.
         schedules: the schedules to try; "all" for all; empty for those that flush, which train as without a pipeline, and pipedream
-            if `pipedream` is given.
+            if `pipedream` is given, or for all if `max_delay` is.
         devices: the number of devices of "local"; None for all, on CPUs as many as there are cores.
         pipedream: how PipeDream's stages are searched, see `jpipe_planner.find_candidates`; None for "batch".
         all_devices: whether no device may stay idle, as when each belongs to a process of its own.
         meshes: the meshes of a stage to try, as `jpipe_planner.Degrees.read` takes them; empty for those inside a server that the
             profile allows if the topology is a file, and none if it is "local".
         replicas: whether stages may have replicas; they must not if layers carry state for each row from batch to batch.
+        max_delay: the largest mean delay of a plan in updates, which allows all schedules up to it unless `schedules` names some; None:
+            no limit.
     """
 
     topology: str = LOCAL
@@ -44,6 +46,7 @@ class Request:
     all_devices: bool = False
     replicas: bool = True
     meshes: tuple[str, ...] = ()
+    max_delay: float | None = None
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -51,6 +54,8 @@ class Request:
         schedules = jpipe.schedules.SCHEDULES
         if self.schedules:
             return tuple(schedules) if ALL in self.schedules else self.schedules
+        if self.max_delay:
+            return tuple(schedules)
         requested = {"pipedream"} if self.pipedream is not None else set()
         return tuple(name for name, rules in schedules.items() if rules.flushes or name in requested)
 

@@ -1,5 +1,6 @@
 """`jpipe plan`: search for a plan, print the candidates, and write and draw the best one."""
 
+import math
 import shlex
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -10,7 +11,7 @@ from rich.console import Console
 import jpipe
 from jpipe import InputError
 from jpipe.files import expanded, write_atomically
-from jpipe_planner import NO_MESH, Choice, Compiled, Profile, Ranked, Topology, draw_choice, local_topology
+from jpipe_planner import NO_MESH, Choice, Compiled, Profile, Ranked, Topology, draw_choice, local_topology, price_of_flush
 from jpipe_planner.ranking import table
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config
@@ -74,7 +75,8 @@ def main(
     if files.config is not None:
         config = config_file.load(files.config, (*overrides, f"plan.file={AUTO}"), allow_code=allow_code)
         parts = Parts.of(config, reporter)
-        request = replace(request, replicas=not parts.stack.carries_rows)
+        max_delay = config.plan.max_delay if request.max_delay is None else request.max_delay
+        request = replace(request, replicas=not parts.stack.carries_rows, max_delay=max_delay)
     config_batch = config.train.batch_size if files.config is not None else None
     batch = request.batch or config_batch
     if batch is None:
@@ -123,6 +125,8 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
             raise InputError(f"{option}: expected at most {MOST_ROWS:,}, found {value:,}; is it a typo?")
     if rows is not None and (files.profile is None or Path(files.profile).suffix != ".txt"):
         raise InputError("--rows: is for the graph.txt that --profile names, whose text does not say it; leave it out")
+    if request.max_delay is not None and not 0 <= request.max_delay < math.inf:
+        raise InputError(f"--max-delay: expected 0 or more updates, found {request.max_delay:g}")
     _ = request.degrees  # raises InputError for a text that names no mesh
     for name in request.schedules:
         if name not in (ALL, *jpipe.schedules.SCHEDULES):
@@ -174,6 +178,7 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
     reporter.say(
         "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
         + table.how_known(choice, SHOWN)
+        + "; delay: how many updates old the weights are that gradients are computed with, in the mean over stages"
         + "; peak memory of the fullest device: what it holds and the temporaries of its programs, "
         + ("estimated" if confirmed is None else f"compiled in the first {first_rows}, estimated in the other rows")
     )
@@ -186,14 +191,17 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
         faster = result.delayed.samples_per_second / chosen.samples_per_second - 1
         reporter.say(
             f"only schedules that flush were considered; {table.name(result.delayed)}, whose weights are delayed, would be about "
-            f"{faster:.0%} faster by its estimate: --schedules all compares these, too"
+            f"{faster:.0%} faster by its estimate: --schedules all compares these, too, and --max-delay bounds the delay"
         )
+    if cost := price_of_flush(choice, result.delayed):
+        for line in table.price(cost):
+            reporter.say(line)
     if any(ranked.candidate.extra_in_flight for ranked in choice.ranked[:SHOWN]):
         reporter.say("+1, +2: that many more microbatches in flight at each stage (extra_in_flight)")
     candidate = chosen.candidate
     if candidate.devices < topology.num_devices:
         reporter.say(f"it uses {candidate.devices} of {count(topology.num_devices, 'device')}; the remaining devices stay idle")
-    reporter.say(f"chosen: {table.name(candidate)}")
+    reporter.say(f"chosen: {table.name(candidate)}" + (f", mean delay {table.delay(candidate)}" if candidate.delay else ""))
     plan = choice.plan(chosen)
     for s, stage in enumerate(plan.stages):
         layers = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} … {stage.layers[-1]}"

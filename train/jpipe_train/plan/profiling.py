@@ -13,7 +13,7 @@ import jpipe
 from jpipe_planner import Profile, Topology, analyze, measure
 from jpipe_train.assemble import model
 from jpipe_train.assemble.build import precision
-from jpipe_train.assemble.optimizer import optimizer
+from jpipe_train.assemble.optimizer import optimizer, same_at_all_stages
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
@@ -41,7 +41,7 @@ class Parts:
         with reporter.phase("reading the data"):
             batch = jax.tree.map(_spec, data.unread(config).like)
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
-        rule = optimizer(config.optimizer, config.train.steps, stack.ties.without_seconds(params))
+        rule = optimizer(same_at_all_stages(config.optimizer), config.train.steps, stack.ties.without_seconds(params))
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
 
     def rows(self, count: int) -> Any:

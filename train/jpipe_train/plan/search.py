@@ -101,12 +101,11 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     planned, meshes = tuple(filter(is_planned, schedules)), _meshes(profile, topology, request, reporter)
     updates = request.pipedream or "batch"
     replicas = request.replicas
-    considered = find_candidates(
-        profile, topology, batch, exact=exact, schedules=planned, pipedream=updates, meshes=meshes, replicas=replicas
-    )
+    limits: dict[str, Any] = {"exact": exact, "max_delay": request.max_delay}
+    considered = find_candidates(profile, topology, batch, schedules=planned, pipedream=updates, meshes=meshes, replicas=replicas, **limits)
     best = min(considered, key=lambda candidate: candidate.rank).degrees if considered else meshes[0]
     options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm, "degrees": best}
-    variants = find_variants(profile, topology, batch, exact=exact, schedules=schedules, planned=considered, **options)
+    variants = find_variants(profile, topology, batch, schedules=schedules, planned=considered, **limits, **options)
     considered += list(variants.simulated)
     if not replicas:
         considered = [candidate for candidate in considered if max(candidate.replicas) == 1]
@@ -126,7 +125,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     known = {candidate: Ranked(candidate, variants.simulated[candidate]) for candidate in candidates if candidate in variants.simulated}
     choice = choose(profile, topology, candidates, global_norm=global_norm, tried=known)
     delayed = None
-    if not request.schedules and choice.ranked:
+    if not request.schedules and request.max_delay is None and choice.ranked:
         delayed = _faster_with_delay(profile, topology, batch, request, global_norm, choice.ranked[0])
     return SearchResult(choice, tuple(candidates), known, variants.left_out, delayed)
 
@@ -146,7 +145,7 @@ def _faster_with_delay(
     )
     on_all_devices = [c for c in considered if c.num_ranks * degrees.size == topology.num_devices or not request.all_devices]
     fitting = [c for c in on_all_devices if c.over is None and c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
-    fastest = max(fitting, key=lambda candidate: candidate.samples_per_second, default=None)
+    fastest = next(iter(fitting), None)
     if fastest is None or fastest.samples_per_second <= (1 + _FASTER) * best.samples_per_second:
         return None
     return on_meshes(fastest, degrees) if degrees.size > 1 else fastest
@@ -156,11 +155,15 @@ def _no_candidate(
     profile: Profile, topology: Topology, batch: int, request: Request, considered: list[Candidate], on_all_devices: list[Candidate]
 ) -> InputError:
     """Return the error if no plan is left of all candidates, or of those that use the required number of devices."""
-    requested = f" with {' or '.join(request.schedules)}" if request.schedules else ""
-    devices, other_options = count(topology.num_devices, "device"), "schedules, " if requested else ""
+    conditions = [" or ".join(request.schedules)] if request.schedules else []
+    if request.max_delay is not None:
+        conditions.append(f"a mean delay of at most {request.max_delay:g} updates")
+    requested = f" with {' and '.join(conditions)}" if conditions else ""
+    devices = count(topology.num_devices, "device")
+    allow = "allow " + ("" if request.max_delay is None else "a larger delay, ") + "other " + ("schedules, " if conditions else "")
     if considered and not on_all_devices:
         most = max(candidate.devices for candidate in considered)
-        why, change = "", f" devices, or allow other {other_options}batches"
+        why, change = "", f" devices, or {allow}batches"
         if not request.replicas:
             layers = count(len(profile.layers), "layer")
             why = f": layers carry their state from batch to batch, so stages have no replicas, and {layers} make at most as many stages"
@@ -172,7 +175,7 @@ def _no_candidate(
     sizes = ", ".join(map(str, profile.sizes))
     return InputError(
         f"plan: no plan{requested} has a batch of {batch} rows in {limit}microbatches of {sizes} rows on {devices}; "
-        f"allow other {other_options}batches or numbers of devices"
+        f"{allow}batches or numbers of devices"
     )
 
 

@@ -16,6 +16,7 @@ import jpipe
 from jpipe import files
 from jpipe.files import expanded, write_atomically
 from jpipe_train.assemble.build import build, devices_of, errors_name_config_keys
+from jpipe_train.assemble.delay import delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.config import config_file
 from jpipe_train.config.config import MOST_PLAN_BYTES, Config
@@ -84,6 +85,7 @@ def main(
             "",
             *align(table(plan, long, steady_from + 3, sized=costs is not None, compiled=not unknown)),
             "",
+            *([words] if (words := delay_words(plan)) else []),
             f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
             *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else _memory_words(unknown)),
             *pictures,
@@ -180,7 +182,8 @@ def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int,
     """
     replicated, shares = len(plan.workers) > plan.depth, plan.depth > len(plan.pipeline_ranks)
     stage_head = ["stage·replica"] if replicated else ["stage"] if shares else []
-    head = ["rank", *stage_head, "layers", "recompute", "in flight", "versions"]
+    delayed = ["delay"] if any(plan.delays) else []
+    head = ["rank", *stage_head, "layers", "recompute", "in flight", "versions", *delayed]
     each = ", each device" if has_meshes(plan) else ""
     memory = [f"held{each}", *(["temporary", "peak memory"] if compiled else [])]
     rows = [[*head, "sends a batch", *memory] if sized else head]
@@ -194,6 +197,7 @@ def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int,
             in_flight = jpipe.schedules.SCHEDULES[plan.schedule].in_flight(plan, s)
             row = [str(rank) if first else "", *([f"{s}·{replica}"] if replicated else [str(s)] if shares else [])]
             row += [" ".join(layers), stage.recompute, str(in_flight), str(prediction.versions_alive[w])]
+            row += [f"{plan.delays[s]:.3g}"] if delayed else []
             rows.append([*row, *(sizes if first else [""] * len(sizes))] if sized else row)
     return rows
 

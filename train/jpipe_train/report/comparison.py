@@ -69,7 +69,8 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
     ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.pipeline_ranks]
     held = [max(measured.held_bytes[rank] for rank in replicas) for replicas in ranks]
     peaks = tuple(size + more for size, more in zip(held, temporary_of_ranks(plan, costs), strict=True))
-    return jpipe.plan.Predicted(batch_seconds=measured.step_seconds, bubble=min(max(measured.bubble, 0.0), 1.0), peak_bytes=peaks)
+    bubble = min(max(measured.bubble, 0.0), 1.0)
+    return jpipe.plan.Predicted(batch_seconds=measured.step_seconds, bubble=bubble, peak_bytes=peaks, delay=plan.mean_delay)
 
 
 def temporary_of_ranks(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> list[int]:

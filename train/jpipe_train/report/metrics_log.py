@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
+
 import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble.optimizer import learning_rate
@@ -16,6 +18,7 @@ from jpipe_train.report.logs import Logs
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.mfu import Utilization
 
+Number = jax.Array | jpipe.runtime.RemoteScalar
 Validation = Mapping[str, float] | Sequence[jpipe.Evaluation]
 """Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or numbers from which these are computed."""
 
@@ -57,9 +60,11 @@ class MetricsLog:
         measure: Measure,
         together: Together,
         history: History,
+        num_stages: int,
         utilization: Utilization | None = None,
     ) -> None:
         self._config = config
+        self._clipped_stages = range(0 if config.optimizer.clip_stage_norm is None else num_stages)
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
         self._lacks_rows = False  # whether rows are missing on disk, and the user was informed
         self._folder = folder
@@ -72,6 +77,7 @@ class MetricsLog:
         self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.steps)
         self._validation: dict[int, Validation] = {}
         self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps whose rows are not written yet
+        self._delay_norms: dict[int, Mapping[str, Number]] = {}
         self._skipped = 0  # skipped steps in a row
         self.last_step = -1  # the last step that was processed, and whose row was written if due
 
@@ -89,6 +95,10 @@ class MetricsLog:
         """Add a validation to the row of `step`, without waiting for its numbers."""
         self._validation[step] = results
 
+    def delay_norms(self, step: int, norms: Mapping[str, Number]) -> None:
+        """Add the norms of `Pipeline.delay_norms` to the row of `step`, without waiting for them."""
+        self._delay_norms[step] = norms
+
     def validated(self, step: int) -> dict[str, float] | None:
         """Return the validation in the row of `step`, or None."""
         known = self._validation.get(step)
@@ -96,19 +106,22 @@ class MetricsLog:
 
     def finished(self, metrics: jpipe.Metrics | None) -> None:
         """Wait for these metrics, and write the rows of all steps whose values are complete; a norm may come later than its loss."""
-        for known, arrived in zip(self._known, metrics or (), strict=False):
-            known.update(arrived)
-        losses, _, norms, *_ = self._known
+        for name, numbers in ({} if metrics is None else metrics._asdict()).items():
+            getattr(self._known, name).update(numbers)
+        losses, _, norms, _, _, stage_norms = self._known
         for step in sorted(losses):
-            if self._config.uses_global_norm and step not in norms:
+            of_stages = {(step, s) for s in self._clipped_stages}
+            if (self._config.uses_global_norm and step not in norms) or not of_stages <= stage_norms.keys():
                 break
             self._write(step)
-            for known in self._known:
+            for known in self._known[:-1]:
                 known.pop(step, None)
+            for key in of_stages:
+                del stage_norms[key]
 
     def _write(self, step: int) -> None:
         """Write the row of a step."""
-        row = self._training_values(step) | self._validation_values(step)
+        row = self._training_values(step) | self._validation_values(step) | self._delay_values(step)
         config = self._config.train
         self._reporter.tick(step)
         logged = step % config.log_every == 0 or step == config.steps - 1 or "val_loss" in row or "skipped" in row
@@ -124,15 +137,17 @@ class MetricsLog:
             self._logs.write(step, {name: value for name, value in shown.items() if name != "step"})
 
     def _training_values(self, step: int) -> dict[str, int | float]:
-        """Return the loss and the gradient norm of a step; only finite values if the step was skipped."""
-        losses, _, norms, nonfinite, scales = self._known
+        """Return the loss and the gradient norms of a step; only finite values if the step was skipped."""
+        losses, _, norms, nonfinite, scales, stage_norms = self._known
         values = {"loss": float(losses[step])} | ({"gradient_norm": float(norms[step])} if step in norms else {})
+        values |= {f"gradient_norm_stage_{s}": float(stage_norms[step, s]) for s in self._clipped_stages}
         if step in norms and not float(nonfinite[step]) and math.isinf(values["gradient_norm"]):
             del values["gradient_norm"]  # the gradients are finite, but their squares overflow
         scale = {"loss_scale": float(scales[step])} if step in scales else {}
         if not self._config.skips_nonfinite or not float(nonfinite[step]):
             self._skipped = 0
             labels = {"loss": "loss", "gradient_norm": "norm of the gradient"}
+            labels |= {f"gradient_norm_stage_{s}": f"norm of the gradient of stage {s}" for s in self._clipped_stages}
             return {"step": step} | {name: self._finite(step, labels[name], value) for name, value in values.items()} | scale
         self._skipped += 1
         new_scale = f"; the loss scale is now {scale['loss_scale']:,.0f}" if scale else ""
@@ -208,6 +223,11 @@ class MetricsLog:
             self._reporter.say(f"step {step}: {name} is {values.pop(name)}; metrics.jsonl does not have it")
         self._validation[step] = values
         return values
+
+    def _delay_values(self, step: int) -> dict[str, float]:
+        """Return the finite norms of the correction and of the distance of the weight versions after `step`, if they were computed."""
+        values = {name: float(norm) for name, norm in self._delay_norms.pop(step, {}).items()}
+        return {name: value for name, value in values.items() if math.isfinite(value)}
 
     def _finite(self, step: int, name: str, value: float) -> float:
         if not math.isfinite(value):

@@ -68,7 +68,7 @@ def write_report(folder: Path, report: Report) -> None:
     """Write the pictures, the trace and the page into an existing folder, each file completely or not at all.
 
     A run without losses has no `loss.png`, one without windows no `timeline.png`, `memory.png` or `trace.json`; the page says so. One
-    without `eval.metrics` has no `metrics.png`.
+    without `eval.metrics` has no `metrics.png`, and one without a delay no `delay.png`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -79,6 +79,8 @@ def write_report(folder: Path, report: Report) -> None:
     pictures: dict[str, bytes] = {}
     if any(len(loss_curve.finite(report.rows, name)[0]) for name in ("loss", "val_loss")):
         pictures["loss"] = _png(loss_curve.draw_losses(report.rows, report.unit))
+    if any(len(loss_curve.finite(report.rows, name)[0]) for name in loss_curve.DELAY_NORMS):
+        pictures["delay"] = _png(loss_curve.draw_delay(report.rows))
     if names := _metrics_to_draw(report):
         pictures["metrics"] = _png(loss_curve.draw_metrics(report.rows, names))
     if timelines:
@@ -99,7 +101,7 @@ def _page(report: Report, pictures: Mapping[str, bytes]) -> str:
         "title": _escape(report.title),
         "results": _results(report),
         "facts": _table("facts", [], report.facts.items()) + _history(report),
-        "loss": _loss(report, pictures.get("loss")) + _metrics(report, pictures.get("metrics")),
+        "loss": _loss(report, pictures.get("loss")) + _delay(report, pictures.get("delay")) + _metrics(report, pictures.get("metrics")),
         "comparison": _comparison_table(report),
         "timeline": _stages(report) + _timeline(report, pictures.get("timeline")),
         "memory": _memory(report, pictures.get("memory")),
@@ -186,6 +188,20 @@ def _loss(report: Report, picture: bytes | None) -> str:
     caption = f"The thin line is the loss of {of}, the thick one its running mean" if smoothed else f"The line is the loss of {of}"
     caption += "; the points are of data that the model does not learn from." if len(values) else "; nothing was evaluated on other data."
     return _figure(picture, "small", alt, f"{caption}{note}")
+
+
+def _delay(report: Report, picture: bytes | None) -> str:
+    if picture is None:
+        return ""
+    alt = "Norms over the steps."
+    for name, label in loss_curve.DELAY_NORMS.items():
+        values = loss_curve.finite(report.rows, name)[1]
+        alt += f" {label.capitalize()}: from {values[0]:.3g} to {values[-1]:.3g}." if len(values) else ""
+    caption = (
+        "How far apart the two newest weight versions are, at the stages that keep two, and how far the correction of the delay moves the "
+        "newest one ahead: norms over all parameters."
+    )
+    return "<h3>Delay of the weights</h3>" + _figure(picture, "small", alt, caption)
 
 
 def _metrics_to_draw(report: Report) -> list[str]:

@@ -13,6 +13,7 @@ import jax
 import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble.build import param_specs
+from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import device_kinds, has_meshes, mesh_words
 from jpipe_train.checkpoint.history import Part, optimizer_words
 from jpipe_train.checkpoint.run_folder import FolderChanged, RunFolder
@@ -69,6 +70,7 @@ def write_report(
         "data": f"{batches.source}; {batches.amount}",
         "parameters": f"{sum(stage.parameters for stage in stages):,}",
         "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
+        **({"delay": f"{words}; correction: {correction_words(pipe.delay_factor)}"} if (words := delay_words(plan)) else {}),
         "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
         **({"ranks": _ranks(plan)} if len(plan.rank_workers) != plan.depth else {}),
         **({"meshes": mesh_words(plan)} if has_meshes(plan) else {}),

@@ -13,6 +13,7 @@ import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble import compile_cache, model
 from jpipe_train.assemble.build import build, check, prepare_devices
+from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
@@ -34,7 +35,6 @@ from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.summary import Summary, print_summary, stages_of, write_report
-from jpipe_train.run.delay import delay_words
 from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, tell_resumed
 from jpipe_train.run.training import Training
 
@@ -196,7 +196,7 @@ def run(
         history = find_history(config, pipe.plan, resumed, lambda: reporter.seconds)
         # If shapes differ from batch to batch, so do the FLOPs of a step.
         utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)
-        log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, utilization)
+        log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan.depth, utilization)
         rows = (lambda: b"") if folder is None else folder.logged
         facts = facts_of_run(config, pipe.plan)
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
@@ -247,7 +247,7 @@ def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | 
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
     if words := delay_words(plan):
-        reporter.say(words)
+        reporter.say(f"{words}; delay correction: {correction_words(pipe.delay_factor)}")
     if several or len(plan.workers) > plan.depth:
         for line in jpipe.runtime.placement_grid(plan, pipe.places).splitlines():
             reporter.say(line)

@@ -1,0 +1,470 @@
+"""Weight prediction in a pipeline: the same as a sequential reference of its rule, whatever it is combined with."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jpipe import InputError, Pipeline, Plan, Precision
+from jpipe._arguments import checked_delay_factor
+from jpipe.model.layerwise._transformation import has_nesterov
+from tests.jpipe import models, monolith, reference, running
+
+STACK = models.rich_stack()
+FACTOR = 0.75
+DRAINED = {2, 4}
+PLANS = {
+    "2BW": {"schedule": "pipedream_2bw", "num_stages": 3, "microbatches": 3},
+    "2BW, flushed first": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2, "flush_first": 2},
+    "pipedream": {"schedule": "pipedream", "num_stages": 4, "microbatches": 1},
+    "pipedream, m = d": {"schedule": "pipedream", "num_stages": 3, "microbatches": 3},
+    "vertical sync": {"schedule": "pipedream", "num_stages": 3, "microbatches": 1, "vertical_sync": True},
+    "2-1": {"schedule": "pipedream", "num_stages": 2, "microbatches": 2, "replicas": [2, 1]},
+    "2-1, paper": {"schedule": "pipedream", "num_stages": 2, "microbatches": 2, "replicas": [2, 1], "update_every": "replicas"},
+    "chunks": {"schedule": "pipedream", "num_stages": 4, "microbatches": 3, "chunks_per_rank": 2},
+    "flush": {"schedule": "pipedream_flush", "num_stages": 3, "microbatches": 3},
+}
+
+
+@functools.cache
+def adam():
+    """Adam with a schedule and no decay."""
+    return optax.adam(optax.warmup_cosine_decay_schedule(0.0, 0.05, 2, 9))
+
+
+def plan_of(name, stack=STACK, **fields):
+    return Plan.even(stack.ids, **PLANS[name], **fields)
+
+
+def pipeline(plan, stack=STACK, optimizer=None, correction=FACTOR, **options):
+    devices = [jax.devices()[p] for p, stages in enumerate(plan.pipeline_ranks) for _ in range(plan.replicas[stages[0]])]
+    loss = models.masked_squares
+    return Pipeline(stack, plan, loss, optimizer or adam(), devices, delay_correction=correction, **options)
+
+
+def delays_of(plan, batch):
+    """Return the mean age of the versions that each layer reads in a batch, as the float32 that the pipeline computes with."""
+    m, delays = plan.microbatches, {}
+    for s, stage in enumerate(plan.stages):
+        mean = np.mean([batch - reference.version(plan, s, k) for k in range(batch * m, (batch + 1) * m)])
+        delays |= dict.fromkeys(stage.layers, float(np.float32(mean)))
+    return delays
+
+
+def ordinary(pipe, batches, start, layer_state, later=None, since=None):
+    """Return the losses, the weights x and the ordinary iterates y after each batch and before the first, from the rule itself.
+
+    From batch `since` on, the run is that of the pipeline `later`.
+    """
+    m, x, y, zero = pipe.plan.microbatches, [start], [start], jax.tree.map(jnp.zeros_like, start)
+    optimizer, optimizer_state, losses = clipped(pipe), clipped(pipe).init(start), []
+    gradient_of, _ = monolith.compiled(pipe.stack, pipe.loss, optimizer)
+    for t, batch in enumerate(batches):
+        if t == since:
+            saved = by_layer(pipe, [reference.version(pipe.plan, s, t * m) for s in range(pipe.plan.depth)])
+            pipe = later
+            x[-1] = {i: x[-1][i] if predicts else y[-1][i] for i, predicts in by_layer(pipe, [f.predicts for f in built(pipe)]).items()}
+            x[-2] = {i: x[-2 if saved[i] < t else -1][i] for i in pipe.stack.ids}  # what is not in a snapshot is replaced by the newest
+        rows = np.split(np.arange(len(jax.tree.leaves(batch)[0])), m)
+        microbatches = [jax.tree.map(lambda leaf, part=part: leaf[part], batch) for part in rows]
+        stage_of = by_layer(pipe, range(pipe.plan.depth))
+        trees = [{i: x[reference.version(pipe.plan, stage_of[i], t * m + j)][i] for i in pipe.stack.ids} for j in range(m)]
+        (loss, layer_state), gradient = gradient_of(zero, trees, layer_state, microbatches, t * m, jax.random.key(running.KEY))
+        with jax.numpy_dtype_promotion("standard"):
+            updates, optimizer_state = optimizer.update(gradient, optimizer_state, x[-1])
+        y.append(optax.apply_updates(y[-1], updates))
+        rates = {layer_id: (pipe.delay_factor or 0.0) * delay for layer_id, delay in delays_of(pipe.plan, t).items()}
+        x.append({i: jax.tree.map(lambda a, u, rate=rates[i]: a + rate * u, y[-1][i], updates[i]) for i in y[-1]})
+        losses.append(float(loss))
+    return losses, x, y
+
+
+def clipped(pipe):
+    norm = pipe.clip_global_norm
+    return pipe.optimizer if norm is None else optax.chain(optax.clip_by_global_norm(norm), pipe.optimizer)
+
+
+def built(pipe):
+    return pipe.stage_functions(models.masked_batches(1, pipe.plan.microbatches, dtype=np.float64)[0])
+
+
+def by_layer(pipe, of_stages):
+    return {layer_id: value for stage, value in zip(pipe.plan.stages, of_stages, strict=True) for layer_id in stage.layers}
+
+
+def check(pipe, batches, drained=()):
+    """Train, and compare the losses, the weights at some batches and what an evaluation reads with the reference."""
+    state = running.fresh(pipe, batches)
+    start = models.on_first_device((pipe.params(state), running.layer_state(state)))
+    losses, x, y = ordinary(pipe, batches, *start)
+    all_losses = {}
+    for t, batch in enumerate(batches):
+        state, metrics = pipe.step(state, batch)
+        all_losses |= metrics.losses
+        if t in drained:
+            state, metrics = pipe.drain(state, with_metrics=True)
+            all_losses |= metrics.losses
+        if t in (1, 4):  # in flight, or drained
+            running.check_close(models.on_first_device(pipe.params(state)), y[t + 1])
+    state, metrics = pipe.drain(state, with_metrics=True)
+    all_losses |= metrics.losses
+    running.check_close([float(all_losses[t]) for t in sorted(all_losses)], losses)
+    for worker in state.workers:
+        newest = worker.weights.read(worker.weights.newest)
+        running.check_close(models.on_first_device(newest), {entry: x[-1][entry] for entry in newest})
+    running.check_close(models.on_first_device(pipe.params(state)), y[-1])
+    return state, y
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("2-1, paper", "2-1")])
+def test_it_is_the_rule_applied_to_the_whole_model(name):
+    plan = plan_of(name)
+    batches = models.masked_batches(7, plan.microbatches, dtype=np.float64)
+    check(pipeline(plan), batches, DRAINED)
+
+
+@pytest.mark.usefixtures("float64")
+def test_replicas_make_the_same_correction():
+    plan = plan_of("2-1", models.plain_stack())
+    batches = models.masked_batches(7, 2, dtype=np.float64)
+    state, _ = check(pipeline(plan, models.plain_stack()), batches, DRAINED)
+    running.check_equal(*[models.on_first_device(worker.optimizer) for worker in state.workers[:2]])
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("stack", [STACK, models.tied_stack()], ids=["untied", "tied"])
+def test_gradients_are_clipped_before_the_correction(stack):
+    plan = plan_of("2BW", stack)
+    batches = models.masked_batches(6, 3, dtype=np.float64)
+    pipe = pipeline(plan, stack, clip_global_norm=0.5)
+    if stack is STACK:
+        check(pipe, batches, DRAINED)
+    else:  # with a plan of one stage the shared parameter is there once, and equals the rule without a tie between stages
+        one = pipeline(Plan.even(stack.ids, 1, "pipedream_2bw", 3), stack, clip_global_norm=0.5)
+        running.check_close(on_host(running.train(pipe, batches).params), on_host(running.train(one, batches).params))
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def test_copies_of_a_shared_parameter_stay_equal_bit_for_bit():
+    stack = models.tied_stack()
+    pipe = pipeline(plan_of("2BW", stack), stack, clip_global_norm=0.5)
+    batches = models.masked_batches(5, 3)
+    state, cut = running.fresh(pipe, batches), pipe.snapshot(5)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=cut)
+    pipe.drain(state, observe=cut)
+    copies = cut.shared_copies()
+    assert len(copies) == 2
+    assert len({copy.checksum for copy in copies}) == 1
+
+
+BITS = [name for name in PLANS if name not in ("flush", "chunks")]
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("optimizer", [models.momentum(), optax.adamw(0.05)], ids=["momentum", "adamw"])
+def test_a_factor_of_zero_changes_no_bit(name, optimizer):
+    plan = plan_of(name)
+    batches = models.masked_batches(5, plan.microbatches)
+    options = {} if plan.schedule == "pipedream" and not plan.vertical_sync else {"clip_global_norm": 0.5}
+    none, zero = (running.train(pipeline(plan, optimizer=optimizer, correction=factor, **options), batches) for factor in (None, 0))
+    for one, other in zip(jax.tree.leaves(none), jax.tree.leaves(zero), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_a_schedule_that_flushes_has_no_correction_and_no_buffer():
+    plan = plan_of("flush")
+    batches = models.masked_batches(3, plan.microbatches)
+    none, corrected = (pipeline(plan, correction=correction) for correction in (None, "predict"))
+    running.check_equal(running.train(none, batches), running.train(corrected, batches))
+    assert none.costs(batches[0]) == corrected.costs(batches[0])
+
+
+def test_a_buffer_for_each_parameter_of_each_stage_with_a_delay():
+    plan = plan_of("pipedream")
+    batch = models.masked_batches(1, 1)[0]
+    none, corrected = (pipeline(plan, correction=correction).costs(batch) for correction in (None, "predict"))
+    more = [after.optimizer - before.optimizer for before, after in zip(none, corrected, strict=True)]
+    assert more == [*(cost.trained for cost in none[:3]), 0]  # the gradients of the last stage are never late
+
+
+def test_a_batch_that_is_skipped_changes_no_buffer():
+    plan = plan_of("2BW")
+    pipe = pipeline(plan, skip_nonfinite=True)
+    batches = models.masked_batches(4, plan.microbatches)
+    bad = (np.full_like(batches[0][0], np.nan), batches[0][1])
+    state = running.fresh(pipe, batches)
+    for batch in batches[:3]:
+        state, _ = pipe.step(state, batch)
+    state = pipe.drain(state)
+    before = on_host([(worker.weights.read(3), worker.optimizer) for worker in state.workers])
+    state, _ = pipe.step(state, bad)
+    state = pipe.drain(state)
+    running.check_equal(on_host([(worker.weights.read(4), worker.optimizer) for worker in state.workers]), before)
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_average_of_the_weights_is_of_those_without_prediction():
+    plan = plan_of("pipedream")
+    batches = models.masked_batches(5, 1, dtype=np.float64)
+    pipe = pipeline(plan, ema_decay=0.75)
+    state, y = check(pipe, batches, DRAINED)
+    expected = y[0]
+    for new in y[1:]:
+        expected = jax.tree.map(lambda mean, leaf: 0.75 * mean + 0.25 * leaf, expected, new)
+    running.check_close(models.on_first_device(pipe.params(state, weights="ema")), expected)
+
+
+@pytest.mark.usefixtures("float64")
+def test_an_evaluation_in_flight_reads_the_weights_without_prediction():
+    plan = plan_of("pipedream", models.plain_stack())
+    pipe = pipeline(plan, models.plain_stack(), correction="predict")
+    batches = models.masked_batches(5, 1, dtype=np.float64)
+    state = running.fresh(pipe, batches)
+    _, _, y = ordinary(pipe, batches, models.on_first_device(pipe.params(state)), running.layer_state(state))
+    for t, batch in enumerate(batches):
+        state, _ = pipe.step(state, batch)
+        out, _ = pipe.stack.apply(pipe.stack.ids, y[t + 1], running.layer_state(state), batch[0], key=None, microbatch=None, train=False)
+        total, weight = models.masked_squares(out, batch[1])
+        evaluation = pipe.evaluate(state, batch)
+        assert evaluation.version == t + 1
+        np.testing.assert_allclose(float(evaluation.loss), total / weight, rtol=1e-12)
+        np.testing.assert_allclose(pipe.predict(state, batch), out, rtol=1e-12, atol=1e-14)
+
+
+def saved_at(pipe, batches, cut):
+    """Return the layers of a snapshot before batch `cut`, of a run that goes on, and that run in the end."""
+    state = running.fresh(pipe, batches)
+    start = models.on_first_device((pipe.params(state), running.layer_state(state)))
+    snapshot = pipe.snapshot(cut)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=snapshot)
+    state = pipe.drain(state, observe=snapshot)
+    return on_host(snapshot.layers()), start, state
+
+
+def resumed(pipe, batches, layers, cut, **options):
+    """Go on from a snapshot and return the drained state."""
+    state = pipe.restore(jax.random.key(running.KEY), batches[0], layers, cut, **options)
+    for batch in batches[cut:]:
+        state, _ = pipe.step(state, batch)
+    return pipe.drain(state)
+
+
+CUT = 4
+SWITCHES = {
+    "another cut": (("2BW", FACTOR), ("2BW", FACTOR, (1, 2, 1))),
+    "pipedream": (("2BW", FACTOR), ("pipedream, m = d", FACTOR)),
+    "another factor": (("2BW", FACTOR), ("2BW", 1.0)),
+    "2BW": (("pipedream, m = d", FACTOR), ("2BW", FACTOR)),
+    "flush": (("2BW", FACTOR), ("flush", FACTOR)),
+    "from a flush": (("flush", FACTOR), ("2BW", FACTOR)),
+    "on": (("2BW", None), ("2BW", FACTOR)),
+    "off": (("2BW", FACTOR), ("2BW", None)),
+}
+
+
+def plan_cut(name, sizes=None):
+    if sizes is None:
+        return plan_of(name)
+    return models.cut(STACK.ids, sizes, schedule=PLANS[name]["schedule"], microbatches=PLANS[name]["microbatches"])
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("ema", [None, 0.75])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema):
+    (name, factor), (later_name, later_factor, *sizes) = SWITCHES[switch]
+    pipe = pipeline(plan_of(name), correction=factor, ema_decay=ema)
+    later = pipeline(plan_cut(later_name, *sizes), correction=later_factor, ema_decay=ema)
+    batches = models.masked_batches(7, 3, dtype=np.float64)
+    layers, start, _ = saved_at(pipe, batches, CUT)
+    _, x, y = ordinary(pipe, batches, *start, later, CUT)
+    state = later.restore(jax.random.key(running.KEY), batches[0], layers, CUT)
+    running.check_close(on_host(later.params(state)), on_host(y[CUT]))
+    state = resumed(later, batches, layers, CUT)
+    running.check_close(on_host(later.params(state)), on_host(y[-1]))
+    for worker in state.workers:
+        newest = worker.weights.read(worker.weights.newest)
+        running.check_close(on_host(newest), on_host({entry: x[-1][entry] for entry in newest}))
+    if ema is not None:
+        average = y[0]
+        for new in y[1:]:
+            average = jax.tree.map(lambda mean, leaf: ema * mean + (1 - ema) * leaf, average, new)
+        running.check_close(on_host(later.params(state, weights="ema")), on_host(average))
+
+
+@pytest.mark.parametrize("precision", [Precision(), Precision(params="bfloat16")], ids=["float32", "masters"])
+@pytest.mark.parametrize("name", ["2BW", "pipedream"])
+def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precision):
+    plan = plan_of(name)
+    pipe, batches = pipeline(plan, precision=precision), models.masked_batches(6, plan.microbatches)
+    layers, _, state = saved_at(pipe, batches, 3)
+    again = resumed(pipe, batches, layers, 3)
+    running.check_equal(pipe.params(again), pipe.params(state))
+    running.check_equal([worker.optimizer for worker in again.workers], [worker.optimizer for worker in state.workers])
+
+
+def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begun_anew():
+    plan = plan_of("2BW")
+    precision = Precision(params="bfloat16")
+    on, off = (pipeline(plan, correction=correction, precision=precision) for correction in ("predict", None))
+    batches = models.masked_batches(4, plan.microbatches)
+    layers, _, state = saved_at(on, batches, 4)
+    expected = on_host(on.params(state))
+    assert all(plain["optimizer"]["state"].keys() == {"optimizer", "ahead"} for plain in layers.values())
+    for layer_id, plain in layers.items():
+        ahead, masters = plain["optimizer"]["state"]["ahead"], plain["optimizer"]["masters"]
+        running.check_equal(jax.tree.map(np.subtract, masters, ahead), expected[layer_id])
+        assert {leaf.dtype for leaf in jax.tree.leaves(ahead)} == {np.dtype(np.float32)}
+    for pipe, fresh in ((off, False), (off, True), (on, True)):
+        state = pipe.restore(jax.random.key(running.KEY), batches[0], layers, 4, fresh_optimizer=fresh)
+        running.check_equal(on_host(pipe.params(state)), expected)
+        for worker in state.workers:
+            newest = worker.weights.read(4)
+            rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), {entry: expected[entry] for entry in newest})
+            running.check_equal(on_host(newest), rounded)
+    again = on.restore(jax.random.key(running.KEY), batches[0], layers, 4, fresh_optimizer=True)
+    ahead = [state.state.ahead for worker in again.workers for state in worker.optimizer.values()]
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(ahead))
+
+
+@pytest.mark.parametrize("mesh", [{"mesh": {"data": 2}}, {"mesh": {"data": 2, "model": 2}, "fsdp": True}], ids=["rows", "fsdp"])
+def test_a_mesh_changes_no_number(mesh):
+    stack, results = models.wide_stack(), []
+    with jax.enable_x64(True):
+        batches = models.masked_batches(4, 3, rows=4, width=4, dtype=np.float64)
+        for fields in ({}, mesh):
+            plan = Plan.even(stack.ids, 2, "pipedream_2bw", 3, **fields)
+            pipe = Pipeline(stack, plan, models.masked_squares, adam(), delay_correction=FACTOR)
+            trained = running.train(pipe, batches)
+            results.append(on_host((trained.losses, trained.params, trained.layer_state)))
+        for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_frozen_layers_have_no_buffer():
+    labels = {layer_id: "frozen" if layer_id == "mix" else "trained" for layer_id in STACK.ids}
+    optimizer = optax.partition({"trained": models.momentum(), "frozen": optax.set_to_zero()}, labels)
+    pipe = pipeline(plan_of("pipedream"), optimizer=optimizer)
+    batches = models.masked_batches(4, 1)
+    state = running.fresh(pipe, batches)
+    before = on_host(pipe.params(state))
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    after = on_host(pipe.params(state))
+    running.check_equal(after["mix"], before["mix"])
+    assert np.any(after["noise"]["w"] != before["noise"]["w"])
+    assert not jax.tree.leaves(pipe.drain(state).workers[2].optimizer)
+
+
+def test_replicas_that_share_the_optimizer_state_are_of_schedules_without_a_delay():
+    plan = Plan.even(STACK.ids, 2, "pipedream_flush", 2, replicas=2, shard_optimizer=True)
+    batches = models.masked_batches(2, 2)
+    running.check_equal(*(running.train(pipeline(plan, correction=correction), batches).params for correction in (None, "predict")))
+
+
+def reading(seen):
+    """Return momentum whose state also keeps the delay and the stage of each update."""
+    inner = models.momentum()
+
+    def update(updates, state, params=None, *, delay, stage, **extra):
+        del extra
+        seen.append((delay.dtype, stage.dtype))
+        updates, new = inner.update(updates, state[0], params)
+        return updates, (new, jnp.append(state[1][1:], delay), jnp.append(state[2][1:], stage))
+
+    def init(params):
+        return inner.init(params), jnp.full(6, -1.0, jnp.float32), jnp.full(6, -1, jnp.int32)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("2BW", False), ("2BW", True), ("pipedream, m = d", False), ("2-1, paper", False), ("flush", False)]
+)
+def test_an_optimizer_gets_the_delay_and_the_stage_of_each_update(name, tied):
+    stack, seen = models.tied_stack() if tied else STACK, []
+    plan = plan_of(name, stack)
+    pipe = pipeline(plan, stack, optimizer=reading(seen), correction=None)
+    batches = models.masked_batches(5, plan.microbatches)
+    state = running.fresh(pipe, batches)
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    state = pipe.drain(state)
+    assert set(seen) == {(np.dtype(np.float32), np.dtype(np.int32))}
+    for worker, (s, _) in zip(state.workers, plan.workers, strict=True):
+        updates = 5 * plan.updates_per_batch(s)
+        for entry, (_, delays, stages) in worker.optimizer.items():
+            made_by = next(i for i, stage in enumerate(plan.stages) if "noise" in stage.layers) if entry in stack.ties.first else s
+            expected = [plan.delay(made_by, update) for update in range(updates)][-6:]
+            np.testing.assert_array_equal(delays[-len(expected) :], np.float32(expected))
+            np.testing.assert_array_equal(stages[-len(expected) :], made_by)
+
+
+def test_an_optimizer_that_does_not_read_them_is_compiled_as_before():
+    """Optax's own chains take extra arguments and pass them on."""
+    pipe = pipeline(plan_of("2BW"), optimizer=optax.chain(optax.trace(0.9), optax.scale(-0.1)), correction=None)
+    batch = models.masked_batches(1, 3)[0]
+    assert [f.optimizer.needs for f in pipe.stage_functions(batch)] == [()] * 3
+    corrected = pipeline(plan_of("2BW")).stage_functions(batch)
+    assert [f.optimizer.needs for f in corrected] == [("delay",)] * 3
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(0.1), optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), optax.sign_sgd(0.1)],
+    ids=["sgd", "decay", "sign"],
+)
+def test_an_optimizer_without_momentum_is_refused(optimizer):
+    batch = models.masked_batches(1, 3)[0]
+    with pytest.raises(InputError, match="delay_correction: expected an optimizer with momentum, found one that keeps nothing"):
+        pipeline(plan_of("2BW"), optimizer=optimizer).check(batch)
+    pipeline(plan_of("flush"), optimizer=optimizer).check(batch)
+
+
+@pytest.mark.parametrize("value", ["Predict", -0.5, float("nan"), float("inf"), True, [1]])
+def test_a_correction_that_is_none_is_refused(value):
+    with pytest.raises(InputError, match=r"delay_correction: expected 'predict', or a finite number of at least 0 such as 0\.5, found"):
+        checked_delay_factor(value)
+
+
+def test_a_correction_that_goes_too_far_or_does_nothing_is_logged(caplog):
+    batch = models.masked_batches(1, 3)[0]
+    with caplog.at_level(logging.INFO, "jpipe"):
+        pipeline(plan_of("2BW"), optimizer=optax.nadam(0.1), correction=0.5).init(jax.random.key(0), batch)
+        assert not [message for message in caplog.messages if "delay_correction" in message]
+        pipeline(plan_of("2BW"), optimizer=optax.nadam(0.1), correction="predict").init(jax.random.key(0), batch)
+        pipeline(plan_of("flush"), correction="predict").init(jax.random.key(0), batch)
+    warning, note = (record for record in caplog.records if "delay_correction" in record.message)
+    assert (warning.levelname, note.levelname) == ("WARNING", "INFO")
+    assert "expected at most 0.5 with an optimizer that has Nesterov's momentum, which looks ahead itself, found 1" in warning.message
+    assert "it does nothing, because no gradients are late under the schedule 'pipedream_flush'" in note.message
+
+
+INJECT = optax.inject_hyperparams
+LOOKS_AHEAD = {
+    "sgd": (optax.sgd(0.1, momentum=0.9), False),
+    "nesterov": (optax.sgd(0.1, momentum=0.9, nesterov=True), True),
+    "adamw": (optax.adamw(0.1), False),
+    "nadamw in a partition": (optax.partition({"a": optax.nadamw(0.1), "b": optax.adam(0.1)}, lambda params: params), True),
+    "nadam, injected": (INJECT(optax.nadam)(learning_rate=0.1), True),
+    "muon": (optax.contrib.muon(0.1), True),
+    "muon without": (optax.contrib.muon(0.1, nesterov=False), False),
+    "muon, injected": (INJECT(optax.contrib.muon)(learning_rate=0.1), True),
+    "muon without, injected": (INJECT(optax.contrib.muon)(learning_rate=0.1, nesterov=False), False),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS_AHEAD)
+def test_nesterovs_momentum_is_recognized(name):
+    optimizer, expected = LOOKS_AHEAD[name]
+    assert has_nesterov(optimizer) is expected

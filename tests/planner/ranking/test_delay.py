@@ -1,0 +1,136 @@
+"""The delay of plans: the same as that of `jpipe.Plan`, bounded, shown, and what decides among plans that are equally fast."""
+
+import dataclasses
+
+import pytest
+
+import jpipe
+from jpipe_planner import Profile, Topology, choose, find_candidates, find_variants, price_of_flush, search_parallel
+from jpipe_planner.ranking import price_of_flush as module
+from jpipe_planner.ranking import race, table
+from jpipe_planner.ranking.choose import in_order
+
+DEVICES = 4
+MACHINES = Topology.flat(DEVICES, 1e12)
+
+
+def equal_layers(weights: int = 10**12, update: float = 0.0) -> Profile:
+    """Layers of equal work, too heavy to replicate: a forward of a row takes a second, a backward two."""
+    at = [{"forward": 1.0, "backward": 2.0, "outputs": 8, "residuals": {"none": 100}}]
+    layers = [{"id": f"layer {n}", "weights": weights, "optimizer": weights, "update": update, "at": at} for n in range(2 * DEVICES)]
+    return Profile(source="analytic", sizes=(1,), inputs=(8,), labels=(8,), layers=layers)
+
+
+def pipelines(batch: int, **options):
+    """Return the plans of four stages without replicas and without more microbatches in flight."""
+    candidates = find_candidates(equal_layers(), MACHINES, batch, **options)
+    return [one for one in candidates if one.depth == DEVICES and not one.extra_in_flight]
+
+
+def test_a_candidate_has_the_delay_of_its_plan():
+    profile, topology = equal_layers(10**6), Topology.flat(DEVICES, 1e2)
+    candidates = find_candidates(profile, topology, 8)
+    candidates += find_candidates(profile, topology, 8, schedules=["pipedream"], pipedream="replicas")
+    candidates += list(find_variants(profile, topology, 8, planned=candidates).simulated)
+    assert {one.chunks for one in candidates if one.delay} == {1, 2, 3}
+    assert {"early", "joint"} == {one.split_backward for one in candidates if one.delay}
+    for one in candidates:
+        assert one.delay == pytest.approx(one.plan(profile.ids).mean_delay, abs=1e-12)
+        assert (one.delay == 0) >= jpipe.schedules.SCHEDULES[one.schedule].flushes
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_pipedream_with_as_many_microbatches_as_stages_is_offered_with_two_versions_and_the_bubble_of_2bw(microbatches):
+    (stashing,) = pipelines(microbatches, schedules=["pipedream"])[:1]
+    (buffered,) = pipelines(microbatches, schedules=["pipedream_2bw"])
+    assert buffered.seconds == stashing.seconds == pytest.approx(2 * 3.0 * microbatches)  # two layers in a stage
+    assert buffered.bubble == stashing.bubble == pytest.approx(0, abs=1e-9)
+    plan = stashing.plan(equal_layers().ids)
+    rules = jpipe.schedules.SCHEDULES["pipedream"]
+    assert max(rules.versions_alive(plan, s) for s in range(DEVICES)) == 2
+    assert stashing.delay == pytest.approx(sum(DEVICES - 1 - s for s in range(DEVICES)) / DEVICES / microbatches)
+    assert buffered.delay == 1
+
+
+def test_of_equally_fast_plans_the_one_with_newer_weights_comes_first():
+    choice = choose(equal_layers(), MACHINES, pipelines(8, schedules=["pipedream_2bw", "pipedream", "pipedream_flush"]))
+    names = [one.candidate.schedule for one in choice.ranked]
+    assert names == ["pipedream", "pipedream_2bw", "pipedream_flush"]
+    assert [row[table.HEAD.index("delay")] for row in table.rows(choice, 3)] == ["0.188", "1", "0"]
+    assert [row[-1] for row in table.why_chosen(choice, 3)][:2] == ["chosen", "as fast, older weights"]
+    # Up to half a percent, even if it has more memory and more ranks; beyond that, speed decides.
+    first, second, _ = choice.ranked
+    for factor, expected in ((1.004, first), (1.006, second)):
+        slower = dataclasses.replace(first.simulated, batch_seconds=factor * second.seconds, peak_bytes=(10**15,) * DEVICES)
+        ranked = in_order([second, dataclasses.replace(first, simulated=slower)])
+        assert ranked[0].candidate == expected.candidate
+
+
+def test_a_plan_with_newer_weights_is_simulated_if_it_could_be_as_fast(monkeypatch):
+    slow = [dataclasses.replace(one, seconds=one.seconds * 1.003) for one in pipelines(8, schedules=["pipedream"])[:1]]
+    candidates = slow + pipelines(8, schedules=["pipedream_2bw"])
+    choice = choose(equal_layers(), MACHINES, candidates, most=1)
+    assert [one.candidate.schedule for one in choice.ranked if one.simulated] == ["pipedream", "pipedream_2bw"]
+    monkeypatch.setattr(race.Race, "_is_less_stale", lambda self, entry: False)
+    choice = choose(equal_layers(), MACHINES, candidates, most=1)
+    assert [one.candidate.schedule for one in choice.ranked if one.simulated] == ["pipedream_2bw"]
+
+
+@pytest.mark.parametrize(
+    ("max_delay", "expected"),
+    [
+        (None, {"pipedream", "pipedream_2bw"}),
+        (1, {"pipedream", "pipedream_2bw"}),
+        (0.5, {"pipedream"}),
+        (3 / 16, {"pipedream"}),  # exactly that of four stages with 8 microbatches
+        (0.18, set()),
+        (0, set()),
+    ],
+)
+def test_the_delay_of_plans_is_bounded(max_delay, expected):
+    profile = equal_layers()
+    flushing = {name for name, rules in jpipe.schedules.SCHEDULES.items() if rules.flushes}
+    candidates = pipelines(8, max_delay=max_delay)
+    candidates += [one for one in search_parallel(profile, MACHINES, 8, exact=True, max_delay=max_delay) if one.depth == DEVICES]
+    assert {one.schedule for one in candidates} - flushing == expected
+    assert all(max_delay is None or one.delay <= max_delay for one in candidates)
+    variants = find_variants(profile, MACHINES, 8, planned=candidates, max_delay=max_delay).simulated
+    assert {one.schedule for one in variants} & flushing
+    assert all(max_delay is None or one.delay <= max_delay for one in variants)
+    assert any(one.delay for one in variants) == (max_delay is None or max_delay >= 0.5)
+
+
+def test_the_price_of_the_flush_is_that_of_the_simulator():
+    schedules = ["pipedream_2bw", "pipedream", "pipedream_flush"]
+    for microbatches in (8, 4):
+        choice = choose(equal_layers(), MACHINES, pipelines(microbatches, schedules=schedules))
+        cost = price_of_flush(choice)
+        assert (cost.asynchronous.candidate.schedule, cost.flushing.candidate.schedule) == ("pipedream", "pipedream_flush")
+        assert cost.ratio == pytest.approx((microbatches + DEVICES - 1) / microbatches)
+        assert cost.is_simulated
+    flush, pays = table.price(cost)
+    words = "pipedream_flush with 4 stages takes 1.75 times as long as pipedream with 4 stages (mean delay 0.375), as simulated"
+    assert flush == f"price of the flush: per sample, {words}"
+    assert pays.startswith("the asynchronous plan pays if it reaches the same loss with fewer than 1.75 times the samples")
+
+
+def test_the_price_of_the_flush_with_a_plan_from_outside_the_ranking(monkeypatch):
+    choice = choose(equal_layers(), MACHINES, pipelines(8, schedules=["pipedream_flush"]))
+    assert price_of_flush(choice) is None
+    other = pipelines(8, schedules=["pipedream_2bw"])[0]
+    cost = price_of_flush(choice, other)
+    assert (cost.asynchronous.candidate, cost.is_simulated, cost.ratio) == (other, True, pytest.approx(11 / 8))
+    monkeypatch.setattr(module, "simulate_plan", lambda *arguments: None)  # as if it took too long
+    estimated = price_of_flush(choice, other)
+    assert (estimated.is_simulated, estimated.ratio) == (False, pytest.approx(11 / 8))
+    assert table.price(estimated)[0].endswith("by estimate")
+
+
+def test_a_flush_that_costs_nothing_is_preferred():
+    choice = choose(equal_layers(), MACHINES, pipelines(8, schedules=["pipedream", "pipedream_flush"]))
+    cost = price_of_flush(choice)
+    free = dataclasses.replace(cost, flushing=dataclasses.replace(cost.asynchronous, candidate=cost.flushing.candidate))
+    (words,) = table.price(free)
+    assert words.startswith(
+        "price of the flush: none; pipedream_flush with 4 stages is as fast as pipedream with 4 stages (mean delay 0.188)"
+    )

@@ -1,0 +1,52 @@
+"""The sentence about delayed weights agrees with the formula of every schedule."""
+
+import pytest
+
+import jpipe
+from jpipe_train.assemble.delay import correction_words, delay_words
+
+
+def plan(schedule, stages=4, microbatches=4, **options):
+    return jpipe.Plan.even("abcdefgh", stages, schedule, microbatches, **options)
+
+
+@pytest.mark.parametrize("schedule", [name for name, rules in jpipe.schedules.SCHEDULES.items() if rules.flushes])
+def test_schedules_that_flush_have_no_delay(schedule):
+    if "order" in jpipe.schedules.SCHEDULES[schedule].options:
+        order = jpipe.schedules.written_order(plan("zb_h1"))
+        flushing = plan(schedule, order=order)
+    else:
+        flushing = plan(schedule)
+    assert not delay_words(flushing)
+
+
+def test_2bw_is_one_update_behind_everywhere():
+    words = "gradients are computed with weights that are 1 update old, at every stage"
+    assert delay_words(plan("pipedream_2bw")) == f"pipedream_2bw: {words}"
+    assert delay_words(plan("pipedream_2bw", flush_first=3)) == f"pipedream_2bw: after 3 batches that flush, {words}"
+
+
+def test_the_mean_delay_of_each_stage_is_printed():
+    start = "pipedream: gradients are computed with weights that are"
+    stages = "3 at stage 0, 2 at stage 1, 1 at stage 2, 0 at stage 3"
+    assert delay_words(plan("pipedream", microbatches=1)) == f"{start} 1.5 updates old on average: {stages}"
+    stages = "0.75 at stage 0, 0.5 at stage 1, 0.25 at stage 2, 0 at stage 3"
+    assert delay_words(plan("pipedream", microbatches=4)) == f"{start} 0.375 updates old on average: {stages}"
+    synced = delay_words(plan("pipedream", microbatches=1, vertical_sync=True))
+    assert synced == f"{start} 3 updates old, at every stage"
+    deep = delay_words(plan("pipedream", stages=8, microbatches=1))
+    assert (
+        deep == f"{start} 3.5 updates old on average: 7 at stage 0, 6 at stage 1, 5 at stage 2, 4 at stage 3, 3 at stage 4, …, 0 at stage 7"
+    )
+
+
+def test_one_stage_has_no_delay():
+    assert not delay_words(plan("pipedream", stages=1))
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [(None, "none; see optimizer.delay_correction"), (1.0, "predict"), (0.5, "predict with a factor of 0.5")],
+)
+def test_the_correction_is_printed(factor, words):
+    assert correction_words(factor) == words

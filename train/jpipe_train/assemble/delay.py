@@ -1,0 +1,40 @@
+"""The delay of a plan: the age of the weights that its gradients are computed with."""
+
+from itertools import groupby
+
+import jpipe
+from jpipe_train.console.terminal import count
+
+_MOST_LISTED = 6  # groups of stages with the same delay that are listed
+
+
+def delay_words(plan: jpipe.Plan) -> str:
+    """Describe the mean delay of each stage in a sentence, or return "" if every gradient is computed with the weights that it changes."""
+    if not any(plan.delays):
+        return ""
+    start = f"{plan.schedule}: "
+    if plan.flush_first:
+        start += f"after {count(plan.flush_first, 'batch', 'es')} that flush, "
+    start += f"gradients are computed with weights that are {_updates(plan.mean_delay)} old"
+    groups = [(list(group), delay) for delay, group in groupby(range(plan.depth), lambda s: f"{plan.delays[s]:.3g}")]
+    if len(groups) == 1:
+        return f"{start}, at every stage"
+    listed = [f"{delay} at {_stages(stages[0], stages[-1])}" for stages, delay in groups]
+    if len(listed) > _MOST_LISTED:
+        listed[_MOST_LISTED - 1 : -1] = ["…"]
+    return f"{start} on average: {', '.join(listed)}"
+
+
+def correction_words(factor: float | None) -> str:
+    """Describe the correction of the delay in a run with a delay, by the factor of its prediction; None: there is none."""
+    if factor is None:
+        return "none; see optimizer.delay_correction"
+    return "predict" if factor == 1 else f"predict with a factor of {factor:g}"
+
+
+def _updates(delay: float) -> str:
+    return f"{delay:.3g} {'update' if f'{delay:.3g}' == '1' else 'updates'}"
+
+
+def _stages(first: int, last: int) -> str:
+    return f"stage {first}" if first == last else f"stages {first} to {last}"
