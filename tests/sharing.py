@@ -84,7 +84,11 @@ def shared(patch: pytest.MonkeyPatch) -> None:
         "check_gradients",
         lambda stack, layers, first, loss, labels, trained: ((first, *layers), stack, layers, loss, labels, trained.chosen),
     )
-    share(_builder, "find_layerwise", lambda rule, params, masters, ties, predicts: ((tuple(params), masters, predicts), rule, params, ties))
+    share(
+        _builder,
+        "find_layerwise",
+        lambda rule, params, masters, ties, predicts: ((tuple(params), masters, predicts), rule, params, ties),
+    )
     share(_bytes, "measure_bytes", lambda f, recomputes, splits=False, chosen=None: ((f.stage.layers, recomputes, splits), f, chosen))
     share(_builder, "check_loss", lambda loss, where, layer_id, y, labels: ((where, layer_id), loss, y, labels))
     # What users name may be another function in the next test: only what is built in is shared.
