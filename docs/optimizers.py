@@ -38,7 +38,7 @@ class Row(NamedTuple):
     Attributes:
         name: of the optimizer, in Markdown.
         make: returns it.
-        instead: what to use in place of one that is refused, named in the refusal as well; "" for one that works layer by layer.
+        instead: what to use in place of one that does not work, as its error names it; "" for one that works layer by layer.
         remark: what else to know.
         in_structure: whether a layer has to stand in the structure of the whole model.
     """
@@ -224,7 +224,7 @@ ROWS = tuple(itertools.chain(*TABLES.values()))
 def check(row: Row) -> str:
     """Return how a row is wrong, or "".
 
-    A supported optimizer gives the same numbers layer by layer as on the whole model; an unsupported one is refused.
+    A supported optimizer gives the same numbers layer by layer as on the whole model; an unsupported one raises an error.
 
     In float64 the numbers are equal to rounding, if `jax_enable_x64` is set.
     """
@@ -234,7 +234,7 @@ def check(row: Row) -> str:
         layerwise = find_layerwise(row.make(), specs)
     except InputError as error:
         missing = [word for word in re.findall(r"`\.?(\w+)", row.instead) if word not in str(error)]
-        return f"{row.name} is refused: {error}" if not row.instead else f"{missing} is not in: {error}" if missing else ""
+        return f"{row.name} raises: {error}" if not row.instead else f"{missing} is not in: {error}" if missing else ""
     if row.instead:
         return f"{row.name} works"
     if bool(layerwise.blank) != row.in_structure:
@@ -271,9 +271,7 @@ def table(rows: tuple[Row, ...]) -> str:
     lines = ["| optax | layer by layer | instead | remark |", "|---|---|---|---|"]
     for (instead, remark), group in itertools.groupby(rows, lambda row: (row.instead, row.remark)):
         names = ", ".join(row.name for row in group)
-        lines.append(
-            f"| {names} | {'refused' if instead else 'yes'} | {instead} | {remark} |".replace("|  |", "| |").replace("|  |", "| |")
-        )
+        lines.append(f"| {names} | {'no' if instead else 'yes'} | {instead} | {remark} |".replace("|  |", "| |").replace("|  |", "| |"))
     return "\n".join(lines)
 
 

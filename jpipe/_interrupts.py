@@ -170,7 +170,7 @@ class Results:
 
 def merged(first: Metrics, second: Metrics) -> Metrics:
     """Return the metrics of two consecutive calls as those of one call."""
-    return Metrics(*(one | other for one, other in zip(first, second, strict=True)))
+    return Metrics(**{name: numbers | getattr(second, name) for name, numbers in first._asdict().items()})
 
 
 def _digest(batch: Tree, rows: int) -> bytes:

@@ -26,15 +26,15 @@ SETTINGS = (
     "jax_compilation_cache_dir",
 )
 enabled = True
-KNOWN: list[dict[Any, Any]] = []  # what is kept, of each function
+CACHES: list[dict[Any, Any]] = []  # what is kept, of each function
 MAPPINGS = 35_000
-MOST = 500  # keys of each kind that are kept: a compiled stage takes some megabytes
+LARGEST_CACHE = 500  # keys of each kind that are kept: a compiled stage takes some megabytes
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that equal keys call it once. A key is a hashable part followed by parts to compare, or None to call always."""
     known: dict[Any, list[tuple[Any, Any]]] = {}
-    KNOWN.append(known)
+    CACHES.append(known)
 
     @functools.wraps(function)
     def called(*arguments: Any) -> Any:
@@ -45,7 +45,7 @@ def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[...,
             if other == compared:
                 return result
         result = function(*arguments)
-        if len(known) >= MOST:
+        if len(known) >= LARGEST_CACHE:
             del known[next(iter(known))]
         known.setdefault(hashed, []).append((compared, result))
         return result
@@ -60,7 +60,7 @@ def forget_if_full() -> None:
     """
     mappings = pathlib.Path("/proc/self/maps")
     if mappings.exists() and mappings.read_bytes().count(b"\n") > MAPPINGS:
-        for known in KNOWN:
+        for known in CACHES:
             known.clear()
         running.JITTED.clear()
         jax.clear_caches()
@@ -103,8 +103,8 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     interned, functions_of = once(lambda f: f, lambda f: (f.stage.layers, f)), _builder.StageBuilder.build
 
     def functions(self: Any, spec: Any) -> list[Any]:
-        found = functions_of(self, spec)
-        found[:] = [interned(f) for f in found]  # what they know of themselves is worked out once, too
-        return found
+        result = functions_of(self, spec)
+        result[:] = [interned(f) for f in result]  # what they know of themselves is worked out once, too
+        return result
 
     patch.setattr(_builder.StageBuilder, "build", functions)

@@ -1,4 +1,4 @@
-"""What the benchmarks compute from their measurements, and that they compare one and the same model."""
+"""The computations of the benchmarks, which must compare equal models."""
 
 import itertools
 import json
@@ -45,7 +45,7 @@ def squares(y, labels):
 
 @pytest.fixture(autouse=True)
 def promotion():
-    """Optax, and JAX's own attention in bfloat16, promote by themselves."""
+    """Allow standard promotion, which optax and JAX's attention in bfloat16 need."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -83,7 +83,7 @@ def test_plans_that_are_measured_here_have_a_rank_for_each_process():
 # Rates --------------------------------------------------------------------------------------------------------------------
 
 
-def test_one_process_counts_from_its_first_end():
+def test_the_rate_of_one_process_starts_at_its_first_step():
     assert steps_per_second([[100.0, 100.5, 101.0, 102.0]]) == 3 / 2
 
 
@@ -117,7 +117,7 @@ def test_processes_run_together_and_are_gone_at_the_end():
             os.kill(process, 0)
 
 
-def test_a_program_that_fails_says_why():
+def test_a_program_that_fails_reports_the_reason():
     body = """
         print("{}", flush=True)
         sys.stdin.readline()
@@ -131,7 +131,7 @@ def test_a_program_that_fails_says_why():
             running.run(2, 60)
 
 
-def test_a_program_that_hangs_is_given_up():
+def test_a_program_that_hangs_is_killed():
     with program("import time; time.sleep(600)") as running, pytest.raises(ProgramFailed, match="no answer within 0 s"):
         running.facts(0.2)
 
@@ -192,10 +192,10 @@ def test_goals_are_those_of_the_schedules():
     assert kinds == {*jpipe.schedules.SCHEDULES, "dp"} - {"auto_zero_bubble"}, "all but the one that needs an order"
 
 
-def test_goals_that_cannot_be_told_are_left_out():
+def test_goals_that_cannot_be_measured_are_left_out():
     shares = {"jpipe pipedream_2bw": 0.96, "torch 1F1B": 0.5, "torch GPipe": 0.6}
-    found = {text: (least, ratio) for text, least, ratio in goals(2, shares)}
-    assert found == {
+    result = {text: (least, ratio) for text, least, ratio in goals(2, shares)}
+    assert result == {
         "jpipe pipedream_2bw ÷ ceiling": (0.97, 0.96),
         "jpipe pipedream_2bw ÷ torch 1F1B": (1.0, pytest.approx(1.92)),
         "jpipe pipedream_2bw ÷ torch's best pipeline": (1.6, pytest.approx(1.6)),
@@ -203,7 +203,7 @@ def test_goals_that_cannot_be_told_are_left_out():
     assert goals(8, {"jpipe DP": 1.0}) == [("jpipe DP ÷ ceiling", 0.97, 1.0)]
 
 
-def test_goals_beside_other_schedules():
+def test_goals_compared_with_other_schedules():
     shares = {
         "jpipe zb_h1": 0.75,
         "jpipe pipedream_flush": 0.6,
@@ -212,8 +212,8 @@ def test_goals_beside_other_schedules():
         "jpipe zb_v": 0.7,
         "torch ZBV": 0.6,
     }
-    found = {text: (least, ratio) for text, least, ratio in goals(2, shares) if "zb" in text}
-    assert found == {
+    result = {text: (least, ratio) for text, least, ratio in goals(2, shares) if "zb" in text}
+    assert result == {
         "jpipe zb_h1 ÷ jpipe pipedream_flush": (1.15, pytest.approx(1.25)),
         "jpipe zb_h1 ÷ ceiling": (pytest.approx(0.625), 0.75),
         "jpipe zb_v ÷ ceiling": (pytest.approx(0.75), 0.7),
@@ -256,7 +256,7 @@ def test_sizes_are_those_of_the_weights_and_of_what_a_sample_passes_on():
     assert hosts._shape("VGG-like", 4)["cuts"] == {"conv_1": 4 * 16 * 16 * 32, "conv_2": 4 * 8 * 8 * 64, "dense_1": 4 * 2048}
 
 
-def test_without_root_it_says_so(monkeypatch, capsys):
+def test_missing_root_rights_are_reported(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(network.shutil, "which", lambda name: f"/sbin/{name}")
     monkeypatch.setattr(sys, "argv", ["benchmarks.hosts"])
@@ -265,7 +265,7 @@ def test_without_root_it_says_so(monkeypatch, capsys):
     assert "expected root, who may make network namespaces, found user 1000; run it with sudo" in capsys.readouterr().err
 
 
-def test_without_iproute2_it_says_so(monkeypatch):
+def test_a_missing_iproute2_is_reported(monkeypatch):
     monkeypatch.setattr(network.shutil, "which", lambda name: None if name == "tc" else "/sbin/ip")
     with pytest.raises(network.NoNetwork, match="found no tc; install iproute2"):
         network.Network(2)
@@ -287,8 +287,8 @@ def trained(kind, hosts, losses, seconds_each):
 def test_the_table_compares_the_time_to_the_target(tmp_path):
     runs = [trained("data parallelism", 2, [6, 3, 2], 8.0), trained("pipeline", 2, [6, 3, 2.5, 1.9], 2.0)]
     runs += [trained("data parallelism", 4, [6, 3, 2], 8.0), trained("pipeline", 4, [6, 3, 2.5], 2.0) | {"chosen": False}]
-    found = accuracy.table(runs)
-    rows = [dict(zip(found.head, row, strict=True)) for row in found.rows]
+    table = accuracy.table(runs)
+    rows = [dict(zip(table.head, row, strict=True)) for row in table.rows]
     assert [row["samples"] for row in rows] == ["1,280", "1,920", "1,280", "1,280"]
     assert [row["speed-up"] for row in rows] == ["", "2.67", "", "not reached"]
     assert [row["predicted"] for row in rows] == ["", "4.00", "", "4.00"]
@@ -299,7 +299,7 @@ def test_the_table_compares_the_time_to_the_target(tmp_path):
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
-def test_what_is_trained_may_have_replicas(name, tmp_path):
+def test_a_trained_stage_may_have_replicas(name, tmp_path):
     config = tasks.load(tasks.TASKS[name], tmp_path)
     assert not tasks.model.layers(config.model, config.train.batch_size).carries_rows
     assert config.train.batch_size % (4 * min(tasks.SIZES)) == 0, "data parallelism on four hosts needs a microbatch each"
@@ -320,7 +320,7 @@ def test_data_parallelism_is_compared_with_the_best_pipeline(monkeypatch, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_host_trains_and_validates_as_it_is_asked(quickly_compiled, monkeypatch, tmp_path):
+def test_a_host_trains_and_validates_as_requested(quickly_compiled, monkeypatch, tmp_path):
     make.make("words", str(tmp_path / "words"), 0, lambda _: None)
     sent = itertools.count(0, 1000)
     monkeypatch.setattr(accuracy_program, "sent_bytes", lambda: next(sent))
@@ -333,7 +333,7 @@ def test_a_host_trains_and_validates_as_it_is_asked(quickly_compiled, monkeypatc
     assert [answer["sent_bytes"] for answer in (before, after)] == [1000, 1000]
 
 
-def test_runs_that_are_not_repeated_are_kept(monkeypatch, tmp_path, capsys):
+def test_runs_that_are_not_repeated_stay_in_the_table(monkeypatch, tmp_path, capsys):
     runs = [trained(kind, hosts, [6, 3, 2], 8.0) for hosts in (2, 4) for kind in accuracy_draw.LOOKS]
     (tmp_path / "accuracy.json").write_text(json.dumps({"runs": runs}))
     (tmp_path / "papers.md").write_text(f"<!-- {accuracy.PLACE} -->\n\n| old |\n")
@@ -393,11 +393,11 @@ def small_model():
 @pytest.mark.slow
 def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
     rows = recipes.measure(small_model, stages=2, rounds=1, steps=1, schedules=("2BW",), depths=(2, 3))
-    found = {row["figure"].partition(" (of ")[0]: row["measured"] for row in rows}
-    assert found["2BW, 2 stages: step time, clip_global_norm / without"] > 0
-    assert found["PipeDream, 2 stages, m = 1: weight versions, bfloat16 / float32"] == 0.5
-    assert found["2BW, 2 to 3 stages: computations that the norm delays"] == 0
-    assert found["vertical sync, 2 to 3 stages: computations that the norm delays"] == 0
+    measured = {row["figure"].partition(" (of ")[0]: row["measured"] for row in rows}
+    assert measured["2BW, 2 stages: step time, clip_global_norm / without"] > 0
+    assert measured["PipeDream, 2 stages, m = 1: weight versions, bfloat16 / float32"] == 0.5
+    assert measured["2BW, 2 to 3 stages: computations that the norm delays"] == 0
+    assert measured["vertical sync, 2 to 3 stages: computations that the norm delays"] == 0
 
 
 # Learning -----------------------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_the_emulation_with_stashing_is_pipedream_and_without_it_is_not(quickly_
     for batch in batches:
         state, _ = pipe.step(state, batch)
     state = pipe.drain(state)
-    real = [weights.read(weights.newest) for weights in (state.workers[own[0]].weights for own in plan.stage_workers)]
+    real = [weights.read(weights.newest) for weights in (state.workers[workers[0]].weights for workers in plan.stage_workers)]
     same, other = (
         [*Emulation(pipe, batches[0], stashing=stashing).run(jax.random.key(0), batches)][-1].params for stashing in (True, False)
     )
@@ -461,7 +461,7 @@ def test_a_row_of_table_1_is_planned_and_put_into_the_document(real, monkeypatch
     assert [path.name for path in tmp_path.glob("*.png")] == ["papers-plans.png"]
 
 
-def test_a_document_without_a_place_for_a_table_is_refused(tmp_path, capsys):
+def test_a_document_without_markers_for_a_table_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         papers.main(["table-1", "--document", str(tmp_path / "none.md")])
     assert "expected a document, found no file" in capsys.readouterr().err
@@ -479,7 +479,7 @@ def test_pictures_show_the_numbers_of_the_tables():
     figure = Figure()
     rows = [("VGG-16", "1.0 GB", "4.0 GB", "3.0 GB", "2.0 GB", "2.5 GB", "1.60", "on par")]
     flights = [(n, f"{100 * n} samples/s", "1.0 GB", "2.0 GB", "3.0 GB", "4.0 GB") for n in (1, 2)]
-    tables = {name: papers.Table(name, (), found) for name, found in (("figure 16", rows), ("figure 18", flights))}
+    tables = {name: papers.Table(name, (), table_rows) for name, table_rows in (("figure 16", rows), ("figure 18", flights))}
     draw.PICTURES["memory"].draw(figure, tables)
     left, middle, right = figure.axes
     assert [bar.get_height() for bar in left.patches] == [1, 4, 3, 2]
@@ -489,7 +489,7 @@ def test_pictures_show_the_numbers_of_the_tables():
 
 
 @pytest.mark.parametrize("name", draw.PICTURES)
-def test_each_picture_of_the_papers_page_is_there_with_its_tables(name):
+def test_each_picture_of_the_papers_page_exists_with_its_tables(name):
     docs = pathlib.Path(__file__).parents[1] / "docs"
     page = (docs / "papers.md").read_text(encoding="utf-8")
     assert f"](pictures/papers-{name}.png)" in page
@@ -503,11 +503,11 @@ def layer_profile(n, forward, size):
 
 
 def placements(replicas, count):
-    """All cuts of so many layers into stages with these replicas."""
+    """Yield all cuts of `count` layers into stages with these replicas."""
     firsts = (0, *itertools.accumulate(replicas))
     for cuts in itertools.combinations(range(1, count), len(replicas) - 1):
         pieces = itertools.pairwise((0, *cuts, count))
-        yield [Placed(*piece, first, own) for piece, first, own in zip(pieces, firsts, replicas, strict=False)]
+        yield [Placed(*piece, first, replica_count) for piece, first, replica_count in zip(pieces, firsts, replicas, strict=False)]
 
 
 def test_the_cuts_for_given_replicas_are_the_fastest():

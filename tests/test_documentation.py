@@ -1,4 +1,4 @@
-"""What the documents show is run: the snippets of the README and of docs/, what they print, and the examples in docstrings."""
+"""The snippets of the README and of docs/, their output, and the examples in docstrings run."""
 
 import ast
 import contextlib
@@ -47,7 +47,7 @@ def test_the_readmes_snippets_run_and_the_model_learns(tmp_path):
     assert names["prediction"].grid() == blocks("text")[0].rstrip("\n")
 
 
-def test_a_model_of_ones_own_takes_fifteen_lines():
+def test_a_users_model_takes_fifteen_lines():
     lines = ast.unparse(ast.parse(blocks("python")[0])).splitlines()
     assert len([line for line in lines if line and not line.startswith(("import", "from"))]) <= 15
 
@@ -58,49 +58,49 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.M
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_of_a_page_print_what_it_shows(page, tmp_path, monkeypatch):
-    """All snippets of a page are one script; a text block right below one is what that one prints."""
+    """All snippets of a page form one script; a text block right below a snippet is its output."""
     monkeypatch.chdir(tmp_path)
     text = page.read_text()
-    lines, shown = [""] * text.count("\n"), []
+    lines, outputs = [""] * text.count("\n"), []
     for snippet in SNIPPET.finditer(text):
         first = text[: snippet.start(1)].count("\n")
         code = snippet[1].splitlines()
         lines[first : first + len(code) + 1] = [*code, "print(end='\\0')"]  # every line stays where it is on the page
-        shown.append(snippet[2] or "")
+        outputs.append(snippet[2] or "")
     script, printed = tmp_path / page.name, io.StringIO()
     script.write_text("\n".join(lines))
     with contextlib.redirect_stdout(printed), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         runpy.run_path(str(script))
-    assert printed.getvalue().split("\0")[:-1] == shown
+    assert printed.getvalue().split("\0")[:-1] == outputs
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_output_on_a_page_is_left_unchecked(page):
-    shown = [snippet[2] for snippet in SNIPPET.finditer(page.read_text()) if snippet[2]]
-    assert page.read_text().count("```text\n") == len(shown), "a text block stands alone: put it right below the snippet that prints it"
+    outputs = [snippet[2] for snippet in SNIPPET.finditer(page.read_text()) if snippet[2]]
+    assert page.read_text().count("```text\n") == len(outputs), "a text block stands alone: put it right below the snippet that prints it"
 
 
 CONSOLE = re.compile(r"^```console\n\$ jpipe ([^\n]*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("command", "shown"), [match for page in PAGES for match in CONSOLE.findall(page.read_text())])
-def test_commands_that_a_page_shows_are_refused_like_that(command, shown, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("command", "output"), [match for page in PAGES for match in CONSOLE.findall(page.read_text())])
+def test_commands_that_a_page_shows_are_refused_like_that(command, output, tmp_path, monkeypatch, capsys):
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "runs" / "0001").mkdir(parents=True)
     (tmp_path / "runs" / "0001" / "metrics.jsonl").touch()  # as a run before leaves it
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)) == 2
-    assert capsys.readouterr().err == shown
+    assert capsys.readouterr().err == output
 
 
 COMMAND = re.compile(r"^    jpipe ((?:[^\n]*\\\n)*[^\n]*)$", re.MULTILINE)
 COMMANDS = sorted({shown for page in (ROOT / "README.md", *PAGES) for shown in COMMAND.findall(page.read_text())})
 
 
-@pytest.mark.parametrize("shown", COMMANDS)
-def test_commands_of_a_page_have_options_and_files_that_are_there(shown, capsys, monkeypatch):
+@pytest.mark.parametrize("command_line", COMMANDS)
+def test_commands_of_a_page_have_options_and_files_that_exist(command_line, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    words = shlex.split(shown, comments=True)
+    words = shlex.split(command_line, comments=True)
     known = ""
     first = words[:2] if words[0] == "data" else words[:1]  # it has commands of its own
     for command in (first, ["train"]) if words[0] == "launch" else (first,):
@@ -115,7 +115,7 @@ def test_commands_of_a_page_have_options_and_files_that_are_there(shown, capsys,
 @pytest.mark.parametrize(
     ("language", "snippet"), [m for page in PAGES for m in re.findall(r"^```(yaml|bash)\n(.*?)^```", page.read_text(), re.M | re.S)]
 )
-def test_yaml_and_shell_of_a_page_can_be_read(language, snippet):
+def test_yaml_and_shell_snippets_of_a_page_are_valid(language, snippet):
     if language == "yaml":
         assert all(isinstance(document, dict | list) for document in yaml.safe_load_all(snippet))
     else:
@@ -129,9 +129,9 @@ def test_the_indexed_job_has_what_kubernetes_asks_for():
     pod = job["spec"]["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
-    given = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(given["JAX_NUM_PROCESSES"])
-    assert given["JAX_COORDINATOR_ADDRESS"].startswith(f"{job['metadata']['name']}-0.{pod['subdomain']}:")
+    environment = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(environment["JAX_NUM_PROCESSES"])
+    assert environment["JAX_COORDINATOR_ADDRESS"].startswith(f"{job['metadata']['name']}-0.{pod['subdomain']}:")
     assert job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
 
 
@@ -142,7 +142,7 @@ def test_links_of_a_page_lead_somewhere(page):
 
 
 def tables_of_keys() -> dict[str, dict[str, list[str]]]:
-    """docs/configuration.md as {section: {key: [meaning, default, limits]}}."""
+    """Return the tables of docs/configuration.md as {section: {key: [meaning, default, limits]}}."""
     tables = {}
     for part in (ROOT / "docs" / "configuration.md").read_text().split("\n## ")[1:]:
         title, _, body = part.partition("\n")
@@ -154,8 +154,8 @@ def tables_of_keys() -> dict[str, dict[str, list[str]]]:
 def test_the_tables_of_keys_have_every_key_of_a_config_and_no_other():
     sections = {name: set(field.annotation.model_fields) for name, field in Config.model_fields.items() if is_section(field)}
     top = {name for name, field in Config.model_fields.items() if not is_section(field)}
-    found = {title: set(rows) for title, rows in tables_of_keys().items() if rows}
-    assert found == {"Top level": top, **sections}
+    documented = {title: set(rows) for title, rows in tables_of_keys().items() if rows}
+    assert documented == {"Top level": top, **sections}
 
 
 def is_section(field) -> bool:
@@ -163,7 +163,7 @@ def is_section(field) -> bool:
 
 
 @pytest.mark.parametrize(("section", "key"), [(section, key) for section, rows in tables_of_keys().items() for key in rows])
-def test_a_row_of_the_tables_of_keys_is_true(section, key):
+def test_a_row_of_the_tables_of_keys_is_correct(section, key):
     meaning, default, limits = tables_of_keys()[section][key]
     model = Config if section == "Top level" else Config.model_fields[section].annotation
     assert len(meaning.split()) >= 2
@@ -213,10 +213,10 @@ def test_the_reference_has_every_public_name_in_order(pages):
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
-def test_the_reference_tells_what_every_public_name_is(pages, module, name):
+def test_the_reference_describes_every_public_name(pages, module, name):
     section = pages[module].split(f'<section id="{name}">')[1].split("</section>")[0]
-    told = section.split('<div class="docstring">')[1].split("</div>")[0]
-    assert len(html.unescape(re.sub(r"<[^>]*>", "", told)).split()) >= 4
+    docstring = section.split('<div class="docstring">')[1].split("</div>")[0]
+    assert len(html.unescape(re.sub(r"<[^>]*>", "", docstring)).split()) >= 4
     types = "".join(re.findall(r'class="(?:signature|annotation)[^>]*>(.*?)</(?:div|label)>', section, re.DOTALL))
     assert not re.search(r"jaxlib|typing\b|jpipe\.\w+\._", re.sub(r"<[^>]*>", "", types)), "a type as nobody would write it"
 
@@ -238,7 +238,7 @@ def test_examples_in_docstrings(name):
         assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_files_that_the_readme_names_are_there():
+def test_files_that_the_readme_names_exist():
     text = (ROOT / "README.md").read_text()
     named = set(re.findall(r"^    (\S+[/.]\S*)  ", text, re.MULTILINE)) | set(re.findall(r"\]\(([^)#:]+)\)", text))
     assert len(named) > 10

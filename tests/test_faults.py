@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged in any file, and what `make bench-faults` takes for the same."""
+"""Checkpoints with any damaged file, and the comparison of ends in `make bench-faults`."""
 
 import itertools
 import random
@@ -32,19 +32,19 @@ def again(stopped, tmp_path):
     return tmp_path
 
 
-def test_whatever_file_is_damaged_it_is_named_and_the_checkpoint_before_is_used(again, stopped):
+def test_any_damaged_file_is_named_and_the_previous_checkpoint_used(copied_run, stopped):
     place, before = damage.newest(stopped), damage.STOPPED - EVERY
-    expected, config = checkpoint_files.read_layers(stopped, before), Config.model_validate(config_of(again, damage.PLAN, damage.END))
+    expected, config = checkpoint_files.read_layers(stopped, before), Config.model_validate(config_of(copied_run, damage.PLAN, damage.END))
     names = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
     assert {"checkpoint.json", "process-0.json"} < names
     tried = set()
     for name, how, at in itertools.islice(damage.damages(place, random.Random(0)), len(names) * len(damage.HOW)):
-        file = again / "run" / place.relative_to(stopped) / name
+        file = copied_run / "run" / place.relative_to(stopped) / name
         damage.damage(file, how, at)
-        told = []
-        resumed = find(config, "auto", Together(None), told.append)
+        messages = []
+        resumed = find(config, "auto", Together(None), messages.append)
         assert resumed.step == before
-        assert file.name in told[0]
+        assert file.name in messages[0]
         assert difference(checkpoint_files.read_layers(resumed.folder, before), expected) is None
         shutil.copy(place / name, file)
         tried.add((name, how))
@@ -52,38 +52,38 @@ def test_whatever_file_is_damaged_it_is_named_and_the_checkpoint_before_is_used(
     assert find(config, "auto", Together(None), print).step == damage.STOPPED, "each time all was as before but for one file"
 
 
-def test_a_run_with_a_damaged_checkpoint_comes_to_the_same_end(again, tmp_path_factory, monkeypatch):
+def test_a_run_with_a_damaged_checkpoint_ends_with_equal_results(copied_run, tmp_path_factory, monkeypatch):
     monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
     expected = end_of(damage.trained(tmp_path_factory.mktemp("whole"), damage.END))
-    name, how, at = next(one for one in damage.damages(damage.newest(again / "run"), random.Random(1)) if one[1] == "changed")
-    damage.damage(damage.newest(again / "run") / name, how, at)
-    assert damage.outcome(again, name, expected) is None
+    name, how, at = next(one for one in damage.damages(damage.newest(copied_run / "run"), random.Random(1)) if one[1] == "changed")
+    damage.damage(damage.newest(copied_run / "run") / name, how, at)
+    assert damage.outcome(copied_run, name, expected) is None
 
 
-def test_replicas_that_save_in_the_middle_of_a_round_have_every_checkpoint(tmp_path, monkeypatch):
+def test_replicas_that_save_within_a_round_write_every_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
     loop.main(Config.model_validate(config_of(tmp_path, KINDS["2-1-1"], EVERY + 1)))
     assert checkpoint_files.steps(tmp_path / "run") == [EVERY, EVERY + 1]
 
 
-def test_what_differs_is_found():
+def test_differences_between_ends_are_found():
     end = {"a": [np.float32([1, np.nan]), {"b": 1.5}], "c": 3}
     assert difference(end, {"a": [np.float32([1, np.nan]), {"b": 1.5}], "c": 3}) is None
-    others = {
+    changed_ends = {
         "/a/0: other numbers": {"a": [np.float32([-1, np.nan]), {"b": 1.5}], "c": 3},
         "/a/1/b: 1.5 in place of 2.5": {"a": [np.float32([1, np.nan]), {"b": 2.5}], "c": 3},
         "/a: another length": {"a": [np.float32([1, np.nan])], "c": 3},
         ": other keys": {"a": [np.float32([1, np.nan]), {"b": 1.5}]},
         "/c: 3 in place of 4": {"a": [np.float32([1, np.nan]), {"b": 1.5}], "c": 4},
     }
-    for words, other in others.items():
+    for words, other in changed_ends.items():
         assert difference(end, other) == words
     assert difference(np.float32([0.0]), np.float32([-0.0])) is not None
     assert difference(np.zeros(2, np.float32), np.zeros(2)) is not None
     assert difference(np.zeros(2), np.zeros((2, 1))) is not None
 
 
-def test_when_a_run_is_killed_is_told_by_its_folder(tmp_path):
+def test_the_folder_tells_when_a_run_was_killed(tmp_path):
     assert kills.moment_of(tmp_path) == "before the first"
     place = tmp_path / "checkpoints" / "00000003"
     place.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a package, a benchmark, an example or a page imports from another package is public there."""
+"""Names that a package, a benchmark, an example or a page imports from another package are public there."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ PACKAGES = (*LIBRARIES, "jpipe_train")  # an application: only names that begin 
 OF_PYTHON = ("_replace", "_asdict", "_fields", "_make", "_exit")  # of named tuples and `os`, public in spite of the underscore
 
 
-def private_names(source: str, own: str = "") -> Iterator[str]:
+def private_names(source: str, package: str = "") -> Iterator[str]:
     """Yield `line N: name` for each use of a private name of another package than `own`."""
     tree = ast.parse(source)
     modules: dict[str, str] = {}  # by the local name
@@ -25,9 +25,9 @@ def private_names(source: str, own: str = "") -> Iterator[str]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 modules[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
-                if _is_foreign(alias.name, own) and _is_private(alias.name):
+                if _is_foreign(alias.name, package) and _is_private(alias.name):
                     yield f"line {node.lineno}: {alias.name}"
-        elif isinstance(node, ast.ImportFrom) and _is_foreign(node.module or "", own):
+        elif isinstance(node, ast.ImportFrom) and _is_foreign(node.module or "", package):
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 if not _is_public(str(node.module), alias.name):
@@ -35,12 +35,12 @@ def private_names(source: str, own: str = "") -> Iterator[str]:
                 elif _is_module(name):
                     modules[alias.asname or alias.name] = name
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and not _is_allowed(node, modules, own):
+        if isinstance(node, ast.Attribute) and not _is_allowed(node, modules, package):
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-def _is_foreign(module: str, own: str) -> bool:
-    return module.split(".")[0] in PACKAGES and module.split(".")[0] != own
+def _is_foreign(module: str, package: str) -> bool:
+    return module.split(".")[0] in PACKAGES and module.split(".")[0] != package
 
 
 def _is_private(name: str) -> bool:
@@ -65,13 +65,13 @@ def _is_public(module: str, name: str) -> bool:
     return _is_module(f"{module}.{name}") and hasattr(importlib.import_module(f"{module}.{name}"), "__all__")
 
 
-def _is_allowed(node: ast.Attribute, modules: dict[str, str], own: str) -> bool:
+def _is_allowed(node: ast.Attribute, modules: dict[str, str], package: str) -> bool:
     """Return whether an attribute of a module is public, or one of another object is not private to a class."""
     path = _path(node.value, modules)
-    if path is not None and _is_foreign(path, own) and isinstance(_resolve(path), types.ModuleType):
+    if path is not None and _is_foreign(path, package) and isinstance(_resolve(path), types.ModuleType):
         return _is_public(path, node.attr)
     is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-    return is_own or own == "jpipe" or not _is_private(node.attr) or node.attr in OF_PYTHON
+    return is_own or package == "jpipe" or not _is_private(node.attr) or node.attr in OF_PYTHON
 
 
 def _path(node: ast.expr, modules: dict[str, str]) -> str | None:
@@ -84,20 +84,20 @@ def _path(node: ast.expr, modules: dict[str, str]) -> str | None:
 
 
 def _resolve(path: str) -> object:
-    first, *others = path.split(".")
-    found: object = importlib.import_module(first)
-    for name in others:
-        found = getattr(found, name, None)
-    return found
+    first, *attributes = path.split(".")
+    value: object = importlib.import_module(first)
+    for name in attributes:
+        value = getattr(value, name, None)
+    return value
 
 
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("own", [*FOLDERS, "benchmarks", "docs", "examples"])
-def test_no_private_name_is_used_by_another_package(own):
-    for path in sorted(FOLDERS.get(own, ROOT / own).rglob("*.py")):
-        assert list(private_names(path.read_text(), own)) == [], path.relative_to(ROOT)
+@pytest.mark.parametrize("package", [*FOLDERS, "benchmarks", "docs", "examples"])
+def test_no_private_name_is_used_by_another_package(package):
+    for path in sorted(FOLDERS.get(package, ROOT / package).rglob("*.py")):
+        assert list(private_names(path.read_text(), package)) == [], path.relative_to(ROOT)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
@@ -106,7 +106,7 @@ def test_no_page_shows_a_private_name(page):
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "expected"),
     [
         ("from jpipe.programs._costs import Link", "jpipe.programs._costs.Link"),
         ("import jpipe.runtime._state", "jpipe.runtime._state"),
@@ -120,7 +120,7 @@ def test_no_page_shows_a_private_name(page):
         ("from jpipe import Link, files\nfiles.shown(path)\nfrom jpipe.processes import handshake\nrow._replace(x=self._x)", None),
     ],
 )
-def test_a_private_name_is_found(source, found):
-    assert [line.split(": ")[1] for line in private_names(source, "jpipe_train" if "report" not in source else "docs")] == [found] * bool(
-        found
-    )
+def test_a_private_name_is_found(source, expected):
+    assert [line.split(": ")[1] for line in private_names(source, "jpipe_train" if "report" not in source else "docs")] == [
+        expected
+    ] * bool(expected)

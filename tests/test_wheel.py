@@ -1,4 +1,4 @@
-"""The wheel holds every file of the packages, no rule of .gitignore drops one, and its name is not that of another project."""
+"""The wheel contains every file of the packages, .gitignore drops none, and its name is not that of another project."""
 
 import importlib.machinery
 import re
@@ -25,16 +25,16 @@ def git(*words: str) -> list[str]:
 def test_every_file_of_the_packages_is_in_the_wheel():
     tracked = {name.removeprefix("planner/").removeprefix("train/") for name in git("ls-files", *map(str, PACKAGES.values()))}
     assert len(tracked) > 200
-    found = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
-    assert tracked - found == set()
+    packed = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    assert tracked - packed == set()
 
 
 def test_no_file_of_the_project_is_ignored():
     assert git("ls-files", "--cached", "--ignored", "--exclude-standard") == []
 
 
-def test_what_is_ignored_is_named_from_the_root():
-    """A name alone means every folder of that name, in the packages too; hatchling leaves out what git ignores."""
+def test_gitignore_patterns_start_at_the_root():
+    """A plain name matches every folder of that name, also inside the packages, and hatchling leaves out what git ignores."""
     rules = [line for line in (ROOT / ".gitignore").read_text().splitlines() if line and not line.startswith("#")]
     assert [rule for rule in rules if not rule.startswith("/")] == ["__pycache__/"]
 
@@ -46,22 +46,22 @@ def test_every_folder_of_the_packages_is_a_package():
 
 
 def test_nobody_is_told_to_install_another_project():
-    """In package indexes, `jpipe` is not ours."""
+    """The name `jpipe` belongs to another project in package indexes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "jpipe-train"
     assert project["scripts"] == {"jpipe": "jpipe_train.cli:main"}
     wrong = re.compile(r"(pip3?|uv|pipx) .*(install|add|run) .*['\" ]jpipe(\[|[=>'\"`;,. )]|$)|\bjpipe\[(wandb|bleu|dev|cuda|tpu)", re.M)
     for name in git("ls-files", "*.py", "*.md", "*.yaml", "*.toml", "*.txt", "Makefile", ".ci"):
-        found = wrong.search((ROOT / name).read_text(encoding="utf-8"))
-        assert found is None or name == "tests/test_wheel.py", f"{name}: {found[0]}"
+        match = wrong.search((ROOT / name).read_text(encoding="utf-8"))
+        assert match is None or name == "tests/test_wheel.py", f"{name}: {match[0]}"
 
 
-def test_the_version_is_said_in_one_way():
+def test_the_version_is_defined_once():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == jpipe.__version__
 
 
 def test_every_command_of_an_installed_jpipe_is_tried():
-    """`.ci/check-wheel` runs them, and finds a file that the wheel lacks."""
+    """`.ci/check-wheel` runs them and so detects files missing in the wheel."""
     loader = importlib.machinery.SourceFileLoader("readme_commands", str(ROOT / ".ci" / "readme-commands"))
     tries = types.ModuleType(loader.name)
     loader.exec_module(tries)

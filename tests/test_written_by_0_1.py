@@ -12,7 +12,7 @@ from tests.train.conftest import SENTENCE
 WRITTEN = Path(__file__).parent / "written_by_0_1"
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
+def test_a_run_resumes_from_its_checkpoint(tmp_path, monkeypatch, capsys):
     shutil.copytree(WRITTEN / "run", tmp_path / "run")
     (tmp_path / "text.txt").write_bytes(SENTENCE * 100)
     monkeypatch.chdir(tmp_path)

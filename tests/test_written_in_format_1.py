@@ -37,7 +37,7 @@ def continued(pipe: jpipe.Pipeline, state: object) -> list[float]:
     return [float(losses[t]) for t in (4, 5)]
 
 
-def test_a_checkpoint_of_two_processes_in_items_of_their_own():
+def test_a_checkpoint_written_by_two_processes_is_read():
     assert checkpoints.steps(WRITTEN) == [4]
     pipe = pipeline()
     state = checkpoints.load(pipe, WRITTEN, jax.random.key(KEY), BATCH)

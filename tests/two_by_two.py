@@ -1,4 +1,4 @@
-"""A schedule outside the registry, written as a file in `jpipe/schedules/` would be."""
+"""A schedule outside the registry, written like a file in `jpipe/schedules/`."""
 
 from jpipe.schedules import Action, Schedule, one_forward_one_backward, pipeline_in_flight
 

@@ -4,9 +4,9 @@ They know no pipeline. A pipeline passes their `update` two more arguments: `del
 computed with, in updates, and `stage`, the number of the stage.
 """
 
-from jpipe.optimizers._per_stage import per_stage
+from jpipe.optimizers._per_stage import PerStageState, per_stage
 from jpipe.optimizers._predict import PredictDelayState, predict_delay
-from jpipe.optimizers._scale_by_delay import scale_by_delay
+from jpipe.optimizers._scale_by_delay import ScaleByDelayState, scale_by_delay
 from jpipe.optimizers._soap import SoapState, scale_by_soap, soap
 from jpipe.optimizers._spike_compensation import (
     compensated_adam,
@@ -17,11 +17,14 @@ from jpipe.optimizers._spike_compensation import (
     scale_by_compensated_momentum,
     scale_by_compensated_muon,
 )
-from jpipe.optimizers._torch_nadam import scale_by_torch_nadam, torch_nadam
+from jpipe.optimizers._torch_nadam import TorchNadamState, scale_by_torch_nadam, torch_nadam
 
 __all__ = [
+    "PerStageState",
     "PredictDelayState",
+    "ScaleByDelayState",
     "SoapState",
+    "TorchNadamState",
     "compensated_adam",
     "compensated_adamw",
     "compensated_muon",

@@ -1,7 +1,7 @@
 """Optimizers whose arguments have another value at each stage."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,13 +48,7 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
     """
     staged = {name: values for name, values in arguments.items() if isinstance(values, list)}
     constant = {name: value for name, value in arguments.items() if name not in staged}
-    for name, values in staged.items():
-        if not values or not all(callable(value) or isinstance(value, int | float) for value in values):
-            raise InputError(f"per_stage: {name}: expected a list of numbers or schedules, one for each stage; found {values}")
-    try:
-        inspect.signature(make).bind(**arguments)
-    except TypeError as error:
-        raise InputError(f"per_stage: {getattr(make, '__name__', make)}: {error}; see its signature") from None
+    _check(make, staged, constant)
 
     def inner(count: jax.Array, stage: ArrayLike) -> optax.GradientTransformationExtraArgs:
         values = {name: _of_stage(values, count, stage) for name, values in staged.items()}
@@ -89,6 +83,17 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
         return updates, PerStageState(optax.safe_increment(state.count), _in_dtypes_of(state.inner_state, after))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check(make: Callable[..., Any], staged: Mapping[str, list[Any]], constant: Mapping[str, Any]) -> None:
+    """Check the lists, and that `make` accepts the arguments."""
+    for name, values in staged.items():
+        if not values or not all(callable(value) or isinstance(value, int | float) for value in values):
+            raise InputError(f"per_stage: {name}: expected a list of numbers or schedules, one for each stage; found {values}")
+    try:
+        inspect.signature(make).bind(**staged, **constant)
+    except TypeError as error:
+        raise InputError(f"per_stage: {getattr(make, '__name__', make)}: {error}; see its signature") from None
 
 
 def _of_stage(values: Sequence[Any], count: jax.Array, stage: ArrayLike) -> Any:

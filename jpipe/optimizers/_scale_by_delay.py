@@ -11,7 +11,11 @@ Tree = Any
 
 
 class ScaleByDelayState(NamedTuple):
-    """The number of updates."""
+    """The state of `scale_by_delay`.
+
+    Attributes:
+        count: the number of updates.
+    """
 
     count: Any
 

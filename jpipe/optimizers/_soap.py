@@ -114,7 +114,7 @@ def soap(
     precondition_frequency: int = 10,
     max_dim: int = 10_000,
     shampoo_beta: ArrayLike | None = None,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Return the optimizer SOAP: Adam in slowly changing eigenbases of Shampoo's preconditioner, with decoupled weight decay.
 

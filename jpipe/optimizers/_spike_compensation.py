@@ -160,7 +160,7 @@ def compensated_adamw(
     eps_root: ArrayLike = 0.0,
     mu_dtype: DTypeLike | None = None,
     weight_decay: ArrayLike = 1e-4,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return `optax.adamw` with spike compensation.
 
@@ -190,7 +190,7 @@ def compensated_muon(
     beta: ArrayLike = 0.95,
     eps: ArrayLike = 1e-8,
     weight_decay: ArrayLike = 0.0,
-    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    weight_decay_mask: Any | Callable[[Any], Any] | None = None,
     mu_dtype: DTypeLike | None = None,
     *,
     adaptive: bool = False,

@@ -84,7 +84,7 @@ def torch_nadam(
     momentum_decay: ArrayLike = 4e-3,
     decoupled_weight_decay: bool = False,
     mu_dtype: DTypeLike | None = None,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
+    mask: Any | Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Return NAdam with the momentum schedule of `torch.optim.NAdam`.
 

@@ -93,7 +93,12 @@ class Executor:
         sends = _sends(plan, arrays, steps.verified_runs)
         self._transport.compile(sends, _replica_sums(plan, arrays[0]), _loads(self.stages, arrays[0]))
         self._exchange = MetricsExchange(
-            plan, [place.first for place in places], processes, functions[0].global_norm, functions[0].scale_spec is not None
+            plan,
+            [place.first for place in places],
+            processes,
+            global_norm=functions[0].global_norm,
+            loss_scale=functions[0].scale_spec is not None,
+            stage_norms=functions[0].clip_stage_norm is not None,
         )
         for program in steps.verified_runs:
             self._exchange.check(program)

@@ -75,7 +75,7 @@ def run(
     Returns:
         The new states, and the losses, norms and evaluations.
     """
-    plan, results, consumed = program.plan, RunResults({}, {}, {}), ConsumedArrays()
+    plan, results, consumed = program.plan, RunResults({}, {}, {}, {}), ConsumedArrays()
     if is_on():
         stages = checked(plan, stages)
     workers: dict[int, Worker] = {}

@@ -48,6 +48,9 @@ class Metrics(NamedTuple):
         nonfinite: how many entries of that gradient are NaN or infinite; empty or late as `norms`. With `skip_nonfinite` a batch that has
             any changed no weights.
         loss_scales: the loss scale that follows each of those batches, if it is dynamic; empty or late as `norms`.
+        stage_norms: norm of the gradient of one stage, before clipping, by (batch, stage); empty without `clip_stage_norm`. Each is known
+            with the update of its stage, so under a schedule that does not flush those of early stages may be some steps later. Of a
+            batch that updates a stage several times it is that of the last update.
     """
 
     losses: dict[int, jax.Array | RemoteScalar]
@@ -55,6 +58,7 @@ class Metrics(NamedTuple):
     norms: dict[int, jax.Array | RemoteScalar]
     nonfinite: dict[int, jax.Array | RemoteScalar]
     loss_scales: dict[int, jax.Array | RemoteScalar]
+    stage_norms: dict[tuple[int, int], jax.Array | RemoteScalar]
 
     @classmethod
     def empty(cls) -> "Metrics":
@@ -99,19 +103,29 @@ class MetricsExchange:
         processes: the processes of the run, if there are several.
         global_norm: whether there are norms.
         loss_scale: whether there are dynamic loss scales.
+        stage_norms: whether stages clip by their own norms.
 
     Attributes:
         name: name of the pipeline, the same in all processes, because they make the same pipelines in the same order.
     """
 
-    def __init__(self, plan: Plan, devices: Sequence[jax.Device], processes: Processes | None, global_norm: bool, loss_scale: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        devices: Sequence[jax.Device],
+        processes: Processes | None,
+        *,
+        global_norm: bool = False,
+        loss_scale: bool = False,
+        stage_norms: bool = False,
+    ) -> None:
         self.name = f"pipeline {next(_pipelines)}"
         self._plan, self._devices, self._processes = plan, devices, processes
-        self._with_updates = 2 * global_norm + loss_scale  # how many fields of `Metrics` are known with the updates
+        self._with_updates = 2 * global_norm + loss_scale  # how many fields of `Metrics` are known with the updates of the last stage
+        self._with_stage_norms = stage_norms
         self._evaluations = 0
-        self._batches: dict[
-            int, tuple[Program, tuple[list[int], list[int]]]
-        ] = {}  # batches that a program finishes, by its id; kept, so the id stays valid
+        # What a program finishes, by its id; the program is kept, so the id stays valid.
+        self._batches: dict[int, tuple[Program, tuple[list[int], list[list[int]]]]] = {}
 
     def check(self, run: Program) -> None:
         """Check that a run from an empty pipeline to an empty one reports every batch once.
@@ -119,7 +133,8 @@ class MetricsExchange:
         Raises:
             RuntimeError: it does not. That is an error of jpipe, which would lose results.
         """
-        for what, batches in zip(("loss", "gradient norm"), self._finished(run), strict=True):
+        ended, updated = self._finished(run)
+        for what, batches in (("loss", ended), *(("gradient norm", of_stage) for of_stage in updated)):
             _check_complete(what, range(run.start, run.end), batches)
 
     @property
@@ -133,20 +148,28 @@ class MetricsExchange:
         metrics = Metrics.empty()
         losses = {batch: functools.partial(_mean_loss, updates) for batch, updates in results.losses.items()}
         norms = {batch: functools.partial(tuple, norm) for batch, norm in results.norms.items()}
-        ended, updated = ([batch + shift for batch in batches] for batches in self._finished(program))
+        finished, updates = self._finished(program)
+        ended, *updated = ([batch + shift for batch in batches] for batches in (finished, *updates))
         if self._computes_losses:
             _check_complete("loss", ended, results.losses)
-            _check_complete("gradient norm", updated if self._with_updates else [], results.norms)
-        self._share("loss", ended, losses, metrics[:2])
+            _check_complete("gradient norm", updated[-1] if self._with_updates else [], results.norms)
+        last = self._plan.depth - 1
+        self._share("loss", last, ended, losses, [metrics.losses, metrics.weights])
         if self._with_updates:
-            self._share("gradient norm", updated, norms, metrics[2 : 2 + self._with_updates])
+            fields = [metrics.norms, metrics.nonfinite, metrics.loss_scales][: self._with_updates]
+            self._share("gradient norm", last, updated[-1], norms, fields)
+        for s in range(self._plan.depth) if self._with_stage_norms else ():
+            rate, by_batch = self._plan.updates_per_batch(s), dict[int, jax.Array | RemoteScalar]()
+            of_stage = {g // rate: functools.partial(tuple, [norm]) for (g, stage), norm in results.stage_norms.items() if stage == s}
+            self._share(f"gradient norm of stage {s}", s, updated[s], of_stage, [by_batch])
+            metrics.stage_norms.update({(batch, s): norm for batch, norm in by_batch.items()})
         return metrics
 
     def _share(
-        self, what: str, batches: Sequence[int], local: Mapping[int, Callable[[], Sequence[Number]]], into: Sequence[dict[int, Any]]
+        self, what: str, s: int, batches: Sequence[int], local: Mapping[int, Callable[[], Sequence[Number]]], into: Sequence[dict[int, Any]]
     ) -> None:
-        """Put the numbers of these batches into the dicts, wherever they are computed; `local` are those of this process."""
-        last = self._plan.stage_workers[-1][0]
+        """Put the numbers that stage s computes of these batches into the dicts of all processes; `local` are those of this process."""
+        source = self._devices[self._plan.stage_workers[s][0]].process_index
         for batch in batches:
             if self._processes is None:
                 numbers = local[batch]()
@@ -154,7 +177,7 @@ class MetricsExchange:
                 name, words = f"{self.name}: {what} of batch {batch}", f"the {what} of batch {batch}"
                 if batch in local:
                     _send(self._processes, name, local[batch])
-                read = functools.cache(functools.partial(self._processes.receive, name, self._devices[last].process_index, words))
+                read = functools.cache(functools.partial(self._processes.receive, name, source, words))
                 numbers = [RemoteScalar(lambda i=i, read=read: read()[i]) for i in range(len(into))]  # type: ignore[misc]  # mypy takes i and read for arguments
             for values, number in zip(into, numbers, strict=True):
                 values[batch] = number
@@ -188,22 +211,28 @@ class MetricsExchange:
 
         return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)})
 
-    def _finished(self, program: Program) -> tuple[list[int], list[int]]:
-        """Return the batches whose gradients, and those whose updates, the last stage completes; searched once per program."""
+    def _finished(self, program: Program) -> tuple[list[int], list[list[int]]]:
+        """Return the batches whose gradients the last stage completes, and those whose updates each stage does; searched once a program."""
         if id(program) not in self._batches:
             s, worker = program.plan.depth - 1, program.plan.stage_workers[-1][0]
             rate, every = program.plan.updates_per_batch(s), program.plan.microbatches
             instructions = [i for i in program.instructions if i.worker == worker]
-            updated = [i.batch // rate for i in instructions if type(i) is Update and (i.batch + 1) % rate == 0]
+            updated = [_updated(program, stage) for stage in range(program.plan.depth)]
             if program.plan.replicas[s] > 1:
                 ended = [i.batch // rate for i in instructions if type(i) is AllReduce and (i.batch + 1) % rate == 0]
             elif program.sets_aside[s]:
                 last = (i.microbatch for i in instructions if type(i) is Compute and OPS[i.op].finishes)
                 ended = [k // every for k in last if (k + 1) % every == 0]
             else:
-                ended = updated
+                ended = updated[s]
             self._batches[id(program)] = program, (ended, updated)
         return self._batches[id(program)][1]
+
+
+def _updated(program: Program, s: int) -> list[int]:
+    """Return the batches whose updates stage s completes."""
+    worker, rate = program.plan.stage_workers[s][0], program.plan.updates_per_batch(s)
+    return [i.batch // rate for i in program.instructions if type(i) is Update and i.worker == worker and (i.batch + 1) % rate == 0]
 
 
 _pipelines = itertools.count()

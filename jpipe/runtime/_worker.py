@@ -37,11 +37,13 @@ class RunResults(NamedTuple):
     Attributes:
         losses: for each finished batch, the (mean loss, weight) of each of its updates; perhaps still to come from other replicas.
         norms: for each update that used it, the `GlobalNorm` of the gradients, and after it the next loss scale if that is dynamic.
+        stage_norms: for each update of a stage that clips by its own norm, that norm, by (update, stage).
         evaluations: for each evaluated microbatch, (sum, weight) of the loss and of each metric; in a prediction the outputs.
     """
 
     losses: dict[int, list[Tree]]
     norms: dict[int, Tree]
+    stage_norms: dict[tuple[int, int], jax.Array]
     evaluations: dict[int, Tree]
 
 
@@ -376,8 +378,11 @@ class Worker:
             state.loss_scales[update + 1] = self.calls["next_scale"](state.loss_scales[update], norm)
         retires = None if i.retires is None else i.retires + self.version_shift
         memory = (state.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
-        made_at = UpdateNumber(self.plan, self.stage, i.batch)
-        used = norm if self.functions.clip_stage_norm is None else self.calls["stage_norm"](accumulators, norm)
+        made_at, used = UpdateNumber(self.plan, self.stage, i.batch), norm
+        if self.functions.clip_stage_norm is not None:
+            used = self.calls["stage_norm"](accumulators, norm)
+            if self.replica == 0:
+                self.results.stage_norms[update, self.stage] = used.norm
         new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, used, made_at)
         params, state.optimizer, zeros, loss = new
         state.weights = state.weights.with_update(params, retires)

@@ -11,7 +11,8 @@ Version read at stage s: floor(max(k - (n_s - 1), 0) / m) with n_s = d - s: W_s(
 Versions alive: ceil((n_s - 1) / m) + 1.
 
 With `vertical_sync` every stage reads the version that the first stage reads, floor(max(k - (n_0 - 1), 0) / m): W(t - d + 1), staleness
-d - 1 everywhere for m = 1, and every stage holds ceil((n_0 - 1) / m) + 1 versions.
+d - 1 everywhere for m = 1, and every stage holds ceil((n_0 - 1) / m) + 1 versions. The mean staleness is (d - 1 - s) / m, or (d - 1) / m
+with vertical sync: with m >= d and two versions less than that of 2BW.
 
 Replicated stages (1F1B round-robin): microbatch k runs on replica k mod r_s, and the replicas sum their gradients before an update.
 Version read: floor(max(floor(k / r_s) - (n_s - 1) - l, 0) / (M_s / r_s)). With l = 1 the sum overlaps with one forward and backward;
@@ -105,6 +106,13 @@ def _chunk_refusal(plan: Shape) -> str:
 
 
 def _norm_refusal(plan: Shape) -> str:
+    """Return why updates cannot use the global norm.
+
+    Under stashing stage s updates before its forward of microbatch L + n_s, where L is the last one of a batch, and the norm is known after
+    the backward of L at stage 0. That backward follows those of the stages before s, while the forward does not: stage s - 1 with n_{s-1} >
+    n_s does its forward of L + n_s before its backward of L. So stage s > 0 would wait for s backwards, whatever m is. Under vertical sync
+    stages update before their forward of L + n_0, which stage 0 begins after its backward of L.
+    """
     if plan.depth > 1 and not plan.vertical_sync:
         return (
             "under weight stashing the last stage updates before the first one has computed its gradients; "

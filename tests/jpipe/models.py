@@ -16,7 +16,7 @@ ROWS = 2  # of one microbatch
 
 
 def dense(width: int = WIDTH, activation=jnp.tanh) -> Layer:
-    """`activation(x @ w + b)`."""
+    """Build a layer that computes `activation(x @ w + b)`."""
 
     def init(key, x):
         return {"w": jax.random.normal(key, (x.shape[-1], width), x.dtype), "b": jnp.zeros((width,), x.dtype)}, {}
@@ -58,13 +58,13 @@ def tracking(width: int = WIDTH) -> Layer:
 
 @functools.cache
 def plain_stack(count: int = 4) -> LayerStack:
-    """Dense layers, nothing else."""
+    """Build a stack of dense layers."""
     return LayerStack({f"layer{i}": dense() for i in range(count)})
 
 
 @functools.cache
 def rich_stack() -> LayerStack:
-    """Four layers: layer state at both ends, dropout in the middle."""
+    """Build a stack of four layers, with layer state at both ends and dropout in the middle."""
     return LayerStack({"track": tracking(), "noise": noisy(), "mix": dense(), "out": tracking()})
 
 
@@ -111,7 +111,7 @@ def mean_of_positions(x):
 
 @functools.cache
 def sequence_stack() -> LayerStack:
-    """Two recurrent layers and two for each sequence as a whole: for inputs of any length."""
+    """Build two recurrent layers and two layers that read each sequence as a whole, for inputs of any length."""
     return LayerStack({"first": recurrent(), "second": recurrent(), "mean": mean_of_positions, "out": tracking()})
 
 
@@ -120,7 +120,7 @@ LENGTHS = (4, 2, 2, 5, 4, 5, 2, 4)
 
 
 def sequences(count: int, microbatches: int, *, dtype=np.float32) -> list:
-    """Batches for `masked_squares` whose inputs have `LENGTHS`."""
+    """Return batches for `masked_squares` whose inputs have the lengths `LENGTHS`."""
     rng = np.random.default_rng(5)
     batches = masked_batches(count, microbatches, dtype=dtype)
     return [
@@ -130,22 +130,22 @@ def sequences(count: int, microbatches: int, *, dtype=np.float32) -> list:
 
 
 def masked_squares(y, labels):
-    """Squared errors of the rows that the mask keeps; the mask may hold any weight."""
+    """Return the sum of squared errors times the mask, and the sum of the mask."""
     return (((y - labels["target"]) ** 2).sum(-1) * labels["mask"]).sum(), labels["mask"].sum()
 
 
 def close(y, labels):
-    """Return the share of elements that are within 0.5 of the target, as integers."""
+    """Return, as integers, how many elements are within 0.5 of the target, and their number."""
     return (jnp.abs(y - labels["target"]) < 0.5).sum(), y.size
 
 
 def squares(y, labels):
-    """Squared errors, one for each element."""
+    """Return the sum of squared errors and the number of elements."""
     return ((y - labels) ** 2).sum(), y.size
 
 
 def masked_batches(count: int, microbatches: int, *, seed: int = 0, rows: int = ROWS, width: int = WIDTH, dtype=np.float32) -> list:
-    """Batches for `masked_squares` whose microbatches weigh differently."""
+    """Return batches for `masked_squares` whose microbatches have different weights."""
     rng = np.random.default_rng(seed)
     size = microbatches * rows
     return [
@@ -158,7 +158,7 @@ def masked_batches(count: int, microbatches: int, *, seed: int = 0, rows: int = 
 
 
 def batches_of(count: int, rows: int, *, seed: int = 0, width: int = WIDTH, dtype=np.float32) -> list:
-    """Batches for `squares`."""
+    """Return batches for `squares`."""
     rng = np.random.default_rng(seed)
     return [tuple(rng.normal(size=(rows, width)).astype(dtype) for _ in range(2)) for _ in range(count)]
 
@@ -168,7 +168,7 @@ VARIANTS: dict[str, dict] = {name: {"schedule": name} for name in ("naive", "gpi
 }
 """The schedules with one stage on each rank and whole backwards, and every option that changes their numbers."""
 
-OTHERS = [name for name in SCHEDULES if name not in VARIANTS]
+WITHOUT_VARIANTS = [name for name in SCHEDULES if name not in VARIANTS]
 """The schedules that run several stages on a rank, or backwards in two halves."""
 
 
@@ -191,7 +191,7 @@ def cut(ids, sizes, *, recompute="none", **fields) -> Plan:
 
 @functools.cache
 def momentum() -> optax.GradientTransformation:
-    """SGD with momentum: has state, and is quick to compile."""
+    """Return SGD with momentum, which has state and compiles quickly."""
     return optax.sgd(0.05, momentum=0.9)
 
 

@@ -1,4 +1,4 @@
-"""The delayed rule with one `jax.grad` of the whole model as one function, and one optax update of the whole tree: no stages anywhere."""
+"""The delayed rule without stages: one `jax.grad` of the whole model and one optax update of the whole tree."""
 
 import functools
 
@@ -9,7 +9,7 @@ import optax
 
 
 def train(stack, loss, optimizer, params, state, key, batches, m, read):
-    """(losses, params by layer id, layer state) after `batches`; microbatch k reads version `read(layer_id, k)` of a layer."""
+    """Train and return (losses, params by layer id, layer state); microbatch k reads version `read(layer_id, k)` of a layer."""
     gradient_of, updated = compiled(stack, loss, optimizer)
     versions, losses, optimizer_state = [params], [], optimizer.init(params)
     zero = jax.tree.map(jnp.zeros_like, params)
@@ -29,7 +29,7 @@ def compiled(stack, loss, optimizer):
     """Compute the gradient of a batch and the update."""
 
     def mean_loss(shift, trees, state, microbatches, first, key):
-        """Of one batch. `shift` is zero and added to whatever each microbatch reads: its gradient is the sum over microbatches."""
+        """Return the loss of a batch. `shift` is zero and added to all weights, so that its gradient is the sum over microbatches."""
         total = weight = 0.0
         for j, (tree, (x, labels)) in enumerate(zip(trees, microbatches, strict=True)):
             weights = jax.tree.map(jnp.add, tree, shift)

@@ -1,4 +1,4 @@
-"""The rule of every schedule applied directly: one microbatch after the other, every version kept, nothing overlapped, nothing donated."""
+"""The rule of every schedule applied directly: one microbatch after another, all versions stored, nothing overlapped or donated."""
 
 from typing import Any, NamedTuple
 
@@ -13,19 +13,23 @@ ASYNCHRONOUS = ("pipedream", "pipedream_2bw")  # all others flush
 
 
 class Outcome(NamedTuple):
-    """Loss, weight, norm and loss scale by batch; by stage: weights by version, optimizer state; by stage and replica: layer state."""
+    """Loss, weight, norm and loss scale by batch; norms by batch and stage.
+
+    By stage: weights by version, optimizer state; by stage and replica: layer state.
+    """
 
     losses: dict[int, Any]
     weights: dict[int, Any]
     norms: dict[int, Any]
     scales: dict[int, Any]
+    stage_norms: dict[tuple[int, int], Any]
     versions: list[dict[int, Any]]
     optimizer: list[Any]
     layer_state: list[list[Any]]
 
 
 def in_flight(plan, s: int) -> int:
-    """How many forwards a replica of an asynchronous stage does before its first backward."""
+    """Return the number of forwards that a replica of an asynchronous stage computes before its first backward."""
     after = plan.replicas[s + 1 :]
     if plan.noam:
         return -(-(plan.replicas[s] + sum(after)) // plan.replicas[s])
@@ -33,12 +37,12 @@ def in_flight(plan, s: int) -> int:
 
 
 def every(plan, s: int) -> int:
-    """How many microbatches an update of stage s sees."""
+    """Return the number of microbatches of an update of stage s."""
     return plan.replicas[s] if plan.update_every == "replicas" else plan.microbatches
 
 
 def version(plan, s: int, k: int) -> int:
-    """How many updates the weights have seen that microbatch k reads at stage s."""
+    """Return the number of updates of the weights that microbatch k reads at stage s."""
     if plan.flush_first:
         batch, free = k // plan.microbatches, plan.model_copy(update={"flush_first": 0})
         return min(batch, plan.flush_first) + version(free, s, max(k - plan.flush_first * plan.microbatches, 0))
@@ -48,9 +52,9 @@ def version(plan, s: int, k: int) -> int:
         return max(k // plan.microbatches - 1, 0)
     leader = 0 if plan.vertical_sync else s
     r = plan.replicas[leader]
-    late = 1 if r > 1 and not plan.noam else 0
+    delay = 1 if r > 1 and not plan.noam else 0
     done = k // r - in_flight(plan, leader) + 1 if plan.depth == len(plan.pipeline_ranks) else done_interleaved(plan, leader, k // r)
-    return max(done - late, 0) * r // every(plan, leader)
+    return max(done - delay, 0) * r // every(plan, leader)
 
 
 def done_interleaved(plan, s: int, n: int) -> int:
@@ -76,10 +80,11 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
     m, d, last, replicas = plan.microbatches, plan.depth, plan.depth - 1, plan.replicas
     fused = (op := SCHEDULES[plan.schedule].first_op(plan, last)) in ("FB", "FI")  # one program or two round differently
     first = [start[workers[0]] for workers in plan.stage_workers]
-    versions, optimizer = ([getattr(w, name) for w in first] for name in ("versions", "optimizer"))
+    versions = [{v: w.weights.read(v) for v in w.weights.versions} for w in first]
+    optimizer = [w.optimizer for w in first]
     sums = [[start[w].accumulators for w in workers] for workers in plan.stage_workers]
     state = [[start[w].layer_state for w in workers] for workers in plan.stage_workers]
-    losses, weights, norms, found, scales = {}, {}, {}, {}, {}
+    losses, weights, norms, means, scales, stage_norms = {}, {}, {}, {}, {}, {}
     dynamic = functions[0].precision.dynamic_scale
     if dynamic is not None:
         scales, growing = {0: dynamic.initial}, 0  # by version
@@ -96,8 +101,8 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             left[s] = functions[s].residuals.keep(arguments, (x, state[s][r])), saved
         r = k % replicas[last]
         if op == "FI":
-            before, rest = (state[last][r], x, labels), (draw[last], *scale)
-            x, state[last][r], sums[last][r] = in_halves(functions[last], calls[last], read[last], before, sums[last][r], rest)
+            before, loss_arguments = (state[last][r], x, labels), (draw[last], *scale)
+            x, state[last][r], sums[last][r] = in_halves(functions[last], calls[last], read[last], before, sums[last][r], loss_arguments)
         if op == "FB":
             arguments = read[last], state[last][r], x, labels, sums[last][r], draw[last], *scale
             x, sums[last][r], changed = calls[last]["forward_backward"](*arguments)
@@ -119,26 +124,30 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             scales[k // m + 1], growing = next_scale(dynamic, scales[k // m], growing, norm.nonfinite)
         for s, total in totals.items():
             g = k // every(plan, s)
-            used = norm if functions[s].clip_stage_norm is None else calls[s]["stage_norm"](total, norm)
+            used = norm
+            if functions[s].clip_stage_norm is not None:
+                used = calls[s]["stage_norm"](total, norm)
+                stage_norms[k // m, s] = used.norm
             versions[s][g + 1], optimizer[s], mean = updated(functions[s].trained, calls[s], versions[s][g], optimizer[s], total, used)
-            found |= {g: mean} if s == last else {}
+            means |= {g: mean} if s == last else {}
         if (k + 1) % m == 0 and k // m in drained and plan.sync_state:
-            state = [mean_states(own) if len(own) > 1 else own for own in state]
+            state = [mean_states(copies) if len(copies) > 1 else copies for copies in state]
         if (k + 1) % m == 0:
-            parts = [found[g] for g in range((k + 1 - m) // every(plan, last), (k + 1) // every(plan, last))]
+            parts = [means[g] for g in range((k + 1 - m) // every(plan, last), (k + 1) // every(plan, last))]
             weights[k // m] = sum(weight for _, weight in parts)
             losses[k // m] = parts[0][0] if len(parts) == 1 else sum(loss * weight for loss, weight in parts) / weights[k // m]
-    return Outcome(losses, weights, norms, {t - 1: jnp.float32(scales[t]) for t in scales if t}, versions, optimizer, state)
+    by_batch = {t - 1: jnp.float32(scales[t]) for t in scales if t}
+    return Outcome(losses, weights, norms, by_batch, stage_norms, versions, optimizer, state)
 
 
 def forward(f, calls, params, arguments, draw):
-    """(output, layer state, residuals) of a forward."""
+    """Run a forward and return (output, layer state, residuals)."""
     x, changed, saved = calls["forward"](params, *arguments, draw)
     return x, f.changed.joined(changed, arguments[0]), saved
 
 
 def updated(trained, calls, params, optimizer, total, norm):
-    """Update the weights. Returns (the next version, the next optimizer state, (mean loss, weight))."""
+    """Update the weights and return (the next version, the next optimizer state, (mean loss, weight))."""
     new, optimizer, _, mean = calls["update"](trained.part(params), optimizer, total, norm)
     return trained.joined(new, params), optimizer, mean
 
@@ -150,17 +159,17 @@ def next_scale(dynamic, scale, growing, nonfinite):
     return (max(scale * 2.0, 1.0), 0) if growing + 1 == dynamic.growth_every else (scale, growing + 1)
 
 
-def in_halves(f, calls, params, arguments, sums, rest):
+def in_halves(f, calls, params, arguments, sums, loss_arguments):
     """Run a forward and a backward in two halves at the last stage. Returns (gradient message, new state, accumulators)."""
-    message, changed, made = calls["forward_backward_input"](params, *arguments, *rest)
+    message, changed, extra = calls["forward_backward_input"](params, *arguments, *loss_arguments)
     state = f.changed.joined(changed, arguments[0])
-    return message, state, calls["backward_weight"](params, *f.halves.stash_of(arguments, state, made), sums, *rest)
+    return message, state, calls["backward_weight"](params, *f.halves.stash_of(arguments, state, extra), sums, *loss_arguments)
 
 
 def mean_states(state: list[Any]) -> list[Any]:
     """Replace the floats in each replica's layer state by their mean over all replicas."""
 
-    def mean(own: Any, *all_: Any) -> Any:
-        return sum(all_[1:], all_[0]) * (1 / len(all_)) if jnp.issubdtype(own.dtype, jnp.inexact) else own
+    def mean(first: Any, *all_: Any) -> Any:
+        return sum(all_[1:], all_[0]) * (1 / len(all_)) if jnp.issubdtype(first.dtype, jnp.inexact) else first
 
-    return [jax.tree.map(mean, own, *state) for own in state]
+    return [jax.tree.map(mean, replica, *state) for replica in state]

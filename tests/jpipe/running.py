@@ -21,7 +21,7 @@ JITTED: dict = {}  # the stage functions that the reference runs, by stack and s
 
 
 class Trained(NamedTuple):
-    """Loss of every batch; parameters and layer state by layer id after a drain."""
+    """The loss of every batch, and the parameters and layer state by layer id after a drain."""
 
     losses: list[float]
     params: dict[str, Any]
@@ -105,19 +105,19 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
         added = jax.jit(add)
         calls = [{name: jax.jit(getattr(f, name)) for name in names} for f in functions]
         of_updates = {"update": update, "sum_squares": sum_squares, "stage_norm": with_stage_norm}
-        others = [{"add": added} | {name: jax.jit(partial(call, f)) for name, call in of_updates.items()} for f in functions]
-        JITTED[key] = functions, [own | other for own, other in zip(calls, others, strict=True)]
+        update_calls = [{"add": added} | {name: jax.jit(partial(call, f)) for name, call in of_updates.items()} for f in functions]
+        JITTED[key] = functions, [stage_calls | other for stage_calls, other in zip(calls, update_calls, strict=True)]
     for drains in (set(), drain_after):
         always = [*drains, REFERENCE_BATCHES - 1] if plan.schedule in reference.ASYNCHRONOUS else range(REFERENCE_BATCHES)
         expected = reference.train(*JITTED[key], plan, models.on_first_device(fresh.workers), batches, set(always))
-        state, losses, weights, norms, scales = models.copied(fresh), {}, {}, {}, {}
+        state, losses, weights, norms, scales, of_stages = models.copied(fresh), {}, {}, {}, {}, {}
         for t, batch in enumerate(batches):
             state, metrics = pipe.step(state, batch)
             losses, weights = losses | metrics.losses, weights | metrics.weights
-            norms, scales = norms | metrics.norms, scales | metrics.loss_scales
+            norms, scales, of_stages = norms | metrics.norms, scales | metrics.loss_scales, of_stages | metrics.stage_norms
             if t in drains:
                 state, metrics = pipe.drain(state, with_metrics=True)
-                norms, scales = norms | metrics.norms, scales | metrics.loss_scales
+                norms, scales, of_stages = norms | metrics.norms, scales | metrics.loss_scales, of_stages | metrics.stage_norms
                 losses, weights = losses | metrics.losses, weights | metrics.weights
         state, metrics = pipe.drain(state, with_metrics=True)
         check_equal(scales | metrics.loss_scales, expected.scales)
@@ -125,6 +125,7 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
         check_equal(losses | metrics.losses, expected.losses)
         check_equal(weights | metrics.weights, expected.weights)
         check_equal(norms, expected.norms)
+        check_equal(of_stages | metrics.stage_norms, expected.stage_norms)
         for worker, (s, replica) in zip(state.workers, plan.workers, strict=True):
             updates = REFERENCE_BATCHES * plan.microbatches // reference.every(plan, s)
             oldest = reference.version(plan, s, REFERENCE_BATCHES * plan.microbatches + replica)
@@ -140,18 +141,18 @@ def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int]
             assert waiting <= {"norm"}, f"stage {s} is empty after a drain"
 
 
-def check_close(found, expected, tolerance: float = 1e-12) -> None:
+def check_close(actual, expected, tolerance: float = 1e-12) -> None:
     """Check that two trees have equal structure, shapes and dtypes, and values equal up to float64 rounding."""
-    found, expected = jax.tree.map(_plain, found), jax.tree.map(_plain, expected)
-    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
-    chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=tolerance)
+    actual, expected = jax.tree.map(_plain, actual), jax.tree.map(_plain, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def check_equal(found, expected) -> None:
+def check_equal(actual, expected) -> None:
     """Check that two trees have equal structure, shapes, dtypes and values."""
-    found, expected = jax.tree.map(_plain, found), jax.tree.map(_plain, expected)
-    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)  # for values bfloat16 is float32 to chex, strict or not
-    chex.assert_trees_all_equal(found, expected)
+    actual, expected = jax.tree.map(_plain, actual), jax.tree.map(_plain, expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)  # for values bfloat16 is float32 to chex, strict or not
+    chex.assert_trees_all_equal(actual, expected)
 
 
 def _plain(leaf):

@@ -39,9 +39,10 @@ CASES: dict[str, dict[str, dict]] = {
             "microbatches": 6,
             "replicas": (3, 2),
             "placement": [[0, 0, 1], [1, 0]],  # the sum is added up process by process: neighbours in one, for the same bits
+            "stage_clip": 1.0,
         },
         "data_parallel": {"num_stages": 1, "schedule": "pipedream_flush", "microbatches": 4, "replicas": 2, "clip": 3.0},
-        "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16"},
+        "masters": {"num_stages": 2, "schedule": "pipedream", "microbatches": 1, "params": "bfloat16", "stage_clip": 1.0},
         "lengths": {"num_stages": 2, "schedule": "pipedream", "microbatches": 2, "lengths": True},
         "in a V": {"num_stages": 4, "schedule": "zb_v", "microbatches": 3, "clip": 3.0},
         "2bw with chunks": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 3, "chunks_per_rank": 2, "clip": 3.0},
@@ -78,6 +79,7 @@ CASES: dict[str, dict[str, dict]] = {
             "schedule": "pipedream",
             "microbatches": 1,
             "mesh": [{"model": 2, "data": 2}, {"data": 4}],
+            "stage_clip": 1.0,
         },
         "tied on meshes": {
             "num_stages": 2,
@@ -134,7 +136,8 @@ def pipeline(fields: dict):
     from jpipe import Pipeline, Plan, Precision
     from tests.jpipe import models
 
-    clip, ema, params = fields.pop("clip", None), fields.pop("ema", None), fields.pop("params", "float32")
+    clip, stage_clip, ema = (fields.pop(name, None) for name in ("clip", "stage_clip", "ema"))
+    params = fields.pop("params", "float32")
     precision = Precision(params=params, loss_scale="dynamic" if params == "float16" else None)
     tied, wide = fields.pop("tied", False), "mesh" in fields
     lengths = fields.pop("lengths", False)
@@ -142,7 +145,7 @@ def pipeline(fields: dict):
     stack = models.sequence_stack() if lengths else stack
     plan = Plan.even(stack.ids, **fields)
     sizes = {"rows": 4, "width": 4} if wide else {}
-    options = {"clip_global_norm": clip, "ema_decay": ema, "precision": precision}
+    options = {"clip_global_norm": clip, "clip_stage_norm": stage_clip, "ema_decay": ema, "precision": precision}
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), **options)
     return pipe, models.sequences(BATCHES, plan.microbatches) if lengths else models.masked_batches(BATCHES, plan.microbatches, **sizes)
 
@@ -152,24 +155,24 @@ def train(fields: dict) -> dict[str, np.ndarray]:
     import jax
 
     pipe, batches = pipeline(dict(fields))
-    state, found = pipe.init(jax.random.key(7), batches[0], buckets=batches), {}
+    state, numbers = pipe.init(jax.random.key(7), batches[0], buckets=batches), {}
     for t, batch in enumerate(batches):
         state, metrics = pipe.step(state, batch)
-        found |= numbers_of(metrics)
+        numbers |= numbers_of(metrics)
         if t == 2:
-            found |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[1]).items()}
-            found |= predicted(pipe, state, batches[1])
+            numbers |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[1]).items()}
+            numbers |= predicted(pipe, state, batches[1])
             if pipe.ema_decay is not None:
-                found["loss of the average"] = float(pipe.evaluate(state, batches[0], weights="ema").loss)
+                numbers["loss of the average"] = float(pipe.evaluate(state, batches[0], weights="ema").loss)
     state, metrics = pipe.drain(state, with_metrics=True)
-    found |= numbers_of(metrics)
-    found |= {f"{name} at the end": number for name, number in evaluated(pipe, state, batches[0]).items()}
+    numbers |= numbers_of(metrics)
+    numbers |= {f"{name} at the end": number for name, number in evaluated(pipe, state, batches[0]).items()}
     for layer_id, params in pipe.params(state).items():
-        found |= {f"{layer_id}{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(params)}
+        numbers |= {f"{layer_id}{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(params)}
     for w, worker in zip(pipe._executor.stages, state.workers, strict=True):
         for path, leaf in jax.tree.leaves_with_path(worker.layer_state):
-            found[f"state of worker {w}{jax.tree_util.keystr(path)}"] = leaf
-    return {name: np.asarray(value) for name, value in found.items()}
+            numbers[f"state of worker {w}{jax.tree_util.keystr(path)}"] = leaf
+    return {name: np.asarray(value) for name, value in numbers.items()}
 
 
 def numbers_of(metrics) -> dict[str, float]:
@@ -180,10 +183,13 @@ def numbers_of(metrics) -> dict[str, float]:
 def evaluated(pipe, state, batch) -> dict[str, float]:
     from tests.jpipe import models
 
-    found = pipe.evaluate(state, batch, {"close": models.close, "loss again": models.masked_squares})
-    numbers = {f"{part} of {name}": number for name, mean in found.metrics.items() for part, number in mean._asdict().items()}
-    numbers |= {"loss": found.loss, "weight": found.weight, "version": found.version}
-    assert (float(found.metrics["loss again"].mean), float(found.metrics["loss again"].weight)) == (float(found.loss), float(found.weight))
+    evaluation = pipe.evaluate(state, batch, {"close": models.close, "loss again": models.masked_squares})
+    numbers = {f"{part} of {name}": number for name, mean in evaluation.metrics.items() for part, number in mean._asdict().items()}
+    numbers |= {"loss": evaluation.loss, "weight": evaluation.weight, "version": evaluation.version}
+    assert (float(evaluation.metrics["loss again"].mean), float(evaluation.metrics["loss again"].weight)) == (
+        float(evaluation.loss),
+        float(evaluation.weight),
+    )
     return {name: float(number) for name, number in numbers.items()}
 
 
@@ -192,10 +198,10 @@ def predicted(pipe, state, batch) -> dict[str, np.ndarray]:
     import jax
 
     inputs = jax.tree.map(lambda leaf: leaf[:-1], batch[0])
-    found, of_first = pipe.predict(state, inputs), pipe.predict(state, inputs, to="first")
+    outputs, of_first = pipe.predict(state, inputs), pipe.predict(state, inputs, to="first")
     assert (of_first is None) == (jax.process_index() != 0)
-    assert of_first is None or of_first.tobytes() == found.tobytes()
-    return {"outputs": found}
+    assert of_first is None or of_first.tobytes() == outputs.tobytes()
+    return {"outputs": outputs}
 
 
 def refusal() -> str:
@@ -234,14 +240,14 @@ def differ(file: str) -> None:
     from jpipe import InputError
 
     fields, other = dict(CASES["2"]["2bw"]), jax.process_index() == 1
-    said = {}
+    errors = {}
     for name, changed, seed, rows in (("clip", {"clip": 2.0}, 7, 1), ("key", {}, 8, 1), ("rows", {}, 7, 2)):
         pipe, batches = pipeline(fields | (changed if other else {}))
         batch = jax.tree.map(lambda leaf: leaf.repeat(rows if other else 1, axis=0), batches[0])  # noqa: B023
         try:
             pipe.init(jax.random.key(seed if other else 7), batch)
         except InputError as error:
-            said[name] = str(error)
+            errors[name] = str(error)
     pipe, batches = pipeline(fields)
     state = pipe.init(jax.random.key(7), batches[0])
     try:
@@ -250,8 +256,8 @@ def differ(file: str) -> None:
             for loss in metrics.losses.values():
                 float(loss)
     except InputError as error:
-        said["step"], said["at"] = str(error), t
-    np.savez(file, **{name: np.asarray(text) for name, text in said.items()})
+        errors["step"], errors["at"] = str(error), t
+    np.savez(file, **{name: np.asarray(text) for name, text in errors.items()})
     raise InputError("nobody catches this")
 
 
@@ -263,7 +269,7 @@ def save_copies(folder: Path) -> dict[str, np.ndarray]:
     from jpipe.runtime import CopiesDiffer
 
     pipe, batches = pipeline(dict(CASES["2"]["tied"]))
-    state, said = pipe.init(jax.random.key(7), batches[0]), ""
+    state, reported = pipe.init(jax.random.key(7), batches[0]), ""
     for at in (1, 3):
         snapshot = pipe.snapshot(at)
         if at == 3 and jax.process_index() == 1:
@@ -275,23 +281,23 @@ def save_copies(folder: Path) -> dict[str, np.ndarray]:
         try:
             checkpoints.save(folder, snapshot)
         except CopiesDiffer as error:
-            said = str(error)
-    return {"copies": np.asarray(said), "saved": np.asarray(checkpoints.steps(folder))}
+            reported = str(error)
+    return {"copies": np.asarray(reported), "saved": np.asarray(checkpoints.steps(folder))}
 
 
 def train_all(group: str, count: int, file: str) -> None:
     from jpipe.runtime import _executor
 
     mine = CASES[group]
-    found = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
+    numbers = {f"{case}: {name}": value for case, fields in mine.items() for name, value in train(fields).items()}
     if count > 1:
-        found["refused"] = np.asarray(refusal())
-        found |= {"disagreed": np.asarray(disagreement())} if group == "2, meshes" else {}
-        found |= save_copies(Path(file).parent) if "tied" in mine else {}
+        numbers["refused"] = np.asarray(refusal())
+        numbers |= {"disagreed": np.asarray(disagreement())} if group == "2, meshes" else {}
+        numbers |= save_copies(Path(file).parent) if "tied" in mine else {}
         inline = [case for case in INLINE if case in mine]
         _executor.Transport = functools.partial(_executor.Transport, threads=False)
-        found |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}
-    np.savez(file, **found)
+        numbers |= {f"inline {case}: {name}": value for case in inline for name, value in train(mine[case]).items()}
+    np.savez(file, **numbers)
 
 
 def train_endlessly(file: str) -> None:
@@ -332,7 +338,7 @@ def main(what: str, group: str, address: str, count: int, index: int, file: str)
 
 @contextlib.contextmanager
 def started(what: str, group: str, count: int, folder: Path) -> Iterator[list[subprocess.Popen]]:
-    """`count` processes of this program, which write to FOLDER/COUNT.INDEX.npz and .txt; killed in the end, whatever happened."""
+    """Start `count` processes of this program that write to FOLDER/COUNT.INDEX.npz and .txt, and kill them on exit."""
     traced = os.environ | {"PYTHONFAULTHANDLER": "1"}  # a process that crashes prints where
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -341,9 +347,9 @@ def started(what: str, group: str, count: int, folder: Path) -> Iterator[list[su
     processes = []
     try:
         for index in range(count):
-            with open(folder / f"{count}.{index}.txt", "w") as told:
+            with open(folder / f"{count}.{index}.txt", "w") as log:
                 command = [*program, str(index), str(folder / f"{count}.{index}.npz")]
-                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=told, stderr=subprocess.STDOUT, env=traced))
+                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=traced))
         yield processes
     finally:
         for process in processes:

@@ -1,4 +1,4 @@
-"""What a caller gets wrong is told in one message: where, expected, found, what to change. No device is touched."""
+"""Mistakes of the caller give one message: where, expected, found, what to change. No device is used."""
 
 import functools
 import json
@@ -130,7 +130,7 @@ def test_a_truncated_plan_is_refused(length):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "description"),
     [
         ("[1, 2]", "'list'"),
         ('"gpipe"', "'str'"),
@@ -139,9 +139,9 @@ def test_a_truncated_plan_is_refused(length):
         ('{"format": "jpipe-plan/2"}', "'jpipe-plan/2'"),
     ],
 )
-def test_foreign_json_is_refused(text, found):
+def test_foreign_json_is_refused(text, description):
     with pytest.raises(
-        InputError, match=rf'^plan: expected a JSON object with "format": "jpipe-plan/1", found {found}; is this a plan of jpipe\?$'
+        InputError, match=rf'^plan: expected a JSON object with "format": "jpipe-plan/1", found {description}; is this a plan of jpipe\?$'
     ):
         Plan.from_json(text)
 
@@ -173,12 +173,12 @@ def test_odd_plans_are_refused_with_a_message(text, message):
         ('"placement": null', r"^plan: placement: expected a valid tuple, found the key twice$"),
     ],
 )
-def test_a_key_that_is_there_twice_is_refused(twice, message):
+def test_a_duplicate_key_is_refused(twice, message):
     with pytest.raises(InputError, match=message):
         Plan.from_json(TEXT.replace(twice, f"{twice}, {twice}", 1))
 
 
-def test_what_is_not_printable_is_escaped_and_a_problem_keeps_its_line():
+def test_unprintable_characters_are_escaped_and_a_problem_keeps_its_line():
     assert str(InputError("a\nb\x1b[31m\u202eé →", "c\udcff")) == "a\\nb\\x1b[31m\\u202eé →\nc\\udcff"
 
 
@@ -388,8 +388,8 @@ for call in json.loads(sys.argv[1]):
 """
 
 
-def test_wrong_types_are_told_without_type_checks_too():
-    """The tests check types at run time; a user's program does not, and must hear of them from us."""
+def test_wrong_types_are_reported_without_type_checks_too():
+    """The tests check types at run time but a user's program does not, so jpipe must report wrong types itself."""
     command = [sys.executable, "-c", CALLS, json.dumps(list(UNTYPED))]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(jpipe.__file__).parents[1])
     assert dict(zip(UNTYPED, result.stdout.splitlines(), strict=True)) == UNTYPED
@@ -403,7 +403,7 @@ def test_integers_may_be_those_of_numpy():
     assert json.loads(Plan.even(IDS, 2, "gpipe", 2, replicas=np.int64(1)).to_json())["stages"][0]["replicas"] == 1
 
 
-def test_a_batch_unlike_the_one_of_init_is_refused():
+def test_a_batch_of_another_shape_than_that_of_init_is_refused():
     pipe = pipeline()
     state = pipe.init(jax.random.key(0), (X, X))
     for other in ((np.zeros((8, 3), np.float32),) * 2, (X, X.astype(np.int32)), ({"x": X}, X)):
@@ -454,7 +454,7 @@ def test_nothing_runs_on_a_device_before_a_refusal():
         ({"batches": -1}, "found start 0, begin 0, batches -1"),
     ],
 )
-def test_programs_that_cannot_be_are_refused(numbers, message):
+def test_impossible_programs_are_refused(numbers, message):
     with pytest.raises(InputError, match=message):
         lower(Plan.even("abc", 2, "pipedream_2bw", 2), **numbers)
 
@@ -466,10 +466,10 @@ def test_costs_are_fitted_rank_by_rank():
 
 
 @pytest.mark.parametrize("peaks", [[], [1], [1, 2, 3]], ids=len)
-def test_a_prediction_is_of_every_stage(peaks):
+def test_a_prediction_must_have_every_stage(peaks):
     predicted = {"batch_seconds": 1.0, "bubble": 0.1, "peak_bytes": peaks}
-    told = rf"plan: predicted.peak_bytes: expected one number for each of 2 stages, found {len(peaks)}; plan again$"
-    with pytest.raises(jpipe.InputError, match=told):
+    message = rf"plan: predicted.peak_bytes: expected one number for each of 2 stages, found {len(peaks)}; plan again$"
+    with pytest.raises(jpipe.InputError, match=message):
         jpipe.Plan.even("ab", 2, "gpipe", 2, predicted=predicted)
     assert jpipe.Plan.even("ab", 2, "gpipe", 2, predicted=predicted | {"peak_bytes": [1, 2]}).predicted is not None
 
@@ -478,7 +478,7 @@ ONES = np.ones((2, 3), np.float32)
 
 
 @functools.cache
-def begun():
+def started():
     pipe = pipeline()
     return pipe, pipe.init(jax.random.key(0), (ONES, ONES))
 
@@ -488,7 +488,7 @@ class OnlyAShape:
 
 
 class Frame:
-    """A table without one dtype."""
+    """A table whose columns differ in dtype."""
 
     shape, ndim = (2, 3), 2
 
@@ -497,9 +497,9 @@ class Frame:
 
 
 def deleted():
-    found = jax.numpy.ones((2, 3))
-    found.delete()
-    return found
+    array = jax.numpy.ones((2, 3))
+    array.delete()
+    return array
 
 
 ODD_BATCHES = {
@@ -517,8 +517,8 @@ ODD_BATCHES = {
 
 
 @pytest.mark.parametrize(("inputs", "message"), ODD_BATCHES.values(), ids=ODD_BATCHES)
-def test_a_batch_that_jax_does_not_take_is_refused(inputs, message):
-    pipe, state = begun()
+def test_a_batch_that_jax_rejects_is_refused(inputs, message):
+    pipe, state = started()
     with pytest.raises(InputError, match=f"^batch: {message}"):
         pipe.step(state, (inputs(), ONES))
 
@@ -556,7 +556,7 @@ def test_impossible_numbers_are_refused(make, message):
         lambda text: Plan.from_json(json.dumps({"format": text})),
     ],
 )
-def test_a_long_value_is_not_shown_whole(make):
+def test_a_long_value_is_shortened(make):
     for text in ("x" * 100_000, "x y\n" * 25_000):
         with pytest.raises(InputError) as caught:
             make(text)

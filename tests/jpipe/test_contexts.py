@@ -1,4 +1,4 @@
-"""Pipelines inside of contexts that the user has set for other programs."""
+"""Pipelines inside JAX contexts that the user has set for other programs."""
 
 import jax
 import numpy as np
@@ -25,11 +25,11 @@ def everything(pipe, key):
     snapshot = pipe.snapshot(1)
     state, _ = pipe.step(state, BATCH, observe=snapshot)
     state = pipe.drain(state)
-    found = pipe.evaluate(state, BATCH).loss, pipe.params(state)
+    result = pipe.evaluate(state, BATCH).loss, pipe.params(state)
     pipe.check_layers(BATCH, snapshot.layers(), 1)
     restored = pipe.restore(key, BATCH, snapshot.layers(), 1)
     pipe.step(restored, BATCH)
-    return [float(found[0]), found[1], [cost.weights for cost in pipe.costs(BATCH)]]
+    return [float(result[0]), result[1], [cost.weights for cost in pipe.costs(BATCH)]]
 
 
 def mesh():
@@ -39,15 +39,15 @@ def mesh():
 @pytest.mark.parametrize(
     "context", [mesh, lambda: jax.transfer_guard("disallow"), lambda: jax.default_device(jax.devices()[1])], ids=["mesh", "guard", "device"]
 )
-def test_contexts_of_other_programs_change_nothing(context):
+def test_jax_contexts_of_the_caller_change_nothing(context):
     key = jax.random.key(3)
     expected = everything(built(), key)
     with context():
-        found = everything(built(), key)
-    running.check_equal(found, expected)
+        actual = everything(built(), key)
+    running.check_equal(actual, expected)
 
 
-def test_the_mesh_of_the_user_is_back_after_a_call():
+def test_the_mesh_of_the_user_is_restored_after_a_call():
     with mesh():
         before = jax.sharding.get_abstract_mesh()
         built().check(BATCH)

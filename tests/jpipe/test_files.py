@@ -1,4 +1,4 @@
-"""Files are written whole, and through no symbolic link; paths are found as the system finds them."""
+"""Files are written atomically and never through a symbolic link; paths resolve like the system's."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def victim(tmp_path):
     return file
 
 
-def test_a_file_is_replaced_whole_and_nothing_is_left_of_one_that_fails(tmp_path, monkeypatch):
+def test_a_file_is_replaced_atomically_and_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     file = tmp_path / ("n" * 255)  # as long as a name can be
     files.write_atomically(file, "one")
     files.write_atomically(file, b"two")
@@ -67,7 +67,7 @@ def test_nothing_is_appended_through_a_link(target, victim, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("text", "expected"),
     [
         ("rr", "here/rr"),
         ("../rr", "rr"),
@@ -78,33 +78,35 @@ def test_nothing_is_appended_through_a_link(target, victim, tmp_path):
         ("./../here//rr", "here/rr"),
     ],
 )
-def test_paths_are_resolved_as_the_system_does(given, found, tmp_path, monkeypatch):
+def test_paths_are_resolved_as_the_system_does(text, expected, tmp_path, monkeypatch):
     for folder in ("here", "elsewhere/deep", "home"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere" / "deep")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "here")
-    assert files.resolved(given, "run.dir") == tmp_path / found
-    assert files.shown(tmp_path / found) == (found.removeprefix("here/") if found.startswith("here/") else str(tmp_path / found))
+    assert files.resolved(text, "run.dir") == tmp_path / expected
+    assert files.shown(tmp_path / expected) == (
+        expected.removeprefix("here/") if expected.startswith("here/") else str(tmp_path / expected)
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("text", "message"),
     [
         ("\udcff/rr", r"run.dir: expected a path in UTF-8, found b'.*/\\xff/rr'; rename the folder, or choose another"),
         ("~nobody-has-this-name/rr", r"run.dir: '~nobody-has-this-name/rr' begins with an unknown user's home folder"),
         ("circle/rr", r"run.dir: cannot find 'circle/rr': "),
     ],
 )
-def test_paths_that_cannot_be_used_are_refused(given, message, tmp_path, monkeypatch):
+def test_paths_that_cannot_be_used_are_refused(text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("circle").symlink_to("circle")
     with pytest.raises(InputError, match=message):
-        files.resolved(given, "run.dir")
+        files.resolved(text, "run.dir")
 
 
 def test_all_that_writes_goes_through_one_module():
-    """Another `open` for writing is a place where a link may be followed."""
+    """Any other `open` for writing might follow a link."""
     root = Path(files.__file__).parents[1]
     ways = (
         r"\.write_(text|bytes)\(",
@@ -114,12 +116,12 @@ def test_all_that_writes_goes_through_one_module():
         r"shutil\.(copy|move)",
     )
     sources = [path for package in PACKAGES.values() for path in package.rglob("*.py")]
-    found = {
+    writers = {
         path.relative_to(root).as_posix()
         for path in sources
         if re.search("|".join(ways), path.read_text("utf-8").replace("open(os.devnull", ""))
     }
-    assert found <= {"jpipe/files.py"}
+    assert writers <= {"jpipe/files.py"}
 
 
 def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
@@ -132,16 +134,16 @@ def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
             os.close(number)
 
 
-@pytest.mark.parametrize("given", ["\ud800/rr", "a\0b"])
-def test_names_that_no_file_can_have_are_refused(given):
+@pytest.mark.parametrize("text", ["\ud800/rr", "a\0b"])
+def test_names_that_no_file_can_have_are_refused(text):
     with pytest.raises(InputError, match=r"^--out: '.*' has a character that no path can have; choose another name$"):
-        files.expanded(given, "--out")
+        files.expanded(text, "--out")
     with pytest.raises(InputError, match=r"^run.dir: '.*' has a character"):
-        files.resolved(given, "run.dir")
+        files.resolved(text, "run.dir")
 
 
-def test_a_circle_is_refused_where_python_leaves_it_as_it_is(tmp_path, monkeypatch):
-    """As `resolve` does from Python 3.13 on."""
+def test_a_cycle_of_links_that_python_does_not_resolve_is_refused(tmp_path, monkeypatch):
+    """`Path.resolve` does not raise an error from Python 3.13 on."""
     (tmp_path / "circle").symlink_to("circle")
     monkeypatch.setattr(Path, "resolve", Path.absolute)
     with pytest.raises(InputError, match=r"^run.dir: cannot find '.*/circle/rr': Too many levels of symbolic links; choose another$"):

@@ -1,4 +1,4 @@
-"""Ctrl-C, and failures, in a step: the caller's state goes on with the right numbers, or says that it is lost and why."""
+"""Ctrl-C and failures during a step: the caller's state continues with the right numbers, or reports why it is lost."""
 
 import inspect
 import os
@@ -39,19 +39,19 @@ def fresh(pipe, batches):
 
 
 @pytest.fixture(scope="module")
-def begun(pipe, batches, fresh):
+def start_state(pipe, batches, fresh):
     """Return a state before the last batch, with microbatches in flight."""
-    state, _ = trained(pipe, models.copied(fresh), batches[:-1])
+    state, _ = finish_training(pipe, models.copied(fresh), batches[:-1])
     return state
 
 
 @pytest.fixture(scope="module")
-def expected(pipe, batches, begun):
-    """Of the last batch, when nothing interrupts its step."""
-    return outcome(pipe, *trained(pipe, models.copied(begun), batches))
+def expected(pipe, batches, start_state):
+    """Return the outcome of the last batch without an interruption."""
+    return outcome(pipe, *finish_training(pipe, models.copied(start_state), batches))
 
 
-def trained(pipe, state, batches, metrics=None):
+def finish_training(pipe, state, batches, metrics=None):
     """Train from `state.batch` to the last batch, as after an interruption, and return the state and all metrics."""
     metrics = metrics or Metrics.empty()
     while state.batch < len(batches):
@@ -61,13 +61,13 @@ def trained(pipe, state, batches, metrics=None):
 
 
 def outcome(pipe, state, metrics):
-    """All metrics and the weights in the end."""
+    """Return all metrics and the final weights."""
     state, more = pipe.drain(state, with_metrics=True)
     return jax.tree.map(np.asarray, (interrupts.merged(metrics, more)._asdict(), pipe.params(state)))
 
 
 class Interrupting:
-    """Sends SIGINT at the n-th line of jpipe's code, or at the n-th instruction of some functions, where Python would let it in."""
+    """A tracer that sends SIGINT at the n-th line of jpipe's code, or at the n-th instruction of some functions."""
 
     def __init__(self, at: int, functions: tuple = ()):
         self.at, self.count, self.codes = at, 0, {function.__code__ for function in functions}
@@ -105,25 +105,25 @@ STEP = undecorated(Pipeline.step)
 HANDING_OVER = (STEP, undecorated(interrupts.consume), undecorated(interrupts.delayed_signals))
 
 
-def interrupted(pipe, begun, batches, expected, at, functions=()):
-    """Whether the step was interrupted there, and how many places there are; the numbers are those of the run that was not."""
-    state, metrics, hit, tracer = models.copied(begun), Metrics.empty(), False, Interrupting(at, functions)
+def interrupted(pipe, start_state, batches, expected, at, functions=()):
+    """Interrupt a step, check its numbers, and return whether the interruption happened and the number of possible places."""
+    state, metrics, hit, tracer = models.copied(start_state), Metrics.empty(), False, Interrupting(at, functions)
     try:
         with tracer:
             state, metrics = STEP(pipe, state, batches[-1])
     except KeyboardInterrupt:
         hit = True
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    running.check_equal(outcome(pipe, *trained(pipe, state, batches, metrics)), expected)
+    running.check_equal(outcome(pipe, *finish_training(pipe, state, batches, metrics)), expected)
     return hit, tracer.count
 
 
 @pytest.mark.parametrize("functions", [(), HANDING_OVER], ids=["lines", "instructions where the result is handed over"])
-def test_ctrl_c_at_any_moment_of_a_step(pipe, begun, batches, expected, functions):
-    hit, count = interrupted(pipe, begun, batches, expected, -1, functions)
+def test_ctrl_c_at_any_moment_of_a_step(pipe, start_state, batches, expected, functions):
+    hit, count = interrupted(pipe, start_state, batches, expected, -1, functions)
     assert not hit
-    places = range(1, count + 1, max(count // 30, 1))
-    assert all(interrupted(pipe, begun, batches, expected, at, functions)[0] for at in places)
+    points = range(1, count + 1, max(count // 30, 1))
+    assert all(interrupted(pipe, start_state, batches, expected, at, functions)[0] for at in points)
 
 
 def raising(error, after=5):
@@ -138,22 +138,22 @@ def raising(error, after=5):
     return observe, seen
 
 
-def test_what_an_observer_raises_comes_when_the_step_is_complete(pipe, begun, batches, expected):
+def test_an_observers_exception_is_raised_when_the_step_is_complete(pipe, start_state, batches, expected):
     observe, seen = raising(ZeroDivisionError("mine"))
-    state = models.copied(begun)
+    state = models.copied(start_state)
     with pytest.raises(ZeroDivisionError, match="mine"):
         pipe.step(state, batches[-1], observe=observe)
     assert len(seen) == 6, "it is called no more"
     assert pipe.evaluate(state, batches[0]).version == BATCHES - 1
-    again, metrics = pipe.step(state, models.copied(batches[-1]))  # the content counts, not the object
-    assert (again.batch, sorted(metrics.losses)) == (BATCHES, [BATCHES - 1])
-    running.check_equal(outcome(pipe, again, metrics), expected)
+    resumed, metrics = pipe.step(state, models.copied(batches[-1]))  # the content counts, not the object
+    assert (resumed.batch, sorted(metrics.losses)) == (BATCHES, [BATCHES - 1])
+    running.check_equal(outcome(pipe, resumed, metrics), expected)
     with pytest.raises(InputError, match="already consumed it"):
         pipe.step(state, batches[-1])
 
 
-def test_another_batch_goes_on_from_the_step_that_was_interrupted(pipe, fresh, begun, batches, expected):
-    """As in `for batch in batches: …` with an `except KeyboardInterrupt` inside: no batch is lost, and no loss."""
+def test_another_batch_completes_the_interrupted_step(pipe, fresh, start_state, batches, expected):
+    """A loop `for batch in batches` that catches `KeyboardInterrupt` loses no batch and no loss."""
     state, metrics = models.copied(fresh), Metrics.empty()
     for t, batch in enumerate(batches):
         try:
@@ -166,8 +166,8 @@ def test_another_batch_goes_on_from_the_step_that_was_interrupted(pipe, fresh, b
     running.check_equal(params, expected[1])
 
 
-def test_a_drain_goes_on_too(pipe, begun, batches, expected):
-    state, metrics = pipe.step(models.copied(begun), batches[-1])
+def test_an_interrupted_drain_is_completed(pipe, start_state, batches, expected):
+    state, metrics = pipe.step(models.copied(start_state), batches[-1])
     with pytest.raises(KeyboardInterrupt):
         pipe.drain(state, observe=raising(KeyboardInterrupt())[0])
     running.check_equal(outcome(pipe, state, metrics), expected)
@@ -180,19 +180,19 @@ class Broken(np.ndarray):
         raise OSError("the disk is gone")
 
 
-def test_a_batch_that_cannot_be_read_leaves_the_state_as_it_is(pipe, begun, batches, expected):
-    state, (x, labels) = models.copied(begun), batches[-1]
+def test_a_batch_that_cannot_be_read_leaves_the_state_unchanged(pipe, start_state, batches, expected):
+    state, (x, labels) = models.copied(start_state), batches[-1]
     with pytest.raises(OSError, match="the disk is gone"):
         pipe.step(state, (x, labels.view(Broken)))
-    running.check_equal(outcome(pipe, *trained(pipe, state, batches)), expected)
+    running.check_equal(outcome(pipe, *finish_training(pipe, state, batches)), expected)
 
 
 @pytest.mark.parametrize("call", ["step", "drain"])
-def test_a_computation_that_fails_loses_the_state_and_says_so(pipe, begun, batches, monkeypatch, call):
+def test_a_computation_that_fails_loses_the_state_and_reports_it(pipe, start_state, batches, monkeypatch, call):
     def out_of_memory(*arguments):
         raise MemoryError("RESOURCE_EXHAUSTED: 7 bytes\nand more")
 
-    state = models.copied(begun)
+    state = models.copied(start_state)
     monkeypatch.setitem(interpreter._METHODS, interpreter.Update, out_of_memory)
     with pytest.raises(MemoryError, match="RESOURCE_EXHAUSTED"):
         pipe.step(state, batches[-1]) if call == "step" else pipe.drain(state)
@@ -207,9 +207,9 @@ def test_a_computation_that_fails_loses_the_state_and_says_so(pipe, begun, batch
             use()
 
 
-def test_ctrl_c_again_after_some_seconds_does_not_wait(pipe, begun, batches, monkeypatch):
-    """A step that waits for a process that is gone would never end else."""
-    state, update = models.copied(begun), interpreter._METHODS[interpreter.Update]
+def test_a_second_ctrl_c_after_some_seconds_does_not_wait(pipe, start_state, batches, monkeypatch):
+    """Otherwise a step that waits for a lost process would never end."""
+    state, update = models.copied(start_state), interpreter._METHODS[interpreter.Update]
 
     def pressed_again(*arguments):
         for _ in range(3):
@@ -226,18 +226,18 @@ def test_ctrl_c_again_after_some_seconds_does_not_wait(pipe, begun, batches, mon
         pipe.step(state, batches[-1])
 
 
-def test_an_evaluation_that_is_interrupted_leaves_nothing(pipe, begun, batches, expected, monkeypatch):
-    state, evaluate = models.copied(begun), interpreter._METHODS[interpreter.Compute]
+def test_an_interrupted_evaluation_leaves_nothing(pipe, start_state, batches, expected, monkeypatch):
+    state, evaluate = models.copied(start_state), interpreter._METHODS[interpreter.Compute]
     monkeypatch.setitem(interpreter._METHODS, interpreter.Receive, lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         pipe.evaluate(state, batches[0])
     monkeypatch.undo()
     assert interpreter._METHODS[interpreter.Compute] is evaluate
     assert pipe._executor._transport._mailbox == {}
-    running.check_equal(outcome(pipe, *trained(pipe, state, batches)), expected)
+    running.check_equal(outcome(pipe, *finish_training(pipe, state, batches)), expected)
 
 
-def test_signals_that_others_handle_are_left_alone():
+def test_signals_with_other_handlers_are_unchanged():
     received = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
@@ -247,24 +247,24 @@ def test_signals_that_others_handle_are_left_alone():
                     signal.raise_signal(signal.SIGTERM)
                 assert not received
             assert not received
-            own = signal.signal(signal.SIGINT, signal.SIG_IGN)  # who sets one in between keeps it
+            previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # who sets one in between keeps it
         assert received == [signal.SIGTERM] * 2, "each is delivered: a second one may mean more than the first"
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         with interrupts.delayed_signals():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        assert own is not signal.SIG_IGN
+        assert previous is not signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, before)
 
 
-def test_in_another_thread_nothing_is_held_back(pipe, begun, batches, expected):
+def test_outside_the_main_thread_no_signal_is_delayed(pipe, start_state, batches, expected):
     """Python delivers signals to the main thread only."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(outcome(pipe, *trained(pipe, models.copied(begun), batches))))
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(outcome(pipe, *finish_training(pipe, models.copied(start_state), batches))))
     thread.start()
     thread.join()
-    running.check_equal(found[0], expected)
+    running.check_equal(outcomes[0], expected)
 
 
 def test_real_signals_at_random_moments(pipe, batches, fresh):

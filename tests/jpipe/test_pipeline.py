@@ -1,4 +1,4 @@
-"""The user's object: states, metrics, evaluation, parameters."""
+"""The `Pipeline` object: states, metrics, evaluation, parameters."""
 
 from xml.etree import ElementTree
 
@@ -52,7 +52,7 @@ def test_each_step_finishes_its_own_batch_and_does_not_wait_for_it(variant):
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_a_consumed_state_keeps_its_containers_and_loses_its_arrays(variant):
-    """As an argument that `jax.jit` donates; arrays that the next state shares are not deleted, nor is what metrics hold."""
+    """Like an argument that `jax.jit` donates; arrays that the next state or the metrics share are not deleted."""
     pipe = pipeline(variant, **{"clip_global_norm": 1.0} if variant in ("pipedream_2bw", "gpipe") else {})
     state, results = fresh(pipe, BATCHES), []
     for batch in (*BATCHES[:4], None):
@@ -68,7 +68,7 @@ def test_a_consumed_state_keeps_its_containers_and_loses_its_arrays(variant):
 
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
-def test_a_used_up_state_is_refused(variant):
+def test_a_consumed_state_is_refused(variant):
     pipe = pipeline(variant)
     old = fresh(pipe, BATCHES)
     state, _ = pipe.step(old, BATCHES[0])
@@ -85,8 +85,8 @@ def test_a_used_up_state_is_refused(variant):
 
 
 @pytest.mark.parametrize("variant", ASYNCHRONOUS)
-def test_a_state_that_drain_used_up_is_refused(variant):
-    """A drain may leave the last stage alone: all its work is done in the step."""
+def test_a_state_consumed_by_drain_is_refused(variant):
+    """A drain may do nothing at the last stage, whose work is complete after the step."""
     pipe = pipeline(variant)
     old, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
     same_arrays = jax.tree.map(lambda leaf: leaf, old)
@@ -96,7 +96,7 @@ def test_a_state_that_drain_used_up_is_refused(variant):
             pipe.step(used_up, BATCHES[1])
 
 
-def test_what_is_no_state_is_refused():
+def test_an_invalid_state_is_refused():
     pipe, other = pipeline("gpipe"), pipeline("gpipe", d=2)
     with pytest.raises(InputError, match=r"state: this pipeline did not make it; call init first"):
         pipe.step(fresh(other, BATCHES), BATCHES[0])
@@ -107,7 +107,7 @@ def test_what_is_no_state_is_refused():
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_the_whole_state_is_a_pytree(variant):
-    """Taken apart and put together, with other arrays of the same values, training goes on with the same numbers."""
+    """A state that is flattened and rebuilt with copies of its arrays trains with the same numbers."""
     pipe = pipeline(variant)
     expected = train(pipe, BATCHES)
     state = fresh(pipe, BATCHES)
@@ -117,8 +117,8 @@ def test_the_whole_state_is_a_pytree(variant):
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
     state = jax.tree.unflatten(form, [jnp.copy(leaf) for leaf in leaves])
     assert isinstance(state, State)
-    found = train(pipe, BATCHES[3:], state)
-    check_equal(found._replace(losses=expected.losses[:3] + found.losses), expected)
+    actual = train(pipe, BATCHES[3:], state)
+    check_equal(actual._replace(losses=expected.losses[:3] + actual.losses), expected)
 
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
@@ -131,7 +131,7 @@ def test_a_drained_pipeline_may_be_drained_again(variant):
 
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
-def test_evaluation_leaves_the_trajectory_as_it_is(variant):
+def test_evaluation_leaves_the_trajectory_unchanged(variant):
     pipe = pipeline(variant)
     expected = train(pipe, BATCHES)
     state, losses = fresh(pipe, BATCHES), []
@@ -151,25 +151,25 @@ def test_evaluation_leaves_the_trajectory_as_it_is(variant):
 @pytest.mark.parametrize("variant", models.VARIANTS)
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_evaluation_equals_a_forward_by_hand_at_the_version_it_names(variant, steps):
-    """Before and during training; stashing holds no version in all stages then, so a drained copy is evaluated."""
+    """Evaluate before and during training; with stashing no version is in all stages, so a drained copy is evaluated."""
     pipe = pipeline(variant)
     state = fresh(pipe, BATCHES)
     for batch in BATCHES[:steps]:
         state, _ = pipe.step(state, batch)
-    found = pipe.evaluate(state, BATCHES[5])
+    evaluation = pipe.evaluate(state, BATCHES[5])
     params = models.on_first_device(pipe.params(state))
-    if all(found.version in worker.weights.versions for worker in state.workers):
+    if all(evaluation.version in worker.weights.versions for worker in state.workers):
         evaluated = state
-        held = {layer_id: p for worker in state.workers for layer_id, p in worker.weights.read(found.version).items()}
-        check_equal(params, held)
+        stored = {layer_id: p for worker in state.workers for layer_id, p in worker.weights.read(evaluation.version).items()}
+        check_equal(params, stored)
     else:
         evaluated = pipe.drain(models.copied(state))
         assert variant == "pipedream"
-        assert found.version == steps
+        assert evaluation.version == steps
     expected = value_of(pipe, params, models.on_first_device(layer_state(evaluated)), BATCHES[5])
-    np.testing.assert_allclose((found.loss, found.weight), expected, rtol=1e-6)
+    np.testing.assert_allclose((evaluation.loss, evaluation.weight), expected, rtol=1e-6)
     least = steps if pipe.plan.schedule not in ASYNCHRONOUS else max(steps - 1, 0)
-    assert least <= found.version <= steps
+    assert least <= evaluation.version <= steps
 
 
 def test_evaluation_takes_any_number_of_microbatches():
@@ -192,14 +192,14 @@ def test_metrics_of_an_evaluation_are_sums_over_its_microbatches_like_the_loss(v
     pipe = pipeline(variant)
     state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
     plain = pipe.evaluate(state, BATCHES[1])
-    found = pipe.evaluate(state, BATCHES[1], metrics={"close": models.close, "loss again": models.masked_squares})
-    assert (plain.metrics, list(found.metrics)) == ({}, ["close", "loss again"])
+    evaluation = pipe.evaluate(state, BATCHES[1], metrics={"close": models.close, "loss again": models.masked_squares})
+    assert (plain.metrics, list(evaluation.metrics)) == ({}, ["close", "loss again"])
     loss = float(plain.loss), float(plain.weight)
-    assert (float(found.loss), float(found.weight)) == loss == tuple(map(float, found.metrics["loss again"]))
-    params, held = models.on_first_device(pipe.params(state)), models.on_first_device(layer_state(state))
+    assert (float(evaluation.loss), float(evaluation.weight)) == loss == tuple(map(float, evaluation.metrics["loss again"]))
+    params, layer_states = models.on_first_device(pipe.params(state)), models.on_first_device(layer_state(state))
     by_hand = Pipeline(STACK, pipe.plan, lambda y, labels: tuple(map(jnp.float32, models.close(y, labels))), models.momentum())
-    np.testing.assert_allclose(found.metrics["close"], value_of(by_hand, params, held, BATCHES[1]), rtol=1e-6)
-    assert 0 < float(found.metrics["close"].mean) < 1
+    np.testing.assert_allclose(evaluation.metrics["close"], value_of(by_hand, params, layer_states, BATCHES[1]), rtol=1e-6)
+    assert 0 < float(evaluation.metrics["close"].mean) < 1
 
 
 def test_metrics_are_compiled_once():
@@ -242,7 +242,7 @@ def test_metrics_that_are_no_functions_by_name_are_refused(metrics, message):
         checked_metrics(metrics)
 
 
-def test_what_users_print_is_one_short_line():
+def test_users_print_one_short_line():
     pipe = pipeline("pipedream_2bw")
     assert repr(STACK) == "LayerStack(track, noise, mix, out)"
     assert "not compiled yet" in repr(pipe)
@@ -260,7 +260,7 @@ def test_what_users_print_is_one_short_line():
 
 
 def shown_table(html: str) -> tuple[str, list[list[str]]]:
-    """Caption and rows of the table that a notebook would show."""
+    """Return the caption and the rows of the table that a notebook shows."""
     shown = ElementTree.fromstring(html)
     return shown.findtext("p"), [[cell.text for cell in row] for row in shown.iter("tr")]
 
@@ -310,13 +310,13 @@ def test_a_notebooks_table_escapes_names_and_stays_short():
 def test_evaluation_of_a_batch_without_weight_is_zero():
     pipe = pipeline("gpipe")
     x, labels = BATCHES[0]
-    found = pipe.evaluate(fresh(pipe, BATCHES), (x, labels | {"mask": np.zeros_like(labels["mask"])}))
-    assert (float(found.loss), float(found.weight)) == (0.0, 0.0)
+    evaluation = pipe.evaluate(fresh(pipe, BATCHES), (x, labels | {"mask": np.zeros_like(labels["mask"])}))
+    assert (float(evaluation.loss), float(evaluation.weight)) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("variant", models.VARIANTS)
-def test_params_survive_the_steps_after(variant):
-    """The next update may write into the memory of the version they were taken from."""
+def test_params_survive_later_steps(variant):
+    """The next update may write into the memory of the version that was returned."""
     pipe = pipeline(variant)
     state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0])
     params = pipe.params(state)
@@ -330,7 +330,7 @@ def test_params_survive_the_steps_after(variant):
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_the_caller_may_overwrite_its_batch_at_once(variant):
-    """As a loader does that fills one buffer again and again. Large rows, so that a copy made late would be seen."""
+    """A loader may fill one buffer repeatedly. Rows are large, so that a late copy would be noticed."""
     width, rows = 256, 256
     stack = models.LayerStack({"a": models.dense(width), "b": models.dense(width), "c": models.dense(width)})
     plan = Plan.even(stack.ids, 3, microbatches=M, **models.VARIANTS[variant])
@@ -363,12 +363,12 @@ def test_the_placement_does_not_change_the_numbers(variant):
 def test_observe_sees_every_instruction_in_the_order_of_the_program():
     pipe, seen = pipeline("pipedream_flush"), []
     state, _ = pipe.step(fresh(pipe, BATCHES), BATCHES[0], observe=seen.append)
-    again = []
-    pipe.step(state, BATCHES[1], observe=again.append)
-    assert [type(event.instruction) for event in seen] == [type(event.instruction) for event in again]
-    assert [event.instruction.batch for event in again if isinstance(event.instruction, Update)] == [1, 1, 1]
+    second = []
+    pipe.step(state, BATCHES[1], observe=second.append)
+    assert [type(event.instruction) for event in seen] == [type(event.instruction) for event in second]
+    assert [event.instruction.batch for event in second if isinstance(event.instruction, Update)] == [1, 1, 1]
     assert all((event.done is not None) == isinstance(event.instruction, (Compute, Update)) for event in seen)
-    for before, after in zip(seen, again, strict=True):
+    for before, after in zip(seen, second, strict=True):
         if isinstance(before.instruction, Compute):
             assert after.instruction.microbatch == before.instruction.microbatch + pipe.plan.microbatches
             assert after.instruction.version == before.instruction.version + 1
@@ -386,9 +386,9 @@ def test_observe_sees_every_instruction_in_the_order_of_the_program():
         ({"rows": 2}, r"microbatch is .*float32\[2, 3\].* there and .*float32\[4, 3\].* here"),
     ],
 )
-def test_the_state_of_another_pipeline_is_refused_with_what_differs(other, message):
-    made = pipeline("gpipe")
-    state = fresh(made, BATCHES)
+def test_the_state_of_another_pipeline_is_refused_with_the_difference(other, message):
+    original = pipeline("gpipe")
+    state = fresh(original, BATCHES)
     fields, optimizer = dict(other), other.get("optimizer", models.momentum())
     rows, devices = fields.pop("rows", 1), fields.pop("devices", None)
     fields.pop("optimizer", None)
@@ -399,11 +399,11 @@ def test_the_state_of_another_pipeline_is_refused_with_what_differs(other, messa
     for call in (pipe.drain, pipe.params, lambda state: pipe.step(state, batches[0]), lambda state: pipe.evaluate(state, batches[0])):
         with pytest.raises(InputError, match=f"^state: another pipeline made it: {message}"):
             call(state)
-    made.step(state, BATCHES[0])
+    original.step(state, BATCHES[0])
 
 
 class Lazy:
-    """Rows that are read when they are asked for; the third time fails, or gives too few."""
+    """Rows that are read on demand; the third read fails or returns too few."""
 
     def __init__(self, array, failure):
         self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
@@ -419,7 +419,7 @@ class Lazy:
 @pytest.mark.parametrize(
     ("failure", "message"), [(OSError, "the disk is gone"), (InputError, r"batch: expected rows 4 to 5 as float32\[2, 3\]")]
 )
-def test_a_batch_that_cannot_be_read_leaves_the_state_as_it_was(failure, message):
+def test_a_batch_that_fails_to_load_leaves_the_state_unchanged(failure, message):
     pipe = pipeline("pipedream_2bw")
     expected = train(pipe, BATCHES[:3])
     state, losses = fresh(pipe, BATCHES), []

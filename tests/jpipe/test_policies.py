@@ -89,7 +89,7 @@ def test_modules_of_rooms_are_private_except_the_named_ones():
     )
 
 
-def test_a_room_has_at_most_twelve_modules():
+def test_a_folder_has_at_most_twelve_modules():
     for package in PACKAGES.values():
         for folder in {path.parent for path in package.rglob("*.py")}:
             modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
@@ -130,7 +130,7 @@ def test_no_code_runs_from_data():
 
 
 def test_no_function_is_longer_than_60_lines():
-    """Documentation counts: what needs more to be explained does too much."""
+    """Documentation counts: a function that needs more explanation does too much."""
     for package in ("jpipe", "planner", "train", "benchmarks", "docs", "examples", "tests"):
         for path in (ROOT.parent / package).rglob("*.py"):
             for node in ast.walk(parsed(path)):
@@ -139,8 +139,8 @@ def test_no_function_is_longer_than_60_lines():
                     assert length <= 60, f"{path}: {node.name} has {length} lines"
 
 
-def test_a_changed_copy_of_data_keeps_nothing_that_was_computed_from_the_old_fields():
-    """`model_copy` of pydantic copies cached properties, too. A model that has some drops them; the others compute each time."""
+def test_a_changed_copy_recomputes_cached_properties():
+    """Pydantic's `model_copy` copies cached properties; models that have some must drop them."""
     files = [path for folder in PACKAGES.values() for path in folder.rglob("*.py") if "cached_property" in path.read_text()]
     modules = [importlib.import_module(module_name(path)) for path in files]
     classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}

@@ -1,4 +1,4 @@
-"""`Pipeline.predict` gives what the whole model gives, for any number of rows, and leaves the run alone."""
+"""`Pipeline.predict` equals the whole model for any number of rows and does not disturb the run."""
 
 import jax
 import jax.numpy as jnp
@@ -51,21 +51,21 @@ def test_predictions_are_the_outputs_of_the_whole_model(plan):
     for batch in batches:
         state, _ = pipe.step(state, batch)
         without, _ = pipe.step(without, batch)
-        found = {rows: pipe.predict(state, x[:rows]) for rows in (len(x), ROWS, 1)}
-        for rows, own in found.items():
-            for one, other in zip(jax.tree.leaves(own), jax.tree.leaves(found[len(x)]), strict=True):
+        predictions = {rows: pipe.predict(state, x[:rows]) for rows in (len(x), ROWS, 1)}
+        for rows, prediction in predictions.items():
+            for one, other in zip(jax.tree.leaves(prediction), jax.tree.leaves(predictions[len(x)]), strict=True):
                 assert one.tobytes() == other[:rows].tobytes()
     state, without = pipe.drain(state), pipe.drain(without)
     for one, other in zip(jax.tree.leaves(pipe.params(state)), jax.tree.leaves(pipe.params(without)), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), "the run goes on as without predictions"
-    found, expected = pipe.predict(state, (x, None)), whole(pipe, state, x)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    predictions, expected = pipe.predict(state, (x, None)), whole(pipe, state, x)
+    assert jax.tree.structure(predictions) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(predictions), jax.tree.leaves(expected), strict=True):
         assert isinstance(one, np.ndarray)
         assert one.dtype == other.dtype
         np.testing.assert_allclose(one, np.asarray(other), rtol=1e-12)
     averaged = pipe.predict(state, x, weights="ema")["values"]
-    assert not np.allclose(averaged, found["values"])
+    assert not np.allclose(averaged, predictions["values"])
 
 
 def test_predictions_read_no_labels_run_no_loss_and_take_any_rows_and_buckets(monkeypatch):
@@ -92,7 +92,7 @@ def test_predictions_read_no_labels_run_no_loss_and_take_any_rows_and_buckets(mo
 
 
 def test_rows_that_fill_up_a_microbatch_are_real():
-    """A check of a user's on values of the last layers sees no zeros."""
+    """A user's check of values in the last layers must not see zeros."""
     seen = []
 
     def positive(x):
@@ -108,7 +108,7 @@ def test_rows_that_fill_up_a_microbatch_are_real():
     assert seen == [1.0, 5.0]
 
 
-def test_what_cannot_be_predicted_is_refused():
+def test_inputs_that_cannot_be_predicted_are_refused():
     stack = LayerStack({"in": models.dense(), "out": lambda x: {"rows": x, "sum": x.sum()}})
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), lambda y, labels: (y["sum"], 1.0), optax.sgd(0.1))
     x = np.ones((4, 3), np.float32)

@@ -1,4 +1,4 @@
-"""Profiles and machines that are drawn at random, and what simulating every candidate says."""
+"""Random profiles and machines, and the simulation of every candidate."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from jpipe_planner.ranking.choose import Ranked
 
 
 def simulate_all(profile, topology, candidates):
-    """All candidates that fit by their estimates, as a search without bounds would know them."""
+    """Simulate all candidates that fit by their estimates, as a search without bounds would."""
     fitting = [candidate for candidate in candidates if candidate.over is None]
     plans = [candidate.plan(profile.ids) for candidate in fitting]
     return [
@@ -19,19 +19,19 @@ def simulate_all(profile, topology, candidates):
 
 
 def invented_profile(seed: int, layers: int = 8) -> Profile:
-    """Layers of which no two are alike; a microbatch of one row."""
+    """Invent a profile of different layers, for microbatches of one row."""
     random = np.random.default_rng(seed)
     forwards, backwards = random.exponential(1e-3, layers), random.exponential(2e-3, layers)
     outputs, weights = 10 ** random.uniform(4, 7, layers), 10 ** random.uniform(4, 8, layers)
-    found = []
+    rows = []
     for n, (forward, backward, out, size) in enumerate(zip(forwards, backwards, outputs, weights, strict=True)):
         at = {"forward": forward, "backward": backward, "outputs": int(out), "residuals": {"none": int(2 * out), "full": int(out)}}
-        found.append({"id": f"layer_{n}", "weights": int(size), "optimizer": int(size), "update": 1e-5, "at": [at]})
-    return Profile(source="analytic", sizes=[1], inputs=[1000], labels=[8], layers=found)
+        rows.append({"id": f"layer_{n}", "weights": int(size), "optimizer": int(size), "update": 1e-5, "at": [at]})
+    return Profile(source="analytic", sizes=[1], inputs=[1000], labels=[8], layers=rows)
 
 
 def invented_topology(seed: int) -> Topology:
-    """Four or six devices in one or two servers; every other one with little memory."""
+    """Invent a topology of one or two servers; every other one has little memory."""
     random = np.random.default_rng(seed)
     inner, outer = 10 ** random.uniform(9, 10.5), 10 ** random.uniform(8, 9.7)
     levels = [

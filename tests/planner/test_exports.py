@@ -1,4 +1,4 @@
-"""What `import jpipe_planner` gives: all of its public names, each imported when it is first used."""
+"""The public names of `import jpipe_planner`, each imported at its first use."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A headless Chromium or Chrome for the tests, if there is one: what a page looks like and what it loads."""
+"""A headless Chromium or Chrome, if installed: what a page shows and loads."""
 
 import html
 import http.server
@@ -44,9 +44,9 @@ def inspect(page: Path, width: int = 1200) -> dict[str, Any]:
         dom = run(around, "--dump-dom")
     finally:
         around.unlink()
-    found = re.search(r"<body>(\{.*\})\s*</body>", dom, re.DOTALL)
-    assert found, f"the page was not inspected: {dom[:500]}"
-    return json.loads(html.unescape(found[1]))
+    match = re.search(r"<body>(\{.*\})\s*</body>", dom, re.DOTALL)
+    assert match, f"the page was not inspected: {dom[:500]}"
+    return json.loads(html.unescape(match[1]))
 
 
 def screenshot(page: Path, path: Path, dark: bool = False) -> None:
@@ -71,8 +71,8 @@ def run(page: Path, *arguments: str) -> str:
 def executable() -> str:
     """Return the browser; without one the test is skipped, or fails where a browser is required."""
     for name in NAMES:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     reason = f"no browser found (looked for {', '.join(NAMES)}); install one, such as Debian's package chromium"
     if os.environ.get("CI") or os.environ.get("JPIPE_REQUIRE_CHROMIUM"):
         pytest.fail(reason)

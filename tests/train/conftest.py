@@ -1,4 +1,4 @@
-"""Fixtures of training tests: a text to learn from, and a config so small that a run takes a second or two."""
+"""Fixtures of training tests: a training text, and a config whose run takes a second or two."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""What each of the two processes of test_checkpoint_files.py runs: `python -m tests.train.items ADDRESS INDEX FOLDER`."""
+"""The program of the two processes in test_checkpoint_files.py: `python -m tests.train.items ADDRESS INDEX FOLDER`."""
 
 import sys
 import threading
@@ -9,7 +9,7 @@ STEP = 40
 
 
 def layers_of(process: int) -> dict:
-    """Layers that differ from process to process, in names and numbers."""
+    """Return layers whose names and numbers differ between processes."""
     import jax.numpy as jnp
 
     return {f"layer {process}": {"weights": {"w": jnp.arange(6.0).reshape(2, 3) + process}, "count": jnp.int32(process)}}
@@ -36,9 +36,9 @@ def main(address: str, index: int, folder: Path) -> None:
         complete(folder, STEP, processes=2, facts={})
     while steps(folder) != [STEP]:
         time.sleep(0.01)
-    found = read_layers(folder, STEP)
-    assert set(found) == {"layer 0", "layer 1"}
-    np.savez(folder / f"{index}.npz", **{f"{layer} w": tree["weights"]["w"] for layer, tree in found.items()})
+    layers = read_layers(folder, STEP)
+    assert set(layers) == {"layer 0", "layer 1"}
+    np.savez(folder / f"{index}.npz", **{f"{layer} w": tree["weights"]["w"] for layer, tree in layers.items()})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line, as a person meets it: exit codes, one clear message for each mistake, no traceback, nothing left behind."""
+"""The command line: exit codes, one clear message for each mistake, no traceback, nothing left behind."""
 
 import contextlib
 import gc
@@ -231,7 +231,7 @@ def test_a_file_where_the_runs_belong_is_refused(refused, tmp_path, monkeypatch)
     assert refused("run.dir=null") == message
 
 
-def test_an_encoding_without_our_signs_is_no_obstacle(write_config, monkeypatch):
+def test_output_in_an_encoding_without_our_characters_is_replaced(write_config, monkeypatch):
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
     assert cli.main(["train", write_config(train={"steps": 1})]) == 0
@@ -277,14 +277,14 @@ def test_help_names_the_commands(capsys):
     assert "train" in capsys.readouterr().out
 
 
-def test_the_usage_of_launch_has_the_order_in_which_one_types(capsys):
+def test_the_usage_of_launch_has_the_order_of_the_command_line(capsys):
     with pytest.raises(SystemExit):
         cli.main(["launch", "--help"])
     usage = " ".join(capsys.readouterr().out.partition("\n\n")[0].split())
     assert usage.index("OPTIONS]") < usage.index("-- train CONFIG")
 
 
-def test_the_version_is_told_without_jax():
+def test_the_version_is_printed_without_jax():
     program = "import sys; from jpipe_train import cli; code = cli.main(['--version']); sys.exit(code or 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"jpipe {jpipe.__version__}\n", "")
@@ -294,7 +294,7 @@ HOSTILE = "x\x1b[31m\x07\ny\x9b2J"
 
 
 @pytest.mark.parametrize("steps", [3, 50], ids=["done", "diverged"])
-def test_no_name_of_a_strangers_drives_the_terminal(write_config, tmp_path, capsys, steps):
+def test_no_foreign_name_controls_the_terminal(write_config, tmp_path, capsys, steps):
     rate = {"name": "sgd", "learning_rate": 1e30} if steps == 50 else {}
     config = write_config(run={"dir": str(tmp_path / HOSTILE)}, train={"steps": steps}, optimizer=rate)
     assert cli.main(["train", config]) == (1 if rate else 0)
@@ -346,23 +346,23 @@ def press(*_, **__):
     signal.raise_signal(signal.SIGINT)
 
 
-def press_where_it_is_lost():
-    """Python drops what a callback of its garbage collection raises; JAX has one."""
+def press_where_python_drops_it():
+    """Press Ctrl-C inside a callback of Python's garbage collection, which drops exceptions; JAX has one."""
     gc.callbacks.append(press_once := lambda *_: gc.callbacks.remove(press_once) or press())
     gc.collect()
 
 
-def press_where_it_is_changed():
-    """As C code may do."""
+def press_where_it_is_replaced():
+    """Press Ctrl-C where the exception is replaced by another, as C code may do."""
     try:
         press()
     except KeyboardInterrupt:
         raise RuntimeError("something else") from None
 
 
-@pytest.mark.parametrize("way", [press, press_where_it_is_lost, press_where_it_is_changed])
+@pytest.mark.parametrize("way", [press, press_where_python_drops_it, press_where_it_is_replaced])
 @pytest.mark.parametrize("moment", ["jpipe_train.data.data.load", "jpipe.Pipeline.check", "jpipe.Pipeline.init", "jpipe.Pipeline.evaluate"])
-def test_ctrl_c_is_heard_at_every_moment(write_config, tiny, capsys, monkeypatch, interruptible, moment, way):
+def test_ctrl_c_is_handled_at_every_moment(write_config, tiny, capsys, monkeypatch, interruptible, moment, way):
     real, ways = pkgutil.resolve_name(moment), [way]  # once: a second Ctrl-C ends the process
     monkeypatch.setattr(moment, lambda *arguments, **options: (ways and ways.pop()(), real(*arguments, **options))[1])
     assert cli.main(["train", write_config()]) == 130
@@ -370,8 +370,8 @@ def test_ctrl_c_is_heard_at_every_moment(write_config, tiny, capsys, monkeypatch
     assert err == ""
     folder = Path(tiny["run"]["dir"])
     began = moment in ("jpipe.Pipeline.init", "jpipe.Pipeline.evaluate")
-    told = f"interrupted; the steps logged so far are in {folder}" if began else "interrupted before the run began"
-    assert out.splitlines()[-1] == told
+    message = f"interrupted; the steps logged so far are in {folder}" if began else "interrupted before the run began"
+    assert out.splitlines()[-1] == message
     assert out.count("interrupted") == 1
     assert folder.exists() == began
 
@@ -394,7 +394,7 @@ def test_a_lost_ctrl_c_stops_the_next_step(write_config, tiny, capsys, monkeypat
     def step(*arguments, **options):
         steps.append(len(steps))
         if steps[-1] == 2:
-            press_where_it_is_lost()
+            press_where_python_drops_it()
         return real(*arguments, **options)
 
     monkeypatch.setattr(jpipe.Pipeline, "step", step)
@@ -405,7 +405,7 @@ def test_a_lost_ctrl_c_stops_the_next_step(write_config, tiny, capsys, monkeypat
     assert capsys.readouterr().err == ""
 
 
-def test_where_ctrl_c_is_not_ours_it_stays_as_it_is(write_config, capsys):
+def test_a_foreign_ctrl_c_handler_is_left_unchanged(write_config, capsys):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a job in the background
     try:
         assert cli.main(["train", write_config(), "--set", "seed=x"]) == 2

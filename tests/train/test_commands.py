@@ -1,4 +1,4 @@
-"""Names of commands: a mistyped one is told in a line with the nearest one, and shells complete them."""
+"""Names of commands: a mistyped one is reported with the nearest one, and shells complete them."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
         ("tr\x1b[2Jain", r"unknown command 'tr\x1b[2Jain'; did you mean 'train'?"),
     ],
 )
-def test_a_mistyped_command_is_told_with_the_nearest_one(words, message, capsys):
+def test_a_mistyped_command_is_reported_with_the_nearest_one(words, message, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(words.split(" "))
     assert ended.value.code == 2
@@ -40,7 +40,7 @@ def test_the_names_are_those_of_the_help(group, capsys):
     assert tuple(re.findall(r"• (\S+)", capsys.readouterr().out)) == commands.names(group)
 
 
-def test_every_command_is_known(capsys):
+def test_every_command_is_recognized(capsys):
     for words in ((name,) for name in commands.names()):
         assert commands.unknown(words) is None
     for group in commands.GROUPS:
@@ -60,9 +60,9 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 complete -p jpipe"""
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == ""
-    *found, how = done.stdout.splitlines()
+    *candidates, how = done.stdout.splitlines()
     assert how == "complete -o default -F _tyro_jpipe jpipe"
-    return set(found)
+    return set(candidates)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")

@@ -1,4 +1,4 @@
-"""Input without end, or so large that it would take all memory or hours, is refused in words at once."""
+"""Input that is endless, or would take all memory or hours, is refused at once."""
 
 import json
 import math
@@ -30,14 +30,14 @@ FLAT = "format: jpipe-topology/1\nlevels: [{count: 2, bandwidth: 1 GB/s}]\n"
 
 
 @pytest.fixture
-def told(tiny, tmp_path, monkeypatch, capsys):
+def error_line(tiny, tmp_path, monkeypatch, capsys):
     """Run `jpipe`, which must refuse in one line; gives the line."""
     jax.devices()  # as many as the tests have, before a command asks for more
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny))
     (tmp_path / "flat.yaml").write_text(FLAT)
 
-    def told(*words: str) -> str:
+    def run(*words: str) -> str:
         capsys.readouterr()
         assert cli.main(words) == 2
         line = capsys.readouterr().err
@@ -46,49 +46,49 @@ def told(tiny, tmp_path, monkeypatch, capsys):
         assert len(line) < 1000
         return line
 
-    return told
+    return run
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_has_no_end_is_not_read(told, tmp_path, command):
+def test_endless_files_are_not_read(error_line, tmp_path, command):
     ending = re.search(r"{}(\.\w+)", " ".join(COMMANDS[command]))[1]
     (tmp_path / f"zero{ending}").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / f"fifo{ending}")
     with (tmp_path / f"large{ending}").open("wb") as file:
         file.truncate(2**40)  # no blocks on the disk
     for name, why in (("zero", "it is not a regular file"), ("fifo", "it is not a regular file"), ("large", r"it is larger than \d+ MiB")):
-        line = told(*(word.format(name) for word in COMMANDS[command]))
+        line = error_line(*(word.format(name) for word in COMMANDS[command]))
         assert re.search(rf"cannot read .*: {why}", line)
         assert f"{name}{ending}" in line
 
 
-def test_weights_to_begin_with_are_not_read_from_a_fifo(told, tmp_path):
+def test_weights_to_begin_with_are_not_read_from_a_fifo(error_line, tmp_path):
     os.mkfifo(tmp_path / "fifo.safetensors")
-    line = told("train", "tiny.yaml", "--set", "warm_start.file=fifo.safetensors")
+    line = error_line("train", "tiny.yaml", "--set", "warm_start.file=fifo.safetensors")
     assert re.search("warm_start.file: 'fifo.safetensors': expected a safetensors file, .*, found no regular file", line)
 
 
-def test_patterns_are_counted(told, tmp_path, tiny):
+def test_patterns_are_counted(error_line, tmp_path, tiny):
     (tmp_path / "many.yaml").write_text(yaml.safe_dump(tiny | {"optimizer": {"decay": ["*"] * 300}}))
-    assert re.search(r"optimizer\.decay: expected .* at most 256 items", told("train", "many.yaml"))
+    assert re.search(r"optimizer\.decay: expected .* at most 256 items", error_line("train", "many.yaml"))
     (tmp_path / "many.yaml").write_text(yaml.safe_dump(tiny | {"optimizer": {"decay": ["*a" * 200]}}))
-    assert re.search(r"optimizer\.decay\.0: expected .* at most 256 characters", told("train", "many.yaml"))
+    assert re.search(r"optimizer\.decay\.0: expected .* at most 256 characters", error_line("train", "many.yaml"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
-def test_plans_of_too_many_stages_are_not_simulated(told, tmp_path, schedule):
+def test_plans_of_too_many_stages_are_not_simulated(error_line, tmp_path, schedule):
     stages = [{"layers": [f"l{i}"]} for i in range(20_000)]
     (tmp_path / "plan.json").write_text(json.dumps({"format": "jpipe-plan/1", "schedule": schedule, "microbatches": 1, "stages": stages}))
     expected = r"simulate: expected (at most 500,000 forwards|a picture of at most 50,000,000 ticks of all ranks), found .*; use fewer"
-    assert re.search(expected, told("simulate", "plan.json"))
+    assert re.search(expected, error_line("simulate", "plan.json"))
 
 
 @pytest.mark.parametrize("option", ["--batch", "--rows"])
-def test_batches_that_cannot_be_meant_are_refused(told, tmp_path, option):
+def test_absurd_batch_sizes_are_refused(error_line, tmp_path, option):
     (tmp_path / "graph.txt").write_text(NODE)
     words = ["plan", "--topology", "flat.yaml", "--profile", "graph.txt", option, str(10**15)]
-    assert f"{option}: expected at most 1,000,000,000, found 1,000,000,000,000,000; is it a typo?" in told(*words)
+    assert f"{option}: expected at most 1,000,000,000, found 1,000,000,000,000,000; is it a typo?" in error_line(*words)
 
 
 def test_sizes_of_a_large_batch_take_no_time():
@@ -136,13 +136,13 @@ def test_lines_just_short_enough_are_read_in_no_time():
         ("]\n", "]\ndevice: {efficiency: 1e-320}\n", r"device\.efficiency: expected a share of at least 1e-06"),
     ],
 )
-def test_machines_that_cannot_be_are_refused(old, new, why):
+def test_impossible_machines_are_refused(old, new, why):
     with pytest.raises(jpipe.InputError, match=rf"^topology: {why}"):
         Topology.from_yaml(FLAT.replace(old, new))
 
 
 @pytest.mark.parametrize("value", ["1e-3", "-.5", "0o17", "+010", "0x1", "yes", "1:30", "2001-01-01", "null", "", 1e-3, 3, None, ["a"] * 3])
-def test_what_is_written_as_yaml_is_read_as_it_was(value):
+def test_yaml_round_trip(value):
     shared = [value]
     data = {"a": shared, "b": shared, "c": {"d": value}}
     assert repr(parse(dump(data), "x")) == repr(data)
@@ -152,9 +152,9 @@ def evaluation(weight: float) -> jpipe.Evaluation:
     return jpipe.Evaluation(jnp.float32(0), jnp.float32(weight), 0, {"hits": jpipe.Mean(jnp.float32(1), jnp.float32(0))})
 
 
-def test_a_validation_that_nothing_counts_in_is_told():
+def test_a_validation_without_counted_labels_is_reported():
     with pytest.raises(jpipe.InputError, match=r"^validation: the weights that the loss returns for the 2 validation batches sum to 0, so"):
         mean_loss([evaluation(0), evaluation(0)])
-    found = means([evaluation(0), evaluation(2)])
-    assert found["val_loss"] == 0
-    assert math.isnan(found["val_hits"])
+    result = means([evaluation(0), evaluation(2)])
+    assert result["val_loss"] == 0
+    assert math.isnan(result["val_hits"])

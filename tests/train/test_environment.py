@@ -1,4 +1,4 @@
-"""What a command meets before it can do anything: variables that JAX refuses, a current folder that is gone."""
+"""Invalid JAX variables and a removed current folder are reported before a command runs."""
 
 import os
 import subprocess
@@ -25,22 +25,22 @@ def test_a_variable_that_jax_refuses_is_named_in_one_line(name, value):
     assert done.stderr.count("\n") == 1
 
 
-def test_an_error_of_another_kind_is_not_taken_for_one_of_jaxs_variables():
+def test_other_errors_are_not_mistaken_for_invalid_jax_variables():
     assert cli._invalid_jax_setting(ValueError("JAX_ENABLE_X64")) is None
 
 
 @pytest.fixture
-def gone(tmp_path, monkeypatch):
+def removed_folder(tmp_path, monkeypatch):
     """Change to a folder and remove it."""
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
 
 
-@pytest.mark.usefixtures("gone")
-def test_a_current_folder_that_is_gone_is_told_in_one_line(tmp_path, capsys, monkeypatch):
+@pytest.mark.usefixtures("removed_folder")
+def test_a_removed_current_folder_is_reported_in_one_line(tmp_path, capsys, monkeypatch):
     assert cli.main(["train", str(tmp_path / "config.yaml")]) == 2
-    told = "jpipe: the current folder cannot be used: No such file or directory; change to another one (cd), and try again\n"
-    assert capsys.readouterr() == ("", told)
+    message = "jpipe: the current folder cannot be used: No such file or directory; change to another one (cd), and try again\n"
+    assert capsys.readouterr() == ("", message)
     assert shown(tmp_path / "run") == str(tmp_path / "run"), "a run that goes on names its folder"
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What comes with an installed jpipe: its configs and examples."""
+"""The configs and examples of an installed jpipe."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from jpipe_train.config import shipped_configs
 ROOT = Path(__file__).parents[2]
 
 
-def test_configs_are_listed_with_what_they_are(capsys):
+def test_configs_are_listed_with_a_description(capsys):
     assert main(["configs"]) == 0
     *listed, hint = capsys.readouterr().out.splitlines()
     configs = {path.relative_to(ROOT).as_posix() for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")}
@@ -25,17 +25,17 @@ def test_configs_are_copied_and_nothing_is_overwritten_unasked(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert main(["configs", "copy", "mlp"]) == 0
     assert capsys.readouterr().out == "copied: examples/mlp.yaml\ncopied: examples/mlp.py\ncopied: examples/__init__.py\n"
-    own = tmp_path / "examples" / "mlp.py"
-    own.write_text("mine")
+    user_file = tmp_path / "examples" / "mlp.py"
+    user_file.write_text("mine")
     assert main(["configs", "copy"]) == 2
     refusal = "'examples/mlp.py' exists and differs; nothing was copied; copy to another folder with --to, or add --overwrite"
     assert capsys.readouterr() == ("", f"jpipe: configs copy: {refusal}\n")
-    assert own.read_text() == "mine"
+    assert user_file.read_text() == "mine"
     assert not (tmp_path / "configs").exists()
     assert main(["configs", "copy", "--overwrite"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert "overwritten: examples/mlp.py" in said
-    assert said[-1].startswith("already up to date: 2 of ")
+    lines = capsys.readouterr().out.splitlines()
+    assert "overwritten: examples/mlp.py" in lines
+    assert lines[-1].startswith("already up to date: 2 of ")
     assert all((tmp_path / name).read_bytes() == file.read_bytes() for name, file in shipped_configs.shipped().items())
 
 
@@ -44,8 +44,8 @@ def test_with_a_config_comes_the_code_that_it_names(name, code, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert main(["configs", "copy", name]) == 0
     copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    wanted = {file for file in shipped_configs.shipped() if code and file.startswith(code) and file.endswith(".py")}
-    assert copied == {f"configs/papers/{name}.yaml", *wanted, *(["examples/__init__.py"] if code else [])}
+    expected = {file for file in shipped_configs.shipped() if code and file.startswith(code) and file.endswith(".py")}
+    assert copied == {f"configs/papers/{name}.yaml", *expected, *(["examples/__init__.py"] if code else [])}
     if code is not None:
         program = (
             "import pathlib, examples.papers.translate as t; assert pathlib.Path(t.__file__).is_relative_to(pathlib.Path.cwd().resolve())"
@@ -66,7 +66,7 @@ def test_with_a_config_comes_the_code_that_it_names(name, code, tmp_path, monkey
         ("--overwrite", "configs: --to and --overwrite are for copy; did you mean jpipe configs copy?"),
     ],
 )
-def test_what_cannot_be_copied_is_told(arguments, message, tmp_path, monkeypatch, capsys):
+def test_a_config_that_cannot_be_copied_is_reported(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     assert main(["configs", *arguments.split()]) == 2

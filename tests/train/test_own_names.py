@@ -1,4 +1,4 @@
-"""Files of a user's own named `train.py`, `planner.py` and `data.py` work beside jpipe; one named `jpipe.py` is refused in words."""
+"""A user's files named `train.py`, `planner.py` and `data.py` work beside jpipe; one named `jpipe.py` is refused."""
 
 import os
 import subprocess
@@ -97,7 +97,7 @@ def test_a_folder_named_jpipe_is_refused_like_a_file(home):
 
 @pytest.mark.slow
 def test_processes_of_launch_import_what_the_command_imports(home):
-    """Nothing from the current folder, where a module may have the name of a library."""
+    """The current folder, where a module may have the name of a library, is not searched."""
     (home / "optax.py").write_text("raise SystemExit('imported')\n")
     done = start(home, "console", "current folder", "launch", "-n", "1", "--", "train", "missing.yaml")
     message = "jpipe: missing.yaml: cannot read the config: No such file or directory; give a YAML file such as configs/gpt-bytes.yaml"

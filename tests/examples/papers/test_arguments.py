@@ -1,4 +1,4 @@
-"""Arguments of the papers' models, data and losses that are out of range, and data of another model, give an error of one line."""
+"""Invalid arguments of the papers' models, data and losses, and data of another model, give a one-line error."""
 
 import jax
 import jax.numpy as jnp

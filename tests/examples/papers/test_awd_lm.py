@@ -1,4 +1,4 @@
-"""AWD-LM: how large it is, that its state goes on from batch to batch, what is dropped, and that a pipeline trains it alike."""
+"""AWD-LM: its size, the state carried between batches, its dropout, and training in a pipeline."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ DRY = {"vocab_size": 11, "depth": 2, "width": 6, "hidden": 8, **{f"dropout_{name
 
 def numbers(**arguments):
     inputs = {"tokens": jax.ShapeDtypeStruct((2, 5), np.int32), "continues": jax.ShapeDtypeStruct((2,), np.int32)}
-    found = awd_lm(2, **arguments).specs(inputs)
-    return {name: sum(leaf.size for leaf in jax.tree.leaves(spec.params)) for name, spec in found.items()}
+    specs = awd_lm(2, **arguments).specs(inputs)
+    return {name: sum(leaf.size for leaf in jax.tree.leaves(spec.params)) for name, spec in specs.items()}
 
 
 def lstm(inputs, hidden):
@@ -26,16 +26,16 @@ def lstm(inputs, hidden):
 
 
 def test_it_has_as_many_numbers_as_the_papers_say():
-    found = numbers()
-    assert found["head"] - found["embed"] == 10000  # tied, so that only the bias is its own
-    own = sum(found.values()) - found["embed"]
-    assert own == 10000 * 401 + lstm(400, 1600) + 4 * lstm(1600, 1600) + lstm(1600, 400)
-    assert round(4 * own / 1e9, 2) == 0.41  # PipeDream, section 5.2: "0.41GB"
+    counts = numbers()
+    assert counts["head"] - counts["embed"] == 10000  # tied, so that only the bias is its own
+    untied = sum(counts.values()) - counts["embed"]
+    assert untied == 10000 * 401 + lstm(400, 1600) + 4 * lstm(1600, 1600) + lstm(1600, 400)
+    assert round(4 * untied / 1e9, 2) == 0.41  # PipeDream, section 5.2: "0.41GB"
     merity = numbers(depth=3, hidden=1150)
     assert round((sum(merity.values()) - merity["embed"]) / 1e6) == 24  # Merity et al. 2017, table 1
 
 
-def test_untied_words_have_a_matrix_of_their_own():
+def test_untied_words_have_their_own_matrix():
     stack = awd_lm(2, **DRY | {"tied": False})
     assert not stack.ties.first
     assert numbers(**DRY | {"tied": False})["head"] == (8 + 1) * 11
@@ -86,42 +86,42 @@ def test_rows_begin_with_zeros_where_nothing_is_carried(dry):
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_go_on_where_they_ended(dry):
+def test_rows_continue_where_they_ended(dry):
     begin, train, _ = dry
     words = text()
     logits, _ = train(begin(piece(words, 0, 15, 0)[0]), piece(words, 0, 15, 0)[0])
     state, parts = begin(piece(words, 0, 5, 0)[0]), []
     for start in (0, 5, 10):
-        found, state = train(state, piece(words, start, start + 5, int(start > 0))[0])
-        parts.append(np.asarray(found))
+        outputs, state = train(state, piece(words, start, start + 5, int(start > 0))[0])
+        parts.append(np.asarray(outputs))
     np.testing.assert_allclose(np.concatenate(parts, axis=1), logits, atol=1e-6)
 
 
-def test_each_microbatch_has_a_state_of_its_own(dry):
+def test_each_microbatch_has_its_own_state(dry):
     begin, train, _ = dry
     words = text()
     whole, _ = train(begin(piece(words, 0, 10, 0)[0]), piece(words, 0, 10, 0)[0])
     state = begin(piece(words[:2], 0, 5, 0)[0])
     assert jax.tree.leaves(state["lstm_0"])[0].shape == (2, 2, 8)  # two microbatches of two of the four rows
-    found = {}
+    outputs = {}
     for start in (0, 5):
         for first in (0, 2):
-            found[first, start], state = train(state, piece(words[first : first + 2], start, start + 5, int(start > 0))[0])
+            outputs[first, start], state = train(state, piece(words[first : first + 2], start, start + 5, int(start > 0))[0])
     for first in (0, 2):
-        parts = [np.asarray(found[first, start]) for start in (0, 5)]
+        parts = [np.asarray(outputs[first, start]) for start in (0, 5)]
         np.testing.assert_allclose(np.concatenate(parts, axis=1), whole[first : first + 2], atol=1e-6)
 
 
-def test_a_row_begins_anew_where_the_data_says_so(dry):
+def test_a_row_restarts_its_state_where_the_data_say_so(dry):
     begin, train, evaluate = dry
     first, second = piece(text(), 0, 5, 0)[0], piece(text(), 5, 10, 1)[0]
     fresh, _ = train(begin(first), second)
     _, state = train(begin(first), first)
     going_on, _ = train(state, second)
     assert (np.asarray(going_on) != np.asarray(fresh)).any()
-    again, _ = train(state, second | {"continues": np.array([0, 1, 0, 1], np.int32)})
-    np.testing.assert_array_equal(again[::2], fresh[::2])
-    np.testing.assert_array_equal(again[1::2], going_on[1::2])
+    continued, _ = train(state, second | {"continues": np.array([0, 1, 0, 1], np.int32)})
+    np.testing.assert_array_equal(continued[::2], fresh[::2])
+    np.testing.assert_array_equal(continued[1::2], going_on[1::2])
     evaluated, after = evaluate(state, second)
     np.testing.assert_allclose(evaluated, fresh, atol=1e-6)  # from zeros
     jax.tree.map(np.testing.assert_array_equal, after, state)
@@ -141,13 +141,13 @@ def test_some_words_are_dropped_as_a_whole():
     module = Embed(vocab_size=30, width=8, dropout_words=0.5, dropout_input=0.0)
     params = module.init({"params": jax.random.key(0), "dropout": jax.random.key(0)}, inputs, train=True)
     x = np.asarray(module.apply(params, inputs, train=True, rngs={"dropout": jax.random.key(1)})["x"])
-    gone = (x == 0).all(axis=-1)
-    assert 5 < gone.sum() < 25
-    assert (x[~gone] != 0).all()
+    dropped = (x == 0).all(axis=-1)
+    assert 5 < dropped.sum() < 25
+    assert (x[~dropped] != 0).all()
 
 
 def plain(stack, batches, microbatches):
-    """SGD without a pipeline: the mean gradient of the microbatches of each batch."""
+    """Train by SGD without a pipeline, with the mean gradient of the microbatches of each batch."""
     rows = len(batches[0][1]) // microbatches
 
     def part(batch, k):
@@ -170,12 +170,12 @@ def plain(stack, batches, microbatches):
 
     losses = []
     for batch in batches:
-        found = []
+        results = []
         for k in range(microbatches):
             (value, state), gradients = gradient(params, state, part(batch, k))
-            found.append((value, gradients))
-        losses.append(float(np.mean([value for value, _ in found])))
-        params = jax.tree.map(lambda p, *g: p - 0.5 * sum(g) / len(g), params, *(gradients for _, gradients in found))
+            results.append((value, gradients))
+        losses.append(float(np.mean([value for value, _ in results])))
+        params = jax.tree.map(lambda p, *g: p - 0.5 * sum(g) / len(g), params, *(gradients for _, gradients in results))
     return losses
 
 

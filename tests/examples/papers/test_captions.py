@@ -39,11 +39,11 @@ def load(folder, **arguments):
 
 
 def test_a_row_is_a_caption_with_its_video(folder):
-    found = load(folder)
-    assert found.amount == "6 captions for training, 6 for validation, of 6 videos"
+    dataset = load(folder)
+    assert dataset.amount == "6 captions for training, 6 for validation, of 6 videos"
     seen = set()
     for t in range(2):
-        inputs, labels = found.train[t]
+        inputs, labels = dataset.train[t]
         assert inputs["features"].shape == (3, 6, 5)
         assert inputs["features"].dtype == np.float32
         for features, tokens, label in zip(inputs["features"][:], inputs["tokens"][:], labels[:], strict=True):
@@ -51,18 +51,18 @@ def test_a_row_is_a_caption_with_its_video(folder):
             assert tokens[0] == counted[-1] == 0
             np.testing.assert_array_equal(tokens[1 : len(counted)], counted[:-1])
             seen.add((features.tobytes(), len(counted)))
-    wanted = {file: features_of(folder / "features" / f"train{file}.npz", Sizes(**SIZES)).tobytes() for file in range(3)}
-    assert seen == {(wanted[file], length) for file in range(3) for length in (4, 6)}
+    expected = {file: features_of(folder / "features" / f"train{file}.npz", Sizes(**SIZES)).tobytes() for file in range(3)}
+    assert seen == {(expected[file], length) for file in range(3) for length in (4, 6)}
 
 
-def test_frames_are_filled_up_or_taken_evenly(folder):
+def test_frames_are_padded_or_sampled_evenly(folder):
     sizes = Sizes(**SIZES)
     for file, count in (("train0", 3), ("train2", 11)):
-        there = np.load(folder / "features" / f"{file}.npz")["features"].astype(np.float32)
-        assert len(there) == count
-        found = features_of(folder / "features" / f"{file}.npz", sizes)
-        expected = np.concatenate([there, np.zeros((3, 5))]) if count == 3 else there[[0, 2, 4, 6, 8, 10]]
-        np.testing.assert_array_equal(found, expected)
+        stored = np.load(folder / "features" / f"{file}.npz")["features"].astype(np.float32)
+        assert len(stored) == count
+        features = features_of(folder / "features" / f"{file}.npz", sizes)
+        expected = np.concatenate([stored, np.zeros((3, 5))]) if count == 3 else stored[[0, 2, 4, 6, 8, 10]]
+        np.testing.assert_array_equal(features, expected)
 
 
 def truncate(file):
@@ -86,7 +86,7 @@ def pickled(file):
         (pickled, "found object of shape [1]"),
     ],
 )
-def test_spoiled_files_are_named(folder, spoil, message):
+def test_damaged_files_are_named(folder, spoil, message):
     file = folder / "features" / "validation1.npz"
     spoil(file)
     with pytest.raises(InputError) as caught:
@@ -95,12 +95,12 @@ def test_spoiled_files_are_named(folder, spoil, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_breaks_later_is_named_when_it_is_read(folder):
-    found = load(folder)
+def test_a_file_that_breaks_later_is_named_when_it_is_read(folder):
+    dataset = load(folder)
     for file in (folder / "features").glob("train*"):
         np.savez(file, features=np.full((2, 5), np.nan))
-    with pytest.raises(InputError, match=r"train\d\.npz': expected finite features, found NaN or infinity; make it again"):
-        found.train[0][0]["features"][:]
+    with pytest.raises(InputError, match=r"train\d\.npz': expected finite features, dataset NaN or infinity; make it again"):
+        dataset.train[0][0]["features"][:]
 
 
 def test_captions_that_cannot_be_used_are_dropped_by_choice(folder):
@@ -108,9 +108,9 @@ def test_captions_that_cannot_be_used_are_dropped_by_choice(folder):
         file.write("train0\t\n" + "train1\tone dog runs and runs and runs\n")
     with pytest.raises(InputError, match=r"'train\.tsv', line 7: expected 1 to 6 tokens and the end of a sentence, found none"):
         load(folder)
-    found = load(folder, unusable="drop")
-    assert found.amount.startswith("6 captions")
-    assert found.remarks == ("1 line empty, 1 too long: dropped, the first is 'train.tsv', line 7",)
+    dataset = load(folder, unusable="drop")
+    assert dataset.amount.startswith("6 captions")
+    assert dataset.remarks == ("1 line empty, 1 too long: dropped, the first is 'train.tsv', line 7",)
     (folder / "train.tsv").write_text("../train0\tone dog\n")
     with pytest.raises(InputError, match=r"'train\.tsv', line 1: expected the name of a video, a tab and a caption; correct it"):
         load(folder)

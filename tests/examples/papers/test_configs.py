@@ -79,10 +79,10 @@ def test_a_full_config_is_planned_and_simulated_without_its_weights(name, here, 
     profile = analyze(parts.stack, parts.rows, parts.loss, parts.rule, (size // 2, size), topology.device, precision=parts.precision)
     schedules = (config.plan.schedule,) if name.endswith("355m") else ()  # of so many microbatches the search of all would take minutes
     request = Request(up_to=True, replicas=not parts.stack.carries_rows, schedules=schedules)
-    found = search(profile, topology, rows, request, config.uses_global_norm, silent())
-    assert found.choice.ranked
+    result = search(profile, topology, rows, request, config.uses_global_norm, silent())
+    assert result.choice.ranked
     if parts.stack.carries_rows:
-        assert all(max(candidate.replicas) == 1 for candidate in found.candidates)
+        assert all(max(candidate.replicas) == 1 for candidate in result.candidates)
     assert {id(array) for array in jax.live_arrays()} <= arrays
 
 

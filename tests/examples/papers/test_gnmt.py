@@ -1,4 +1,4 @@
-"""GNMT against a plain computation in NumPy, its number of parameters, and what it may not see."""
+"""GNMT: equality with NumPy, its number of parameters, and masked inputs."""
 
 import json
 
@@ -37,10 +37,10 @@ def test_its_layers_are_as_large_as_in_the_published_profile():
     }
     biases = {name: 4 * 1024 for name in published if "coder_" in name and not name.endswith("embed")}
     biases["encoder_0"] *= 2
-    found = {name: numbers(spec) for name, spec in specs().items()}
+    counts = {name: numbers(spec) for name, spec in specs().items()}
     expected = {name: count // 4 - biases.get(name, 0) for name, count in published.items()}
     expected["decoder_0"] += 1024 + 1
-    assert found == expected
+    assert counts == expected
 
 
 def test_gnmt_16_has_eight_more_lstms():
@@ -75,19 +75,19 @@ def small():
 
 def plain_attention(params, queries, keys, mask):
     v = np.asarray(params["v"], np.float64)
-    found = np.zeros((queries.shape[0], queries.shape[1], keys.shape[2]))
+    outputs = np.zeros((queries.shape[0], queries.shape[1], keys.shape[2]))
     for row in range(queries.shape[0]):
-        there = keys[row][mask[row]]
+        valid_keys = keys[row][mask[row]]
         for t, query in enumerate(queries[row]):
             scores = []
-            for key in there:
+            for key in valid_keys:
                 sums = (
                     query @ np.asarray(params["query"]["kernel"]) + key @ np.asarray(params["key"]["kernel"]) + np.asarray(params["bias"])
                 )
                 scores.append(float(params["g"]) * v @ np.tanh(sums) / np.sqrt((v**2).sum()))
             shares = np.exp(scores) / np.exp(scores).sum()
-            found[row, t] = shares @ there
-    return found
+            outputs[row, t] = shares @ valid_keys
+    return outputs
 
 
 def plain_gnmt(params, inputs):
@@ -113,7 +113,7 @@ def test_it_computes_what_the_paper_says(small):
     np.testing.assert_allclose(forward(batch()), plain_gnmt(params, batch()), atol=2e-4)
 
 
-def test_attention_looks_at_what_is_there_only():
+def test_attention_reads_unmasked_positions_only():
     rng = np.random.default_rng(0)
     queries, keys = (jnp.asarray(rng.normal(size=(2, positions, 4)), jnp.float32) for positions in (3, 5))
     mask = jnp.arange(5)[None] < jnp.asarray([5, 2])[:, None]
@@ -123,7 +123,7 @@ def test_attention_looks_at_what_is_there_only():
     np.testing.assert_allclose(module.apply({"params": params}, queries, keys, mask), expected, atol=1e-5)
 
 
-def test_it_sees_the_source_but_no_padding_and_no_later_word(small):
+def test_the_decoder_reads_the_source_but_no_padding_and_no_later_word(small):
     _, forward = small
     before = forward(batch())
     source, padding, later = batch(), batch(), batch()
@@ -157,8 +157,8 @@ def test_dropout_is_between_layers_in_training_only():
 
 
 @pytest.mark.slow
-def test_a_run_with_buckets_goes_on_as_if_it_had_not_ended(tmp_path, capsys):
-    """Batches of three lengths are in flight at a time; all rows are evaluated, those too that fill no batch."""
+def test_a_run_with_buckets_resumes_with_equal_results(tmp_path, capsys):
+    """Batches of three lengths are in flight at the same time; the evaluation includes rows that do not fill a batch."""
     make.SAMPLES["translation"](tmp_path, 0)
     for part, count in (("train", 60), ("validation", 19)):
         for name in ("source", "target"):
@@ -190,6 +190,6 @@ def test_a_run_with_buckets_goes_on_as_if_it_had_not_ended(tmp_path, capsys):
 
 
 def losses(file):
-    """By step."""
+    """Return the losses of a metrics file by step."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return {row["step"]: row["loss"] for row in rows if "loss" in row}

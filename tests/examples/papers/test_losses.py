@@ -1,4 +1,4 @@
-"""The loss of smoothed labels is the cross-entropy with the distribution that they stand for."""
+"""The loss of smoothed labels equals the cross-entropy with the smoothed distribution."""
 
 import jax
 import jax.numpy as jnp

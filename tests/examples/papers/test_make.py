@@ -1,4 +1,4 @@
-"""`python -m examples.papers.samples` writes the same data for the same seed, whole or not at all."""
+"""`python -m examples.papers.samples` writes the same data for the same seed, completely or not at all."""
 
 import hashlib
 from pathlib import Path
@@ -16,13 +16,13 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", make.SAMPLES)
-def test_a_seed_decides_what_is_made(name, tmp_path):
+def test_the_seed_determines_the_samples(name, tmp_path):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         (tmp_path / folder).mkdir()
         assert make.SAMPLES[name](tmp_path / folder, seed)
-    first, again, other = (digests(tmp_path / folder) for folder in "abc")
+    first, second, other = (digests(tmp_path / folder) for folder in "abc")
     assert first
-    assert first == again
+    assert first == second
     assert first != other
 
 
@@ -30,16 +30,16 @@ def test_images_are_shapes_by_class(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert make.main(["images"]) == 0
     assert capsys.readouterr().out.startswith("samples/images: images of 8 classes (bar, circle, ")
-    made = tmp_path / "samples" / "images"
+    output = tmp_path / "samples" / "images"
     for part, number in images.PARTS.items():
-        assert sorted(path.name for path in (made / part).iterdir()) == list(images.SHAPES)
+        assert sorted(path.name for path in (output / part).iterdir()) == list(images.SHAPES)
         for shape in images.SHAPES:
-            files = sorted((made / part / shape).iterdir())
+            files = sorted((output / part / shape).iterdir())
             assert len(files) == number
             pixels = np.asarray(Image.open(files[0]))
             assert (pixels.shape, pixels.dtype) == ((48, 48, 3), np.uint8)
             assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 2  # ground, shape, the edge between
-    assert len(set(digests(made).values())) == sum(images.PARTS.values()) * len(images.SHAPES)
+    assert len(set(digests(output).values())) == sum(images.PARTS.values()) * len(images.SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_images_are_shapes_by_class(tmp_path, capsys, monkeypatch):
         (["images", "--out", "there/file/images"], "--out: cannot write"),
     ],
 )
-def test_what_cannot_be_made_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
+def test_an_impossible_tokenizer_is_refused(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("")

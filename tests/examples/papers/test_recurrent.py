@@ -1,4 +1,4 @@
-"""The LSTM against a plain loop in NumPy, its masks, and what is dropped."""
+"""The LSTM: equality with a plain loop in NumPy, masks and dropout."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def sigmoid(x):
 
 
 def plain_lstm(x, kernel, recurrent, bias, mask=None, carry=None, reverse=False):
-    """One row and one position at a time, in float64."""
+    """Apply an LSTM to one row and one position at a time, in float64."""
     x, kernel, recurrent, bias = (np.asarray(each, np.float64) for each in (x, kernel, recurrent, bias))
     rows, positions, hidden = x.shape[0], x.shape[1], recurrent.shape[0]
     y = np.zeros((rows, positions, hidden))
@@ -41,31 +41,31 @@ def weights(seed=0, rows=3, positions=5, width=4, hidden=6):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("carried", [False, True])
 def test_it_is_an_lstm(reverse, masked, carried):
-    given, carry = weights()
+    arguments, carry = weights()
     mask = below(jnp.asarray([5, 2, 1]), 5) if masked else None
     carry = carry if carried else None
-    after, y = lstm(*given, mask, None if carry is None else tuple(carry), reverse=reverse)
-    last, expected = plain_lstm(*given, mask, carry, reverse)
+    after, y = lstm(*arguments, mask, None if carry is None else tuple(carry), reverse=reverse)
+    last, expected = plain_lstm(*arguments, mask, carry, reverse)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     np.testing.assert_allclose(np.asarray(after), last, atol=1e-5)
 
 
-def test_what_is_masked_changes_nothing():
-    (x, *rest), _ = weights()
+def test_masked_positions_change_nothing():
+    (x, *parameters), _ = weights()
     mask = below(jnp.asarray([5, 2, 1]), 5)
     assert mask.sum(1).tolist() == [5, 2, 1]
     other = jnp.where(mask[..., None], x, jnp.float32(7))
     for reverse in (False, True):
-        one, two = (np.asarray(lstm(each, *rest, mask, reverse=reverse)[1]) for each in (x, other))
+        one, two = (np.asarray(lstm(each, *parameters, mask, reverse=reverse)[1]) for each in (x, other))
         np.testing.assert_array_equal(one[np.asarray(mask)], two[np.asarray(mask)])
 
 
 def dropped(module, x, name, **options):
     """Return a module's output in training, the output of one of its dropouts and its parameters."""
     variables = module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x, train=True)
-    kept = {"capture_intermediates": lambda part, _: type(part).__name__ == "Dropout", "mutable": ["intermediates"]}
-    y, found = module.apply(variables, x, train=True, rngs={"dropout": jax.random.key(2)}, **kept, **options)
-    return y, np.asarray(found["intermediates"][name]["__call__"][0]), variables["params"]
+    capture = {"capture_intermediates": lambda part, _: type(part).__name__ == "Dropout", "mutable": ["intermediates"]}
+    y, captured = module.apply(variables, x, train=True, rngs={"dropout": jax.random.key(2)}, **capture, **options)
+    return y, np.asarray(captured["intermediates"][name]["__call__"][0]), variables["params"]
 
 
 def test_recurrent_weights_are_dropped_once_for_all_positions():
@@ -73,20 +73,20 @@ def test_recurrent_weights_are_dropped_once_for_all_positions():
     module = LSTM(16, dropout_weights=0.25)
     (_, y), recurrent, params = dropped(module, x, "Dropout_0")
     whole = np.asarray(params["recurrent"])
-    gone = recurrent == 0
-    assert 0.15 < gone.mean() < 0.35
-    np.testing.assert_allclose(recurrent[~gone], whole[~gone] / 0.75, rtol=1e-6)
+    zeroed = recurrent == 0
+    assert 0.15 < zeroed.mean() < 0.35
+    np.testing.assert_allclose(recurrent[~zeroed], whole[~zeroed] / 0.75, rtol=1e-6)
     np.testing.assert_allclose(y, plain_lstm(x, params["kernel"], recurrent, params["bias"])[1], atol=1e-5)
     evaluated = module.apply({"params": params}, x)[1]
     np.testing.assert_allclose(evaluated, plain_lstm(x, params["kernel"], whole, params["bias"])[1], atol=1e-5)
 
 
-def test_words_are_dropped_in_all_rows_alike():
+def test_words_are_dropped_equally_in_all_rows():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (4, 30)), jnp.int32)
     y, table, params = dropped(Embedding(40, 8, dropout=0.5), tokens, "Dropout_0")
-    gone = (table == 0).all(axis=1)
-    assert 8 < gone.sum() < 32
-    np.testing.assert_allclose(table[~gone], np.asarray(params["embedding"])[~gone] * 2, rtol=1e-6)
+    zeroed = (table == 0).all(axis=1)
+    assert 8 < zeroed.sum() < 32
+    np.testing.assert_allclose(table[~zeroed], np.asarray(params["embedding"])[~zeroed] * 2, rtol=1e-6)
     np.testing.assert_array_equal(y, table[np.asarray(tokens)])
 
 

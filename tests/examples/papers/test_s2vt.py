@@ -1,4 +1,4 @@
-"""S2VT against a plain computation in NumPy, and its number of parameters."""
+"""S2VT: equality with NumPy, and its number of parameters."""
 
 import jax
 import numpy as np
@@ -15,8 +15,8 @@ def batch():
 
 def test_its_layers_are_as_large_as_derived_by_hand():
     inputs = {"features": jax.ShapeDtypeStruct((2, 50, 4096), np.float32), "tokens": jax.ShapeDtypeStruct((2, 30), np.int32)}
-    found = {name: sum(leaf.size for leaf in jax.tree.leaves(spec.params)) for name, spec in s2vt().specs(inputs).items()}
-    assert found == {
+    counts = {name: sum(leaf.size for leaf in jax.tree.leaves(spec.params)) for name, spec in s2vt().specs(inputs).items()}
+    assert counts == {
         "frames": 4096 * 500 + 500,
         "lstm_0": 4000 * (500 + 1000 + 1),
         "words": 13010 * 500,
@@ -37,6 +37,6 @@ def test_it_computes_what_the_paper_says():
     seen = run(params["lstm_0"]["lstm"], np.concatenate([frames, np.zeros((2, 3, 4))], axis=1))
     words = np.asarray(params["words"]["embedding"]["embedding"])[inputs["tokens"]]
     beside = np.concatenate([np.zeros((2, 4, 4)), words], axis=1)
-    said = run(params["lstm_1"]["lstm"], np.concatenate([seen, beside], axis=-1))[:, 4:]
-    expected = said @ np.asarray(params["head"]["kernel"]) + np.asarray(params["head"]["bias"])
+    scores = run(params["lstm_1"]["lstm"], np.concatenate([seen, beside], axis=-1))[:, 4:]
+    expected = scores @ np.asarray(params["head"]["kernel"]) + np.asarray(params["head"]["bias"])
     np.testing.assert_allclose(applied(stack, params, inputs), expected, atol=1e-5)

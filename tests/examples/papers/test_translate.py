@@ -1,4 +1,4 @@
-"""Translations: greedy decoding against a plain loop, and a run that translates."""
+"""Translation: greedy decoding equals a plain loop, and a run translates."""
 
 import sys
 
@@ -27,11 +27,11 @@ def test_greedy_is_the_likeliest_token_after_token():
     for t in range(4):
         logits = forward(inputs | {"target": jnp.asarray(target[:, :-1])})
         target[:, t + 1] = np.asarray(logits)[:, t].argmax(-1)
-    found = np.asarray(
+    result = np.asarray(
         jax.jit(lambda params, inputs: translate.greedy(stack, params, inputs, 4, 7))(params, jax.tree.map(jnp.asarray, inputs))
     )
-    np.testing.assert_array_equal(found, target[:, 1:])
-    assert len({tuple(row) for row in found.tolist()}) > 1
+    np.testing.assert_array_equal(result, target[:, 1:])
+    assert len({tuple(row) for row in result.tolist()}) > 1
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def test_a_run_translates_what_it_is_validated_on(run, tmp_path, capsys, monkeyp
         """In place of the library."""
 
         @staticmethod
-        def corpus_bleu(found, references):
-            scored.append((found, references))
+        def corpus_bleu(hypotheses, references):
+            scored.append((hypotheses, references))
             return type("Score", (), {"score": 12.5})
 
     monkeypatch.setitem(sys.modules, "sacrebleu", Sacrebleu)

@@ -1,4 +1,4 @@
-"""Parallel text: pairs of lines as rows of one shape, and text that cannot be used."""
+"""Parallel text: pairs of lines become rows of one shape, and unusable text is refused or dropped."""
 
 import collections
 
@@ -50,11 +50,11 @@ def rows(batches, t):
 
 
 def test_each_row_is_a_pair_of_lines(folder):
-    found = data.load(config(folder))
+    dataset = data.load(config(folder))
     tokenizer = translation.load_tokenizer(str(folder))
     pairs = set()
     for t in range(2):
-        inputs, labels = rows(found.train, t)
+        inputs, labels = rows(dataset.train, t)
         assert inputs["source"].shape == (4, 10)
         assert inputs["target"].shape == labels.shape == (4, 9)
         for i in range(4):
@@ -66,13 +66,13 @@ def test_each_row_is_a_pair_of_lines(folder):
             pairs.add((tokenizer.decoded(source.tolist()), tokenizer.decoded(counted.tolist())))
     texts = [(folder / f"train.{name}").read_text(encoding="utf-8").splitlines() for name in ("source", "target")]
     assert pairs == set(zip(*texts, strict=True))
-    assert found.amount == "8 pairs of sentences for training, 8 for validation"
+    assert dataset.amount == "8 pairs of sentences for training, 8 for validation"
 
 
-def test_a_seed_decides_the_order_and_batches_can_be_read_again(folder):
-    one, again, other = (data.load(config(folder, seed=seed)) for seed in (0, 0, 1))
+def test_the_seed_determines_the_order_and_batches_can_be_read_repeatedly(folder):
+    one, repeated, other = (data.load(config(folder, seed=seed)) for seed in (0, 0, 1))
     for t in (5, 0):
-        np.testing.assert_array_equal(rows(one.train, t)[1], rows(again.train, t)[1])
+        np.testing.assert_array_equal(rows(one.train, t)[1], rows(repeated.train, t)[1])
     assert any((rows(one.train, t)[1] != rows(other.train, t)[1]).any() for t in range(4))
     np.testing.assert_array_equal(rows(one.validation, 1)[1], rows(other.validation, 1)[1])
     assert one.digest() == other.digest()
@@ -93,9 +93,9 @@ def test_lines_that_cannot_be_used_are_dropped_by_choice(folder):
         "2 lines empty, 1 too long); change the text, allow longer ones in data.arguments, or drop such lines with "
         "data.arguments.unusable: drop"
     )
-    found = data.load(config(folder, unusable="drop"))
-    assert found.amount.startswith("5 pairs")
-    assert found.remarks == ("2 lines empty, 1 too long: dropped, the first is 'train.source', line 3",)
+    dataset = data.load(config(folder, unusable="drop"))
+    assert dataset.amount.startswith("5 pairs")
+    assert dataset.remarks == ("2 lines empty, 1 too long: dropped, the first is 'train.source', line 3",)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_lines_that_cannot_be_used_are_dropped_by_choice(folder):
         (lambda folder: [write(folder, f"validation.{name}", ["das"] * 3) for name in ("source", "target")], "found 3 in '{folder}/'"),
     ],
 )
-def test_spoiled_files_are_named(folder, spoil, message):
+def test_damaged_files_are_named(folder, spoil, message):
     spoil(folder)
     with pytest.raises(InputError) as caught:
         data.load(config(folder))
@@ -121,16 +121,16 @@ def test_spoiled_files_are_named(folder, spoil, message):
 
 
 def test_a_vocabulary_larger_than_the_outputs_is_refused(folder):
-    found, outputs = data.load(config(folder)), jax.ShapeDtypeStruct((4, 9, 100), np.float32)
+    dataset, outputs = data.load(config(folder)), jax.ShapeDtypeStruct((4, 9, 100), np.float32)
     with pytest.raises(
         InputError, match=r"model\.arguments: expected at least \d+ outputs for each label, .*, found 100; raise their number"
     ):
-        labels.check_labels(config(folder), found, outputs)
+        labels.check_labels(config(folder), dataset, outputs)
 
 
 @pytest.fixture
 def uneven(sample, tmp_path):
-    """As many pairs of three lengths as make odd numbers of batches: 7 of up to 4 tokens, 5 of up to 6, 9 longer; each has its number."""
+    """Write pairs of three lengths that fill odd numbers of batches: 7 of up to 4 tokens, 5 of up to 6, and 9 longer ones."""
     text = (sample / "train.source").read_text(encoding="utf-8").splitlines()
     tokenizer = translation.load_tokenizer(str(sample))
     words = [word for word in dict.fromkeys(" ".join(text).split()) if tokenizer.encoded([f"the {word}"])[0].size == 2]
@@ -143,15 +143,15 @@ def uneven(sample, tmp_path):
 
 
 def sizes(labels):
-    """Tokens of each sentence, its end included."""
+    """Return the number of tokens of each sentence, including the end token."""
     return (labels >= 0).sum(1).tolist()
 
 
 def test_pairs_of_like_length_share_batches_of_their_length(uneven):
-    found = data.load(config(uneven, buckets=[4, 6], target_length=10))
+    dataset = data.load(config(uneven, buckets=[4, 6], target_length=10))
     read, pairs = [], collections.Counter()
     for t in range(21):  # four epochs: as many batches as 4 times 21 rows fill
-        inputs, labels = rows(found.train, t)
+        inputs, labels = rows(dataset.train, t)
         assert inputs["source"].shape == inputs["target"].shape == labels.shape
         longest = labels.shape[1]
         assert all({4: 0, 6: 4, 10: 6}[longest] < size <= longest for size in sizes(labels))
@@ -160,11 +160,11 @@ def test_pairs_of_like_length_share_batches_of_their_length(uneven):
         pairs.update(tuple(row[row >= 0].tolist()) for row in labels)
     assert sorted(read) == sorted(([3] * 7 + [5] * 5 + [8] * 9) * 4)
     assert list(pairs.values()) == [4] * 21, "each pair once per epoch"
-    assert {tuple(leaf.shape for leaf in rows_of(shape)) for shape in found.shapes} == {
-        tuple(leaf.shape for leaf in rows_of(found.train[t])) for t in range(21)
+    assert {tuple(leaf.shape for leaf in rows_of(shape)) for shape in dataset.shapes} == {
+        tuple(leaf.shape for leaf in rows_of(dataset.train[t])) for t in range(21)
     }
-    assert found.like[1].shape == (4, 10), "the largest shape comes first"
-    assert found.remarks == (
+    assert dataset.like[1].shape == (4, 10), "the largest shape comes first"
+    assert dataset.remarks == (
         "buckets for training and validation: 7 and 7 pairs of up to 4 tokens, 5 and 5 pairs of up to 6 tokens, 9 and 9 pairs of up to 10 "
         "tokens",
     )
@@ -175,16 +175,16 @@ def rows_of(batch):
 
 
 def test_batches_of_buckets_can_be_read_in_any_order_and_are_mixed(uneven):
-    one, again = (data.load(config(uneven, buckets=[4, 6])) for _ in range(2))
-    order = [one.train[t][1].shape[1] for t in range(40)]
-    assert [again.train[t][1].shape[1] for t in reversed(range(40))] == order[::-1]
-    assert len(set(order[:5])) > 1, "an epoch does not go through one bucket after the other"
-    assert len({tuple(order[start : start + 5]) for start in range(0, 40, 5)}) > 1, "epochs have orders of their own"
+    one, repeated = (data.load(config(uneven, buckets=[4, 6])) for _ in range(2))
+    lengths = [one.train[t][1].shape[1] for t in range(40)]
+    assert [repeated.train[t][1].shape[1] for t in reversed(range(40))] == lengths[::-1]
+    assert len(set(lengths[:5])) > 1, "an epoch does not go through one bucket after the other"
+    assert len({tuple(lengths[start : start + 5]) for start in range(0, 40, 5)}) > 1, "epochs have orders of their own"
     for t in (39, 3):
-        np.testing.assert_array_equal(rows(one.train, t)[1], rows(again.train, t)[1])
+        np.testing.assert_array_equal(rows(one.train, t)[1], rows(repeated.train, t)[1])
 
 
-def test_one_bucket_gives_what_none_gives(folder):
+def test_one_bucket_equals_no_buckets(folder):
     plain, bucketed = (data.load(config(folder, buckets=buckets)) for buckets in ([], [2]))
     assert plain.shapes == bucketed.shapes == (), "nothing is so short"
     for t in range(5):
@@ -194,20 +194,20 @@ def test_one_bucket_gives_what_none_gives(folder):
 def test_a_bucket_may_lack_rows_for_training_or_for_validation(uneven):
     write(uneven, "validation.source", ["das"] * 8)
     write(uneven, "validation.target", ["das"] * 8)
-    found = data.load(config(uneven, buckets=[2, 4, 6]))
-    assert len(found.shapes) == 4
-    assert {found.train[t][1].shape[1] for t in range(40)} == {4, 6, 9}
-    assert [found.validation[i][1].shape[1] for i in range(len(found.validation))] == [2, 2]
+    dataset = data.load(config(uneven, buckets=[2, 4, 6]))
+    assert len(dataset.shapes) == 4
+    assert {dataset.train[t][1].shape[1] for t in range(40)} == {4, 6, 9}
+    assert [dataset.validation[i][1].shape[1] for i in range(len(dataset.validation))] == [2, 2]
     for name in ("source", "target"):
         write(uneven, f"validation.{name}", ["das"] * 2 + ["das das das"] * 2)
     with pytest.raises(InputError, match=r"expected at least train\.batch_size 4 rows for validation, found 2 in the largest bucket of"):
         data.load(config(uneven, buckets=[2, 5]))
 
 
-def test_all_rows_for_validation_are_there_once(uneven):
-    found = data.load(config(uneven, buckets=[4, 6]))
-    everything, counted = AllBatches(found.validation, 2), []
-    assert len(found.validation) == 4
+def test_every_validation_row_is_read_once(uneven):
+    dataset = data.load(config(uneven, buckets=[4, 6]))
+    everything, counted = AllBatches(dataset.validation, 2), []
+    assert len(dataset.validation) == 4
     for i in range(len(everything)):
         read = sizes(rows(everything, i)[1])
         assert len(read) == everything.rows_of(i) * everything.copies_of(i)

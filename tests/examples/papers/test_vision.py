@@ -1,4 +1,4 @@
-"""The models of images have the parameters that are published, take images down to the smallest, and compute what their papers say."""
+"""The papers' image models have the published numbers of parameters, accept small images, and compute what the papers describe."""
 
 import re
 from typing import Any
@@ -33,7 +33,7 @@ def specs_of(target: str, size: int, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize(("target", "count"), PUBLISHED)
 def test_models_have_as_many_parameters_as_published(target, count):
-    """As torchvision counts them; of Inception-v3 without its auxiliary head, which has 3,326,696."""
+    """The counts are those of torchvision; for Inception-v3 without its auxiliary head, which has 3,326,696."""
     specs = specs_of(target, 299 if target == "inception_v3" else 224)
     assert sum(leaf.size for spec in specs.values() for leaf in jax.tree.leaves(spec.params)) == count
     assert specs[next(reversed(specs))].output.shape == (1, 1000)
@@ -111,8 +111,8 @@ def test_branches_are_put_beside_each_other():
     first = jax.nn.relu(x @ mixed.branches[0].layers[0].conv.kernel[...][0, 0] / np.sqrt(1 + 1e-3))
     np.testing.assert_allclose(whole[..., :5], first, rtol=1e-5, atol=1e-6)
     around = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    means = sum(around[:, i : i + 6, j : j + 6] for i in range(3) for j in range(3)) / 9
-    wide = jnp.pad(means, ((0, 0), (0, 0), (1, 1), (0, 0)))
+    averages = sum(around[:, i : i + 6, j : j + 6] for i in range(3) for j in range(3)) / 9
+    wide = jnp.pad(averages, ((0, 0), (0, 0), (1, 1), (0, 0)))
     kernel = mixed.branches[1].layers[1].parts[0].conv.kernel[...]
     second = sum(wide[:, :, j : j + 6] @ kernel[0, j] for j in range(3)) / np.sqrt(1 + 1e-3)
     np.testing.assert_allclose(whole[..., 5:8], jax.nn.relu(second), rtol=1e-4, atol=1e-5)
@@ -121,11 +121,11 @@ def test_branches_are_put_beside_each_other():
 
 @pytest.mark.slow
 def test_alexnet_is_convolutions_and_dense_layers():
-    """Against the same model written with JAX's own convolution."""
+    """The reference is the same model written with JAX's own convolution."""
     stack = stack_of("alexnet", image_size=63, width=0.05, classes=3)
     x = jax.random.normal(jax.random.key(1), (2, 63, 63, 3))
     params = params_of(stack, x)
-    found = x
+    activations = x
     for layer_id, stride, padding, pooled in (
         ("conv1", 4, 2, 1),
         ("conv2", 1, 2, 1),
@@ -135,15 +135,15 @@ def test_alexnet_is_convolutions_and_dense_layers():
     ):
         conv = params[layer_id]["conv"]
         dims = ("NHWC", "HWIO", "NHWC")
-        found = jax.lax.conv_general_dilated(found, conv["kernel"], (stride,) * 2, [(padding,) * 2] * 2, dimension_numbers=dims)
-        found = jnp.maximum(found + conv["bias"][None, None, None], 0)
+        activations = jax.lax.conv_general_dilated(activations, conv["kernel"], (stride,) * 2, [(padding,) * 2] * 2, dimension_numbers=dims)
+        activations = jnp.maximum(activations + conv["bias"][None, None, None], 0)
         if pooled:
-            found = jax.lax.reduce_window(found, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "VALID")
-    found = found.reshape(2, -1)
+            activations = jax.lax.reduce_window(activations, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "VALID")
+    activations = activations.reshape(2, -1)
     for layer_id in ("fc6", "fc7", "fc8"):
-        found = found @ params[layer_id]["linear"]["kernel"] + params[layer_id]["linear"]["bias"][None]
-        found = found if layer_id == "fc8" else jnp.maximum(found, 0)
-    np.testing.assert_allclose(applied(stack, params, x), found, rtol=1e-4, atol=1e-5)
+        activations = activations @ params[layer_id]["linear"]["kernel"] + params[layer_id]["linear"]["bias"][None]
+        activations = activations if layer_id == "fc8" else jnp.maximum(activations, 0)
+    np.testing.assert_allclose(applied(stack, params, x), activations, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

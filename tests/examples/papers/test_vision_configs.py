@@ -1,4 +1,4 @@
-"""The configs of the papers' models of images: the full ones are planned, lowered and simulated, the small ones train."""
+"""The configs of the papers' image models: the full ones are planned, lowered and simulated, the small ones train."""
 
 import io
 from pathlib import Path
@@ -64,8 +64,8 @@ def test_a_full_config_is_planned_for_the_papers_cluster(name, refuses_weights):
     size = rows // parts.config.plan.microbatches
     profile = analyze(parts.stack, parts.rows, parts.loss, parts.rule, (size,), topology.device, precision=parts.precision)
     assert profile.ids == parts.stack.ids
-    found = search(profile, topology, rows, Request(schedules=("pipedream", "pipedream_flush")), parts.config.uses_global_norm, silent)
-    assert found.choice.ranked
+    result = search(profile, topology, rows, Request(schedules=("pipedream", "pipedream_flush")), parts.config.uses_global_norm, silent)
+    assert result.choice.ranked
 
 
 @pytest.mark.parametrize(

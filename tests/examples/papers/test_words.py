@@ -1,4 +1,4 @@
-"""A running text by words: each row goes on from batch to batch."""
+"""Running text by words: each row continues from batch to batch."""
 
 import numpy as np
 import pytest
@@ -20,13 +20,13 @@ def folder(tmp_path):
 
 def load(folder, **arguments):
     arguments = {"folder": str(folder), "length": 4, **arguments}
-    found = {
+    fields = {
         "data": {"target": "examples.papers.data.words:load", "arguments": arguments},
         "model": {"target": "examples.papers.models.awd_lm:awd_lm"},
         "train": {"batch_size": 3},
         "plan": {"microbatches": 1},
     }
-    return data.load(Config.model_validate(found))
+    return data.load(Config.model_validate(fields))
 
 
 def numbers(folder, part):
@@ -36,15 +36,15 @@ def numbers(folder, part):
     return words.numbers([word for line in lines[1] for word in (*line, "<eos>")])
 
 
-def test_row_b_goes_on_where_row_b_of_the_batch_before_ended(folder):
-    found, text = load(folder), numbers(folder, "train")
+def test_row_b_continues_where_row_b_of_the_previous_batch_ended(folder):
+    dataset, text = load(folder), numbers(folder, "train")
     piece = len(text) // 3
     windows = (piece - 1) // 4
     assert windows >= 3
     for epoch in range(2):
         tokens, labels = [], []
         for window in range(windows):
-            inputs, after = found.train[epoch * windows + window]
+            inputs, after = dataset.train[epoch * windows + window]
             tokens.append(inputs["tokens"][:])
             labels.append(after[:])
             assert inputs["continues"][:].tolist() == [int(window > 0)] * 3
@@ -55,15 +55,15 @@ def test_row_b_goes_on_where_row_b_of_the_batch_before_ended(folder):
 
 
 def test_batches_can_be_read_in_any_order_and_in_part(folder):
-    one, again = load(folder), load(folder)
-    later = again.train[3][0]["tokens"][:]
+    one, second = load(folder), load(folder)
+    later = second.train[3][0]["tokens"][:]
     np.testing.assert_array_equal(one.train[3][0]["tokens"][1:2], later[1:2])
-    assert one.digest() == again.digest()
+    assert one.digest() == second.digest()
 
 
 def test_validation_is_read_once(folder):
-    found, text = load(folder), numbers(folder, "validation")
-    assert len(found.validation) == (len(text) // 3 - 1) // 4
+    dataset, text = load(folder), numbers(folder, "validation")
+    assert len(dataset.validation) == (len(text) // 3 - 1) // 4
 
 
 def test_words_are_numbered_from_the_most_frequent_on():
@@ -74,7 +74,7 @@ def test_words_are_numbered_from_the_most_frequent_on():
     assert Words.of(sentences, 3).words == ("<eos>", "<unk>", "a")
 
 
-def test_what_is_not_read_is_counted(folder):
+def test_unread_arrays_are_counted(folder):
     with (folder / "train.txt").open("a") as file:
         file.write("\n  \n")
     with (folder / "validation.txt").open("a") as file:

@@ -1,4 +1,4 @@
-"""Checkpoints from Python: a loop of the user's own that saves, is stopped and goes on."""
+"""Checkpoints from Python: a user's own loop saves, stops and resumes."""
 
 import functools
 
@@ -40,21 +40,21 @@ def train(pipe, batches, folder, until):
 
 
 @pytest.mark.slow
-def test_a_loop_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
+def test_a_stopped_loop_resumes_with_equal_results(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(8, 3)
     losses, params = train(pipe, batches, tmp_path / "whole", 8)
     train(pipe, batches, tmp_path / "parts", 6)
     last = checkpoints.steps(tmp_path / "parts")[-1]
     assert last < 6
-    again, found = train(pipe, batches, tmp_path / "parts", 8)
-    assert again == {t: loss for t, loss in losses.items() if t >= last}
-    check_equal(found, params)
+    resumed, resumed_params = train(pipe, batches, tmp_path / "parts", 8)
+    assert resumed == {t: loss for t, loss in losses.items() if t >= last}
+    check_equal(resumed_params, params)
     assert len(checkpoints.steps(tmp_path / "parts")) == 2
     assert files.read_facts(tmp_path / "parts", last)["note"] >= last - 1
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
+def test_a_checkpoint_resumes_under_another_plan(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(6, 3)
     train(pipe, batches, tmp_path, 6)
     step, other = checkpoints.steps(tmp_path)[0], pipeline("gpipe", 2)
@@ -64,7 +64,7 @@ def test_a_checkpoint_goes_on_under_another_plan(tmp_path):
     check_equal(jax.tree.map(np.asarray, other.params(state)), newest)
 
 
-def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
+def test_invalid_arguments_of_save_and_load_are_refused(tmp_path):
     pipe, batches = pipeline(), models.masked_batches(4, 3)
     key = jax.random.key(KEY)
     assert checkpoints.load(pipe, tmp_path / "none", key, batches[0]) is None
@@ -87,7 +87,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
 
 
 def test_copies_of_a_shared_parameter_that_differ_are_not_saved(tmp_path):
-    """Whether the weights or only the optimizer state differ, and in which replica."""
+    """Differences in the weights or only in the optimizer state of any replica are detected."""
     ties = [Tie(("in", "kernel"), ("out", "kernel"))]
     linear = functools.partial(nnx.Linear, 3, 3)
     stack = LayerStack({"in": lambda rngs: linear(rngs=rngs), "out": lambda rngs: linear(rngs=rngs)}, ties=ties)
@@ -126,9 +126,9 @@ def test_copies_of_a_shared_parameter_that_differ_are_not_saved(tmp_path):
 class Alone(Processes):
     """Process 0 of three, of which one has called `save`, another has not."""
 
-    def __init__(self, left=()):
+    def __init__(self, absent=()):
         super().__init__(0, 1, Limits())
-        self.count, self.left, self.checks = 3, set(left), 0
+        self.count, self.left, self.checks = 3, set(absent), 0
         self.broadcast("process 1 begins its part of the checkpoint of step 4", [])
 
     def still(self):
@@ -148,8 +148,8 @@ def test_process_0_names_the_processes_that_do_not_save(monkeypatch, capfd):
     monkeypatch.setattr(checkpoints, "_PATIENCE", 0.0)
     with pytest.raises(PeerLost, match=r"process 2 hangs; process 0 stops while waiting for the call of .*save for step 4 of process 2"):
         checkpoints._await_calls(Alone(), 4)
-    said = "jpipe: the checkpoint of step 4 waits for process 2 to call checkpoints.save; call it in all processes\n"
-    assert capfd.readouterr().err == said, "once"
+    message = "jpipe: the checkpoint of step 4 waits for process 2 to call checkpoints.save; call it in all processes\n"
+    assert capfd.readouterr().err == message, "once"
     with pytest.raises(
         InputError, match=r"step 4: expected all processes to call checkpoints.save, process 2 finished without; call it in"
     ):
@@ -180,8 +180,8 @@ def test_a_checkpoint_manager_saves_and_restores_by_its_options(tmp_path):
     with ocp.CheckpointManager(tmp_path / "managed", options=options) as manager:
         (step,) = manager.all_steps()
         assert step > 1
-        again = managed(pipe, batches, manager, 6)
-        assert {t: again[t] for t in range(step, 5)} == {t: losses[t] for t in range(step, 5)}
+        resumed = managed(pipe, batches, manager, 6)
+        assert {t: resumed[t] for t in range(step, 5)} == {t: losses[t] for t in range(step, 5)}
         with pytest.raises(InputError, match=r"step: expected one of \d, those in '.*managed', found 77"):
             checkpoints.load(pipe, manager, jax.random.key(KEY), batches[0], 77)
         with pytest.raises(InputError, match=r"keep: expected None, because an ocp\.CheckpointManager has max_to_keep"):

@@ -1,4 +1,4 @@
-"""How parameters are sharded over meshes, what the compiled programs gather, and what is refused."""
+"""Parameters sharded over meshes: the layout, the collectives of the compiled programs, and errors."""
 
 import re
 
@@ -18,7 +18,7 @@ INIT = nnx.initializers
 
 
 class Block(nnx.Module):
-    """Two linear layers whose weights are sharded over the hidden dim, and a norm without logical axes."""
+    """Two linear layers whose weights are sharded over the hidden dimension, and a norm without logical axes."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         named = nnx.with_partitioning
@@ -32,7 +32,7 @@ class Block(nnx.Module):
 
 
 class LinenBlock(linen.Module):
-    """The same axes in Linen's words."""
+    """The Linen version of `Block`."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -49,20 +49,20 @@ def pipeline(stack=STACK, **fields) -> Pipeline:
 
 
 def specs(pipe: Pipeline, batch=BATCH) -> dict:
-    """By "layer/path" how each parameter of the first stage is sharded; those that are whole are left out."""
+    """Return the partition spec of each sharded parameter of the first stage, by "layer/path"."""
     first = pipe.stage_functions(batch)[0].partition
-    return {f"{entry}/{path}": spec for entry, own in first.params.items() for path, spec in own.items()}
+    return {f"{entry}/{path}": spec for entry, layer_specs in first.params.items() for path, spec in layer_specs.items()}
 
 
 def test_logical_axes_of_nnx_modules_become_axes_of_the_mesh():
     P = PartitionSpec
     sharded = {"block0/up/kernel": P(None, "model"), "block0/up/bias": P("model"), "block0/down/kernel": P("model")}
-    found = specs(pipeline(mesh={"data": 2, "model": 2}))
-    assert {name: spec for name, spec in found.items() if name.startswith("block0")} == sharded
+    actual = specs(pipeline(mesh={"data": 2, "model": 2}))
+    assert {name: spec for name, spec in actual.items() if name.startswith("block0")} == sharded
     assert specs(pipeline(mesh={"data": 2})) == {}
-    found = specs(pipeline(mesh={"data": 2, "model": 2}, fsdp=True))
-    assert found["block0/up/kernel"] == P("data", "model")
-    assert found["block0/norm/scale"] == P("data"), "without logical axes its largest dim is sharded over the rows' axis"
+    actual = specs(pipeline(mesh={"data": 2, "model": 2}, fsdp=True))
+    assert actual["block0/up/kernel"] == P("data", "model")
+    assert actual["block0/norm/scale"] == P("data"), "without logical axes its largest dim is sharded over the rows' axis"
 
 
 def test_linen_and_layers_and_patterns_name_axes_too():
@@ -82,13 +82,13 @@ def test_linen_and_layers_and_patterns_name_axes_too():
 
 
 def test_rules_of_the_plan_replace_the_usual_ones():
-    found = specs(pipeline(mesh={"data": 2, "tensor": 2}, rules={"embed": "tensor", "mlp": None}))
-    assert found["block0/up/kernel"] == PartitionSpec("tensor")
-    assert "block0/up/bias" not in found
+    actual = specs(pipeline(mesh={"data": 2, "tensor": 2}, rules={"embed": "tensor", "mlp": None}))
+    assert actual["block0/up/kernel"] == PartitionSpec("tensor")
+    assert "block0/up/bias" not in actual
 
 
 def collectives(pipe: Pipeline) -> dict[str, list[tuple[str, str]]]:
-    """By name of each program of stage 0 its collectives, as (operation, shape of the result)."""
+    """Return the collectives of each program of stage 0, as (operation, shape of the result), by the program's name."""
     pipe.init(jax.random.key(0), BATCH)
     pattern = re.compile(
         r"= \(?(\w+\[[\d,]*\])\S* (?:.*?\) )?(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
@@ -135,7 +135,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused(case):
+def test_arguments_that_do_not_fit_are_refused(case):
     fields, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
         pipeline(**fields).check(BATCH)

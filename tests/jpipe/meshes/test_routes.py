@@ -1,4 +1,4 @@
-"""Shards go from mesh to mesh in pieces: each once, and together they are the message."""
+"""Shards are sent between meshes in pieces: each piece once, and together they form the message."""
 
 import gc
 import weakref
@@ -24,7 +24,7 @@ def place(mesh: dict[str, int], first: int) -> Place:
 
 
 def message(where: Place):
-    """Rows over "data" where there is such an axis, and a number, as specs."""
+    """Return specs of rows, sharded over "data" where the mesh has this axis, and of a scalar."""
     tree = {"x": jax.ShapeDtypeStruct((ROWS, 3), np.float32), "weight": jax.ShapeDtypeStruct((), np.float32)}
     return where.specs(tree, {"x": P("data") if "data" in where.mesh else P(), "weight": P()})
 
@@ -45,10 +45,10 @@ def test_each_piece_travels_once_and_all_arrive(sender, receiver):
         assert [(piece.shape, piece.dtype) for piece in pieces] == [(spec.shape, spec.dtype) for spec in route.specs[pair]]
         moved[pair] = jax.device_put(pieces, pair[1])  # in place of a link
     assert sum(piece.size for pieces in moved.values() for piece in pieces) == ROWS * 3 + 1, "nothing twice"
-    found = route.join(moved)
-    assert {name: leaf.sharding for name, leaf in found.items()} == {name: spec.sharding for name, spec in arriving.items()}
-    np.testing.assert_array_equal(found["x"], host["x"])
-    assert found["weight"] == host["weight"]
+    arrived = route.join(moved)
+    assert {name: leaf.sharding for name, leaf in arrived.items()} == {name: spec.sharding for name, spec in arriving.items()}
+    np.testing.assert_array_equal(arrived["x"], host["x"])
+    assert arrived["weight"] == host["weight"]
 
 
 def test_replicas_sum_each_shard_once():
@@ -57,18 +57,18 @@ def test_replicas_sum_each_shard_once():
         {"w": jax.ShapeDtypeStruct((4, 6), np.float32), "b": jax.ShapeDtypeStruct((3,), np.float32)}, {"w": P(None, "model"), "b": P()}
     )
     shards = Shards(specs, where.devices)
-    assert sum(spec.size for own in shards.specs.values() for spec in own) == 4 * 6 + 3
+    assert sum(spec.size for shard_specs in shards.specs.values() for spec in shard_specs) == 4 * 6 + 3
     host = {"w": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.ones(3, np.float32)}
     tree = jax.device_put(host, shardings_of(specs))
     parts = shards.cut(tree, where.devices)
     doubled = {number: [2 * array for array in arrays] for number, arrays in parts.items()}
-    found = shards.join(doubled, [leaf.sharding for leaf in jax.tree.leaves(tree)])
-    for name, leaf in found.items():
+    joined = shards.join(doubled, [leaf.sharding for leaf in jax.tree.leaves(tree)])
+    for name, leaf in joined.items():
         np.testing.assert_array_equal(leaf, 2 * host[name])
         assert leaf.sharding == tree[name].sharding
 
 
-def test_what_was_joined_is_kept_alive_by_nothing():
+def test_nothing_keeps_joined_arrays_alive():
     futures, failures = [Future(), Future()], []
     whole = joined(futures, sum, failures.append)
     parts = [np.full(3, 1.0), np.full(3, 2.0)]

@@ -1,4 +1,4 @@
-"""Parameters that a layer would read from outside are found, since training would leave them as they are."""
+"""Parameters in the closure of a layer are detected, because training would not update them."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ def scanned(x):
     return jax.lax.scan(lambda carry, _: (carry @ TABLE, None), x, None, length=2)[0]
 
 
-def own():
+def own_module():
     return OwnModule(TABLE)
 
 
@@ -93,9 +93,9 @@ WAYS = {
     "jax.checkpoint": (lambda: jax.checkpoint(closing_over(built())), "kernel of a Linear"),
     "with arrays of NumPy": (lambda: closing_over(of_numpy()), "module.kernel of a Linear"),
     "one number": (scale, "scale of a Param"),
-    "another library's": (own, r"float32\[3, 3\], weight\), .* a jpipe.Layer, .* NumPy array"),
-    "another library's in a closure": (lambda: closing_over(own()), r"float32\[3, 3\], module.weight"),
-    "another library's method": (lambda: own().__call__, r"float32\[3, 3\], weight"),
+    "another library's": (own_module, r"float32\[3, 3\], weight\), .* a jpipe.Layer, .* NumPy array"),
+    "another library's in a closure": (lambda: closing_over(own_module()), r"float32\[3, 3\], module.weight"),
+    "another library's method": (lambda: own_module().__call__, r"float32\[3, 3\], weight"),
     "Linen apply": (lambda: functools.partial(linen.Dense(models.WIDTH).apply, variables()), r"args\[0\]\['params'\]\['kernel'\]"),
     "Linen apply with arrays of NumPy": (
         lambda: functools.partial(linen.Dense(models.WIDTH).apply, jax.tree.map(np.array, variables())),
@@ -112,7 +112,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("way", "message"), WAYS.values(), ids=WAYS)
-def test_parameters_from_outside_are_refused(way, message):
+def test_parameters_of_a_closure_are_refused(way, message):
     stack = jpipe.LayerStack({"first": models.dense(), "b": way()})
     with pytest.raises(InputError, match=r"layer 'b': its forward reads an array from outside .*" + message):
         stack.specs(X)
@@ -142,12 +142,12 @@ CONSTANTS = {
     "computed while it is traced": lambda x: x + numbers()[None, :],
     "a list": lambda x: x + jnp.array([[1.0] * models.WIDTH]),
     "a few numbers": functools.partial(lambda mean, x: x - mean[None, :], jnp.ones(models.WIDTH)),
-    "integers": functools.partial(lambda order, x: x[:, order], jnp.arange(models.WIDTH)),
+    "integers": functools.partial(lambda permutation, x: x[:, permutation], jnp.arange(models.WIDTH)),
 }
 
 
 @pytest.mark.parametrize("function", CONSTANTS.values(), ids=CONSTANTS)
-def test_constants_are_taken(function):
+def test_functions_with_constants_are_accepted(function):
     assert jpipe.LayerStack({"a": function}).specs(X)["a"].params == {}
 
 
@@ -160,8 +160,8 @@ def test_arrays_made_while_a_forward_is_traced_are_constants():
     assert jpipe.LayerStack({"a": forward}).specs(X)["a"].params == {}
 
 
-def test_a_constructor_may_return_a_module_that_is_built_already():
-    """Its weights are the first ones, whatever the key is; they are trained, and the module stays as it was."""
+def test_a_constructor_may_return_an_existing_module():
+    """The module's weights are the initial ones for any key; training does not change the module itself."""
     module = nnx.Sequential(nnx.Linear(models.WIDTH, models.WIDTH, rngs=nnx.Rngs(5)), nnx.Dropout(0.5, rngs=nnx.Rngs(5)))
     module.eval()
     before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(module, nnx.Param)))
@@ -177,9 +177,9 @@ def test_a_constructor_may_return_a_module_that_is_built_already():
 
 
 class Sowing(nnx.Module):
-    def __init__(self, rngs, kept=False):
+    def __init__(self, rngs, has_intermediate=False):
         self.linear = nnx.Linear(models.WIDTH, models.WIDTH, rngs=rngs)
-        if kept:
+        if has_intermediate:
             self.seen = nnx.Intermediate(())
 
     def __call__(self, x):
@@ -200,7 +200,7 @@ class LinenSowing(linen.Module):
     ("layer", "where"),
     [
         (lambda rngs: Sowing(rngs), "the nnx.Intermediate 'seen'"),
-        (lambda rngs: Sowing(rngs, kept=True), "the nnx.Intermediate 'seen'"),
+        (lambda rngs: Sowing(rngs, has_intermediate=True), "the nnx.Intermediate 'seen'"),
         (LinenSowing(), "the collection 'losses'"),
     ],
     ids=["NNX", "NNX, in the constructor", "Linen"],
@@ -218,7 +218,7 @@ class DrawingCall(nnx.Module):
         return self.dropout(x, rngs=rngs)
 
 
-def test_a_function_of_the_input_that_takes_rngs_is_told_where_random_numbers_come_from():
+def test_a_function_that_takes_rngs_is_refused_with_advice():
     def drop(x, *, rngs=None):
         return x
 

@@ -1,4 +1,4 @@
-"""Flax modules as users write them: the same numbers as with Flax alone, and a message where that cannot be."""
+"""Flax modules train with the same numbers as with Flax alone, or are refused with a message."""
 
 import inspect
 from typing import Any
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("lenient")
 
 
 class Positions(nnx.Module):
-    """Arrays that are in no `nnx.Variable`, one of them in a container, one of NumPy's, one that forwards change."""
+    """Arrays outside of any `nnx.Variable`: one in a container, one of NumPy, and one that forwards change."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense = nnx.Linear(3, 3, rngs=rngs)
@@ -39,7 +39,7 @@ def weight_norm(rngs: nnx.Rngs) -> nnx.Module:
 
 
 def trained_by_flax(module: nnx.Module, batches: list, *, keeps_params: bool) -> tuple[list[float], nnx.Module]:
-    """Losses and the module after plain SGD, as with `nnx.value_and_grad`; `keeps_params`: what forwards write into them is dropped."""
+    """Train by plain SGD with Flax and return the losses and the module; `keeps_params` drops writes of forwards to parameters."""
 
     @nnx.jit
     def step(module: nnx.Module, x: jax.Array, labels: jax.Array) -> jax.Array:
@@ -60,11 +60,11 @@ def test_an_nnx_module_trains_as_with_flax(kind):
     state = pipe.init(jax.random.key(KEY), batches[0])
     module = kind(rngs=nnx.Rngs(stack.init_key("a", jax.random.key(KEY))))
     check_close(pipe.params(state)["a"], nnx.to_pure_dict(nnx.state(module, nnx.Param)), 1e-6)
-    found = train(pipe, batches, state)
+    actual = train(pipe, batches, state)
     losses, module = trained_by_flax(module, batches, keeps_params=kind is weight_norm)
-    np.testing.assert_allclose(found.losses, losses, rtol=1e-5)
-    check_close(found.params["a"], nnx.to_pure_dict(nnx.state(module, nnx.Param)), 1e-5)
-    check_close(found.layer_state["a"], nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))), 1e-5)
+    np.testing.assert_allclose(actual.losses, losses, rtol=1e-5)
+    check_close(actual.params["a"], nnx.to_pure_dict(nnx.state(module, nnx.Param)), 1e-5)
+    check_close(actual.layer_state["a"], nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))), 1e-5)
 
 
 @pytest.mark.slow
@@ -84,8 +84,8 @@ def test_arrays_of_a_module_survive_replicas_and_checkpoints():
     check_equal(to_plain(layer_state(restored)), to_plain(layer_state(state)))
 
 
-class Attends(nnx.Module):
-    """Attention with dropout; nothing says whether to train."""
+class AttentionWithDropout(nnx.Module):
+    """Attention with dropout and no argument that says whether to train."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.attention = nnx.MultiHeadAttention(num_heads=3, in_features=3, dropout_rate=0.5, rngs=rngs)
@@ -104,15 +104,15 @@ def outputs(layer: Any, x: jax.Array, *, train: bool, microbatch: int = 0) -> ja
 
 def test_attention_drops_in_training_and_not_in_evaluation():
     x = jnp.asarray(batches_of(1, 4)[0][0])
-    module = Attends(nnx.Rngs(LayerStack({"a": Attends}).init_key("a", jax.random.key(0))))
+    module = AttentionWithDropout(nnx.Rngs(LayerStack({"a": AttentionWithDropout}).init_key("a", jax.random.key(0))))
     module.eval(decode=False)
-    np.testing.assert_allclose(outputs(Attends, x, train=False), module(x), rtol=1e-5)
-    assert not jnp.allclose(outputs(Attends, x, train=True), module(x))
-    assert not jnp.allclose(outputs(Attends, x, train=True), outputs(Attends, x, train=True, microbatch=1))
+    np.testing.assert_allclose(outputs(AttentionWithDropout, x, train=False), module(x), rtol=1e-5)
+    assert not jnp.allclose(outputs(AttentionWithDropout, x, train=True), module(x))
+    assert not jnp.allclose(outputs(AttentionWithDropout, x, train=True), outputs(AttentionWithDropout, x, train=True, microbatch=1))
 
 
 class OwnMode(nnx.Module):
-    """Says by itself what training mode is, as a module with a frozen part may."""
+    """A module that defines its training mode itself, as one with a frozen part may."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
@@ -172,7 +172,7 @@ def test_a_linen_module_is_told_whether_it_trains(name):
         (lambda x, train: 2 * x if train else x, lambda x: 2 * x, lambda x: x),
     ],
 )
-def test_bare_modules_and_functions_are_told_too(layer, in_training, in_evaluation):
+def test_bare_modules_and_functions_receive_the_mode(layer, in_training, in_evaluation):
     x = jnp.asarray(batches_of(1, 4)[0][0])
     np.testing.assert_allclose(outputs(layer, x, train=True), in_training(x), atol=1e-5)
     np.testing.assert_allclose(outputs(layer, x, train=False), in_evaluation(x), atol=1e-5)
@@ -182,7 +182,7 @@ def test_linens_batch_norm_in_float64_as_with_flax(float64):
     stack = LayerStack({"norm": linen.BatchNorm(momentum=0.8)})
     pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 1), squares, optax.sgd(0.1))
     batches = batches_of(3, 4, dtype=np.float64)
-    found = train(pipe, batches)
+    actual = train(pipe, batches)
     variables = linen.BatchNorm().init(jax.random.key(0), batches[0][0], use_running_average=False)
     for x, labels in batches:
 
@@ -193,16 +193,16 @@ def test_linens_batch_norm_in_float64_as_with_flax(float64):
 
         gradients, changed = jax.grad(loss, has_aux=True)(variables["params"])
         variables = {"params": jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], gradients), **changed}
-    assert found.layer_state["norm"]["batch_stats"]["mean"].dtype == np.float64
-    check_close(found.layer_state["norm"]["batch_stats"], variables["batch_stats"], 1e-7)  # Flax's first momentum is a float32
-    check_close(found.params["norm"], variables["params"], 1e-6)
+    assert actual.layer_state["norm"]["batch_stats"]["mean"].dtype == np.float64
+    check_close(actual.layer_state["norm"]["batch_stats"], variables["batch_stats"], 1e-7)  # Flax's first momentum is a float32
+    check_close(actual.params["norm"], variables["params"], 1e-6)
 
 
 # What is refused -------------------------------------------------------------------------------------------------------
 
 
 def check(layers: dict[str, Any], loss: Any = squares, depth: int = 1) -> None:
-    """As `Pipeline.check` of a stack of these."""
+    """Call `Pipeline.check` with a stack of these layers."""
     stack = LayerStack(layers)
     Pipeline(stack, Plan.even(stack.ids, depth, "gpipe", 2), loss, optax.sgd(0.1)).check(batches_of(1, 4)[0])
 
@@ -232,7 +232,7 @@ def learns(module: Any, x: jax.Array) -> None:
 
 
 class Halt(BaseException):
-    """No `Exception`."""
+    """An error that is not an `Exception`."""
 
 
 def halts(*_: Any) -> Any:
@@ -292,12 +292,12 @@ def unknown(name: str, default: Any) -> linen.Module:
         (called_back, r"^layer 'a': its backward fails: ValueError: Pure callbacks .*; use operations that JAX"),
     ],
 )
-def test_what_would_be_lost_or_fails_later_is_refused_with_the_layer(layer, message):
+def test_unsupported_module_features_are_refused_with_the_layer(layer, message):
     with pytest.raises(InputError, match=message):
         check({"in": lambda rngs: nnx.Linear(3, 3, rngs=rngs), "a": layer, "out": lambda x: x})
 
 
-def test_a_backward_that_nobody_asks_for_need_not_exist():
+def test_a_backward_that_is_never_used_need_not_exist():
     layers = {"first": lambda x: x, "double": doubled, "dense": lambda rngs: nnx.Linear(3, 3, rngs=rngs)}
     check(layers)
     with pytest.raises(InputError, match=r"^layer 'double': its backward fails"):

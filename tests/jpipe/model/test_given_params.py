@@ -1,4 +1,4 @@
-"""Runs that begin with parameters of the caller's: they are those that train, and they stay the caller's."""
+"""Runs that start from the caller's parameters use them and do not modify them."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ def pipeline(**fields):
     return jpipe.Pipeline(stack, plan, models.squares, models.momentum())
 
 
-def begun(pipe, params, seed=0):
+def started(pipe, params, seed=0):
     return pipe.init(jax.random.key(seed), BATCHES[0], params)
 
 
@@ -26,30 +26,30 @@ def on_host(tree):
     return jax.tree.map(np.array, tree)
 
 
-def test_a_run_with_the_parameters_of_another_one_is_that_one():
-    """Nothing else in a model without dropout comes from the key."""
+def test_a_run_with_the_initial_parameters_of_another_run_equals_it():
+    """In a model without dropout the key determines only the initial parameters."""
     pipe = pipeline(schedule="pipedream", replicas=[2, 1])
-    expected = running.train(pipe, BATCHES, begun(pipe, None, seed=1))
-    found = running.train(pipe, BATCHES, begun(pipe, pipe.params(begun(pipe, None, seed=1))))
-    assert found.losses == expected.losses
-    running.check_equal(found.params, expected.params)
-    assert found.losses != running.train(pipe, BATCHES, begun(pipe, None)).losses
+    expected = running.train(pipe, BATCHES, started(pipe, None, seed=1))
+    actual = running.train(pipe, BATCHES, started(pipe, pipe.params(started(pipe, None, seed=1))))
+    assert actual.losses == expected.losses
+    running.check_equal(actual.params, expected.params)
+    assert actual.losses != running.train(pipe, BATCHES, started(pipe, None)).losses
 
 
 @pytest.mark.parametrize("kind", [np.array, jax.numpy.array], ids=["NumPy", "JAX"])
-def test_what_is_given_is_not_written_to(kind):
+def test_initial_parameters_of_the_caller_are_not_modified(kind):
     pipe = pipeline()
-    given = jax.tree.map(kind, on_host(pipe.params(begun(pipe, None, seed=1))))
-    before = on_host(given)
-    running.train(pipe, BATCHES, begun(pipe, given))
-    running.check_equal(given, before)
+    params = jax.tree.map(kind, on_host(pipe.params(started(pipe, None, seed=1))))
+    before = on_host(params)
+    running.train(pipe, BATCHES, started(pipe, params))
+    running.check_equal(params, before)
 
 
-def test_what_is_left_out_is_fresh():
+def test_missing_parameters_are_fresh():
     pipe = pipeline()
-    fresh, ones = on_host(pipe.params(begun(pipe, None))), np.ones((models.WIDTH, models.WIDTH), np.float32)
-    found = on_host(pipe.params(begun(pipe, {"layer1": {"w": ones}})))
-    running.check_equal(found, fresh | {"layer1": fresh["layer1"] | {"w": ones}})
+    fresh, ones = on_host(pipe.params(started(pipe, None))), np.ones((models.WIDTH, models.WIDTH), np.float32)
+    actual = on_host(pipe.params(started(pipe, {"layer1": {"w": ones}})))
+    running.check_equal(actual, fresh | {"layer1": fresh["layer1"] | {"w": ones}})
 
 
 def nested() -> jpipe.Layer:
@@ -61,20 +61,23 @@ def nested() -> jpipe.Layer:
         return {"parts": [params["w"], {"b": params["b"]}]}, state
 
     def apply(params, state, x, key, train):
-        w, rest = params["parts"]
-        return inner.apply({"w": w, **rest}, state, x, key, train)
+        w, remaining = params["parts"]
+        return inner.apply({"w": w, **remaining}, state, x, key, train)
 
     return jpipe.Layer(init, apply)
 
 
 def test_parameters_go_by_their_paths():
-    """As in a file: any nesting of plain dicts, also none."""
+    """As in a file, plain dicts may be nested in any way or not at all."""
     stack = jpipe.LayerStack({"a": nested(), "b": nested()})
     pipe = jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
-    params = on_host(pipe.params(begun(pipe, None, seed=1)))
-    w, rest = params["a"]["parts"]
-    given = {"a": {"parts": {"0": w, "1": rest}}, "b": {"parts/0": params["b"]["parts"][0], "parts/1/b": params["b"]["parts"][1]["b"]}}
-    running.check_equal(on_host(pipe.params(begun(pipe, given))), params)
+    params = on_host(pipe.params(started(pipe, None, seed=1)))
+    w, remaining = params["a"]["parts"]
+    by_path = {
+        "a": {"parts": {"0": w, "1": remaining}},
+        "b": {"parts/0": params["b"]["parts"][0], "parts/1/b": params["b"]["parts"][1]["b"]},
+    }
+    running.check_equal(on_host(pipe.params(started(pipe, by_path))), params)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_parameters_of_another_model_are_refused_before_anything_is_compiled(par
     pipe = pipeline()
     monkeypatch.setattr(pipe, "_compile", lambda batch: pytest.fail("compiled"))
     with pytest.raises(InputError, match=message):
-        begun(pipe, params)
+        started(pipe, params)
 
 
 def from_flax():
@@ -107,23 +110,23 @@ def from_flax():
     return jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 1, "gpipe", 2), models.squares, models.momentum())
 
 
-@pytest.mark.parametrize("given", [lambda m: m, nnx.state, lambda m: nnx.state(m, nnx.Param)], ids=["module", "state", "its parameters"])
-def test_parameters_of_an_nnx_module_are_taken(given):
+@pytest.mark.parametrize("convert", [lambda m: m, nnx.state, lambda m: nnx.state(m, nnx.Param)], ids=["module", "state", "its parameters"])
+def test_parameters_of_an_nnx_module_are_accepted(convert):
     module = nnx.Linear(models.WIDTH, models.WIDTH, rngs=nnx.Rngs(3))
     pipe = from_flax()
-    found = on_host(pipe.params(begun(pipe, {"a": given(module)})))["a"]
-    running.check_equal(found, on_host(nnx.to_pure_dict(nnx.state(module, nnx.Param))))
+    actual = on_host(pipe.params(started(pipe, {"a": convert(module)})))["a"]
+    running.check_equal(actual, on_host(nnx.to_pure_dict(nnx.state(module, nnx.Param))))
 
 
-def test_what_else_flax_has_besides_parameters_is_refused():
+def test_other_flax_variables_than_parameters_are_refused():
     pipe = from_flax()
     norm = nnx.BatchNorm(models.WIDTH, rngs=nnx.Rngs(3))
     with pytest.raises(
         InputError, match=r"layer 'b': expected nnx.Param variables, found 'mean', a BatchStat.*nnx.state\(module, nnx.Param\)"
     ):
-        begun(pipe, {"b": nnx.state(norm)})
+        started(pipe, {"b": nnx.state(norm)})
     with pytest.raises(InputError, match=r"layer 'a': .*the key 'params' of all variables; give \['params'\] of it"):
-        begun(pipe, {"a": {"params": {}}})
+        started(pipe, {"a": {"params": {}}})
 
 
 def slashed() -> jpipe.Layer:
@@ -134,15 +137,15 @@ def slashed() -> jpipe.Layer:
         params, state = inner.init(key, x)
         return {"a/b": params["w"], "a": {"b": params["b"]}}, state
 
-    return jpipe.Layer(init, lambda params, *rest: inner.apply({"w": params["a/b"], "b": params["a"]["b"]}, *rest))
+    return jpipe.Layer(init, lambda params, *arguments: inner.apply({"w": params["a/b"], "b": params["a"]["b"]}, *arguments))
 
 
 def test_a_slash_in_the_name_of_a_parameter_is_no_path():
     stack = jpipe.LayerStack({"x": slashed(), "y": models.dense()})
     pipe = jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 2, "gpipe", 2), models.squares, models.momentum())
-    state = begun(pipe, None, seed=1)
+    state = started(pipe, None, seed=1)
     params, snapshot = on_host(pipe.params(state)), pipe.snapshot(1)
-    running.check_equal(on_host(pipe.params(begun(pipe, params))), params)
+    running.check_equal(on_host(pipe.params(started(pipe, params))), params)
     state, _ = pipe.step(state, BATCHES[0], observe=snapshot)
     running.check_equal(pipe.params(pipe.restore(jax.random.key(1), BATCHES[0], snapshot.layers(), 1)), pipe.params(state))
     tied = jpipe.LayerStack({"x": slashed(), "y": models.dense()}, ties=[jpipe.Tie(("x", "a/b"), ("y", "w"))])

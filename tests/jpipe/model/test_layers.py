@@ -1,4 +1,4 @@
-"""NNX, Linen, functions and `Layer`s in one stack; layer state; what a stack refuses."""
+"""NNX, Linen, functions and `Layer`s in one stack; layer state; errors of a stack."""
 
 import json
 import re
@@ -64,7 +64,7 @@ def test_all_kinds_of_layers_train_in_one_stack(variant, float64):
 
 
 class Tower(nnx.Module):
-    """More sublayers than one digit counts, and paths that sort otherwise as text."""
+    """More sublayers than one digit can count, with paths that sort differently as text."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.parts = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(12)])
@@ -104,18 +104,18 @@ NORMS = {"nnx": lambda rngs: nnx.BatchNorm(3, momentum=0.8, rngs=rngs), "linen":
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 @pytest.mark.parametrize("kind", NORMS)
 def test_batch_statistics_advance_once_for_each_microbatch_in_order(kind, variant, recompute):
-    """The running mean and variance of the raw inputs, by hand with NumPy; the norm comes first, so that no weight reaches them."""
+    """The norm comes first, so its running mean and variance are those of the raw inputs, computed by hand with NumPy."""
     stack, m = LayerStack({"norm": NORMS[kind], "first": models.dense(), "second": models.dense()}), 3
     plan = models.cut(stack.ids, (1, 1, 1), microbatches=m, recompute=recompute, **models.VARIANTS[variant])
     batches = models.batches_of(4, 4 * m)
-    found = train(Pipeline(stack, plan, models.squares, models.momentum()), batches).layer_state["norm"]
-    found = found["batch_stats"]["BatchNorm_0"] if kind == "linen" else found
+    actual = train(Pipeline(stack, plan, models.squares, models.momentum()), batches).layer_state["norm"]
+    actual = actual["batch_stats"]["BatchNorm_0"] if kind == "linen" else actual
     mean, var = np.zeros(3), np.ones(3)
     for x, _ in batches:
         for microbatch in np.split(x.astype(np.float64), m):
             mean, var = 0.8 * mean + 0.2 * microbatch.mean(0), 0.8 * var + 0.2 * microbatch.var(0)
-    np.testing.assert_allclose(found["mean"], mean, rtol=1e-5, atol=1e-7)  # Flax keeps them in float32 always
-    np.testing.assert_allclose(found["var"], var, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(actual["mean"], mean, rtol=1e-5, atol=1e-7)  # Flax keeps them in float32 always
+    np.testing.assert_allclose(actual["var"], var, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.thinned(most=0, most_slow=3)
@@ -185,7 +185,7 @@ def test_functions_and_layers_may_be_used_twice():
         ({"a": lambda rngs: 1 / 0}, r"layer 'a': its constructor fails: ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_is_no_layer_is_refused(layers, message):
+def test_invalid_layers_are_refused(layers, message):
     with pytest.raises(InputError, match=message):
         LayerStack(layers)
 
@@ -216,11 +216,11 @@ def fails_while_built(rngs):
 
 
 def line_of(function) -> str:
-    """`file:line` of the body of a function of one statement."""
+    """Return `file:line` of the body of a function with one statement."""
     return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + 1}"
 
 
-def test_a_mistake_in_a_layer_is_told_with_its_place_and_without_advice_about_shapes():
+def test_a_mistake_in_a_layer_is_reported_with_its_place_and_without_advice_about_shapes():
     stack = LayerStack({"first": models.dense(), "broken": breaks})
     with pytest.raises(InputError) as refused:
         stack.specs(np.zeros((2, 3), np.float32))
@@ -229,13 +229,13 @@ def test_a_mistake_in_a_layer_is_told_with_its_place_and_without_advice_about_sh
     )
 
 
-def test_a_mistake_in_a_constructor_is_told_with_its_place():
+def test_a_mistake_in_a_constructor_is_reported_with_its_place():
     with pytest.raises(InputError) as refused:
         LayerStack({"broken": fails_while_built})
     assert str(refused.value) == (f"layer 'broken': its constructor fails: KeyError: 'width' ({line_of(fails_while_built)}); fix it there")
 
 
-def test_a_mistake_in_a_loss_is_told_with_its_place():
+def test_a_mistake_in_a_loss_is_reported_with_its_place():
     def loss(y, labels):
         return breaks(y), y.size
 
@@ -249,8 +249,8 @@ def test_a_mistake_in_a_loss_is_told_with_its_place():
 
 
 @pytest.mark.parametrize("name", ["jax", "json", "typed in"])
-def test_a_place_outside_of_the_callers_own_files_is_left_out(name):
-    """What the own code called is not where the mistake is; what has no file has no place."""
+def test_a_place_outside_the_callers_files_is_left_out(name):
+    """Code that the user's code calls is not the place of the mistake, and code without a file has no place."""
     calls = {"jax": lambda x: jnp.dot(x, x), "json": lambda x: json.loads("?"), "typed in": lambda x: x.nothing}
     typed_in = types.FunctionType(calls[name].__code__.replace(co_filename="<string>"), globals())
     with pytest.raises(InputError) as refused:
@@ -269,7 +269,7 @@ def test_the_place_of_a_mistake_that_a_library_finds_is_where_the_own_code_calle
 
 
 def test_complex_parameters_are_refused():
-    """The optimizer would see their real parts only."""
+    """The optimizer would update their real parts only."""
     turned = Layer(lambda key, x: ({"w": jnp.ones(3, jnp.complex64)}, {}), lambda params, state, x, key, train: (x, state))
     with pytest.raises(InputError, match=r"parameter a\['w'\] is complex64: only real .*; keep its real and imaginary parts as two"):
         LayerStack({"a": turned}).specs(np.zeros((2, 3), np.float32))
@@ -308,8 +308,8 @@ def test_layers_of_one_constructor_are_traced_once():
     assert shared.specs(x) == specs
     assert calls["built"] < 10
     assert calls["forward"] < 10
-    own = LayerStack({"in": jnp.tanh, **{f"block {i}": partial(Block) for i in range(50)}})
-    assert specs == own.specs(x)
+    reference = LayerStack({"in": jnp.tanh, **{f"block {i}": partial(Block) for i in range(50)}})
+    assert specs == reference.specs(x)
     assert calls["forward"] >= 100
     key = jax.random.key(0)
     first, second = (shared.init_layer(f"block {i}", key, jnp.ones((2, 4)))[0]["linear"]["kernel"] for i in (0, 1))

@@ -1,4 +1,4 @@
-"""Which optimizers a pipeline takes, that it applies those exactly, and clipping by the global norm."""
+"""Optimizers that a pipeline supports are applied exactly, others are refused; clipping by the global norm."""
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ KIND = {layer_id: dict.fromkeys(tree, "slow" if layer_id == "embed" else "fast")
 
 
 def on_a_ball(radius):
-    """Scales the parameters down where their norm over all layers is above `radius`."""
+    """Scale the parameters down if their norm over all layers exceeds `radius`."""
 
     def update(updates, state, params):
         norm = optax.tree.norm(optax.apply_updates(params, updates))
@@ -96,7 +96,7 @@ OFTEN |= {row.name for row in optimizers.ROWS if row.instead or "mask" in row.na
 
 
 def marks_of(row) -> list[pytest.MarkDecorator]:
-    """`make test` has some of the rows, `make test-slow` a twelfth of the others, `make test-all` has them all."""
+    """Return the marks of a row: `make test` runs some of the rows, `make test-slow` a twelfth of the others, `make test-all` all."""
     if row.name in OFTEN:
         return []
     return [pytest.mark.slow] if optimizers.ROWS.index(row) % 12 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
@@ -105,8 +105,8 @@ def marks_of(row) -> list[pytest.MarkDecorator]:
 @pytest.mark.filterwarnings('ignore:"seed" is deprecated')
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name, marks=marks_of(row)) for row in optimizers.ROWS])
-def test_a_row_of_the_tables_is_true(row):
-    """It works layer by layer as on the whole model, or is refused with the words of the row."""
+def test_a_row_of_the_tables_is_correct(row):
+    """The optimizer gives equal updates layer by layer and on the whole model, or is refused with the text of the row."""
     assert optimizers.check(row) == ""
 
 
@@ -119,7 +119,7 @@ def test_the_tables_are_those_of_the_page():
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_the_structure_of_the_model_is_there_where_a_tree_needs_it(name):
+def test_trees_that_need_the_structure_of_the_model_get_it(name):
     assert bool(find_layerwise(SPLIT[name], SPECS).blank) == (name in NEED_STRUCTURE)
 
 
@@ -139,7 +139,7 @@ def test_with_the_parameters_in_one_layer_there_is_nothing_to_split(name):
 
 
 @pytest.mark.parametrize("name", ["adam", "first layers frozen, by their place"])
-def test_of_many_layers_some_are_tried(name):
+def test_only_some_of_many_layers_are_tried(name):
     specs = {f"layer_{n:02}": {"kernel": spec(8, 8)} for n in range(40)}
     assert bool(find_layerwise(SPLIT[name], specs).blank) == (name in NEED_STRUCTURE)
     with pytest.raises(InputError, match="the update of layer 'layer_00' depends on layer 'layer_39'"):
@@ -171,7 +171,7 @@ def test_small_dtypes_are_probed_too(dtype):
         ),
     ],
 )
-def test_what_cannot_be_an_optimizer_of_a_pipeline_is_refused(optimizer, message):
+def test_unsupported_optimizers_are_refused(optimizer, message):
     with pytest.raises(InputError, match=message):
         find_layerwise(optimizer, SPECS)
 
@@ -204,8 +204,8 @@ def test_a_mask_lacks_a_layer_without_parameters():
         find_layerwise(optax.adamw(RATE, mask=mask), SPECS)
 
 
-def test_a_shared_parameter_is_probed_apart_from_its_layers():
-    """An optimizer that scales each layer by its norm gives other numbers where a parameter of the layer is updated by itself."""
+def test_a_shared_parameter_is_probed_separately_from_its_layers():
+    """An optimizer that scales each layer by its norm gives other numbers if a parameter of the layer is updated alone."""
 
     def scaled(updates, state, params=None):
         norms = {layer_id: sum(abs(leaf).sum() for leaf in jax.tree.leaves(tree)) for layer_id, tree in updates.items()}
@@ -218,7 +218,7 @@ def test_a_shared_parameter_is_probed_apart_from_its_layers():
 
 
 def label_of(*words):
-    """Labels by path: "frozen" where it contains one of these words, else "trained"."""
+    """Label a parameter "frozen" if its path contains one of these words, else "trained"."""
 
     def label(path, _):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -256,7 +256,10 @@ FROZEN = {
     "a schedule of a layer": (lambda: freezing(optax.adam(RATE), frozen=optax.adam(optax.linear_schedule(0.0, RATE, 200))), {}),
     "few updates": (lambda: optax.MultiSteps(optax.sgd(RATE), 150).gradient_transformation(), {}),
     "a rate in the state, which may be set": (lambda: optax.inject_hyperparams(optax.sgd)(0.0), {}),
-    "masked, the gradient itself": (lambda: optax.masked(optax.sgd(RATE), {i: not own for i, own in EMBEDDING.items()}), {}),
+    "masked, the gradient itself": (
+        lambda: optax.masked(optax.sgd(RATE), {i: not is_embedding for i, is_embedding in EMBEDDING.items()}),
+        {},
+    ),
 }
 
 
@@ -267,7 +270,7 @@ def test_frozen_parameters_are_those_whose_update_is_always_zero(name):
     assert find_layerwise(make(), SPECS).trained.chosen == expected
 
 
-def test_a_frozen_parameter_on_which_others_depend_is_not_left_out():
+def test_a_frozen_parameter_that_other_parameters_use_is_not_left_out():
     def by_layer(updates, state, params=None):
         norms = {layer_id: sum(abs(leaf).sum() for leaf in jax.tree.leaves(tree)) for layer_id, tree in updates.items()}
         return {layer_id: jax.tree.map(lambda g, n=1 + norms[layer_id]: g / n, tree) for layer_id, tree in updates.items()}, state
@@ -289,11 +292,11 @@ def test_a_label_function_that_needs_all_parameters_of_a_layer_gets_them():
             for layer_id, tree in params.items()
         }
 
-    found = find_layerwise(freezing(optax.sgd(RATE), labels), {"a": SPECS["block_0"], "b": SPECS["block_1"]})
-    assert found.trained.chosen == {"a": (False, True), "b": (False, True)}  # in the order of the leaves: bias, kernel
+    layerwise = find_layerwise(freezing(optax.sgd(RATE), labels), {"a": SPECS["block_0"], "b": SPECS["block_1"]})
+    assert layerwise.trained.chosen == {"a": (False, True), "b": (False, True)}  # in the order of the leaves: bias, kernel
 
 
-def test_the_refusal_says_where_the_norm_would_count_frozen_gradients():
+def test_the_refusal_names_where_the_norm_would_count_frozen_gradients():
     outside = optax.chain(optax.clip_by_global_norm(1.0), freezing(optax.sgd(RATE)))
     inside = freezing(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(RATE)))
     advice = r"instead: clip_global_norm of the pipeline clips by the norm over all stages"

@@ -1,4 +1,4 @@
-"""What initialization, dropout, evaluations and losses draw depends on (seed, layer id, microbatch) only."""
+"""Random numbers of initialization, dropout, evaluation and losses depend only on (seed, layer id, microbatch)."""
 
 import functools
 
@@ -27,7 +27,7 @@ STACK = LayerStack({"a": drawing(), "b": drawing(), "c": drawing()})
 
 
 def total(y, labels):
-    """Of a microbatch of ones: 1 + what was drawn for it."""
+    """Return the sum of the outputs: for a microbatch of ones, 1 plus the random number drawn for it."""
     return y[0, 0], 1.0
 
 
@@ -35,26 +35,26 @@ def losses(sizes, m, count, *, seed=0, stack=STACK, variant="pipedream"):
     plan = models.cut(stack.ids, sizes, microbatches=m, **models.VARIANTS[variant])
     pipe = Pipeline(stack, plan, total, models.momentum())
     batch = (np.ones((m, 1), np.float32), np.ones((m, 1), np.float32))
-    state, found = pipe.init(jax.random.key(seed), batch), []
+    state, values = pipe.init(jax.random.key(seed), batch), []
     for _ in range(count):
         state, metrics = pipe.step(state, batch)
-        found += [float(loss) for loss in metrics.losses.values()]
-    return np.array(found)
+        values += [float(loss) for loss in metrics.losses.values()]
+    return np.array(values)
 
 
 @pytest.mark.oldest
-def test_every_microbatch_draws_anew():
-    found = losses((1, 1, 1), 1, 6)
-    assert len(set(found)) == 6
+def test_every_microbatch_draws_new_numbers():
+    values = losses((1, 1, 1), 1, 6)
+    assert len(set(values)) == 6
 
 
-def test_every_layer_draws_for_itself():
+def test_every_layer_draws_its_own_numbers():
     one = LayerStack({"a": drawing()})
     drawn = losses((1,), 1, 1, stack=one) - 1
     assert not np.isclose(losses((3,), 1, 1), 1 + 3 * drawn)
 
 
-def test_the_seed_decides():
+def test_the_seed_determines_the_text():
     np.testing.assert_array_equal(losses((1, 2), 1, 3, seed=5), losses((1, 2), 1, 3, seed=5))
     assert not np.any(losses((1, 2), 1, 3, seed=5) == losses((1, 2), 1, 3, seed=6))
 
@@ -67,7 +67,7 @@ def test_draws_do_not_depend_on_the_cut_or_the_schedule(sizes, variant):
 
 
 def test_draws_do_not_depend_on_the_number_of_microbatches_in_a_batch():
-    """Microbatch k is counted over the whole run: two batches of three draw what six batches of one draw."""
+    """Microbatches are counted over the whole run, so two batches of three draw the numbers of six batches of one."""
     np.testing.assert_allclose(losses((1, 2), 3, 2), losses((1, 2), 1, 6).reshape(2, 3).mean(1), rtol=1e-6)
 
 
@@ -86,21 +86,21 @@ def test_a_draw_depends_on_the_id_of_the_layer_and_not_on_its_position():
 @pytest.mark.slow
 def test_initial_weights_do_not_depend_on_the_cut_the_schedule_or_the_other_layers():
     stack = models.rich_stack()
-    found = []
+    initial = []
     for sizes, variant in [((4,), "gpipe"), ((1, 3), "gpipe"), ((3, 1), "pipedream"), ((2, 2), "naive"), ((1, 1, 1, 1), "pipedream_2bw")]:
         plan = models.cut(stack.ids, sizes, microbatches=4, **models.VARIANTS[variant])
         pipe = Pipeline(stack, plan, models.masked_squares, models.momentum())
-        found.append(pipe.params(fresh(pipe, models.masked_batches(1, 4))))
-    for params in found[1:]:
-        check_equal(params, found[0])
-    assert not np.array_equal(found[0]["track"]["w"], found[0]["mix"]["w"]), "every layer has its own"
+        initial.append(pipe.params(fresh(pipe, models.masked_batches(1, 4))))
+    for params in initial[1:]:
+        check_equal(params, initial[0])
+    assert not np.array_equal(initial[0]["track"]["w"], initial[0]["mix"]["w"]), "every layer has its own"
     shorter = LayerStack({i: stack.layers[i] for i in ("track", "out")})
     pipe = Pipeline(shorter, Plan.even(shorter.ids, 2, "gpipe", 4), models.masked_squares, models.momentum())
-    check_equal(pipe.params(fresh(pipe, models.masked_batches(1, 4))), {i: found[0][i] for i in shorter.ids})
+    check_equal(pipe.params(fresh(pipe, models.masked_batches(1, 4))), {i: initial[0][i] for i in shorter.ids})
 
 
 class Sampled(nnx.Module):
-    """Draws in evaluation, too."""
+    """A layer that draws random numbers in evaluation, too."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.rngs = rngs
@@ -110,7 +110,7 @@ class Sampled(nnx.Module):
 
 
 class SampledInLinen(linen.Module):
-    """The same, in Linen."""
+    """The Linen version of `Sampled`."""
 
     @linen.compact
     def __call__(self, x, train):
@@ -128,29 +128,29 @@ def sampled(kind: str, sizes, **fields):
     x = np.ones((4, 1), np.float32)
     state = pipe.init(jax.random.key(fields.get("seed", 0)), (x[:2], x[:2]))
     plain = jnp.tanh(x @ models.on_first_device(pipe.params(state))["in"]["w"])
-    found = pipe.predict(state, x)
-    np.testing.assert_array_equal(found, pipe.predict(state, x), "of one state and batch always the same")
-    np.testing.assert_allclose(pipe.evaluate(state, (x, x)).loss, np.mean(found), rtol=1e-6)
-    return (found - plain)[:, 0]
+    predicted = pipe.predict(state, x)
+    np.testing.assert_array_equal(predicted, pipe.predict(state, x), "of one state and batch always the same")
+    np.testing.assert_allclose(pipe.evaluate(state, (x, x)).loss, np.mean(predicted), rtol=1e-6)
+    return (predicted - plain)[:, 0]
 
 
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_evaluations_draw_anew_for_each_microbatch_and_layer(kind):
-    found = sampled(kind, (4,), schedule="gpipe")
-    assert len(np.unique(found.round(4))) == 4
-    np.testing.assert_allclose(sampled(kind, (2, 2), schedule="pipedream_2bw"), found, rtol=1e-6)
+def test_evaluations_draw_new_numbers_for_each_microbatch_and_layer(kind):
+    draws_of_rows = sampled(kind, (4,), schedule="gpipe")
+    assert len(np.unique(draws_of_rows.round(4))) == 4
+    np.testing.assert_allclose(sampled(kind, (2, 2), schedule="pipedream_2bw"), draws_of_rows, rtol=1e-6)
     key, parts = jax.random.key(0), []
     stack = LayerStack({"first": SAMPLED["nnx"], "second": SAMPLED["nnx"]})
     for layer_id in stack.ids if kind == "nnx" else ():
         apply = functools.partial(stack.apply, [layer_id], {layer_id: {}}, {layer_id: {}}, jnp.zeros((1, 1)), train=False)
         parts.append([float(apply(key=key, microbatch=k)[0][0, 0]) for k in range(4)])
     if parts:
-        np.testing.assert_allclose(found, np.sum(parts, axis=0), rtol=1e-5)
+        np.testing.assert_allclose(draws_of_rows, np.sum(parts, axis=0), rtol=1e-5)
         assert not np.isclose(parts[0], parts[1]).any()
 
 
-def test_layers_of_ones_own_get_no_key_in_evaluation_unless_they_ask():
+def test_users_layers_get_no_key_in_evaluation_unless_they_request_it():
     def apply(params, state, x, key, train):
         return x if key is None else x + jax.random.uniform(key), state
 
@@ -174,16 +174,16 @@ def with_key(y, labels, *, key=None):
     return (y * jax.random.uniform(key)).sum(), 1.0
 
 
-def named_otherwise(y, key):
-    """Its labels are called `key`."""
+def loss_of_key(y, key):
+    """Compute a loss whose labels are called `key`."""
     return (y * key).sum(), 1.0
 
 
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("fields", [{"schedule": "gpipe"}, {"schedule": "pipedream_flush", "recompute": "full"}, {"schedule": "zb_h1"}])
 @pytest.mark.parametrize("loss", [with_rngs, with_key, functools.partial(with_key)])
-def test_a_loss_that_asks_for_random_numbers_draws_anew_for_each_microbatch(loss, fields):
-    """In a schedule with a fused last stage, one without, one that splits; the gradient is that of the numbers that were drawn."""
+def test_a_random_loss_draws_new_numbers_for_each_microbatch(loss, fields):
+    """The schedules have a fused last stage, none, and a split backward; the gradient uses the numbers of the forward."""
     stack = LayerStack({"in": models.dense(1, lambda x: x), "mid": lambda x: x, "out": lambda x: x})
     pipe = Pipeline(stack, models.cut(stack.ids, (1, 1, 1), microbatches=3, **fields), loss, optax.sgd(1.0))
     x = np.ones((3, 1), np.float32)
@@ -191,7 +191,7 @@ def test_a_loss_that_asks_for_random_numbers_draws_anew_for_each_microbatch(loss
     w = float(pipe.params(state)["in"]["w"][0, 0])
     draws = {train: [_drawn(loss, stack.draw_key(jax.random.key(0), "", k, train)) for k in range(6)] for train in (True, False)}
     assert len({round(d, 5) for of in draws.values() for d in of}) == 12
-    evaluation = pipe.evaluate(state, (np.ones((5, 1), np.float32),) * 2, {"again": with_key, "rngs": with_rngs, "plain": named_otherwise})
+    evaluation = pipe.evaluate(state, (np.ones((5, 1), np.float32),) * 2, {"again": with_key, "rngs": with_rngs, "plain": loss_of_key})
     np.testing.assert_allclose(evaluation.loss, w * np.mean(draws[False][:5]), rtol=1e-5)
     np.testing.assert_allclose(evaluation.metrics["plain"].mean, w, rtol=1e-5)
     for name, metric in (("again", with_key), ("rngs", with_rngs)):
@@ -199,9 +199,9 @@ def test_a_loss_that_asks_for_random_numbers_draws_anew_for_each_microbatch(loss
         np.testing.assert_allclose(evaluation.metrics[name].mean, w * np.mean([_drawn(metric, key) for key in keys]), rtol=1e-5)
     for t in range(2):  # the bias moves as the weight does
         state, metrics = pipe.step(state, (x, x))
-        own, moved = np.mean(draws[True][3 * t : 3 * t + 3]), np.mean(draws[True][:3]) if t else 0.0
-        np.testing.assert_allclose(metrics.losses[t], (w - 2 * moved) * own, rtol=1e-5)
-        np.testing.assert_allclose(pipe.params(state)["in"]["w"][0, 0], w - moved - own, rtol=1e-5)
+        mean_draw, moved = np.mean(draws[True][3 * t : 3 * t + 3]), np.mean(draws[True][:3]) if t else 0.0
+        np.testing.assert_allclose(metrics.losses[t], (w - 2 * moved) * mean_draw, rtol=1e-5)
+        np.testing.assert_allclose(pipe.params(state)["in"]["w"][0, 0], w - moved - mean_draw, rtol=1e-5)
 
 
 def _drawn(loss, key) -> float:

@@ -1,4 +1,4 @@
-"""Layers and losses that compute with several rows together are found, and told of once."""
+"""Layers and losses that combine several rows are detected and reported once."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def squares(outputs, labels):
     return ((outputs - labels) ** 2).sum(), labels.size
 
 
-def found(layers, loss=squares, inputs=ROWS, labels=None):
+def rows_together(layers, loss=squares, inputs=ROWS, labels=None):
     stack = jpipe.LayerStack(layers)
     specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs if labels is None else labels)
     return _rows.rows_together(stack, stack.specs(inputs), specs, loss)
@@ -70,13 +70,13 @@ APART = {
 
 
 @pytest.mark.parametrize("layer", TOGETHER.values(), ids=TOGETHER)
-def test_layers_with_rows_together_are_found(layer):
-    assert found({"first": lambda x: x * 2, "x": layer}) == (["x"], False)
+def test_layers_that_mix_rows_are_found(layer):
+    assert rows_together({"first": lambda x: x * 2, "x": layer}) == (["x"], False)
 
 
 @pytest.mark.parametrize(("layers", "inputs"), APART.values(), ids=APART)
-def test_layers_with_rows_apart_are_not(layers, inputs):
-    assert found(layers, inputs=inputs) == ([], False)
+def test_layers_with_independent_rows_are_not_reported(layers, inputs):
+    assert rows_together(layers, inputs=inputs) == ([], False)
 
 
 def info_nce(outputs, labels):
@@ -85,8 +85,8 @@ def info_nce(outputs, labels):
 
 
 def triplet(outputs, labels):
-    others = jnp.roll(outputs, 1, axis=0)
-    return jnp.maximum(0, ((outputs - labels) ** 2).sum(-1) - ((others - labels) ** 2).sum(-1)).sum(), len(outputs)
+    negatives = jnp.roll(outputs, 1, axis=0)
+    return jnp.maximum(0, ((outputs - labels) ** 2).sum(-1) - ((negatives - labels) ** 2).sum(-1)).sum(), len(outputs)
 
 
 def root(outputs, labels):
@@ -109,15 +109,15 @@ def row_by_row(outputs, labels):
 
 @pytest.mark.parametrize(("loss", "together"), [(info_nce, True), (triplet, True), (root, True), (squares, False), (of_mean, False)])
 def test_losses_over_pairs_of_rows_are_found(loss, together):
-    assert found({"x": lambda x: x * 2}, loss) == ([], together)
+    assert rows_together({"x": lambda x: x * 2}, loss) == ([], together)
 
 
-def test_sums_over_rows_are_none():
-    assert found({"x": lambda x: x * 2}, masked, labels=NUMBERS) == ([], False)
-    assert found({"x": lambda x: x * 2}, row_by_row) == ([], False)
+def test_sums_over_rows_are_not_reported():
+    assert rows_together({"x": lambda x: x * 2}, masked, labels=NUMBERS) == ([], False)
+    assert rows_together({"x": lambda x: x * 2}, row_by_row) == ([], False)
 
 
-def test_init_tells_of_them_once(caplog):
+def test_init_warns_about_layers_with_rows_together_once(caplog):
     _rows._warn_once.cache_clear()
     stack = jpipe.LayerStack({"norm": lambda x: x - x.mean(0, keepdims=True), "other": models.dense()})
     pipe = jpipe.Pipeline(stack, jpipe.Plan.even(stack.ids, 1, "gpipe", 2), root, optax.sgd(0.1))

@@ -255,6 +255,10 @@ def test_per_stage_bad_arguments_refused():
         per_stage(optax.sgd, learning_rate=["fast"])
     with pytest.raises(InputError, match=r"keeps learning_rate in its state, as optax\.inject_hyperparams does"):
         per_stage(optax.inject_hyperparams(optax.sgd), learning_rate=[0.1, 0.2]).init(params)
+    with pytest.raises(InputError, match="per_stage: adam: got an unexpected keyword argument 'b3'; see its signature"):
+        per_stage(optax.adam, learning_rate=[0.1, 0.2], b3=0.9)
+    with pytest.raises(InputError, match="per_stage: sgd: missing a required argument: 'learning_rate'"):
+        per_stage(optax.sgd, momentum=[0.1, 0.2])
     optimizer = optax.chain(optax.clip(1.0), per_stage(optax.sgd, learning_rate=[0.1, 0.2]))
     with pytest.raises(InputError, match="learning_rate: expected one value for each of the 3 stages, found 2"):
         optimizer.update(params, optimizer.init(params), stage=0, num_stages=3)

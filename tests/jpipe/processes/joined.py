@@ -25,7 +25,7 @@ NUMBERS = bytes.fromhex("000000000000f03f000000000000008001000000000000000000000
 
 
 class Folder:
-    """Processes that find each other by a file."""
+    """A store in a file, by which the processes find each other."""
 
     index, count, host = INDEX, COUNT, "127.0.0.1"
     path = pathlib.Path(WHERE, "address")
@@ -47,7 +47,7 @@ def join(limit=30.0, **limits):
 
 
 def well():
-    """Agree, disagree, meet, tell, part."""
+    """Join, agree, disagree, meet, send a message and leave."""
     jpipe.processes._inbox._MAX_UNREAD = 100
     processes = join()
     config = f"model: gpt\nlearning_rate: {0.2 if INDEX == 2 else 0.1}\nsteps: 3\n"
@@ -65,15 +65,15 @@ def well():
     processes.barrier("middle")
     for number in range(150 if INDEX == 1 else 0):
         processes.broadcast(f"unread {number}", [number])
-    kept = processes.receive("unread 149", on=1) == (149.0,) and len(processes._inbox._messages)
+    kept_messages = processes.receive("unread 149", on=1) == (149.0,) and len(processes._inbox._messages)
     processes.check()
     processes.close()
-    result = {"differences": differences, "exact": read == NUMBERS, "kept": kept, "threads": threading.active_count()}
+    result = {"differences": differences, "exact": read == NUMBERS, "kept": kept_messages, "threads": threading.active_count()}
     print(json.dumps(result | {"waits": len(processes._waits)}))
 
 
 def enter():
-    """Join, read a number and part: something to disturb."""
+    """Join, receive a number and leave; tests disturb these steps."""
     processes = join()
     if INDEX == 1:
         processes.broadcast("loss", [0.5])
@@ -97,7 +97,7 @@ def stuck(processes, hanging=None):
         time.sleep(100)
 
 
-def told_and_closed(processes, run, *arguments):
+def run_and_close(processes, run, *arguments):
     """Call `run`; if a process is lost, print the error, close the connections and exit with status 3."""
     try:
         run(processes, *arguments)
@@ -108,11 +108,11 @@ def told_and_closed(processes, run, *arguments):
 
 
 def wait():
-    told_and_closed(join(silence=4, wait=60, grace=1), stuck)
+    run_and_close(join(silence=4, wait=60, grace=1), stuck)
 
 
 def hang():
-    told_and_closed(join(silence=60, wait=2, grace=1), stuck, 2)
+    run_and_close(join(silence=60, wait=2, grace=1), stuck, 2)
 
 
 def failing():
@@ -124,7 +124,7 @@ def failing():
             sys.stdin.readline()
             raise RuntimeError("connection closed by peer")
 
-    told_and_closed(processes, run)
+    run_and_close(processes, run)
 
 
 def slow_to_end():
@@ -145,7 +145,7 @@ def give_up():
         processes.stop("the disk\nis full")
         processes.stop("again")
         sys.exit(4)
-    told_and_closed(processes, (lambda all_: all_.receive("loss 7", on=0)) if INDEX == 1 else (lambda all_: all_.barrier("never")))
+    run_and_close(processes, (lambda all_: all_.receive("loss 7", on=0)) if INDEX == 1 else (lambda all_: all_.barrier("never")))
 
 
 def uncaught():
@@ -165,7 +165,7 @@ def not_all():
 
 
 def unreachable():
-    """Nobody listens at the port that process 1 is told."""
+    """Tell process 1 a port where nobody listens."""
     if INDEX == 0:
         return
     with socket.socket() as bound:
@@ -179,7 +179,7 @@ def unreachable():
 
 
 def jax_collective():
-    """Two collectives; process 0 comes to the second only with a line on its standard input."""
+    """Run two collectives; process 0 joins the second only after a line on its standard input."""
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -1,4 +1,4 @@
-"""Arrays between processes, in three real ones: what arrives, in which order, what waits for what. One session runs every scenario."""
+"""Arrays between three real processes: their contents, order and waits. One session runs every scenario."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def spec_of(message):
 
 
 def random_bits(spec, seed):
-    """Any bits at all, NaNs with payloads and subnormal numbers included: the same on both sides."""
+    """Return arrays of random bits, including NaNs with payloads and subnormal numbers, that are equal on both sides."""
     random = np.random.default_rng(seed)
 
     def leaf(spec):
@@ -65,14 +65,14 @@ def random_bits(spec, seed):
 
 def assert_arrived(tree, expected, device):
     chex.assert_trees_all_equal_shapes_and_dtypes(tree, expected)
-    for found, wanted in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
-        assert np.asarray(found).tobytes() == wanted.tobytes()
-        assert found.sharding == jax.sharding.SingleDeviceSharding(device)
-        assert found.committed
+    for leaf, expected_leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(leaf).tobytes() == expected_leaf.tobytes()
+        assert leaf.sharding == jax.sharding.SingleDeviceSharding(device)
+        assert leaf.committed
 
 
 class Processes:
-    """What every scenario sees: the first device of each process, the second one of process 0, and which process this is."""
+    """The first device of each process, the second device of process 0, and the index of this process."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -133,14 +133,14 @@ def what_arrived_stays(world):
         for message in messages:
             link.send(jax.device_put(message, world.first[0]))
     elif world.here == 1:
-        for found, wanted in zip([link.receive(spec) for _ in messages], messages, strict=True):
-            assert_arrived(found, wanted, world.first[1])
+        for received, sent in zip([link.receive(spec) for _ in messages], messages, strict=True):
+            assert_arrived(received, sent, world.first[1])
 
 
 def both_ways_at_once(world, count=30):
     spec = {"y": jax.ShapeDtypeStruct((64, 100), "float32"), "n": jax.ShapeDtypeStruct((), "int32")}
     a, b = world.second, world.first[1]
-    there, back = link_of(world, a, b, spec), link_of(world, b, a, spec)
+    outbound, inbound = link_of(world, a, b, spec), link_of(world, b, a, spec)
     if world.here == 2:
         return
 
@@ -153,28 +153,28 @@ def both_ways_at_once(world, count=30):
             assert_arrived(link.receive(spec), random_bits(spec, seed + k), to)
 
     if world.here == 0:
-        in_threads(lambda: send(there, a, 0), lambda: receive(back, a, 1000))
+        in_threads(lambda: send(outbound, a, 0), lambda: receive(inbound, a, 1000))
     else:
-        in_threads(lambda: receive(there, b, 0), lambda: send(back, b, 1000))
+        in_threads(lambda: receive(outbound, b, 0), lambda: send(inbound, b, 1000))
 
 
 def a_blocked_receive_delays_nothing(world):
     """Process 0 sends only after it has what process 1 computes and sends while its own receive is pending."""
     spec, large = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((500, 400), "float32")
     a, b = world.first[:2]
-    there, back = link_of(world, b, a, spec), link_of(world, a, b, large)
+    outbound, inbound = link_of(world, b, a, spec), link_of(world, a, b, large)
     if world.here == 1:
         received = []
-        waiting = threading.Thread(target=lambda: received.append(back.receive(large)), daemon=True)
+        waiting = threading.Thread(target=lambda: received.append(inbound.receive(large)), daemon=True)
         waiting.start()
         for k in range(20):  # the receive has begun by one of them
-            there.send(slow(jax.device_put(np.float32(k), b)))
+            outbound.send(slow(jax.device_put(np.float32(k), b)))
         waiting.join()
         assert_arrived(received[0], random_bits(large, 7), b)
     elif world.here == 0:
         for k in range(20):
-            assert float(there.receive(spec)) == k
-        back.send(jax.device_put(random_bits(large, 7), a))
+            assert float(outbound.receive(spec)) == k
+        inbound.send(jax.device_put(random_bits(large, 7), a))
 
 
 def a_send_of_what_is_still_computed_delays_nothing(world):
@@ -199,7 +199,7 @@ def a_send_of_what_is_still_computed_delays_nothing(world):
 
 @jax.jit
 def slow(x):
-    """x, a few milliseconds later."""
+    """Return x after some milliseconds of computation."""
     return x + jax.lax.fori_loop(0, 30, lambda _, a: a @ a, jnp.zeros((200, 200)))[0, 0]
 
 
@@ -236,14 +236,14 @@ GRADIENTS = (
 
 
 def part_of(spec, process):
-    """Numbers of many magnitudes, so that the order of the sum shows in its bits."""
+    """Return numbers of many magnitudes, so that the bits of their sum depend on its order."""
     random = np.random.default_rng(process)
     return jax.tree.map(lambda s: (random.normal(size=s.shape) * np.exp(random.normal(0, 4, size=s.shape))).astype(s.dtype), spec)
 
 
 def added(spec, order):
-    total, *others = [part_of(spec, process) for process in order]
-    for part in others:
+    total, *remaining = [part_of(spec, process) for process in order]
+    for part in remaining:
         total = jax.tree.map(lambda a, b: np.add(a, b, dtype=a.dtype), total, part)
     return total
 
@@ -256,17 +256,17 @@ def sums_are_in_the_order_of_the_devices(world):
         if world.here not in order:
             continue  # and needs nothing
         devices = [world.first[process] if process else world.second for process in order]
-        own = devices[order.index(world.here)]
+        device = devices[order.index(world.here)]
         reduction = Reduction(devices)
         reduction.compile(spec)
         reduction.compile(spec[1])
         for _ in range(2):
-            assert_arrived(reduction(jax.device_put(part_of(spec, world.here), own)), added(spec, order), own)
-            assert_arrived(reduction(jax.device_put(part_of(spec[1], world.here), own)), added(spec[1], order), own)
+            assert_arrived(reduction(jax.device_put(part_of(spec, world.here), device)), added(spec, order), device)
+            assert_arrived(reduction(jax.device_put(part_of(spec[1], world.here), device)), added(spec[1], order), device)
 
 
 def links_and_sums_at_once(world, count=20):
-    """On the same two devices: a link each way, small sums, and those large enough to go both ways at once over the links' connections."""
+    """Use the same two devices for a link each way, for small sums, and for sums that use both directions of the links' connections."""
     spec = jax.ShapeDtypeStruct((40000,), "float32"), jax.ShapeDtypeStruct((100003,), "float32")
     devices = world.first[:2]
     links = [link_of(world, *devices, spec[0]), link_of(world, *devices[::-1], spec[0])]
@@ -278,20 +278,20 @@ def links_and_sums_at_once(world, count=20):
             reduction.compile(one)
     messages = [random_bits(spec[0], seed) for seed in range(2)]
     parts, totals = part_of(spec, world.here), added(spec, (0, 1))
-    own = devices[world.here]
+    device = devices[world.here]
 
     def link(way):
         for _ in range(count):
             if world.here == way:
-                links[way].send(jax.device_put(messages[way], own))
+                links[way].send(jax.device_put(messages[way], device))
             else:
-                assert_arrived(links[way].receive(spec[0]), messages[way], own)
+                assert_arrived(links[way].receive(spec[0]), messages[way], device)
 
     def sums():
         for _ in range(count):
             for reduction in reductions:
                 for part, total in zip(parts, totals, strict=True):
-                    assert_arrived(reduction(jax.device_put(part, own)), total, own)
+                    assert_arrived(reduction(jax.device_put(part, device)), total, device)
 
     in_threads(lambda: link(0), lambda: link(1), sums)
 
@@ -335,7 +335,7 @@ SCENARIOS = (
 
 
 def main(process, port, results):
-    """One of the processes: what happened in each scenario goes to a file."""
+    """Run all scenarios in one of the processes and write the outcome of each to a file."""
     jax.config.update("jax_num_cpu_devices", DEVICES[process])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", len(DEVICES), process)
@@ -343,16 +343,16 @@ def main(process, port, results):
     for scenario in SCENARIOS:
         try:
             scenario(world)
-            told = "as it should"
+            outcome = "as it should"
         except BaseException:
-            told = traceback.format_exc()
+            outcome = traceback.format_exc()
         with open(results, "a") as file:
-            file.write(json.dumps([scenario.__name__, told]) + "\n")
+            file.write(json.dumps([scenario.__name__, outcome]) + "\n")
 
 
 @pytest.fixture(scope="module")
-def happened(tmp_path_factory):
-    """For each scenario what each of the processes says of it."""
+def scenario_outcomes(tmp_path_factory):
+    """Return the outcomes of all processes for each scenario, and their output."""
     folder = tmp_path_factory.mktemp("links")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -385,17 +385,17 @@ def happened(tmp_path_factory):
             for child in children:
                 child.kill()
                 child.wait()
-    told = [dict(map(json.loads, file.read_text().splitlines())) if file.exists() else {} for file in files]
-    said = {scenario.__name__: [process.get(scenario.__name__, "not over") for process in told] for scenario in SCENARIOS}
-    return said, (folder / "output").read_text()
+    outcomes = [dict(map(json.loads, file.read_text().splitlines())) if file.exists() else {} for file in files]
+    by_scenario = {scenario.__name__: [process.get(scenario.__name__, "not over") for process in outcomes] for scenario in SCENARIOS}
+    return by_scenario, (folder / "output").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.oldest
 @pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_three_processes(happened, scenario):
-    told, output = happened
-    assert told[scenario] == ["as it should"] * len(DEVICES), "\n".join([*told[scenario], output[-3000:]])
+def test_three_processes(scenario_outcomes, scenario):
+    outcomes, output = scenario_outcomes
+    assert outcomes[scenario] == ["as it should"] * len(DEVICES), "\n".join([*outcomes[scenario], output[-3000:]])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the main thread is, told by another one."""
+"""Another thread reads where the main thread is."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def test_the_calls_are_those_of_the_main_thread_the_innermost_first():
     )
 
 
-LOOKED_AT = """
+PROGRAM = """
 import sys, threading
 from jpipe.processes._main_thread import main_thread_calls
 sys.setswitchinterval(1e-5)
@@ -43,12 +43,12 @@ print(sum(any(name.endswith("(call)") for name in look) for look in looks) > 0)
 """
 
 
-def test_it_can_be_asked_while_the_main_thread_runs():
-    done = subprocess.run([sys.executable, "-c", LOOKED_AT], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def test_the_calls_of_a_running_main_thread_are_read():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
-def test_where_there_is_no_room_nothing_is_known(monkeypatch):
+def test_a_full_disk_gives_no_calls(monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

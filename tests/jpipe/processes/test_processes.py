@@ -1,4 +1,4 @@
-"""Real processes that agree, tell each other numbers, and end with a message when one of them is killed, stopped, hangs or gives up."""
+"""Real processes agree, exchange numbers, and exit with a message when one of them is killed, stopped, hangs or fails."""
 
 import contextlib
 import json
@@ -67,7 +67,7 @@ def ending(process):
     return process.returncode, process.stdout.read(), process.stderr.read()
 
 
-def test_processes_that_are_well(tmp_path):
+def test_healthy_processes(tmp_path):
     with started("well", tmp_path) as processes:
         ready(processes)
         for process in processes:
@@ -86,7 +86,7 @@ def test_processes_that_are_well(tmp_path):
             }
 
 
-def test_strangers_are_dropped_and_harm_nobody(tmp_path):
+def test_foreign_connections_are_dropped(tmp_path):
     with started("enter", tmp_path) as processes, contextlib.ExitStack() as strangers:
         processes[2].send_signal(signal.SIGSTOP)  # before it joins: until then the port is open
         deadline = time.monotonic() + 30
@@ -109,9 +109,9 @@ def test_strangers_are_dropped_and_harm_nobody(tmp_path):
         processes[2].send_signal(signal.SIGCONT)
         ready(processes)
         reasons = "5 without a hello of jpipe's, 2 with a wrong number, 2 that said nothing in time, 1 with another secret"
-        told = f"10 connections were dropped ({reasons}) while the processes joined"
+        message = f"10 connections were dropped ({reasons}) while the processes joined"
         for index, process in enumerate(processes):
-            assert ending(process) == (0, "parted\n", "" if index else f"jpipe: {told}\n")
+            assert ending(process) == (0, "parted\n", "" if index else f"jpipe: {message}\n")
 
 
 @pytest.mark.thinned(most=2)
@@ -133,7 +133,7 @@ def test_a_process_that_dies_or_is_stopped_ends_all(tmp_path, victim, by, how):
                 assert ending(processes[index]) == (1, "", f"jpipe: {message}")
 
 
-def test_a_wait_that_fails_because_a_process_died_tells_of_the_death(tmp_path):
+def test_a_wait_that_fails_because_a_process_died_names_the_process(tmp_path):
     with started("failing", tmp_path) as processes:
         ready(processes)
         go_on(processes[1])
@@ -141,7 +141,7 @@ def test_a_wait_that_fails_because_a_process_died_tells_of_the_death(tmp_path):
         assert ending(processes[1]) == (3, f"{ENDED.format(2)}; process 1 stops while waiting for the sum of process 2\n", "")
 
 
-def test_a_process_that_has_told_and_does_not_end_is_ended_without_another_word(tmp_path):
+def test_a_process_that_has_reported_and_hangs_is_ended_silently(tmp_path):
     with started("slow_to_end", tmp_path) as processes:
         ready(processes)
         ready(processes, "waits")
@@ -150,7 +150,7 @@ def test_a_process_that_has_told_and_does_not_end_is_ended_without_another_word(
         assert ending(processes[1]) == (1, message, "")
 
 
-def test_a_wait_that_lasts_too_long_ends_all_and_tells_what_the_hanging_process_does(tmp_path):
+def test_a_wait_that_exceeds_its_limit_ends_all_and_prints_the_stack_of_the_hanging_process(tmp_path):
     with started("hang", tmp_path) as processes:
         ready(processes)
         ready(processes[:2], "waits")
@@ -166,7 +166,7 @@ def test_a_wait_that_lasts_too_long_ends_all_and_tells_what_the_hanging_process_
         assert line.count("\n") == 1
 
 
-def test_a_process_that_stops_tells_why(tmp_path):
+def test_a_process_that_stops_reports_the_reason(tmp_path):
     with started("give_up", tmp_path) as processes:
         ready(processes)
         time.sleep(0.5)  # the others wait
@@ -177,18 +177,18 @@ def test_a_process_that_stops_tells_why(tmp_path):
         assert ending(processes[0]) == (4, "", "")
 
 
-def test_an_error_that_nobody_catches_ends_all_with_its_text(tmp_path):
+def test_an_uncaught_error_ends_all_processes_with_its_text(tmp_path):
     with started("uncaught", tmp_path) as processes:
         ready(processes)
         time.sleep(0.3)  # the others wait
         go_on(processes[1])
         how = "process 1 stopped: ValueError: no data; process"
-        told = [
+        messages = [
             f"jpipe.errors.PeerLost: {how} 0 stops while waiting for loss 7 of process 1",
             "ValueError: no data",
             f"jpipe: {how} 2 stops while waiting for all processes to finish",
         ]
-        for process, last in zip(processes, told, strict=True):
+        for process, last in zip(processes, messages, strict=True):
             code, _, err = ending(process)
             assert (code, err.splitlines()[-1]) == (1, last)
 
@@ -202,7 +202,7 @@ def test_a_process_that_never_joins_is_named(tmp_path):
             assert "s for all processes to join" in err.splitlines()[-1]
 
 
-def test_an_address_that_cannot_be_reached_is_told(tmp_path):
+def test_an_address_that_cannot_be_reached_is_reported(tmp_path):
     with started("unreachable", tmp_path, count=2) as processes:
         assert ending(processes[1]) == (
             0,
@@ -212,8 +212,8 @@ def test_an_address_that_cannot_be_reached_is_told(tmp_path):
         )
 
 
-class Nobody:
-    """How a process finds the others where there are none."""
+class EmptyStore:
+    """A store without any other process."""
 
     index, count, host = 0, 1, ""
 
@@ -240,7 +240,7 @@ def test_process_0_listens_where_others_reach_it(host, address, everywhere, monk
         assert listener.getsockname()[0] in (("::", "0.0.0.0") if everywhere else ("127.0.0.1",))
 
 
-def test_a_process_0_that_never_says_where_it_is_is_told(monkeypatch):
+def test_a_missing_address_of_process_0_is_reported(monkeypatch):
     class Silent:
         def blocking_key_value_get(self, key, milliseconds):
             assert milliseconds == 200
@@ -256,8 +256,8 @@ def test_a_process_0_that_never_says_where_it_is_is_told(monkeypatch):
     )
 
 
-def test_a_run_of_one_process_needs_no_other():
-    processes = Processes.join(store=Nobody())
+def test_a_run_of_one_process_needs_no_connections():
+    processes = Processes.join(store=EmptyStore())
     processes.agree({"config": "any"})
     processes.barrier("start")
     processes.broadcast("loss", [0.5, math.inf])
@@ -279,7 +279,7 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
         lambda processes: _lanes.Lane().put(fails, (), processes.fail),
         lambda processes: _metrics._send(processes, "loss", fails),
     ):
-        processes = Processes.join(store=Nobody())
+        processes = Processes.join(store=EmptyStore())
         thread(processes)
         with pytest.raises(ZeroDivisionError):
             processes.receive("loss")
@@ -287,22 +287,22 @@ def test_an_error_in_a_thread_that_nobody_waits_for_is_raised_by_all_waits(monke
             _lanes.PendingTransfer(Future(), "the activation", (), processes, tuple).wait()
 
 
-def test_a_wait_that_is_over_is_progress_and_names_all_it_waits_for():
-    processes = Processes.join(store=Nobody())
+def test_the_end_of_a_wait_is_progress_and_a_wait_names_all_processes():
+    processes = Processes.join(store=EmptyStore())
     before = [processes._waits.beat().still for _ in range(2)]
     with processes.waiting("the sum", (1, 2)):
         assert str(processes._waits.longest()) == "the sum of processes 1, 2"
     assert [*before, processes._waits.beat().still, processes._waits.beat().still] == [1.0, 2.0, 0.0, 1.0]
 
 
-def test_what_comes_has_the_size_of_its_part():
+def test_a_received_part_has_its_declared_size():
     spec = np.zeros(3, np.float32), np.zeros(5, np.float64)
-    coming = _lanes.PendingTransfer(Future(), "", (), Processes.join(store=Nobody()), lambda: {7: spec})
+    coming = _lanes.PendingTransfer(Future(), "", (), Processes.join(store=EmptyStore()), lambda: {7: spec})
     assert [part.nbytes for part in (coming, coming[7], coming[7][0], coming[7][1])] == [52, 52, 12, 40]
 
 
-def test_a_talking_thread_that_cannot_begin_is_told(monkeypatch):
-    class First(Nobody):
+def test_a_sending_thread_that_cannot_start_is_reported(monkeypatch):
+    class First(EmptyStore):
         count, host = 2, "127.0.0.1"
 
         def put(self, value: str) -> None:
@@ -338,7 +338,7 @@ def test_with_jax_the_message_comes_before_its_abort_when_the_coordinator_dies()
             assert f"jpipe: {ENDED.format(0)}; process {index} stops while waiting for the sum" in err.splitlines()  # JAX talks too
 
 
-def test_with_jax_all_end_well():
+def test_processes_with_jax_exit_normally():
     with started("jax_collective", free_port()) as processes:
         ready(processes)
         go_on(processes[0])
@@ -363,7 +363,7 @@ def test_the_end_of_a_chain_of_waits_is_blamed():
     }
 
 
-def test_nobody_is_blamed_while_arrays_move():
+def test_no_process_is_blamed_while_arrays_are_transferred():
     desk, waits = Coordinator(2), Beat("", "gradients 0", (1,), 100.0, 45.0, still=100.0)
     beats(desk, Beat("", still=0.0), Beat("c.py:3 (h)", still=44.0))
     assert desk.answer(0, {"beat": vars(waits)}) is None
@@ -373,7 +373,7 @@ def test_nobody_is_blamed_while_arrays_move():
     }
 
 
-def test_of_those_that_sum_the_one_that_has_not_come_is_blamed():
+def test_the_process_missing_in_a_sum_is_blamed():
     desk, sums = Coordinator(4), "the sum"
     beats(desk, Beat("", sums, (1, 2), 44.0), Beat("", sums, (0, 2), 44.0), Beat("d.py:4 (i)"), Beat("", "activations 1", (0,), 44.0))
     for waiter, on in ((0, (1, 2)), (3, (0,))):
@@ -383,7 +383,7 @@ def test_of_those_that_sum_the_one_that_has_not_come_is_blamed():
         }
 
 
-def test_a_process_that_says_that_it_takes_long_is_waited_for():
+def test_a_process_that_announces_a_long_computation_is_waited_for():
     desk, waits = Coordinator(2), Beat("", "gradients 0", (1,), 100.0, 45.0)
     beats(desk, waits, Beat("c.py:3 (h)", "the file to be written", (), 100.0, 200.0))
     assert desk.answer(0, {"beat": vars(waits)}) is None
@@ -395,14 +395,14 @@ def test_a_process_that_says_that_it_takes_long_is_waited_for():
     assert "process 1 hangs" in desk.answer(0, {"beat": vars(waits)})["lost"]
 
 
-def test_processes_that_wait_for_each_other_are_told_so():
+def test_processes_that_wait_for_each_other_report_a_deadlock():
     desk = Coordinator(2)
     assert beats(desk, Beat("", "gradients 0", (1,), 30.0), Beat("", "activations 1", (0,), 46.0, 45.0))[1] == {
         "lost": "process 0 hangs: process 1 has waited 46 s for activations 1, and process 0 waits for gradients 0",
     }
 
 
-def test_a_meeting_waits_for_who_is_absent_and_numbers_for_nobody_known():
+def test_a_barrier_waits_for_absent_processes_only():
     desk = Coordinator(2)
     assert desk.answer(0, {"meet": "barrier start", "facts": {}}) is None
     answers = beats(desk, Beat("", "all processes to reach 'start'", (), 601.0, 600.0), Beat("", "loss 3", (), 601.0, 600.0))
@@ -412,7 +412,7 @@ def test_a_meeting_waits_for_who_is_absent_and_numbers_for_nobody_known():
     ]
 
 
-def test_long_texts_that_differ_are_shown_where_they_differ():
+def test_only_the_difference_of_long_texts_is_shown():
     desk = Coordinator(3)
     plan = json.dumps({"layers": [f"layer{k}" for k in range(1000)]})
     desk.answer(2, {"meet": "agreement", "facts": {"plan": plan.replace("layer700", "layer_700")}})
@@ -443,10 +443,10 @@ def test_processes_that_state_other_facts_than_most_are_named():
     assert compare("batch 8", {**same, "checksum": ""}, same, {"shape": "[2]"}, same) is None, (
         "what one does not know it cannot pass wrongly"
     )
-    found = compare("batch 16", {**same, "checksum": "b"}, same, {**same, "checksum": "c"}, same)
-    assert found == {"refused": "checksum differs in process 0: b, and a in processes 1, 3; pass the same"}
-    found = compare("batch 24", same, same, {"shape": "[3]", "checksum": "c"}, {"shape": "[3]", "checksum": "c"})
-    assert found == {"refused": "shape differs in processes 2, 3: [3], and [2] in processes 0, 1; pass the same"}
+    answer = compare("batch 16", {**same, "checksum": "b"}, same, {**same, "checksum": "c"}, same)
+    assert answer == {"refused": "checksum differs in process 0: b, and a in processes 1, 3; pass the same"}
+    answer = compare("batch 24", same, same, {"shape": "[3]", "checksum": "c"}, {"shape": "[3]", "checksum": "c"})
+    assert answer == {"refused": "shape differs in processes 2, 3: [3], and [2] in processes 0, 1; pass the same"}
     assert compare("batch 24", same, same, same, same) is None, "a comparison that is over is forgotten"
 
 

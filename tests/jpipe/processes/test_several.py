@@ -54,13 +54,13 @@ def trained(group: str, several: int, folder) -> tuple[dict, list[dict]]:
                 code, text = process.wait(max(ends - time.monotonic(), 0.1)), (folder / f"{count}.{index}.txt").read_text()
                 assert code == (1 if count == 4 else 0), text
                 if count == 4:
-                    check_what_nobody_caught(index, text.splitlines()[-1])
+                    check_uncaught(index, text.splitlines()[-1])
     one, *each = (dict(np.load(folder / f"{count}.{index}.npz")) for count in processes for index in range(count))
     return one, each
 
 
-def check_what_nobody_caught(index: int, line: str) -> None:
-    """Of the four, process 1 ends by an error when it has found all; the others have too, or nearly."""
+def check_uncaught(index: int, line: str) -> None:
+    """Check the last line of a process when nobody catches an error of process 1."""
     how = "jpipe: process 1 stopped: ValueError: nobody catches this; process"
     assert line.startswith("ValueError: nobody catches this" if index == 1 else f"{how} {index} stops")
 
@@ -84,7 +84,7 @@ def check_bits(expected: dict, each: list[dict], rounds: bool) -> None:
 
 
 def check_mean_of_layer_state(each: list[dict]) -> None:
-    """All replicas end with the mean of what each has made of its layer state."""
+    """Check that all replicas end with the mean of their layer states."""
     means: dict[str, set[bytes]] = {}
     for numbers in each:
         for name, value in numbers.items():
@@ -95,8 +95,8 @@ def check_mean_of_layer_state(each: list[dict]) -> None:
 
 
 def check_copies(first: dict, second: dict) -> None:
-    said = "checkpoint of step 3: the copies of 'noise shared w' at stage 0 and at stage 1 are not the same bits after batch 2;"
-    assert str(first["copies"]).startswith(said)
+    message = "checkpoint of step 3: the copies of 'noise shared w' at stage 0 and at stage 1 are not the same bits after batch 2;"
+    assert str(first["copies"]).startswith(message)
     assert str(second["copies"]) == ""
     assert first["saved"].tolist() == [1]
 
@@ -112,8 +112,8 @@ def check_refusal(messages: list[str], devices: int) -> None:
         "devices:",
         *lines,
     ]
-    for found in messages:
-        assert re.fullmatch("\n".join(message), found)
+    for received in messages:
+        assert re.fullmatch("\n".join(message), received)
 
 
 def test_when_a_process_is_killed_the_other_names_it_and_what_it_waited_for(tmp_path):
@@ -134,22 +134,22 @@ def test_when_a_process_is_killed_the_other_names_it_and_what_it_waited_for(tmp_
     )
 
 
-def test_a_process_that_passes_something_else_is_named(tmp_path):
+def test_a_process_that_passes_other_arguments_is_named(tmp_path):
     with started("differ", "2", 2, tmp_path) as processes:
         codes = [process.wait(LIMIT) for process in processes]
     texts = [(tmp_path / f"2.{index}.txt").read_text() for index in (0, 1)]
     assert codes == [1, 1], texts
     for index, text in enumerate(texts):
-        found = {name: str(value) for name, value in np.load(tmp_path / f"2.{index}.npz").items()}
-        assert found["clip"] == (
+        refusals = {name: str(value) for name, value in np.load(tmp_path / f"2.{index}.npz").items()}
+        assert refusals["clip"] == (
             "clip_global_norm differs between processes 0 and 1: '3.0' against '2.0'; start all processes with the same clip_global_norm"
         )
-        assert found["key"].startswith("key differs between processes 0 and 1: ")
-        assert found["rows"].startswith("shape of a microbatch differs between processes 0 and 1: ")
+        assert refusals["key"].startswith("key differs between processes 0 and 1: ")
+        assert refusals["rows"].startswith("shape of a microbatch differs between processes 0 and 1: ")
         assert re.fullmatch(
             r"the checksum of inputs of batches 1 to 8 differs in process 1: (\w{8}), and (?!\1)\w{8} in process 0; "
             "pass the same in all processes",
-            found["step"],
+            refusals["step"],
         )
-        assert 8 <= int(found["at"]) < 16
+        assert 8 <= int(refusals["at"]) < 16
         assert text.splitlines()[-1] == "jpipe.errors.InputError: nobody catches this"

@@ -1,4 +1,4 @@
-"""The table of ops: its rows, a new row, and what follows from them, such as that each batch reports its results once."""
+"""The table of ops: its rows, a new row, and consequences such as that each batch reports its results once."""
 
 import dataclasses
 import itertools
@@ -39,7 +39,7 @@ def test_each_op_reads_what_an_op_leaves_and_is_drawn():
 
 
 def test_a_new_op_is_a_row_and_a_stage_function(monkeypatch):
-    """A backward that sends twice the gradient: with it the stage before learns as if its learning rate were twice as high."""
+    """With a backward that sends twice the gradient, the previous stage learns as with twice the learning rate."""
 
     def backward_doubled(self, *arguments):
         (gradient, weight), accumulators = self.backward(*arguments)
@@ -78,12 +78,12 @@ OPTIONS = ({}, {"update_every": "replicas"}, {"flush_first": 2}, {"noam": True})
 
 
 def plans(depths, replicas, options):
-    """Every schedule, with every option that changes in which computation a batch ends."""
-    names = (*models.VARIANTS, *models.OTHERS)
-    for name, d, split, own, more in itertools.product(names, depths, ("joint", "early"), replicas, options):
+    """Yield every schedule with every option that changes which computation ends a batch."""
+    names = (*models.VARIANTS, *models.WITHOUT_VARIANTS)
+    for name, d, split, replica_counts, more in itertools.product(names, depths, ("joint", "early"), replicas, options):
         fields = models.VARIANTS.get(name, {"schedule": name}) | {"split_backward": split, **more}
         chunks = {"v": 2, "looped": 2}.get(SCHEDULES[fields["schedule"]].layout, 1)
-        fields |= {"num_stages": d * chunks, "microbatches": 2 * d, "replicas": own[:d] * chunks}
+        fields |= {"num_stages": d * chunks, "microbatches": 2 * d, "replicas": replica_counts[:d] * chunks}
         fields |= {"layers": models.plain_stack(d * chunks).ids} | ({"chunks_per_rank": chunks} if chunks > 1 else {})
         if models.is_legal(**fields):
             yield Plan.even(**fields)
@@ -94,7 +94,7 @@ BATCHES = 5
 
 def reported(plan, norm, drains):
     """Return the batches whose losses, and those whose norms, steps and drains report, with any repetitions."""
-    steps, exchange = Steps(plan, norm), MetricsExchange(plan, jax.devices()[:1] * len(plan.workers), None, norm, False)
+    steps, exchange = Steps(plan, norm), MetricsExchange(plan, jax.devices()[:1] * len(plan.workers), None, global_norm=norm)
     losses, norms, start = list[int](), list[int](), 0
     for batch in range(BATCHES + 1):
         for drain in [True, False] if batch in drains or batch == BATCHES else [False]:
@@ -103,7 +103,7 @@ def reported(plan, norm, drains):
             program, shift = steps.program(batch - start, batch, drain)
             ended, updated = exchange._finished(program)
             losses += [t + shift for t in ended]
-            norms += [t + shift for t in updated]
+            norms += [t + shift for t in updated[-1]]
             start = batch if drain else batch + 1 if SCHEDULES[plan.schedule].flushes_after(plan, batch) else start
     return losses, norms
 
@@ -123,15 +123,15 @@ def check_each_reports_once(norm, some):
     once = list(range(BATCHES)), list(range(BATCHES))
     tried = {(plan, drains): reported(plan, norm, drains) for plan in some if may(plan, norm) for drains in (frozenset(), frozenset({2}))}
     assert len(tried) > 20
-    assert [case for case, found in tried.items() if found != once] == []
+    assert [case for case, reports in tried.items() if reports != once] == []
 
 
 def may(plan, norm):
     return not norm or not SCHEDULES[plan.schedule].norm_refusal(plan)
 
 
-def test_a_loss_that_is_lost_is_an_error_of_ours(monkeypatch):
-    """Neither `init` nor a step goes on where the list of what ends a batch lacks an op."""
+def test_a_missing_loss_is_an_internal_error(monkeypatch):
+    """`init` and `step` raise an error if the list of what ends a batch lacks an op."""
     plan = Plan.even(models.plain_stack().ids, 2, schedule="pipedream_2bw", microbatches=2, split_backward="early")
     pipe = jpipe.Pipeline(models.plain_stack(), plan, models.squares, models.momentum(), clip_global_norm=1.0)
     batch = models.batches_of(1, 4)[0]

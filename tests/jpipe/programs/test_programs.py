@@ -1,4 +1,4 @@
-"""Lowering and simulating: every schedule is verified, every damaged program is rejected, the grids are the ones on file."""
+"""Lowering and simulation: every schedule is verified, every damaged program is rejected, and grids equal the golden files."""
 
 import dataclasses
 import inspect
@@ -67,7 +67,7 @@ def replicated_plans(draw) -> dict:
 
 
 def has_norm(plan: Plan) -> bool:
-    """Whether updates of the plan can use the global norm."""
+    """Return whether updates of the plan can use the global norm."""
     return not SCHEDULES[plan.schedule].norm_refusal(plan)
 
 
@@ -91,7 +91,7 @@ def test_every_schedule_is_verified_and_holds_as_many_versions_as_the_table_says
 
 @pytest.mark.parametrize("noam", [False, True])
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (2, 2), (3, 2), (2, 3, 1), (4, 2, 1), (2, 1, 2)])
-def test_stages_of_vertical_sync_hold_as_many_versions_as_is_said_whatever_the_replicas(replicas, noam):
+def test_stages_of_vertical_sync_hold_the_documented_number_of_versions_for_any_replicas(replicas, noam):
     for times in (1, 2, 3):
         m, rule = times * math.lcm(*replicas), SCHEDULES["pipedream"]
         plan = Plan.even(LAYERS, len(replicas), "pipedream", m, replicas=replicas, vertical_sync=True, noam=noam)
@@ -166,7 +166,7 @@ def test_once_a_pipeline_is_full_every_step_is_the_last_one_a_batch_later(replic
 
 @settings(deadline=None, max_examples=60)
 @given(fields=replicated_plans(), start=st.integers(0, 3), batches=st.integers(1, 4), global_norm=st.booleans(), seed=st.integers(0, 9))
-def test_replicated_plans_are_verified_whatever_things_cost(fields, start, batches, global_norm, seed):
+def test_replicated_plans_are_verified_under_any_costs(fields, start, batches, global_norm, seed):
     plan = Plan.even(**fields)
     program = lower(plan, start + batches, begin=start, start=start, global_norm=global_norm and has_norm(plan))
     rng = random.Random(seed)
@@ -185,7 +185,7 @@ def test_replicated_plans_are_verified_whatever_things_cost(fields, start, batch
 
 @pytest.mark.parametrize("replicas", [(2, 1, 1), (3, 2), (2, 3, 1), (15, 1), (1, 3)])
 def test_round_robin_keeps_every_worker_busy(replicas):
-    """At least 98.5% with our number in flight and sums that hide; less with the paper's and sums that do not."""
+    """Workers are busy 98.5% of the time with jpipe's number in flight and hidden sums, and less with the paper's or exposed sums."""
     busy = {}
     for noam in (False, True):
         plan = Plan.even(LAYERS, len(replicas), "pipedream", math.lcm(*replicas), replicas=replicas, noam=noam)
@@ -197,7 +197,7 @@ def test_round_robin_keeps_every_worker_busy(replicas):
 
 
 def damaged(instructions, kind: str, at: int):
-    """One instruction changed; None where the change would change nothing."""
+    """Change one instruction; return None if that would change nothing."""
     items, i = list(instructions), instructions[at]
     if kind == "lost":
         del items[at]
@@ -241,7 +241,7 @@ def test_a_damaged_program_is_refused_with_the_grid(fields, data):
         simulate(dataclasses.replace(program, instructions=instructions))
 
 
-def test_the_words_of_each_violation():
+def test_the_message_of_each_violation():
     kinds = ["lost", "twice", "other version", "other microbatch", "retired early", "never retired", "swapped on its worker"]
     programs = (
         lower(Plan.even("ab", 2, "pipedream", 1), 3),
@@ -249,7 +249,7 @@ def test_the_words_of_each_violation():
         lower(Plan.even("ab", 2, "gpipe", 2, replicas=(1, 2)), 2, global_norm=True),
         lower(Plan.even("ab", 2, "pipedream_2bw", 2), 3, global_norm=True),
     )
-    found = set()
+    phrases = set()
     for program in programs:
         items = program.instructions
         changed = [damaged(items, kind, at) for kind in kinds for at in range(len(items))]
@@ -259,9 +259,9 @@ def test_the_words_of_each_violation():
                 simulate(dataclasses.replace(program, instructions=instructions))
             except ProgramError as error:
                 what = str(error).splitlines()[0].partition(": ")[2]
-                found.add(re.sub(r"\w+\([^()]*\)|\[[^]]*\]|\d+|None", "…", what))
+                phrases.add(re.sub(r"\w+\([^()]*\)|\[[^]]*\]|\d+|None", "…", what))
     used = ("gradient", "inputs", "labels", "later squares", "message", "output", "residuals", "squares", "summed", "sums")
-    assert found == {
+    assert phrases == {
         *(f"{kind} of microbatch … used before it was there, or twice" for kind in used),
         *(f"{kind} of microbatch … made twice" for kind in ("inputs", "labels", "squares")),
         "norm of microbatch … used before it was there",
@@ -284,14 +284,14 @@ def test_a_deadlock_is_shown():
     # 1F1B with "receive before use, send after compute": worker 0 wants the gradient of 0 before it has sent microbatch 1.
     program = lower(Plan.even("ab", 2, "pipedream", 1), 3)
     items = list(program.instructions)
-    wanted = next(i for i in items if isinstance(i, Receive) and i.worker == 0)
+    receive = next(i for i in items if isinstance(i, Receive) and i.worker == 0)
     sent = next(i for i in items if isinstance(i, Send) and i.worker == 0 and i.microbatch == 1)
-    items.remove(wanted)
-    items.insert(items.index(sent), wanted)
+    items.remove(receive)
+    items.insert(items.index(sent), receive)
     used = next(i for i in items if isinstance(i, Compute) and i.op == "FB" and i.microbatch == 0)
-    taken = next(i for i in items if isinstance(i, Receive) and i.worker == 1 and i.microbatch == 1)
-    items.remove(taken)
-    items.insert(items.index(used) + 1, taken)
+    moved = next(i for i in items if isinstance(i, Receive) and i.worker == 1 and i.microbatch == 1)
+    items.remove(moved)
+    items.insert(items.index(used) + 1, moved)
     with pytest.raises(ProgramError, match=r"(?s)deadlock, ranks \[0, 1\] wait for each other.*waits at Receive"):
         simulate(dataclasses.replace(program, instructions=tuple(items)))
 
@@ -312,7 +312,9 @@ def test_golden_grids(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_timeline_in_a_schedules_docstring_is_what_it_does(name):
-    module = next(module for found, module in sys.modules.items() if re.fullmatch(rf"jpipe\.schedules(\.zero_bubble)?\.{name}", found))
+    module = next(
+        module for module_name, module in sys.modules.items() if re.fullmatch(rf"jpipe\.schedules(\.zero_bubble)?\.{name}", module_name)
+    )
     rows = [line for line in inspect.getdoc(module).splitlines() if line.lstrip().startswith(("tick", "rank"))]
     documented = parse_grid("\n".join(rows))
     chunks = 1 + max(span.chunk for spans in documented for span in spans)
@@ -327,7 +329,7 @@ def test_the_timeline_in_a_schedules_docstring_is_what_it_does(name):
 
 @settings(deadline=None, max_examples=60)
 @given(fields=plans(), batches=st.integers(1, 3))
-def test_grids_are_read_back(fields, batches):
+def test_grids_round_trip(fields, batches):
     plan = Plan.even(**fields)
     timeline = to_ticks(simulate(lower(plan, batches)).timeline)
     text = format_grid(timeline)
@@ -344,7 +346,7 @@ def test_grids_are_read_back(fields, batches):
         ("hello", "line 1: expected 'rank 0"),
     ],
 )
-def test_a_grid_that_is_none(text, message):
+def test_an_invalid_grid(text, message):
     with pytest.raises(InputError, match=message):
         parse_grid(text)
 
@@ -363,7 +365,7 @@ def test_asynchronous_schedules_have_no_bubble_but_start_and_end():
 
 @pytest.mark.parametrize("depth", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_latency_is_exposed_and_extra_in_flight_hides_it(depth):
-    """A microbatch comes back to stage 0 after d (F + B) + 2 (d - 1) l, and n_0 of them share that time."""
+    """A microbatch returns to stage 0 after d (F + B) + 2 (d - 1) l, and n_0 microbatches share that time."""
 
     def period(extra):
         plan = Plan.even(LAYERS, depth, "pipedream", 1, extra_in_flight=extra)
@@ -406,7 +408,7 @@ def test_layer_costs_add_up_to_stage_costs():
         sum_layer_costs(Plan(schedule="gpipe", microbatches=2, stages=stages), {"a": layers["a"]})
 
 
-def test_a_part_of_a_run_is_not_simulated():
+def test_a_part_of_a_program_is_not_simulated():
     plan = Plan.even("ab", 2, "pipedream", 1)
     for part in (lower(plan, 2, drain=False), lower(plan, 2, begin=1)):
         with pytest.raises(InputError, match="expected the program of a whole run"):
@@ -418,7 +420,7 @@ def test_costs_of_too_few_stages():
         simulate(lower(Plan.even("ab", 2, "gpipe", 1), 1), [StageCost()])
 
 
-def test_what_a_program_is_made_of():
+def test_a_program_consists_of_commands():
     plan = Plan.even("ab", 2, "pipedream_2bw", 2)
     program = lower(plan, 3)
     assert isinstance(program, Program)
@@ -445,14 +447,27 @@ if __name__ == "__main__":  # write the golden grids anew; look at the differenc
 
 
 def test_the_stash_of_a_split_backward_counts_from_its_first_half_to_its_second():
-    """The peaks of zb_h1 on three ranks, added up by hand: a forward keeps 100 bytes, the first half makes 60 of them for the second."""
-    kept, stash = 100, 60
-    costs = [StageCost(residuals=kept, stash=stash, weights=7, optimizer=5, accumulators=3)] * 2 + [StageCost(stash=stash, weights=11)]
+    """The peaks of zb_h1 on three ranks, added up by hand: a forward stores 100 bytes, of which the first half leaves 60 for the second."""
+    residuals, stash = 100, 60
+    costs = [StageCost(residuals=residuals, stash=stash, weights=7, optimizer=5, accumulators=3)] * 2 + [StageCost(stash=stash, weights=11)]
     prediction = simulate(lower(Plan.even("abc", 3, "zb_h1", 4), 2), costs)
-    whole = [kept] * 3  # rank 0 begins three microbatches and computes backwards whole
+    whole = [residuals] * 3  # rank 0 begins three microbatches and computes backwards whole
     orders = [[f"{span.op}{span.microbatch}" for span in spans[:12]] for spans in prediction.timeline]
     assert orders[1] == ["F0", "F1", "I0", "F2", "I1", "W0", "F3", "I2", "W1", "I3", "W2", "W3"]
-    middle = [+kept, +kept, stash - kept, +kept, stash - kept, -stash, +kept, stash - kept, -stash, stash - kept, -stash, -stash]
+    middle = [
+        +residuals,
+        +residuals,
+        stash - residuals,
+        +residuals,
+        stash - residuals,
+        -stash,
+        +residuals,
+        stash - residuals,
+        -stash,
+        stash - residuals,
+        -stash,
+        -stash,
+    ]
     assert orders[2][:8] == ["FI0", "FI1", "FI2", "W0", "FI3", "W1", "W2", "W3"]
     last = [+stash, +stash, +stash, -stash, +stash, -stash, -stash, -stash]
     assert [sum(middle), sum(last)] == [0, 0]

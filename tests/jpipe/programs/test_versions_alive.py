@@ -1,4 +1,4 @@
-"""Weight versions in memory, counted after every instruction: never more than SEMANTICS allows, each once."""
+"""Weight versions in memory, counted after every instruction, never exceed the documented number and exist once."""
 
 import jax
 import numpy as np

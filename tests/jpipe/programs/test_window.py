@@ -1,4 +1,4 @@
-"""A predicted window is the one that a run from the very beginning would show; what counts as busy in it, by hand."""
+"""A predicted window equals that of a run from its beginning; busy times in it are checked by hand."""
 
 import pytest
 
@@ -30,8 +30,8 @@ def test_a_predicted_window_is_that_of_a_run_from_the_first_batch(variant):
 
 
 @pytest.mark.parametrize("variant", ["pipedream", "pipedream_vertical_sync", "pipedream_2bw"])
-def test_a_window_that_begins_with_an_empty_pipeline_is_another(variant):
-    """Else the test above could not tell them apart."""
+def test_a_window_at_the_start_of_a_run_differs_from_a_full_one(variant):
+    """Otherwise the previous test could not distinguish them."""
     plan = Plan.even("abc", 3, microbatches=M, **models.VARIANTS[variant])
     assert batches_until_full(plan) > 1
     assert window_of(plan, UNBALANCED, FIRST).step_seconds < predict_window(plan, UNBALANCED, FIRST, BATCHES).step_seconds
@@ -54,14 +54,14 @@ def test_clipping_moves_the_updates_of_a_predicted_window():
 
 @pytest.mark.parametrize("update", [0.0, 1.0, 6.0])
 def test_updates_count_as_busy(update):
-    """Two equal stages under gpipe: a batch takes (m + 1) forwards of 1, as many backwards of 2, and an update; each stage idles for 3."""
+    """A batch of two equal stages under gpipe takes m + 1 forwards of 1, m + 1 backwards of 2 and an update; each stage idles for 3."""
     window = predict_window(Plan.even("ab", 2, "gpipe", M), [StageCost(update=update)] * 2, FIRST, BATCHES)
     assert window.step_seconds == 3 * (M + 1) + update
     assert window.bubble == pytest.approx(3 / window.step_seconds, abs=1e-12)
 
 
 def test_an_update_that_a_window_cuts_counts_with_what_is_inside():
-    """Worker 1 updates from 1 to 5; the windows begin at 0, 2 or 4 and end at 4 or 10, in forwards of worker 0."""
+    """Worker 1 updates from 1 to 5; the windows begin at 0, 2 or 4 and end at 4 or 10."""
     worker_0 = tuple(Span("F", k, 0, start, start + 1.0) for k, start in enumerate((0.0, 2.0, 4.0, 10.0)))
     worker_1 = (Span("B", 0, 0, 0.0, 1.0, updates=True, update_time=4.0),)
     windows = {
@@ -73,7 +73,7 @@ def test_an_update_that_a_window_cuts_counts_with_what_is_inside():
 
 
 def test_computations_whose_ends_a_busy_machine_recorded_together_are_cut_by_their_order():
-    """The last backward, its update and the forward that enters have no length; rounding moves the end of the update behind 0.3."""
+    """The last backward, its update and the next forward have no length; rounding moves the end of the update past 0.3."""
     before = Span("B", 0, 0, 0.3, 0.3, updates=True, update_time=1e-16)
     late = Span("B", 0, 0, 0.1, 0.2, updates=True, update_time=0.2, update_wait=0.5, chunk=1)
     enters = (Span("F", 1, 1, 0.3, 0.3), Span("F", 2, 1, 0.4, 0.5), Span("F", 3, 1, 2.3, 2.4))

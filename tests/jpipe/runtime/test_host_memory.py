@@ -1,4 +1,4 @@
-"""Memory that is freed is kept, so that taking it again touches no fresh page."""
+"""Freed host memory is reused, so that allocating it again touches no fresh page."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ print(fresh_pages(), keep_freed_memory(), fresh_pages(), fresh_pages())
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a setting of glibc")
-def test_blocks_are_used_again():
+def test_blocks_are_reused():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
     before, took_effect, _, after = done.stdout.split()
     if took_effect == "True":  # False: a C library other than glibc

@@ -1,4 +1,4 @@
-"""Memory: the arrays alive on each device after every instruction, against what `simulate` predicts from shapes."""
+"""The bytes of live arrays on each device after every instruction equal what `simulate` predicts from shapes."""
 
 import gc
 
@@ -14,11 +14,11 @@ from jpipe.programs import shared_stages
 from tests.jpipe.models import VARIANTS
 
 ROWS, WIDTH, MICROBATCHES = 32, 24, 4
-AS_THEY_ARE, MASTERS = Precision(), Precision(params="bfloat16")
+DEFAULT, MASTERS = Precision(), Precision(params="bfloat16")
 
 
 class Block(nnx.Module):
-    """All that takes memory: weights, activations, dropout, batch statistics."""
+    """A block with all that takes memory: weights, activations, dropout and batch statistics."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
@@ -42,7 +42,7 @@ def squares(y, labels):
 
 
 def alive(device: jax.Device) -> int:
-    """Bytes of all arrays on a device that are not deleted."""
+    """Return the bytes of all arrays on a device that are not deleted."""
     arrays = [a for a in jax.live_arrays() if a.devices() == {device} and not a.is_deleted()]
     return sum(a.nbytes for a in arrays if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
@@ -121,11 +121,11 @@ def test_measured_peak_of_ranks_and_split_backwards_is_predicted(fields):
 @pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
 def test_measured_peak_of_chunks_without_a_flush_is_predicted_but_for_a_message(schedule):
-    """As with replicas: a message may wait at the end of a step."""
+    """As with replicas, a message may wait at the end of a step."""
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 4, schedule, 6, chunks_per_rank=2))
     message = ROWS * WIDTH * 4
-    for found, expected in zip(measured, predicted, strict=True):
-        assert expected - 64 <= found <= expected + message + 64
+    for peak, expected in zip(measured, predicted, strict=True):
+        assert expected - 64 <= peak <= expected + message + 64
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_measured_peak_of_replicas_that_flush_is_predicted():
 
 @pytest.mark.slow
 def test_measured_peak_of_replicas_that_share_the_optimizer_state_is_predicted():
-    """Of the replica with the largest share; the others of the stage hold less by the difference of the shares."""
+    """The prediction is for the replica with the largest share; the other replicas hold less."""
     plan = Plan.even(STACK.ids, 2, "pipedream_flush", MICROBATCHES, replicas=(2, 1), shard_optimizer=True)
     measured, predicted = measured_and_predicted(plan)
     assert max(measured[:2]) == pytest.approx(predicted[0], abs=64)
@@ -147,7 +147,7 @@ def test_measured_peak_of_replicas_that_share_the_optimizer_state_is_predicted()
 
 @pytest.mark.slow
 def test_measured_peak_of_round_robin_is_predicted_but_for_a_message():
-    """A step takes what it can still get before it ends, the next batch's input comes after that: a message may wait longer."""
+    """A step receives what has arrived before it ends, and the next batch's input comes after that, so a message may wait longer."""
     measured, predicted = measured_and_predicted(Plan.even(STACK.ids, 3, "pipedream", MICROBATCHES, replicas=(2, 1, 1)))
     message = ROWS * WIDTH * 4
     assert predicted[0] <= measured[0] <= predicted[0] + message + 64
@@ -175,7 +175,7 @@ def test_measured_peak_with_masters_is_predicted(variant, replicas):
     ],
 )
 def test_measured_peak_with_shared_parameters_is_predicted(fields, replicas):
-    """Two of them, one shared by two layers of a stage and one of another, in dense layers without anything else."""
+    """The dense layers have two shared parameters: one inside a stage, and one in two stages."""
     layers = {"in": lambda rngs: nnx.Linear(5, WIDTH, rngs=rngs)} | dict.fromkeys("abcd", lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
     ties = [Tie(("a", "kernel"), ("c", "kernel")), Tie(("a", "kernel"), ("d", "kernel")), Tie(("in", "bias"), ("b", "bias"))]
     stack = LayerStack(layers, ties=ties)
@@ -186,7 +186,7 @@ def test_measured_peak_with_shared_parameters_is_predicted(fields, replicas):
 
 @pytest.mark.slow
 def test_measured_peak_of_skipping_batches_is_predicted():
-    """The last stage is in the next batch while it waits for the norm; its second accumulators take the room of the older version."""
+    """The last stage works on the next batch while it waits for the norm; its second accumulators replace the older version."""
     measured, predicted = measured_and_predicted(Plan.even(LINEAR.ids, 3, "pipedream_2bw", MICROBATCHES), LINEAR, skip_nonfinite=True)
     np.testing.assert_allclose(measured, predicted, atol=64)
 
@@ -198,7 +198,7 @@ def test_measured_peak_of_skipping_batches_is_predicted():
     ids=["2bw", "replicas", "chunks", "flush"],
 )
 def test_measured_peak_of_clipping_many_layers_is_predicted(schedule, fields):
-    """The sums of squares are two numbers for each layer, on their way from the last stage to the first."""
+    """The sums of squares are two numbers for each layer, sent from the last stage to the first."""
     layers = {"in": lambda rngs: nnx.Linear(5, WIDTH, rngs=rngs)} | {f"dense{n}": LINEAR.layers["a"] for n in range(31)}
     plan, stack = Plan.even(list(layers), 4, schedule, 2 * MICROBATCHES, **fields), LayerStack(layers)
     measured, predicted = measured_and_predicted(plan, stack, clip_global_norm=1.0)
@@ -207,7 +207,7 @@ def test_measured_peak_of_clipping_many_layers_is_predicted(schedule, fields):
 
 @pytest.mark.slow
 def test_measured_peak_of_clipping_with_masters_is_predicted():
-    """The last stage's second accumulators, in float32, are larger than its older version, in bfloat16, and make its peak."""
+    """The last stage's second accumulators, in float32, are larger than its older version, in bfloat16, and cause its peak."""
     plan, options = Plan.even(LINEAR.ids, 3, "pipedream_2bw", MICROBATCHES), {"precision": MASTERS}
     measured, predicted = measured_and_predicted(plan, LINEAR, clip_global_norm=1.0, **options)
     np.testing.assert_allclose(measured, predicted, atol=64)
@@ -219,10 +219,10 @@ def test_measured_peak_of_clipping_with_masters_is_predicted():
 
 @pytest.mark.slow
 def test_the_stash_with_masters_takes_half():
-    """Of the weight versions on each device, when there are most of them; the simulator says the same."""
-    batch, held = (np.ones((ROWS, 5), np.float32), np.ones((ROWS, WIDTH), np.float32)), {}
+    """The bytes are those of the weight versions on each device at their peak; the simulator predicts the same."""
+    batch, stash_bytes = (np.ones((ROWS, 5), np.float32), np.ones((ROWS, WIDTH), np.float32)), {}
     plan = Plan.even(LINEAR.ids, 3, "pipedream", 1)
-    for precision in (AS_THEY_ARE, MASTERS):
+    for precision in (DEFAULT, MASTERS):
         pipe = Pipeline(LINEAR, plan, squares, optax.sgd(1e-2), jax.devices()[:3], precision=precision)
         most = [0, 0, 0]
 
@@ -236,5 +236,5 @@ def test_the_stash_with_masters_takes_half():
         pipe.drain(state, observe=observe)
         predicted = simulate(lower(plan, 3), pipe.costs(batch))
         assert most == [alive * cost.weights for alive, cost in zip(predicted.versions_alive, pipe.costs(batch), strict=True)]
-        held[precision] = most
-    assert [2 * size for size in held[MASTERS]] == held[AS_THEY_ARE]
+        stash_bytes[precision] = most
+    assert [2 * size for size in stash_bytes[MASTERS]] == stash_bytes[DEFAULT]

@@ -14,13 +14,13 @@ GOOD = models.batches_of(1, models.ROWS * 2)[0]
 
 
 def root(x):
-    """NaN for the inputs of the bad batch only."""
+    """Return NaN for the inputs of the bad batch only."""
     return x * jnp.sqrt(50.0 - jnp.abs(x).max(-1, keepdims=True))
 
 
 @jax.custom_jvp
 def steep(x):
-    """NaN in the gradient for large inputs."""
+    """Compute a function whose gradient is NaN for large inputs."""
     return x
 
 
@@ -73,14 +73,14 @@ def test_nan_of_a_later_batch_is_reported_with_stage_and_layer(kind, ids, messag
         second_batch(pipeline(kind, ids))
 
 
-def test_without_the_setting_nothing_is_looked_at():
+def test_without_the_setting_no_output_is_checked():
     pipe = pipeline("forward", ("a", "b", "bad"))
     state = pipe.init(jax.random.key(0), GOOD)
     _, metrics = pipe.step(state, bad())
     assert np.isnan(metrics.losses[0])
 
 
-def test_an_evaluation_is_looked_at():
+def test_an_evaluation_is_checked_for_nan():
     pipe = pipeline("forward", ("a", "b", "bad"))
     state = pipe.init(jax.random.key(0), GOOD)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"stage 1 .*: NaN in what its evaluate computes; .*'bad'"):

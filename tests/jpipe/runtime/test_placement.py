@@ -1,4 +1,4 @@
-"""Which worker gets which device, on devices that are only said to be there."""
+"""The placement of workers on mock devices."""
 
 import re
 from unittest.mock import NonCallableMock
@@ -14,7 +14,7 @@ from jpipe.runtime._placement import place, placement_grid
 def machines(monkeypatch):
     """Return a function that replaces `jax.devices` by mocks: the number of devices of each process, and their kinds."""
 
-    def there_are(*counts, kinds=("cpu",)):
+    def set_devices(*counts, kinds=("cpu",)):
         owners = [process for process, count in enumerate(counts) for _ in range(count)]
         devices = [
             NonCallableMock(spec=jax.Device, process_index=p, id=10 + number, platform="cpu", device_kind=kinds[p % len(kinds)])
@@ -24,16 +24,16 @@ def machines(monkeypatch):
         monkeypatch.setattr(jax, "process_count", lambda: len(counts))
         return devices
 
-    return there_are
+    return set_devices
 
 
 def plan_of(*replicas, **fields) -> Plan:
     return Plan.even("abcdefgh", len(replicas), "pipedream", 12, replicas=replicas, **fields)
 
 
-def numbers(plan, given=None) -> list[int]:
+def numbers(plan, devices=None) -> list[int]:
     """Return the number of each worker's first device, counted over all processes."""
-    return [place_.first.id - 10 for place_ in place(plan, given)]
+    return [place_.first.id - 10 for place_ in place(plan, devices)]
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_neighbours_are_those_that_the_plan_keeps_together(machines, counts, rep
 def test_devices_are_used_as_they_are_named(machines, together):
     machines(2, 2)
     assert numbers(plan_of(2, 1, 2, placement=[[3, 0], [0], [2, 2]], keep_together=together)) == [3, 0, 0, 2, 2]
-    given = machines(2)
-    assert numbers(plan_of(1, 2, placement=[[0], [0, 0]], keep_together=together), [given[1], given[0], given[1]]) == [1, 0, 1]
+    devices = machines(2)
+    assert numbers(plan_of(1, 2, placement=[[0], [0, 0]], keep_together=together), [devices[1], devices[0], devices[1]]) == [1, 0, 1]
 
 
-def refused(plan, given=None) -> list[str]:
+def refused(plan, devices=None) -> list[str]:
     with pytest.raises(InputError) as refusal:
-        place(plan, given)
+        place(plan, devices)
     return [str(line) for line in refusal.value.args]
 
 
@@ -85,7 +85,7 @@ def test_fewer_workers_than_devices_are_refused_in_a_run_of_several_processes(ma
     assert numbers(plan_of(2, 1, placement=[[0, 1], [2]])) == [0, 1, 2]
 
 
-def test_a_device_that_is_not_there_is_refused(machines):
+def test_a_missing_device_is_refused(machines):
     machines(1, 1)
     assert refused(plan_of(1, 2, placement=[[0], [1, 2]])) == [
         "plan: placement names device 2, but there are 2 devices (0 to 1); name one of them",
@@ -106,22 +106,22 @@ def test_a_process_without_a_worker_is_refused(machines):
         "stage 0  w0 p2 cpu:3",
         "stage 1  w1 p2 cpu:2  w2 p0 cpu:0",
     ]
-    given = machines(1, 1)
-    assert "found none in process 0;" in refused(plan_of(1, 1), [given[1]] * 2)[0]
+    devices = machines(1, 1)
+    assert "found none in process 0;" in refused(plan_of(1, 1), [devices[1]] * 2)[0]
 
 
 def test_devices_of_different_kinds_are_refused(machines):
-    given = machines(1, 1, kinds=("Fast 80GB", "Slow"))
+    devices = machines(1, 1, kinds=("Fast 80GB", "Slow"))
     expected = ["devices: expected devices of one kind, found 'Fast 80GB' (process 0) and 'Slow' (process 1); run on one kind of device"]
     assert refused(plan_of(1, 1)) == expected
     assert refused(plan_of(1, 1, placement=[[1], [0]])) == expected
-    assert refused(plan_of(1, 2), [given[0], given[1], given[1]]) == expected
+    assert refused(plan_of(1, 2), [devices[0], devices[1], devices[1]]) == expected
 
 
-def test_as_many_devices_as_workers_have_to_be_given(machines):
-    given = machines(4)
-    assert refused(plan_of(1, 1), given[:1]) == ["devices: expected 2, one for each stage, found 1"]
-    assert refused(plan_of(2, 1), given) == ["devices: expected 3, one for each rank, found 4"]
+def test_the_number_of_devices_must_be_the_number_of_workers(machines):
+    devices = machines(4)
+    assert refused(plan_of(1, 1), devices[:1]) == ["devices: expected 2, one for each stage, found 1"]
+    assert refused(plan_of(2, 1), devices) == ["devices: expected 3, one for each rank, found 4"]
 
 
 def test_the_grid_has_a_row_for_each_stage_and_a_column_for_each_replica(machines):

@@ -1,4 +1,4 @@
-"""A cut through a run: the run goes on as if nothing was, and one that begins there is the same run, bit for bit."""
+"""Snapshots of a run: they do not change it, and a run that starts from one is equal bit for bit."""
 
 import chex
 import jax
@@ -60,62 +60,62 @@ def on_host(tree):
 
 
 def trained(pipe, state, batches, cuts=()):
-    """Losses, parameters and layer state in the end; and the layers of each cut."""
-    losses, taken, found = {}, {}, {}
+    """Return the losses, the final parameters and layer state, and the layers of each snapshot."""
+    losses, snapshots, cut_layers = {}, {}, {}
     first = state.batch
     for t, batch in enumerate(batches, start=first):
         if t + 1 in cuts:
-            taken[t + 1] = pipe.snapshot(t + 1)
+            snapshots[t + 1] = pipe.snapshot(t + 1)
 
         def observe(event):
-            for one in taken.values():
+            for one in snapshots.values():
                 one(event)
 
         state, metrics = pipe.step(state, batch, observe=observe)
         losses |= {t: float(loss) for t, loss in metrics.losses.items()}
-        found |= {t: on_host(one.layers()) for t, one in taken.items() if one.complete and t not in found}
+        cut_layers |= {t: on_host(one.layers()) for t, one in snapshots.items() if one.complete and t not in cut_layers}
     state, metrics = pipe.drain(state, with_metrics=True)
     losses |= {t: float(loss) for t, loss in metrics.losses.items()}
-    return losses, pipe.params(state), running.layer_state(state), found
+    return losses, pipe.params(state), running.layer_state(state), cut_layers
 
 
 @pytest.mark.thinned(most=6)
 @pytest.mark.parametrize("name", PLANS)
-def test_a_run_from_a_cut_is_the_run_that_went_on(name):
+def test_a_run_from_a_snapshot_equals_the_run_that_continued(name):
     check_restored(name, plan_of(PLANS[name]))
 
 
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("name", CLIPPED)
-def test_so_it_is_where_updates_wait_for_the_norm(name):
+def test_a_restored_run_is_equal_where_updates_wait_for_the_norm(name):
     check_restored(name, plan_of(CLIPPED[name]), clip_global_norm=3.0)
 
 
 @pytest.mark.parametrize("fields", [{"schedule": "pipedream", "vertical_sync": True}, {"schedule": "pipedream_2bw"}], ids=["sync", "2bw"])
-def test_so_it_is_where_a_forward_and_the_first_half_of_its_backward_are_one_program(fields):
+def test_a_restored_run_is_equal_where_a_forward_and_half_a_backward_are_one_program(fields):
     check_restored("early", plan_of({**fields, "split_backward": "early"}), clip_global_norm=3.0)
 
 
 def check_restored(name, plan, **options):
     pipe, batches = pipeline(plan, **options), models.masked_batches(BATCHES, plan.microbatches)
-    losses, params, state, found = trained(pipe, running.fresh(pipe, batches), batches, CUTS)
-    assert list(found) == list(CUTS)
+    losses, params, state, cut_layers = trained(pipe, running.fresh(pipe, batches), batches, CUTS)
+    assert list(cut_layers) == list(CUTS)
     for t in CUTS if name in ("2-1-1", "vertical sync") else CUTS[1:]:
-        given = jax.tree.map(np.copy, found[t])
-        again = pipe.restore(jax.random.key(running.KEY), batches[0], found[t], t)
-        assert (again.batch, again.start) == (t, t)
-        rest = trained(pipe, again, batches[t:])
-        running.check_equal({batch: loss for batch, loss in losses.items() if batch >= t}, rest[0])
-        running.check_equal((params, state), rest[1:3])
-        running.check_equal(found[t], given)  # an update may write into memory that it is given, not into that of the caller
+        original = jax.tree.map(np.copy, cut_layers[t])
+        restored = pipe.restore(jax.random.key(running.KEY), batches[0], cut_layers[t], t)
+        assert (restored.batch, restored.start) == (t, t)
+        resumed = trained(pipe, restored, batches[t:])
+        running.check_equal({batch: loss for batch, loss in losses.items() if batch >= t}, resumed[0])
+        running.check_equal((params, state), resumed[1:3])
+        running.check_equal(cut_layers[t], original)  # an update may write into memory that it is given, not into that of the caller
 
 
 @pytest.mark.parametrize("name", ["vertical sync", "2BW", "pipedream, one microbatch"])
 def test_validation_after_a_restore_is_of_the_weights_that_it_would_have_been(name):
     plan = plan_of(PLANS[name])
     pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)
-    *_, found = trained(pipe, running.fresh(pipe, batches), batches, (3,))
-    states = running.fresh(pipe, batches), pipe.restore(jax.random.key(running.KEY), batches[0], found[3], 3)
+    *_, cut_layers = trained(pipe, running.fresh(pipe, batches), batches, (3,))
+    states = running.fresh(pipe, batches), pipe.restore(jax.random.key(running.KEY), batches[0], cut_layers[3], 3)
     versions = []
     for state in states:
         for batch in batches[state.batch : 4]:
@@ -126,14 +126,14 @@ def test_validation_after_a_restore_is_of_the_weights_that_it_would_have_been(na
 
 
 @pytest.mark.parametrize("name", ["gpipe", "2BW", "3-1-2, own updates"])
-def test_a_cut_changes_nothing(name):
+def test_a_snapshot_changes_no_numbers(name):
     plan = plan_of(PLANS[name])
     pipe, batches = pipeline(plan), models.masked_batches(BATCHES, plan.microbatches)
     state = running.fresh(pipe, batches)
     running.check_equal(trained(pipe, models.copied(state), batches)[:3], trained(pipe, state, batches, CUTS)[:3])
 
 
-OTHERS = [
+OTHER_PLANS = [
     {"num_stages": 1, "schedule": "gpipe"},
     {"num_stages": 2, "schedule": "pipedream_2bw"},
     {"num_stages": 4, "schedule": "pipedream"},
@@ -144,26 +144,26 @@ OTHERS = [
 
 @pytest.mark.thinned(most=0, most_slow=3)
 @pytest.mark.parametrize("first", ["gpipe", "pipedream", "2BW", "2-1-1", "2BW with chunks"])
-def test_a_run_goes_on_under_any_other_plan(first):
-    """What it was trained to be is there: newest weights, optimizer state, and older weights as far as they were kept."""
+def test_a_run_resumes_under_any_other_plan(first):
+    """The snapshot holds the newest weights, the optimizer state, and older weights as far as they are stored."""
     plan = plan_of(PLANS[first])
     pipe, batches = pipeline(plan), models.masked_batches(6, plan.microbatches)
-    *_, found = trained(pipe, running.fresh(pipe, batches), batches[:5], (3,))
-    newest = {layer_id: found[3][layer_id]["params"]["0"] for layer_id in pipe.stack.ids}
-    momenta = {layer_id: jax.tree.leaves(found[3][layer_id]["optimizer"]) for layer_id in pipe.stack.ids}
+    *_, cut_layers = trained(pipe, running.fresh(pipe, batches), batches[:5], (3,))
+    newest = {layer_id: cut_layers[3][layer_id]["params"]["0"] for layer_id in pipe.stack.ids}
+    momenta = {layer_id: jax.tree.leaves(cut_layers[3][layer_id]["optimizer"]) for layer_id in pipe.stack.ids}
     batches = models.masked_batches(2, 12, seed=3)
-    for fields in OTHERS:
-        again = pipeline(jpipe.Plan.even(models.rich_stack().ids, microbatches=12, **fields))
-        state = again.restore(jax.random.key(running.KEY), batches[0], found[3], 3)
-        running.check_equal(on_host(again.params(state)), newest)
+    for fields in OTHER_PLANS:
+        resumed_pipe = pipeline(jpipe.Plan.even(models.rich_stack().ids, microbatches=12, **fields))
+        state = resumed_pipe.restore(jax.random.key(running.KEY), batches[0], cut_layers[3], 3)
+        running.check_equal(on_host(resumed_pipe.params(state)), newest)
         for worker in state.workers:
-            for layer_id, own in worker.optimizer.items():
-                running.check_equal(on_host(jax.tree.leaves(own)), momenta[layer_id])
+            for layer_id, optimizer_state in worker.optimizer.items():
+                running.check_equal(on_host(jax.tree.leaves(optimizer_state)), momenta[layer_id])
             for version in worker.weights.versions:
                 for layer_id, params in worker.weights.read(version).items():
-                    ages = found[3][layer_id]["params"]
+                    ages = cut_layers[3][layer_id]["params"]
                     running.check_equal(on_host(params), ages.get(str(worker.weights.newest - version), ages["0"]))
-        losses, *_ = trained(again, state, batches)
+        losses, *_ = trained(resumed_pipe, state, batches)
         assert sorted(losses) == [3, 4]
         assert np.isfinite(list(losses.values())).all()
 
@@ -174,20 +174,20 @@ def test_a_run_goes_on_under_any_other_plan(first):
     [("gpipe", "interleaved"), ("interleaved", "ZB-V"), ("ZB-V", "flush")],
     ids=["to chunks", "to a V", "to one stage a rank"],
 )
-def test_a_run_goes_on_with_other_chunks(first, then):
-    """What flushes is plain training under every plan: equal to rounding, for XLA compiles other stages."""
+def test_a_run_resumes_with_other_chunks(first, then):
+    """Schedules that flush are plain training under every plan, equal up to rounding because XLA compiles other stages."""
     pipe, other = (pipeline(plan_of(PLANS[name])) for name in (first, then))
     batches = models.masked_batches(6, pipe.plan.microbatches)
-    losses, params, state, found = trained(pipe, running.fresh(pipe, batches), batches, (3,))
-    again = trained(other, other.restore(jax.random.key(running.KEY), batches[0], found[3], 3), batches[3:])
-    assert again[0] == pytest.approx({t: loss for t, loss in losses.items() if t >= 3}, rel=1e-5)
-    chex.assert_trees_all_close((params, state), again[1:3], rtol=1e-5, atol=1e-6)
+    losses, params, state, cut_layers = trained(pipe, running.fresh(pipe, batches), batches, (3,))
+    resumed = trained(other, other.restore(jax.random.key(running.KEY), batches[0], cut_layers[3], 3), batches[3:])
+    assert resumed[0] == pytest.approx({t: loss for t, loss in losses.items() if t >= 3}, rel=1e-5)
+    chex.assert_trees_all_close((params, state), resumed[1:3], rtol=1e-5, atol=1e-6)
 
 
 def state_of(layers, layer_id):
     """Return the running means and the counts of a layer's replicas from the layers of a checkpoint."""
-    own = [layers[name]["state"] for name in sorted(layers) if name == layer_id or name.startswith(f"{layer_id} replica ")]
-    return [one["mean"] for one in own], [int(one["count"]) for one in own]
+    states = [layers[name]["state"] for name in sorted(layers) if name == layer_id or name.startswith(f"{layer_id} replica ")]
+    return [one["mean"] for one in states], [int(one["count"]) for one in states]
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def of_three_replicas():
 
 
 @pytest.mark.parametrize(
-    ("fields", "own"),
+    ("fields", "keeps_own_state"),
     [
         ({"schedule": "pipedream_2bw", "replicas": [3, 1]}, True),
         ({"schedule": "pipedream_2bw", "replicas": [2, 1]}, False),
@@ -207,30 +207,30 @@ def of_three_replicas():
         ({"schedule": "naive", "replicas": [1, 1]}, False),
     ],
 )
-def test_replicas_go_on_from_their_own_layer_state_or_from_the_mean(fields, own, of_three_replicas):
+def test_replicas_restore_their_own_layer_state_or_the_mean(fields, keeps_own_state, of_three_replicas):
     layers, batch = of_three_replicas
     means, counts = state_of(layers, "track")
     assert len({mean.tobytes() for mean in means}) == 3
     old = layers["track"] | {"late": {"0": {"then": {}, "total": {}, "after": np.int32(1)}}}  # as versions before wrote; it is left out
-    again = pipeline(plan_of({"num_stages": 2, "microbatches": 6} | fields))
-    state = again.restore(jax.random.key(running.KEY), batch, layers | {"track": old}, 2)
+    resumed_pipe = pipeline(plan_of({"num_stages": 2, "microbatches": 6} | fields))
+    state = resumed_pipe.restore(jax.random.key(running.KEY), batch, layers | {"track": old}, 2)
     mean = (means[0] + means[1] + means[2]) * np.float32(1 / 3)
     for replica, worker in enumerate(state.workers[:-1]):
-        expected = {"mean": means[replica] if own else mean, "count": np.int32(counts[replica])}
+        expected = {"mean": means[replica] if keeps_own_state else mean, "count": np.int32(counts[replica])}
         running.check_equal(on_host(worker.layer_state["track"]), expected)
-    if own:  # nothing is in flight, and a drain gives the mean all the same
-        running.check_equal([on_host(worker.layer_state["track"]["mean"]) for worker in again.drain(state).workers[:-1]], [mean] * 3)
+    if keeps_own_state:  # nothing is in flight, and a drain gives the mean all the same
+        running.check_equal([on_host(worker.layer_state["track"]["mean"]) for worker in resumed_pipe.drain(state).workers[:-1]], [mean] * 3)
 
 
 def test_layers_of_a_cut_are_averaged_over_the_replicas(of_three_replicas):
     layers, _ = of_three_replicas
     means, counts = state_of(layers, "track")
-    found = jpipe.runtime.average_replicas(layers)
-    assert sorted(found) == sorted(models.rich_stack().ids)
+    averaged = jpipe.runtime.average_replicas(layers)
+    assert sorted(averaged) == sorted(models.rich_stack().ids)
     running.check_equal(
-        found["track"]["state"], {"mean": (means[0] + means[1] + means[2]) * np.float32(1 / 3), "count": np.int32(counts[0])}
+        averaged["track"]["state"], {"mean": (means[0] + means[1] + means[2]) * np.float32(1 / 3), "count": np.int32(counts[0])}
     )
-    running.check_equal(found["mix"], layers["mix"])
+    running.check_equal(averaged["mix"], layers["mix"])
     strange = layers | {"track replica 1": {"state": {"mean": np.zeros(7, np.float32), "count": np.int32(0)}}}
     with pytest.raises(
         InputError, match=r"layer state of 'track replica 1': expected 'mean' as in the model, float32\[3\], found float32\[7\]"
@@ -239,15 +239,15 @@ def test_layers_of_a_cut_are_averaged_over_the_replicas(of_three_replicas):
 
 
 @pytest.fixture(scope="module")
-def taken():
+def cut_at_batch_2():
     """Return the layers of a snapshot at batch 2, the batches and the plan."""
     plan = plan_of({"schedule": "pipedream_2bw"})
     pipe, batches = pipeline(plan), models.masked_batches(4, 3)
     return trained(pipe, running.fresh(pipe, batches), batches, (2,))[3][2], batches, plan
 
 
-def restored(taken, layers, optimizer=None, **options):
-    _, batches, plan = taken
+def restored(cut, layers, optimizer=None, **options):
+    _, batches, plan = cut_at_batch_2
     return pipeline(plan, optimizer).restore(jax.random.key(running.KEY), batches[0], layers, 2, **options)
 
 
@@ -287,16 +287,16 @@ def without(layers, layer_id):
         ),
     ],
 )
-def test_a_cut_of_another_model_is_refused(change, message, taken):
+def test_a_snapshot_of_another_model_is_refused(change, message, cut_at_batch_2):
     with pytest.raises(InputError) as error:
-        restored(taken, change(taken[0]))
+        restored(cut_at_batch_2, change(cut_at_batch_2[0]))
     assert str(error.value) == message
 
 
-def test_another_optimizer_begins_with_fresh_state_or_is_refused(taken):
+def test_another_optimizer_needs_fresh_state_or_is_refused(cut_at_batch_2):
     with pytest.raises(InputError, match=r"layer 'track', optimizer state: '0/count', int32\[\] in the model, is not in it"):
-        restored(taken, taken[0], optax.adam(0.1))
-    state = restored(taken, taken[0], optax.adam(0.1), fresh_optimizer=True)
+        restored(cut_at_batch_2, cut_at_batch_2[0], optax.adam(0.1))
+    state = restored(cut_at_batch_2, cut_at_batch_2[0], optax.adam(0.1), fresh_optimizer=True)
     assert int(state.workers[0].optimizer["track"][0].count) == 0
 
 

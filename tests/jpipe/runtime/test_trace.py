@@ -1,4 +1,4 @@
-"""What the tracer measures of a running pipeline."""
+"""The measurements of the tracer in a running pipeline."""
 
 import gc
 import itertools
@@ -29,7 +29,7 @@ STACK = models.rich_stack()
 
 
 def traced(variant, steps, devices=None, clip=None):
-    """(plan, pipeline, batch, trace of all `steps`, the state after them)."""
+    """Run `steps` steps and return (plan, pipeline, batch, trace, final state)."""
     plan = Plan.even(STACK.ids, 3, microbatches=M, **models.VARIANTS[variant])
     pipe = Pipeline(STACK, plan, models.masked_squares, optax.adam(1e-2), devices, clip_global_norm=clip)
     batches = models.masked_batches(steps, M)
@@ -43,12 +43,12 @@ def traced(variant, steps, devices=None, clip=None):
 @pytest.mark.thinned(most=3)
 @pytest.mark.oldest
 @pytest.mark.parametrize("variant", models.VARIANTS)
-def test_a_trace_holds_what_the_schedule_says(variant):
+def test_a_trace_has_the_order_of_the_schedule(variant):
     plan, pipe, batch, trace, _ = traced(variant, 5)
     prediction = simulate(lower(plan, 5), pipe.costs(batch))
-    for found, expected in zip(trace.timeline, prediction.timeline, strict=True):
-        assert [(*span[:3], span.updates) for span in found] == [(*span[:3], span.updates) for span in expected]
-        ends = [time for span in found for time in (span.start, span.end, span.update_start, span.update_end)]
+    for actual, expected in zip(trace.timeline, prediction.timeline, strict=True):
+        assert [(*span[:3], span.updates) for span in actual] == [(*span[:3], span.updates) for span in expected]
+        ends = [time for span in actual for time in (span.start, span.end, span.update_start, span.update_end)]
         assert all(after - before > -1e-12 for before, after in itertools.pairwise(ends))  # nothing overlaps; those of updates are sums
     starts = {(s, *span[:2]): span.start for s, spans in enumerate(trace.timeline) for span in spans}
     ends = {(s, *span[:2]): span.end for s, spans in enumerate(trace.timeline) for span in spans}
@@ -63,14 +63,14 @@ def test_a_trace_holds_what_the_schedule_says(variant):
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 def test_measured_memory_is_the_predicted_one(variant):
-    """After each computation of each worker, part by part; the order of the workers among each other does not matter."""
+    """Each kind of memory is compared after each computation of each worker; the order between workers does not matter."""
     plan, pipe, batch, trace, _ = traced(variant, 5)
     prediction = simulate(lower(plan, 5), pipe.costs(batch))
-    for found, expected in zip(trace.memory, prediction.memory, strict=True):
-        for a, b in zip(found, expected[1:], strict=True):  # but for the beginning, which a trace does not know
+    for actual, expected in zip(trace.memory, prediction.memory, strict=True):
+        for a, b in zip(actual, expected[1:], strict=True):  # but for the beginning, which a trace does not know
             assert (a.weights, a.optimizer, a.gradients) == (b.weights, b.optimizer, b.gradients)
             assert abs(a.residuals - b.residuals) <= 64
-        assert [s.time for s in found] == sorted(s.time for s in found)
+        assert [s.time for s in actual] == sorted(s.time for s in actual)
 
 
 def test_memory_has_the_times_of_the_timeline_where_a_rank_is_recorded_late():
@@ -97,14 +97,14 @@ def test_memory_has_the_times_of_the_timeline_where_a_rank_is_recorded_late():
 
 def test_tracing_changes_no_numbers():
     _, pipe, _, _, state = traced("pipedream_2bw", 4)
-    again = pipe.init(jax.random.key(0), models.masked_batches(4, M)[0])
+    traced_state = pipe.init(jax.random.key(0), models.masked_batches(4, M)[0])
     for batch in models.masked_batches(4, M):
-        again, _ = pipe.step(again, batch)
-    check_equal(pipe.params(pipe.drain(again)), pipe.params(state))
+        traced_state, _ = pipe.step(traced_state, batch)
+    check_equal(pipe.params(pipe.drain(traced_state)), pipe.params(state))
 
 
 def test_nothing_is_counted_twice():
-    """What a trace says that the workers hold is at most what all arrays alive take."""
+    """The memory that a trace reports for the workers is at most that of all live arrays."""
     plan, alive = Plan.even(STACK.ids, 3, "gpipe", M), []
     pipe = Pipeline(STACK, plan, models.masked_squares, optax.adam(1e-2))
     batches = models.masked_batches(3, M)
@@ -125,20 +125,20 @@ def test_nothing_is_counted_twice():
 
 
 def test_many_microbatches_cost_no_more_each(monkeypatch):
-    """What the tracer looks at per computation does not grow with what is in flight."""
+    """The work of the tracer per computation does not grow with the number of microbatches in flight."""
     looked_at = []
     real = jax.tree.leaves
     monkeypatch.setattr("jpipe.runtime._trace.jax.tree.leaves", lambda *a, **k: looked_at.append(1) or real(*a, **k))
     counts = []
-    for held in (4, 64):
+    for in_flight in (4, 64):
         watcher = _Watcher(0.0, workers=1)
         microbatches = {}
         state = WorkerState(Latest({}), {}, {}, {}, jax.random.key(0), microbatches)
         looked_at.clear()
-        for k in range(held):
+        for k in range(in_flight):
             microbatches[k] = Microbatch(residuals=[jnp.zeros(1)])
             watcher.look(0, state)
-        counts.append(len(looked_at) / held)
+        counts.append(len(looked_at) / in_flight)
         watcher.stop()
     assert counts[1] <= counts[0]
 
@@ -169,7 +169,7 @@ def test_an_update_that_clips_waits_for_the_first_stage():
         assert all([span for span in spans if span.updates][batch].update_start >= norm for spans in trace.timeline)
 
 
-def test_a_computation_that_fails_is_told_by_finish():
+def test_finish_reports_a_computation_that_fails():
     plan, _, _, _, state = traced("gpipe", 1)
     tracer, failed = Tracer(plan), jnp.zeros(())
     failed.delete()  # waiting for it raises, as waiting for a computation does that ran out of memory
@@ -194,14 +194,14 @@ def test_a_window_of_a_full_pipeline_has_no_bubble():
 
 
 def test_a_window_of_gpipe_has_the_bubble_of_the_paper():
-    """(d - 1) / (m + d - 1), section 2.3 of GPipe."""
+    """Section 2.3 of GPipe: (d - 1) / (m + d - 1)."""
     prediction = run_of("gpipe", None)
     window = extract_window(prediction.timeline, prediction.memory, M, 2, 3)
     assert np.isclose(window.bubble, 3 / (M + 3))
     assert window.step_seconds == 3 * (M + 3)
 
 
-def test_a_window_keeps_what_was_held_before_it():
+def test_a_window_includes_memory_held_before_it():
     prediction = run_of("gpipe", [StageCost(weights=10, optimizer=20, accumulators=10, residuals=3, inputs=1)] * 4)
     window = extract_window(prediction.timeline, prediction.memory, M, 2, 2)
     assert all(samples[0].time == 0 and samples[0].optimizer == 20 for samples in window.memory)
@@ -225,8 +225,8 @@ def test_costs_fitted_to_a_timeline_give_that_timeline():
         last = fit_costs(unknown, prediction.timeline)[-1]
         assert last.forward + last.backward == pytest.approx(costs[-1].forward + costs[-1].backward)
         assert [cost.weights for cost in fitted] == [7, 7, 7, 0]
-        again = run_of(schedule, fitted)
+        repeated = run_of(schedule, fitted)
         check_equal(
-            jax.tree.map(jnp.float32, [s.end for s in again.timeline[0]]),
+            jax.tree.map(jnp.float32, [s.end for s in repeated.timeline[0]]),
             jax.tree.map(jnp.float32, [s.end for s in prediction.timeline[0]]),
         )

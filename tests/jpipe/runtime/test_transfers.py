@@ -1,4 +1,4 @@
-"""Which way messages take between processes, on devices and with processes that are only said to be there."""
+"""The transport that messages use between mock devices and processes."""
 
 import contextlib
 import types
@@ -19,7 +19,7 @@ def device(process: int, platform: str) -> jax.Device:
 
 
 @pytest.mark.parametrize(
-    ("platform", "here", "there", "way"),
+    ("platform", "here", "works_at_peer", "way"),
     [
         ("gpu", True, True, "device_put"),
         ("gpu", True, False, "collectives"),
@@ -27,13 +27,13 @@ def device(process: int, platform: str) -> jax.Device:
         ("cpu", True, True, "collectives"),
     ],
 )
-def test_messages_go_by_device_put_where_it_works_between_all_processes(platform, here, there, way, monkeypatch):
+def test_device_put_sends_messages_where_it_works_between_all_processes(platform, here, works_at_peer, way, monkeypatch):
     pair = device(0, platform), device(1, platform)
     posted, tried = {}, []
     processes = NonCallableMock(spec=Processes, index=0, count=2)
     processes.waiting = lambda *_: contextlib.nullcontext()
     processes.broadcast = lambda name, values: posted.update({name: tuple(values)})
-    processes.receive = lambda name, on: posted[name] if on == 0 else (float(there),)
+    processes.receive = lambda name, on: posted[name] if on == 0 else (float(works_at_peer),)
 
     def works() -> bool:
         tried.append(pair)

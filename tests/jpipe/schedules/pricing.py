@@ -1,4 +1,4 @@
-"""Plans of equal stages, and what they take and hold with given times."""
+"""Plans of equal stages, their times and their memory."""
 
 from jpipe import Plan, lower, simulate
 from jpipe.programs import StageCost
@@ -6,7 +6,7 @@ from jpipe.schedules import SCHEDULES
 
 
 def names(count):
-    """So many layers."""
+    """Return `count` names of layers."""
     return [f"layer{n}" for n in range(count)]
 
 
@@ -41,9 +41,9 @@ def order_of(plan, p, replica=0, batches=1):
 
 def most_held(order, ends):
     """Return the maximum number of microbatches in flight on a rank, from their forward to the entry for which `ends` is true."""
-    held = most = 0
+    in_flight = most = 0
     for entry in order:
-        held += entry.is_forward
-        most = max(most, held)
-        held -= ends(entry)
+        in_flight += entry.is_forward
+        most = max(most, in_flight)
+        in_flight -= ends(entry)
     return most

@@ -1,4 +1,4 @@
-"""Orders that are data: what is wrong with one is said at once, and the greedy ones are as short as the static ones, or shorter."""
+"""Orders as data: mistakes are reported, and greedy orders are never longer than static ones."""
 
 import random
 import re
@@ -20,7 +20,7 @@ def with_order(*order, m=2, ranks=None, stages=2, **fields):
     return Plan.even(layers, stages, "auto_zero_bubble", m, ranks=ranks, order=order, **fields)
 
 
-def test_an_order_is_read_and_runs_as_it_stands():
+def test_an_order_in_a_plan_runs_as_written():
     plan = with_order(*GOOD)
     assert [f"{op}{s}.{k}" for op, s, k in order_of(plan, 0)] == GOOD[0].split()
     # at the last stage what always stands side by side is one program
@@ -70,7 +70,7 @@ def test_a_wrong_order_is_refused(place, text, message):
         with_order(*order)
 
 
-def test_orders_are_refused_where_they_do_not_belong():
+def test_an_order_is_refused_for_other_schedules():
     with pytest.raises(
         InputError, match=r"'auto_zero_bubble' needs an order for each rank, found none; make one with jpipe\.schedules\.greedy"
     ):
@@ -120,7 +120,7 @@ def test_a_deadlock_is_refused_with_the_grid(last):
 
 
 def test_stashes_are_in_the_predicted_memory():
-    """Rank s of ZB-H1 delays its backwards for weights by s microbatches, and so holds s + 1 stashes; those of the first are whole."""
+    """Rank s of ZB-H1 delays its backwards for weights by s microbatches and holds s + 1 stashes; those of rank 0 are whole residuals."""
     plan = Plan.even("abc", 3, "zb_h1", microbatches=6)
     assert simulate(lower(plan, 3), [StageCost(stash=10)] * 3).held_bytes == (0, 20, 30)
 
@@ -134,8 +134,8 @@ def test_plans_with_orders_are_json():
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_written_order_of_a_plan_runs_as_the_plan(schedule, v, replicas):
     plan = plan_of(schedule, 2, v, 6 * replicas, replicas=replicas)
-    again = with_order(*written_order(plan), m=6 * replicas, stages=2 * v, ranks=plan.pipeline_ranks, replicas=replicas)
-    assert simulate(lower(again, 2)).timeline == simulate(lower(plan, 2)).timeline
+    written = with_order(*written_order(plan), m=6 * replicas, stages=2 * v, ranks=plan.pipeline_ranks, replicas=replicas)
+    assert simulate(lower(written, 2)).timeline == simulate(lower(plan, 2)).timeline
 
 
 def random_costs(draw, stages):
@@ -155,9 +155,9 @@ def check_greedy(draw, schedule, d, v, m):
     assert order == greedy_order(plan, costs, limits=limits, latency=latency), "the same arguments give the same order"
     auto = with_order(*order, m=m, stages=d * v, ranks=plan.pipeline_ranks)
     assert all(most_held(order_of(auto, p), lambda entry: entry.finishes) <= limits[p] for p in range(d))
-    found, expected = (simulate(lower(each, 1), costs, Link(latency=latency)).seconds for each in (auto, plan))
-    assert found <= expected
-    return found < expected
+    actual, expected = (simulate(lower(each, 1), costs, Link(latency=latency)).seconds for each in (auto, plan))
+    assert actual <= expected
+    return actual < expected
 
 
 SCHEDULES_TO_BEAT = (("zb_h1", 1), ("zb_h2", 1), ("pipedream_flush", 1), ("zb_v", 2), ("interleaved_zero_bubble", 2))
@@ -189,11 +189,11 @@ def test_a_greedy_order_on_a_v_has_no_bubble_for_equal_times(d, m):
 
 @pytest.mark.parametrize(("schedule", "d", "v", "limit"), [("zb_h1", 4, 1, 4), ("zb_h1", 4, 1, 7), ("zb_v", 3, 2, 8)])
 def test_greedy_orders_know_the_latency(schedule, d, v, limit):
-    """With slow messages an order that was made for them is shorter than one that was made for none."""
+    """With slow messages, an order computed for them takes less time than one computed without latency."""
     plan, costs = plan_of(schedule, d, v, 2 * d), [StageCost()] * (d * v)
     orders = [with_order_of(plan, greedy_order(plan, costs, limits=limit, latency=latency)) for latency in (0.0, 1.0)]
-    without, found = (simulate(lower(auto, 1), costs, Link(latency=1.0)).seconds for auto in orders)
-    assert found < without
+    without, with_latency = (simulate(lower(auto, 1), costs, Link(latency=1.0)).seconds for auto in orders)
+    assert with_latency < without
 
 
 def with_order_of(plan, order):
@@ -211,7 +211,7 @@ def test_greedy_orders_keep_the_smallest_limits(v):
             simulate(lower(auto, 2))
 
 
-def test_what_greedy_order_refuses():
+def test_arguments_that_greedy_order_refuses():
     plan = plan_of("zb_v", 2, 2, 4)
     with pytest.raises(InputError, match=r"greedy_order: expected 4 costs, one for each stage, found 2$"):
         greedy_order(plan, [StageCost()] * 2, limits=4)

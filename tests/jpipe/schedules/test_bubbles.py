@@ -1,4 +1,4 @@
-"""The simulator's bubbles are those of the papers' formulas, and ranks hold as much as these say; exactly."""
+"""The simulator's bubbles and memory equal the papers' formulas."""
 
 import random
 
@@ -9,7 +9,7 @@ from tests.jpipe.schedules.pricing import Priced, most_held, order_of, plan_of
 
 
 def price(schedule, d, v, m, times):
-    """Of a batch on d ranks of v stages; times of a whole rank's share are v times those of a stage."""
+    """Simulate a batch on d ranks of v stages; a whole rank's share takes v times as long as a stage."""
     return Priced(plan_of(schedule, d, v, m), *times)
 
 
@@ -45,7 +45,7 @@ FORMULAS = [
 
 
 def check_formulas(ranks, microbatches, times):
-    """Hold each formula against the simulator where it applies."""
+    """Compare each formula with the simulator where it applies."""
     checked = 0
     for schedule, chunks, suit, whole, kind, formula in FORMULAS:
         for d in ranks:
@@ -65,7 +65,7 @@ def test_bubbles_are_those_of_the_formulas():
 
 @pytest.mark.slow
 def test_bubbles_are_those_of_the_formulas_for_many_microbatches_and_random_times():
-    """For d = 2, 4 and 8 the least m, 2d - 1, 2d, 3d and 32, with equal times and one draw of others, forwards the longest."""
+    """For d = 2, 4 and 8, m is the least possible, 2d - 1, 2d, 3d and 32; the times are equal or drawn, with forwards the longest."""
     draw = random.Random(0)
     times = [(1, 1, 1), sorted((draw.randint(1, 9) for _ in "fiw"), reverse=True)]
     assert check_formulas((2, 4, 8), lambda d: sorted({d, 2 * d - 1, 2 * d, 3 * d, 32}), times) > 100
@@ -73,7 +73,7 @@ def test_bubbles_are_those_of_the_formulas_for_many_microbatches_and_random_time
 
 @pytest.mark.parametrize("kind", ["idle", "own"])
 def test_the_conditions_of_the_formulas_are_needed(kind):
-    """Where they do not hold the bubble is another: the simulator decides."""
+    """Where the conditions do not hold, the simulator gives another bubble."""
     if kind == "idle":
         assert max(price("zb_h1", 4, 1, 8, (1, 1, 2)).idle) > 0
         assert max(price("interleaved_1f1b", 4, 2, 13, (1, 1, 1)).idle) > 3 * 3
@@ -83,7 +83,7 @@ def test_the_conditions_of_the_formulas_are_needed(kind):
 
 
 def test_shares_of_the_schedules_for_four_ranks_and_eight_microbatches():
-    found = {
+    shares = {
         (schedule, v): f"{price(schedule, 4, v, 8, (1, 1, 1)).bubble:.1%}"
         for schedule, v in (
             ("pipedream_flush", 1),
@@ -95,7 +95,7 @@ def test_shares_of_the_schedules_for_four_ranks_and_eight_microbatches():
             ("dualpipe_v", 2),
         )
     }
-    assert list(found.values()) == ["27.3%", "15.8%", "15.8%", "11.1%", "5.9%", "5.9%", "5.9%"]
+    assert list(shares.values()) == ["27.3%", "15.8%", "15.8%", "11.1%", "5.9%", "5.9%", "5.9%"]
 
 
 # Of rank p of d ranks of v stages: the most microbatches of a stage up to the input gradient, and up to the end of the backward.
@@ -129,7 +129,7 @@ def test_ranks_hold_as_many_microbatches_as_said(schedule, v, to_input, to_weigh
 
 
 @pytest.mark.parametrize("d", [2, 3, 4])
-def test_zb_v_with_few_microbatches_is_what_is_left_of_the_order_of_more(d):
+def test_zb_v_with_few_microbatches_is_a_prefix_of_the_order_of_more(d):
     whole = plan_of("zb_v", d, 2, 2 * d - 1)
     for m in range(1, 2 * d - 1):
         plan = plan_of("zb_v", d, 2, m)

@@ -1,4 +1,4 @@
-"""Orders are those of PyTorch's schedule classes, where both have the schedule; compared as data."""
+"""Orders equal those of PyTorch's schedule classes, where both have the schedule."""
 
 import json
 import subprocess
@@ -21,8 +21,8 @@ CLASSES = {
 }
 
 
-def has(schedule, ranks, microbatches):
-    """Whether PyTorch's class takes so many microbatches."""
+def is_supported(schedule, ranks, microbatches):
+    """Return whether PyTorch's class supports this number of microbatches."""
     rounds = max(1, microbatches // ranks)
     return {
         "pipedream_flush": microbatches >= ranks,
@@ -32,8 +32,8 @@ def has(schedule, ranks, microbatches):
     }.get(schedule, True)
 
 
-def theirs(schedule, order, last, microbatches):
-    """PyTorch's order of a rank in jpipe's terms."""
+def from_torch(schedule, order, last, microbatches):
+    """Convert PyTorch's order of a rank to jpipe's terms."""
     entries = [(op, s, k) for op, s, k in order if op != "REDUCE_GRAD"]  # jpipe adds gradients up as they are made
     if schedule == "looped_bfs":  # PyTorch takes the backwards of a stage from the last microbatch to the first, jpipe in order
         entries = [(op, s, microbatches - 1 - k if op == "B" else k) for op, s, k in entries]
@@ -42,20 +42,20 @@ def theirs(schedule, order, last, microbatches):
     return whole_at_stage_0(entries)
 
 
-def ours(entries):
+def from_jpipe(entries):
     """Return the order of a rank in jpipe, with each fused computation split into its parts."""
     return whole_at_stage_0([(op, s, k) for ops, s, k in entries for op in ops])
 
 
 def whole_at_stage_0(entries):
-    """Both halves of a backward at stage 0 as a whole one where they follow each other, as jpipe does it there."""
-    found = []
+    """Merge the two halves of a backward at stage 0 where they are adjacent, as in jpipe."""
+    merged = []
     for op, s, k in entries:
-        if (op, s) == ("W", 0) and found and found[-1] == ("I", 0, k):
-            found[-1] = ("B", 0, k)
+        if (op, s) == ("W", 0) and merged and merged[-1] == ("I", 0, k):
+            merged[-1] = ("B", 0, k)
         else:
-            found.append((op, s, k))
-    return found
+            merged.append((op, s, k))
+    return merged
 
 
 @pytest.mark.slow
@@ -68,16 +68,16 @@ def test_orders_are_those_of_pytorch():
         for chunks in numbers
         for ranks in (1, 2, 3, 4, 8)
         for microbatches in (*range(1, 10), 12, 16, 17, 24)
-        if has(schedule, ranks, microbatches)
+        if is_supported(schedule, ranks, microbatches)
     ]
-    asked = json.dumps([(CLASSES[schedule][0], *rest) for schedule, *rest in cases])
+    request = json.dumps([(CLASSES[schedule][0], *arguments) for schedule, *arguments in cases])
     program = Path(__file__).with_name("torch_orders.py")
-    result = subprocess.run([PYTHON, program], input=asked, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run([PYTHON, program], input=request, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     for case, expected in zip(cases, json.loads(result.stdout), strict=True):
         schedule, ranks, chunks, microbatches = case
         plan = plan_of(schedule, ranks, chunks, microbatches)
         for p in range(ranks):
-            found = ours(order_of(plan, p))
-            assert found == theirs(schedule, expected[p], plan.depth - 1, microbatches), (case, p)
+            actual = from_jpipe(order_of(plan, p))
+            assert actual == from_torch(schedule, expected[p], plan.depth - 1, microbatches), (case, p)
     assert len(cases) > 400

@@ -1,4 +1,4 @@
-"""Without a flush, on ranks of several stages: closed forms are what counting in the order gives."""
+"""Without a flush, on ranks of several stages, closed forms equal counts over the order."""
 
 import pytest
 
@@ -9,14 +9,14 @@ from tests.jpipe.schedules.pricing import order_of, plan_of
 
 
 def counted(plan, p, replica, batches):
-    """(stage, microbatch, how many backwards the rank has done at that stage) of each forward of a rank."""
+    """Return (stage, microbatch, number of backwards that the rank has done at that stage) for each forward of a rank."""
     done = dict.fromkeys(plan.pipeline_ranks[p], 0)
-    found = []
+    forwards = []
     for entry in order_of(plan, p, replica, batches):
         if entry.is_forward:
-            found.append((entry.stage, entry.microbatch, done[entry.stage]))
+            forwards.append((entry.stage, entry.microbatch, done[entry.stage]))
         done[entry.stage] += entry.finishes
-    return found
+    return forwards
 
 
 def check_done(ranks, chunks, replicas=1):
@@ -42,18 +42,18 @@ def test_the_closed_form_of_backwards_done_is_what_the_order_does_for_more_ranks
         check_done(ranks, chunks)
 
 
-def legal_by_counting(ranks, chunks, own, replicas):
+def legal_by_counting(ranks, chunks, per_replica, replicas):
     """Return whether two versions are enough.
 
     They are if all of batch t - 2 has been done at its stage before each forward of batch t, and with several replicas one microbatch more,
     so that the sum over them has had time.
     """
-    plan = plan_of("looped_bfs", ranks, chunks, own * replicas, replicas=replicas)  # of the same shape, and legal for any m
+    plan = plan_of("looped_bfs", ranks, chunks, per_replica * replicas, replicas=replicas)  # of the same shape, and legal for any m
     for p in range(ranks):
         done = dict.fromkeys(plan.pipeline_ranks[p], 0)
-        for entry in SCHEDULES["pipedream_2bw"].order(plan, p, range(0, 8 * ranks * own * replicas, replicas)):
-            s, batch = entry.stage, entry.microbatch // (own * replicas)
-            if entry.is_forward and batch > 1 and (batch - 1) * own + (replicas > 1) > done[s]:
+        for entry in SCHEDULES["pipedream_2bw"].order(plan, p, range(0, 8 * ranks * per_replica * replicas, replicas)):
+            s, batch = entry.stage, entry.microbatch // (per_replica * replicas)
+            if entry.is_forward and batch > 1 and (batch - 1) * per_replica + (replicas > 1) > done[s]:
                 return False
             done[s] += entry.finishes
     return True
@@ -63,7 +63,7 @@ def legal_by_counting(ranks, chunks, own, replicas):
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_2bw_in_chunks_is_legal_where_two_versions_are_enough(ranks, least, chunks):
     for replicas, needed in ((1, least), (2, 2 * ranks)):
-        legal = [own for own in range(1, needed + 5) if legal_by_counting(ranks, chunks, own, replicas)]
+        legal = [per_replica for per_replica in range(1, needed + 5) if legal_by_counting(ranks, chunks, per_replica, replicas)]
         assert legal == list(range(needed, needed + 5))
         assert plan_of("pipedream_2bw", ranks, chunks, needed * replicas, replicas=replicas)
         if needed > 1:
@@ -81,7 +81,7 @@ def test_2bw_in_chunks_is_legal_where_two_versions_are_enough_for_more_ranks(ran
 
 @pytest.mark.parametrize(("schedule", "ranks", "chunks", "m"), [("pipedream", 3, 2, 3), ("pipedream", 2, 3, 5), ("pipedream_2bw", 3, 2, 5)])
 def test_versions_read_are_those_of_the_backwards_done(schedule, ranks, chunks, m):
-    """Weight stashing reads what there is; 2BW one version less than that of the batch."""
+    """Weight stashing reads the newest version; 2BW reads the version before that of the batch."""
     plan = plan_of(schedule, ranks, chunks, m)
     for p in range(ranks):
         for s, k, done in counted(plan, p, 0, 6):
@@ -91,7 +91,7 @@ def test_versions_read_are_those_of_the_backwards_done(schedule, ranks, chunks, 
     assert list(alive) == [SCHEDULES[schedule].versions_alive(plan, s) for s in range(plan.depth)]
 
 
-def test_after_flushed_batches_the_order_begins_anew():
+def test_after_flushed_batches_the_order_restarts():
     plan = plan_of("pipedream", 2, 2, 3, flush_first=2)
     anew = plan_of("pipedream", 2, 2, 3)
     for p in range(2):

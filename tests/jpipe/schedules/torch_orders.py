@@ -20,12 +20,12 @@ def order(name, ranks, chunks, microbatches):
     ]
     single = issubclass(getattr(schedules, name), schedules.PipelineScheduleSingle)
     schedule = getattr(schedules, name)(stages[0] if single else stages, microbatches)
-    found = []
+    orders = []
     for rank in range(ranks):
         actions = [action for action in schedule.pipeline_order[rank] if action is not None]
         flat = [part for action in actions for part in (action.sub_actions or (action,))]
-        found.append([(part.computation_type.value, part.stage_index, part.microbatch_index) for part in flat])
-    return found
+        orders.append([(part.computation_type.value, part.stage_index, part.microbatch_index) for part in flat])
+    return orders
 
 
 if __name__ == "__main__":

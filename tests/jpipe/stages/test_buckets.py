@@ -1,4 +1,4 @@
-"""Batches of several shapes in one run: each is computed with programs of its own, at the versions that the schedule says."""
+"""Batches of several shapes in one run: each shape has its own programs and the versions of the schedule."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_replicas_equal_one_gradient_of_the_whole_model():
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
-def test_an_evaluation_has_a_shape_of_its_own_while_others_are_in_flight(schedule):
+def test_an_evaluation_has_another_shape_than_batches_in_flight(schedule):
     pipe, batches = pipeline(Plan.even(STACK.ids, 3, schedule, 3)), models.sequences(COUNT, 3)
     state = started(pipe, batches)
     for batch in batches[:3]:
@@ -71,7 +71,7 @@ def test_an_evaluation_has_a_shape_of_its_own_while_others_are_in_flight(schedul
         assert float(evaluation.metrics["again"].mean) == float(evaluation.loss)
 
 
-def test_a_run_goes_on_from_a_checkpoint_in_the_middle(tmp_path):
+def test_a_run_resumes_from_a_checkpoint_in_the_middle(tmp_path):
     pipe, batches = pipeline(Plan.even(STACK.ids, 3, "pipedream", 2)), models.sequences(COUNT, 2)
     state, snapshot = started(pipe, batches), pipe.snapshot(4)
     for batch in batches:
@@ -85,19 +85,19 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle(tmp_path):
     check_equal(other.params(other.drain(restored)), pipe.params(state))
 
 
-def test_only_what_depends_on_the_shape_is_compiled_for_each():
+def test_only_functions_that_depend_on_the_shape_are_compiled_for_each_shape():
     pipe, batches = pipeline(Plan.even(STACK.ids, 2, "pipedream_2bw", 2)), models.sequences(COUNT, 2)
     started(pipe, batches)
-    one, *others = pipe._executor._compiled
-    assert len(others) == len(set(models.LENGTHS)) - 1
-    for stages in others:
+    one, *remaining = pipe._executor._compiled
+    assert len(remaining) == len(set(models.LENGTHS)) - 1
+    for stages in remaining:
         for w, stage in stages.items():
-            own = {name for name, call in stage.calls.items() if call is not one[w].calls[name]}
-            assert own <= {"forward", "backward", "forward_backward", "evaluate"}
-            assert "evaluate" in own
+            recompiled = {name for name, call in stage.calls.items() if call is not one[w].calls[name]}
+            assert recompiled <= {"forward", "backward", "forward_backward", "evaluate"}
+            assert "evaluate" in recompiled
 
 
-def test_a_state_remembers_the_shapes_of_the_batches_in_flight_and_no_more():
+def test_a_state_stores_only_the_shapes_of_the_batches_in_flight():
     pipe, batches = pipeline(Plan.even(STACK.ids, 3, "pipedream", 2)), models.sequences(COUNT, 2)
     state = started(pipe, batches)
     for batch in batches:
@@ -109,14 +109,14 @@ def test_a_state_remembers_the_shapes_of_the_batches_in_flight_and_no_more():
     assert state.buckets == ()
 
 
-def test_what_it_costs_depends_on_the_shape():
+def test_the_cost_depends_on_the_shape():
     pipe, batches = pipeline(Plan.even(STACK.ids, 2, "pipedream_2bw", 2)), models.sequences(COUNT, 2)
     short, long = (pipe.costs(batches[models.LENGTHS.index(length)])[0] for length in (2, 5))
     assert short.outputs < long.outputs
     assert short.weights == long.weights
 
 
-def test_what_cannot_take_turns_is_refused():
+def test_invalid_round_robin_plans_are_refused():
     pipe, batches = pipeline(Plan.even(STACK.ids, 2, "pipedream_2bw", 2)), models.sequences(COUNT, 2)
     with pytest.raises(InputError, match="buckets: expected microbatches of 2 rows"):
         pipe.init(jax.random.key(KEY), batches[0], buckets=[jax.tree.map(lambda leaf: leaf[:2], batches[1])])
@@ -131,7 +131,7 @@ def test_what_cannot_take_turns_is_refused():
 
 
 def flattened() -> Layer:
-    """Has a weight for each position."""
+    """Build a layer with a weight for each position."""
     return Layer(
         lambda key, x: ({"w": jnp.ones(x.shape[1:])}, {}),
         lambda params, state, x, key, train: ((x * params["w"][None]).sum(1), state),
@@ -139,7 +139,7 @@ def flattened() -> Layer:
 
 
 def counting() -> Layer:
-    """Has a count for each position as its state."""
+    """Build a layer whose state counts each position."""
     return Layer(lambda key, x: ({}, {"n": jnp.zeros(x.shape[1])}), lambda params, state, x, key, train: (x.mean(1), state))
 
 

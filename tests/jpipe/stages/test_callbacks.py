@@ -1,4 +1,4 @@
-"""Host callbacks run once for each microbatch, with the values of its forward, whatever the schedule; a backward's own run once, too."""
+"""Host callbacks run once for each microbatch, with the values of its forward, in every schedule; so do those of a backward."""
 
 import logging
 from collections import defaultdict
@@ -17,12 +17,12 @@ from tests.jpipe import models
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
-STILL = optax.inject_hyperparams(optax.sgd)(0.0)  # the rate is state, so that nothing counts as frozen
+FROZEN_SGD = optax.inject_hyperparams(optax.sgd)(0.0)  # the rate is state, so that nothing counts as frozen
 MICROBATCHES, ROWS = 4, 2
 SEEN: dict[str, list[float]] = defaultdict(list)
 
 
-def see(name, value, result=None):
+def record(name, value, result=None):
     """Record a value after checking that it is positive, which zeros in place of a forward's values are not."""
     assert value > 0
     SEEN[name].append(float(value))
@@ -30,24 +30,24 @@ def see(name, value, result=None):
 
 
 def noted(name, x):
-    jax.debug.callback(lambda value: see(name, value), x.min())
+    jax.debug.callback(lambda value: record(name, value), x.min())
     return x
 
 
 def factor(call, name, x):
-    """Two, as the host says."""
+    """Return 2 from a callback on the host."""
     host = jax.ShapeDtypeStruct((), x.dtype)
-    return call(lambda value: see(name, value, np.asarray(2, x.dtype)), host, jax.lax.stop_gradient(x.min()))
+    return call(lambda value: record(name, value, np.asarray(2, x.dtype)), host, jax.lax.stop_gradient(x.min()))
 
 
 def watched(x):
-    """Callbacks of all kinds, at the top and inside of what JAX nests."""
+    """Call all kinds of callbacks, at the top level and inside JAX's control flow."""
     x = noted("debug", jnp.exp(x))
     x = jax.jit(lambda x: noted("jit", x) * 0.5)(x)
     x, _ = jax.lax.scan(lambda x, _: (noted("scan", x) * 0.5, None), x, None, length=1)
     x = jax.lax.cond(x.sum() > 0, lambda x: noted("cond", x), lambda x: -x, x)
     x = x * factor(jax.pure_callback, "pure", x) * factor(io_callback, "io", x)
-    io_callback(lambda value: see("ordered", value), None, jax.lax.stop_gradient(x.min()), ordered=True)
+    io_callback(lambda value: record("ordered", value), None, jax.lax.stop_gradient(x.min()), ordered=True)
     return jnp.log(x)
 
 
@@ -84,20 +84,20 @@ def batch_of(microbatches: int = MICROBATCHES) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def seen() -> dict[str, list[float]]:
+def recorded_values() -> dict[str, list[float]]:
     """Return the sorted values that each callback recorded since the last call, and clear them."""
     jax.effects_barrier()
-    found = {name: sorted(values) for name, values in SEEN.items()}
+    result = {name: sorted(values) for name, values in SEEN.items()}
     SEEN.clear()
-    return found
+    return result
 
 
 def expected(params, batch) -> dict[str, list[float]]:
     """Return the values that the callbacks record when the forwards of a batch run one after the other."""
     for x, y in zip(*(np.split(part, MICROBATCHES) for part in batch), strict=True):
-        found, _ = STACK.apply(STACK.ids, params, {i: {} for i in STACK.ids}, x, key=None, microbatch=None, train=True)
-        loss(found, y)
-    return seen()
+        outputs, _ = STACK.apply(STACK.ids, params, {i: {} for i in STACK.ids}, x, key=None, microbatch=None, train=True)
+        loss(outputs, y)
+    return recorded_values()
 
 
 @pytest.mark.oldest
@@ -105,53 +105,53 @@ def expected(params, batch) -> dict[str, list[float]]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_callbacks_run_once_with_the_values_of_the_forward(plan):
     pipe, batch = (
-        Pipeline(STACK, Plan.even(STACK.ids, microbatches=MICROBATCHES, **PLANS[plan]), loss, STILL),
+        Pipeline(STACK, Plan.even(STACK.ids, microbatches=MICROBATCHES, **PLANS[plan]), loss, FROZEN_SGD),
         batch_of(),
     )
     state = pipe.init(jax.random.key(0), batch)
-    assert seen() == {}, "nothing has run"
+    assert recorded_values() == {}, "nothing has run"
     values = expected(models.on_first_device(pipe.params(state)), batch)
-    assert {len(found) for found in values.values()} == {MICROBATCHES}
+    assert {len(calls) for calls in values.values()} == {MICROBATCHES}
     state, _ = pipe.step(state, batch)
     state = jax.block_until_ready(pipe.drain(state))
-    check_values(seen(), values)
+    check_values(recorded_values(), values)
     jax.block_until_ready(pipe.evaluate(state, batch).loss)
-    check_values(seen(), values)
+    check_values(recorded_values(), values)
 
 
-def check_values(found, values) -> None:
-    assert {name: len(own) for name, own in found.items()} == {name: len(own) for name, own in values.items()}
-    for name, own in found.items():
-        np.testing.assert_allclose(own, values[name], rtol=1e-5, err_msg=name)
+def check_values(actual, values) -> None:
+    assert {name: len(calls) for name, calls in actual.items()} == {name: len(calls) for name, calls in values.items()}
+    for name, calls in actual.items():
+        np.testing.assert_allclose(calls, values[name], rtol=1e-5, err_msg=name)
 
 
 def test_callbacks_on_a_mesh():
-    """One call with the whole array; an ordered one cannot run on several devices, which is said with the layer."""
+    """A callback runs once with the whole array; an ordered one cannot run on several devices, and the error names the layer."""
     batch, layers = batch_of(2), {"in": models.dense(), "noted": lambda x: noted("mesh", jnp.exp(x)), "out": models.dense()}
     stack = LayerStack(layers)
-    pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2, mesh={"data": 2}), models.squares, STILL)
+    pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2, mesh={"data": 2}), models.squares, FROZEN_SGD)
     state, _ = pipe.step(pipe.init(jax.random.key(0), batch), batch)
     jax.block_until_ready(state)
     first = jnp.tanh(batch[0] @ pipe.params(state)["in"]["w"])
-    np.testing.assert_allclose(seen()["mesh"], sorted(float(jnp.exp(part).min()) for part in jnp.split(first, 2)), rtol=1e-5)
+    np.testing.assert_allclose(recorded_values()["mesh"], sorted(float(jnp.exp(part).min()) for part in jnp.split(first, 2)), rtol=1e-5)
 
     def ordered(x):
         jax.debug.print("x {}", x.sum(), ordered=True)
         return x
 
     stack = LayerStack({**layers, "noted": ordered})
-    pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2, mesh={"data": 2}), models.squares, STILL)
+    pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 2, mesh={"data": 2}), models.squares, FROZEN_SGD)
     with pytest.raises(InputError, match=r"^layer 'noted': a side effect of it cannot run on a mesh: ValueError: .*; make it unordered"):
         pipe.init(jax.random.key(0), batch)
 
 
-def test_a_side_effect_that_does_not_compile_is_said_with_the_layer():
+def test_a_side_effect_that_does_not_compile_is_reported_with_the_layer():
     def checked(x):
         checkify.check(x.sum() < 1e9, "too large")
         return x
 
     stack = LayerStack({"in": models.dense(), "checked": checked})
-    pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, STILL)
+    pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", 2), models.squares, FROZEN_SGD)
     with pytest.raises(InputError, match=r"^layer 'checked': a side effect of it cannot run: ValueError: .*; .* in checkify\.checkify"):
         pipe.init(jax.random.key(0), batch_of(2))
 
@@ -177,9 +177,9 @@ reported.defvjp(_forward, _report)
 
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "zb_h1"])
 def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
-    """Of a backward that is split, too: it runs as a whole, and the layer is named."""
+    """A backward that would be split runs as a whole, and a warning names the layer."""
     batch, stack = batch_of(), LayerStack({"in": models.dense(), "reported": lambda x: reported(x), "out": models.dense()})
-    pipe = Pipeline(stack, Plan.even(stack.ids, 3, schedule, MICROBATCHES), models.squares, STILL)
+    pipe = Pipeline(stack, Plan.even(stack.ids, 3, schedule, MICROBATCHES), models.squares, FROZEN_SGD)
     if schedule == "zb_h1":
         with pytest.warns(UserWarning, match=r"^layer 'reported': its backward cannot be split: it has side effects"):
             state = pipe.init(jax.random.key(0), batch)
@@ -188,22 +188,22 @@ def test_callbacks_of_a_backward_run_once_with_its_gradients(schedule):
     params = models.on_first_device(pipe.params(state))
     state, _ = pipe.step(state, batch)
     jax.block_until_ready(pipe.drain(state))
-    found = seen()
-    assert len(found["forward"]) == MICROBATCHES
+    calls = recorded_values()
+    assert len(calls["forward"]) == MICROBATCHES
 
     def after(h, y):
         return models.squares(jnp.tanh(h @ params["out"]["w"]), y)[0]
 
     hidden = jnp.tanh(batch[0] @ params["in"]["w"])
     values = [float(jax.grad(after)(*part).sum()) for part in zip(*(jnp.split(a, MICROBATCHES) for a in (hidden, batch[1])), strict=True)]
-    np.testing.assert_allclose(found["gradient"], sorted(values), rtol=1e-4)
+    np.testing.assert_allclose(calls["gradient"], sorted(values), rtol=1e-4)
 
 
 @pytest.mark.parametrize("recompute", ["full", "dots_saveable"])
-def test_recomputation_runs_them_again_which_is_said_once(recompute, caplog):
+def test_recomputation_repeats_callbacks_with_one_warning(recompute, caplog):
     batch, stack = batch_of(), LayerStack({"in": models.dense(), "noted": lambda x: noted("again", jnp.exp(x)), "out": models.dense()})
     plan = models.cut(stack.ids, (2, 1), recompute=recompute, schedule="gpipe", microbatches=MICROBATCHES)
-    pipe = Pipeline(stack, plan, models.squares, STILL)
+    pipe = Pipeline(stack, plan, models.squares, FROZEN_SGD)
     with caplog.at_level(logging.WARNING, "jpipe"):
         state = pipe.init(jax.random.key(0), batch)
     (record,) = caplog.records
@@ -212,7 +212,7 @@ def test_recomputation_runs_them_again_which_is_said_once(recompute, caplog):
     jax.block_until_ready(state)
     hidden = jnp.exp(jnp.tanh(batch[0] @ pipe.params(state)["in"]["w"]))
     values = sorted(2 * [float(part.min()) for part in jnp.split(hidden, MICROBATCHES)])
-    np.testing.assert_allclose(seen()["again"], values, rtol=1e-5)
+    np.testing.assert_allclose(recorded_values()["again"], values, rtol=1e-5)
 
 
 def test_a_callback_that_cannot_be_recomputed_is_refused_with_the_layer():
@@ -222,13 +222,13 @@ def test_a_callback_that_cannot_be_recomputed_is_refused_with_the_layer():
 
     stack = LayerStack({"in": models.dense(), "recorded": recorded, "out": models.dense()})
     plan = models.cut(stack.ids, (2, 1), recompute="full", schedule="gpipe", microbatches=MICROBATCHES)
-    pipe = Pipeline(stack, plan, models.squares, STILL)
+    pipe = Pipeline(stack, plan, models.squares, FROZEN_SGD)
     with pytest.raises(InputError, match=r"^layer 'recorded': it cannot be recomputed: NotImplementedError: Effects .*; set recompute to"):
         pipe.init(jax.random.key(0), batch_of())
 
 
 class Checked(linen.Module):
-    """A Linen module, whose forward runs when its parameters are made."""
+    """A Linen module whose forward runs when its parameters are initialized."""
 
     @linen.compact
     def __call__(self, x):
@@ -238,7 +238,7 @@ class Checked(linen.Module):
 
 
 def test_initialization_the_probe_and_a_profile_show_no_made_up_values():
-    """What depends on the zeros that stand for an input is not reported; what a parameter is made of is, once."""
+    """Values that depend on the zeros in place of an input are not recorded; those of the initialization are recorded once."""
 
     def checked():
         def update(updates, state, params=None):
@@ -251,10 +251,10 @@ def test_initialization_the_probe_and_a_profile_show_no_made_up_values():
     batch, stack = batch_of(), LayerStack({"checked": Checked(), "out": models.dense()})
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "gpipe", MICROBATCHES), models.squares, optax.chain(checked(), optax.sgd(0.1)))
     pipe.check(batch)
-    assert seen() == {}
+    assert recorded_values() == {}
     pipe.init(jax.random.key(0), batch)
-    found = seen()
-    assert {name: len(values) for name, values in found.items()} == {"kernel": 1, "start": 2}
+    calls = recorded_values()
+    assert {name: len(values) for name, values in calls.items()} == {"kernel": 1, "start": 2}
     functions = pipe.stage_functions(batch)[0]
     alone = StandaloneStage(stack, pipe.plan.stages[0], stack.specs(batch[0][:ROWS]), None, models.squares, functions.optimizer)
     for name in ("forward", "backward", "update"):

@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept, not the numbers; recomputed forwards do not advance the layer state."""
+"""Recomputation changes the stored residuals but not the numbers, and does not advance the layer state."""
 
 import numpy as np
 import pytest
@@ -22,16 +22,16 @@ def pipeline(recompute: str, variant: str = "pipedream", stack=STACK) -> Pipelin
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_equals_no_recomputation_to_rounding(recompute, variant, float64):
     batches = models.masked_batches(6, M, dtype=np.float64)
-    found = train(pipeline(recompute, variant), batches)
-    check_close(found, train(pipeline("none", variant), batches))
-    assert found.layer_state["track"]["count"] == 6 * M, "a recomputed forward does not advance the layer state"
+    actual = train(pipeline(recompute, variant), batches)
+    check_close(actual, train(pipeline("none", variant), batches))
+    assert actual.layer_state["track"]["count"] == 6 * M, "a recomputed forward does not advance the layer state"
 
 
 @pytest.mark.thinned(most=2)
 @pytest.mark.parametrize("recompute", [pytest.param("full", marks=pytest.mark.oldest), *POLICIES[1:]])
 @pytest.mark.slow
 def test_recomputes_with_the_weights_and_the_layer_state_of_the_first_forward(recompute, float64):
-    """Under stashing both have moved on by the time of the backward: the recomputed forward must see the old ones."""
+    """With stashing, both have changed by the time of the backward, and the recomputed forward must read the old ones."""
     batches = models.masked_batches(6, M, dtype=np.float64)
     check_close(train(pipeline(recompute), batches), train_as_one_function(pipeline("none"), batches))
 

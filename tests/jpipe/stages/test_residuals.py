@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward: no weights, no cast copies of weights, with full recomputation only what the stage was given."""
+"""Residuals contain no weights and no cast copies of weights; with full recomputation they are the stage input."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ ROWS, WIDTH, HIDDEN = 7, 5, 11  # all different: no activation has the shape of 
 
 
 class NnxBlock(nnx.Module):
-    """float32 parameters that compute in bfloat16: the module casts its weights in every call."""
+    """A block with float32 parameters that computes in bfloat16 and casts its weights in every call."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up = nnx.Linear(WIDTH, HIDDEN, dtype=jnp.bfloat16, rngs=rngs)
@@ -29,7 +29,7 @@ class NnxBlock(nnx.Module):
 
 
 class LinenBlock(linen.Module):
-    """The same in Linen."""
+    """The Linen version of `NnxBlock`."""
 
     @linen.compact
     def __call__(self, x, train):
@@ -39,7 +39,7 @@ class LinenBlock(linen.Module):
 
 
 class Scanned(nnx.Module):
-    """Weights cast and used inside a loop."""
+    """A block whose weights are cast and used inside a loop."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
@@ -61,7 +61,7 @@ def loss(y, labels):
 
 
 def functions_of(blocks, recompute):
-    """Stage functions of four stages whose last one does not run in one piece (GPipe)."""
+    """Return the functions of four stages under GPipe, where the last stage is not fused."""
     layers = {f"{kind}{i}": BLOCKS[kind] if kind != "linen" else LinenBlock() for i, kind in enumerate(blocks)}
     stack = LayerStack({"cast": to_bfloat16, **layers})
     plan = models.cut(stack.ids, (2, *[1] * (len(blocks) - 1)), microbatches=2, recompute=recompute, schedule="gpipe")
@@ -95,8 +95,8 @@ def test_full_recomputation_keeps_the_stage_input_only(blocks, recompute):
         assert jax.tree.leaves(saved) == [], f.stage.layers
         arguments, outputs = f.residuals.keep(f.specs.arguments, (y, state))
         assert outputs == ()
-        given = [f.specs.x, f.specs.labels] if f.last else [f.specs.x]
-        assert [a.shape for a in arguments] == [g.shape for g in given]
+        inputs = [f.specs.x, f.specs.labels] if f.last else [f.specs.x]
+        assert [a.shape for a in arguments] == [g.shape for g in inputs]
 
 
 def test_full_recomputation_keeps_the_layer_state_that_the_forward_read():
@@ -114,8 +114,8 @@ def test_dots_saveable_keeps_the_outputs_of_matrix_products_and_the_stage_input(
     assert sorted(leaf.shape for leaf in jax.tree.leaves(saved)) == [(ROWS, WIDTH), (ROWS, HIDDEN)]
 
 
-def test_an_array_is_kept_once_though_several_layers_need_it():
-    """What flows between two layers of a stage is one array, and so is the stage input, though two layers read it."""
+def test_an_array_that_several_layers_need_is_stored_once():
+    """The activation between two layers of a stage is one array, and so is the stage input, though two layers read it."""
 
     def unchanged(x):
         return x

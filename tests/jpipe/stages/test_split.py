@@ -1,4 +1,4 @@
-"""The two halves of a backward make what the whole backward makes, compute nothing twice, and keep little in between."""
+"""The two halves of a backward equal the whole, compute nothing twice, and store little in between."""
 
 import contextlib
 
@@ -101,7 +101,7 @@ def _lstm(p, x):
 
 
 def _scanned_blocks(p, x):
-    return jax.lax.scan(lambda h, own: (_gpt_block(own, h), None), x, p)[0]
+    return jax.lax.scan(lambda h, block: (_gpt_block(block, h), None), x, p)[0]
 
 
 def _nested_scans(p, x):
@@ -112,12 +112,12 @@ def _nested_scans(p, x):
 
 
 def _branched(p, x):
-    """One of two products by the data: what is inside of a `cond` is not cut."""
+    """Compute one of two products, chosen by the data; the body of a `cond` is not split."""
     return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ p["a"]), lambda x: jnp.sin(x @ p["b"]), x)
 
 
 def _routed(p, x):
-    """Each row goes to one of the experts, whose weights are gathered."""
+    """Send each row to one of the experts, gathering the expert's weights."""
     expert = jnp.argmax(x.mean(1) @ p["router"], axis=-1)
     share = jax.nn.softmax(x.mean(1) @ p["router"]).max(-1)
     return x + share[:, None, None] * jnp.einsum("bsw,bwv->bsv", x, p["experts"][expert])
@@ -174,7 +174,7 @@ def middle(kind: str, recompute: str = "none", **options) -> StageFunctions:
 
 
 def filled(specs, seed: int = 0):
-    """Random arrays of these shapes and dtypes."""
+    """Return random arrays of these shapes and dtypes."""
     draw = np.random.default_rng(seed)
 
     def fill(spec):
@@ -188,7 +188,7 @@ def filled(specs, seed: int = 0):
 
 
 class Run:
-    """A forward of a stage and what its backward takes, on random arrays."""
+    """A forward of a stage and the inputs of its backward, on random arrays."""
 
     def __init__(self, f: StageFunctions) -> None:
         self.f = f
@@ -213,10 +213,10 @@ class Run:
         return message, jax.jit(self.f.backward_weight)(*self.second(stash))
 
 
-def check_close(found, expected, tolerance: float = 1e-3) -> None:
-    """Equal to rounding: XLA may fuse the same operations in other ways."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def check_close(actual, expected, tolerance: float = 1e-3) -> None:
+    """Check that two trees are equal up to rounding: XLA may fuse the same operations differently."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tolerance, atol=tolerance / 10)
 
@@ -228,25 +228,25 @@ def one_by_one(function, arguments):
 
 
 def check_halves(f: StageFunctions, tolerance: float = 1e-3) -> Run:
-    """Both halves make what the whole backward makes: compiled to rounding; operation by operation the same bits."""
+    """Check that both halves equal the whole backward: up to rounding if compiled, and bit for bit operation by operation."""
     run = Run(f)
     check_close(run.in_halves(), jax.jit(f.backward)(*run.whole()), tolerance)
     message, stash = one_by_one(f.backward_input, run.first())
-    found, expected = (message, one_by_one(f.backward_weight, run.second(stash))), one_by_one(f.backward, run.whole())
+    actual, expected = (message, one_by_one(f.backward_weight, run.second(stash))), one_by_one(f.backward, run.whole())
     if has_scan(f.backward, run.whole()):  # each half has a loop of its own, which is compiled as a whole
-        check_close(found, expected, tolerance)
+        check_close(actual, expected, tolerance)
     else:
-        running.check_equal(found, expected)
+        running.check_equal(actual, expected)
     return run
 
 
 def has_scan(function, arguments) -> bool:
-    """Whether there is a loop in a function."""
+    """Return whether a function contains a loop."""
     return "scan[" in str(jax.make_jaxpr(function)(*arguments))
 
 
 def products(function, arguments) -> int:
-    """How many products and convolutions a function computes that its results depend on; in a loop, once a step."""
+    """Count the products and convolutions that the results of a function depend on, for each step of a loop."""
     return _products(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
@@ -271,7 +271,7 @@ def _products(jaxpr) -> int:
         ("convolution", "dots_saveable"),
     ],
 )
-def test_halves_make_what_the_whole_backward_makes(kind, recompute):
+def test_halves_equal_the_whole_backward(kind, recompute):
     check_halves(middle(kind, recompute))
 
 
@@ -279,8 +279,8 @@ def test_halves_make_what_the_whole_backward_makes(kind, recompute):
 @pytest.mark.parametrize("kind", ["lstm", "scanned", "nested"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.usefixtures("float64")
-def test_halves_of_loops_make_what_the_whole_backward_makes(kind, recompute):
-    """In float64, for a loop that is compiled as a whole is rounded in other ways than its two halves."""
+def test_halves_of_loops_equal_the_whole_backward(kind, recompute):
+    """The comparison is in float64 because a compiled loop rounds differently from its two halves."""
     run = Run(middle(kind, recompute, inputs=np.zeros((2 * ROWS, STEPS, WIDTH))))
     assert {leaf.dtype for leaf in jax.tree.leaves(run.params)} == {np.dtype(np.float64)}
     check_close(run.in_halves(), jax.jit(run.f.backward)(*run.whole()), tolerance=1e-11)
@@ -292,15 +292,15 @@ def test_halves_of_loops_make_what_the_whole_backward_makes(kind, recompute):
     [Precision(params="bfloat16"), Precision(loss_scale=8.0), Precision(params="float16", loss_scale="dynamic")],
     ids=["masters", "fixed scale", "dynamic scale"],
 )
-def test_halves_in_another_precision_make_what_the_whole_backward_makes(precision):
+def test_halves_in_another_precision_equal_the_whole_backward(precision):
     for f in functions_of({f"layer{n}": LAYERS["dense"]() for n in range(3)}, precision=precision):
         check_halves(f, tolerance=1e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 1, 2)])
-def test_halves_with_a_shared_weight_make_what_the_whole_backward_makes(sizes):
-    """Where both places are in one stage, and where they are in two."""
+def test_halves_with_a_shared_weight_equal_the_whole_backward(sizes):
+    """Both uses of the weight are in one stage, or in two."""
     layers = {name: LAYERS["dense"]() for name in ("in", "one", "two", "out")}
     for f in functions_of(layers, sizes, ties=[Tie(("one", "w"), ("two", "w"))]):
         check_halves(f)
@@ -312,7 +312,7 @@ def _merged(p, x):
 
 
 def test_a_product_of_weights_is_not_computed_twice():
-    """Its result goes from one half to the other, though the second half has the weights."""
+    """The first half passes its result to the second, though the second half has the weights."""
     layers = {"in": LAYERS["dense"](), "merged": stateless(_merged, a=(WIDTH, 2), b=(2, WIDTH)), "out": LAYERS["dense"]()}
     run = check_halves(functions_of(layers, recompute="full")[1])
     _, stash = jax.eval_shape(run.f.backward_input, *run.first())
@@ -323,7 +323,7 @@ def test_a_product_of_weights_is_not_computed_twice():
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("kind", "of_inputs", "of_weights"), [("gpt", 16, 8), ("convolution", 2, 2)])
 def test_no_product_is_computed_twice(kind, of_inputs, of_weights, recompute):
-    """Products of weight gradients are those of the second half, all others are those of the first."""
+    """The second half computes the products of weight gradients, the first half all other products."""
     run = Run(middle(kind, recompute))
     _, stash = jax.eval_shape(run.f.backward_input, *run.first())
     whole = products(run.f.backward, run.whole())
@@ -333,8 +333,8 @@ def test_no_product_is_computed_twice(kind, of_inputs, of_weights, recompute):
 
 
 @pytest.mark.parametrize(("kind", "most"), [("gpt", 66_308), ("lstm", 24_580)])
-def test_less_is_kept_between_the_halves_than_before_the_first(kind, most):
-    """With every array that the second half reads, and not the cheapest cut, the LSTM would keep more."""
+def test_less_is_stored_between_the_halves_than_before_the_first(kind, most):
+    """The LSTM would store more if every array that the second half reads were stored in place of the cheapest cut."""
     f = middle(kind)
     assert nbytes(f.halves.stash_spec) <= most < nbytes(f.between_specs[:2]) / 2
 
@@ -349,8 +349,8 @@ def test_the_first_stage_has_nothing_in_its_first_half():
 def test_the_last_stage_runs_its_forward_with_the_first_half():
     f = functions_of({"in": LAYERS["dense"](), "out": LAYERS["dense"]()})[-1]
     run = Run(f)
-    message, state, made = jax.jit(f.forward_backward_input)(run.params, *run.arguments, run.rng, run.scale)
-    sums = jax.jit(f.backward_weight)(run.params, *f.halves.stash_of(run.arguments, state, made), run.sums, run.rng, run.scale)
+    message, state, extra = jax.jit(f.forward_backward_input)(run.params, *run.arguments, run.rng, run.scale)
+    sums = jax.jit(f.backward_weight)(run.params, *f.halves.stash_of(run.arguments, state, extra), run.sums, run.rng, run.scale)
     whole = jax.jit(f.forward_backward)(run.params, *run.arguments, run.sums, run.rng, run.scale)
     check_close((message, sums, state), whole)
 
@@ -373,22 +373,22 @@ def _reported(p, x):
 
 
 def test_a_layer_whose_backward_cannot_be_split():
-    """Its name is told, its stage runs the whole backward early, and the numbers stay."""
+    """A warning names the layer, its stage runs the whole backward early, and the numbers are equal."""
     layers = {
         "in": LAYERS["dense"](),
         "reported": stateless(_reported, w=SQUARE, b=(WIDTH,)),
         "out": LAYERS["dense"](),
     }
-    stack, found = LayerStack(layers), {}
+    stack, params = LayerStack(layers), {}
     batch = tuple(np.random.default_rng(0).normal(size=(2, 2 * ROWS, STEPS, WIDTH)).astype(np.float32))
     for schedule in ("zb_h1", "pipedream_flush"):
         pipe = Pipeline(stack, models.cut(stack.ids, (1, 1, 1), microbatches=2, schedule=schedule), loss, optax.sgd(0.1))
-        told = "^layer 'reported': its backward cannot be split: it has side effects: .*; the whole backward runs in place of"
-        with pytest.warns(UserWarning, match=told) if schedule == "zb_h1" else contextlib.nullcontext():
+        warning = "^layer 'reported': its backward cannot be split: it has side effects: .*; the whole backward runs in place of"
+        with pytest.warns(UserWarning, match=warning) if schedule == "zb_h1" else contextlib.nullcontext():
             state = pipe.init(jax.random.key(0), batch)
         state, _ = pipe.step(state, batch)
-        found[schedule] = pipe.params(state)
-    check_close(found["zb_h1"], found["pipedream_flush"])
+        params[schedule] = pipe.params(state)
+    check_close(params["zb_h1"], params["pipedream_flush"])
 
 
 def test_messages_of_several_arrays():

@@ -1,4 +1,4 @@
-"""Pictures: every box and area stands where the data says, labels stay inside their boxes, files are the same each time."""
+"""Pictures: boxes and areas match the data, labels stay inside their boxes, and files are reproducible."""
 
 import io
 import itertools
@@ -28,7 +28,7 @@ def plan_of(schedule: str, depth: int, microbatches: int, **options) -> jpipe.Pl
 
 
 def boxes(axes, colour: str) -> list[list[tuple[float, float]]]:
-    """(left, right) of all boxes of a colour, for each row from the top that has such a box, without empty ones."""
+    """Return (left, right) of all boxes of a colour, for each row from the top that has such a box."""
     rows = boxes_by_row(axes, colour)
     return [rows[w] for w in sorted(rows)]
 
@@ -61,8 +61,8 @@ def test_each_computation_is_a_box_of_its_colour_at_its_place_and_a_fused_one_is
             expected[BACKWARD][w] += [(turn, span.end)] if span.end > turn else []
             expected[UPDATE][w] += [(span.end, span.end + 0.5)] if span.updates else []
     for colour, rows in expected.items():
-        for found, wanted in zip(boxes(axes, colour), rows, strict=True):
-            np.testing.assert_allclose(found, wanted)
+        for box, row in zip(boxes(axes, colour), rows, strict=True):
+            np.testing.assert_allclose(box, row)
     assert boxes(axes, IDLE) == [[(0, prediction.seconds)]] * 4
     assert axes.get_title(loc="left").endswith(f"bubble {prediction.bubble:.1%}")
     assert axes.yaxis_inverted()
@@ -85,7 +85,7 @@ def test_halves_of_backwards_have_their_colours_and_a_fused_forward_is_cut_in_th
         assert [row for row in boxes(axes, colour) if row] == [row for row in rows if row]
 
 
-def test_chunks_are_told_by_lines_and_by_small_numbers():
+def test_chunks_are_separated_by_lines_and_numbered():
     spans = (Span("F", 0, 0, 0.0, 1.0), Span("F", 0, 0, 1.0, 2.0, chunk=1), Span("B", 12, 0, 2.0, 4.0, chunk=2))
     figure = jpipe.draw_timeline({"measured": (spans,)}, unit="forwards")
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.0", "0.0¹", "12.0²"]
@@ -98,10 +98,10 @@ def test_chunks_are_told_by_lines_and_by_small_numbers():
     assert "chunk" not in alone.axes[0].get_xlabel()
 
 
-def test_the_legend_has_what_occurs():
+def test_the_legend_lists_the_drawn_computations():
     def legend(timeline) -> list[str]:
-        (found,) = jpipe.draw_timeline({"a": timeline}).legends
-        return [text.get_text() for text in found.get_texts()]
+        (drawn,) = jpipe.draw_timeline({"a": timeline}).legends
+        return [text.get_text() for text in drawn.get_texts()]
 
     assert legend(predict("zb_h1").timeline) == ["forward", "backward", "backward for inputs", "backward for weights", "update", "idle"]
     assert legend(predict("pipedream").timeline) == ["forward", "backward", "update", "idle"]
@@ -131,7 +131,7 @@ def test_panels_share_the_axis_and_are_headed_by_length_and_bubble():
     assert "Two" in [text.get_text() for text in figure.texts]
 
 
-def test_a_window_is_as_long_as_it_was_cut():
+def test_a_window_has_the_requested_length():
     prediction = predict("gpipe")
     window = jpipe.programs.extract_window(prediction.timeline, prediction.memory, 4, 0, 1)
     cut_short = tuple(spans[:-1] for spans in window.timeline)
@@ -165,7 +165,7 @@ def test_labels_stand_inside_their_box_and_never_on_each_other(schedule, depth, 
         for text in axes.texts:
             extent = text.get_window_extent().transformed(axes.transData.inverted())
             row = int(text.get_position()[1])
-            assert any(left <= extent.x0 and extent.x1 <= right for found in rows for left, right in found.get(row, [])), text
+            assert any(left <= extent.x0 and extent.x1 <= right for row_boxes in rows for left, right in row_boxes.get(row, [])), text
             by_row.setdefault(row, []).append((extent.x0, extent.x1))
         for extents in by_row.values():
             assert all(a[1] < b[0] for a, b in itertools.pairwise(sorted(extents)))
@@ -197,19 +197,19 @@ def test_memory_is_stacked_in_steps_a_shade_a_version():
     (axes,) = jpipe.draw_memory({"measured": (samples,)}, seconds=4.0).axes
 
     def stack_at(time: float) -> list[tuple[str, float]]:
-        found = []
+        stacked = []
         for collection in axes.collections:
             path = collection.get_paths()[0]
             inside = [y for y in np.arange(0.25e6, 14e6, 0.5e6) if path.contains_point((time, y))]
             if inside:
-                found.append((matplotlib.colors.to_hex(collection.get_facecolor()[0]), len(inside) / 2))
-        return found
+                stacked.append((matplotlib.colors.to_hex(collection.get_facecolor()[0]), len(inside) / 2))
+        return stacked
 
     zero, one = "#08519c", "#6baed6"
-    kept = [("#009e73", 5), ("#f0a830", 1)]
-    assert stack_at(0.9) == [(zero, 2), *kept]
-    assert stack_at(1.5) == [(zero, 2), (one, 2), *kept, ("#cc79a7", 3)]
-    assert stack_at(3.9) == [(one, 2), *kept, ("#8c8c8c", 0.5)]
+    common = [("#009e73", 5), ("#f0a830", 1)]
+    assert stack_at(0.9) == [(zero, 2), *common]
+    assert stack_at(1.5) == [(zero, 2), (one, 2), *common, ("#cc79a7", 3)]
+    assert stack_at(3.9) == [(one, 2), *common, ("#8c8c8c", 0.5)]
     assert [text.get_text() for text in axes.texts] == ["at most 13 MB"]
 
 
@@ -233,7 +233,7 @@ def test_memory_has_a_row_a_rank_a_column_an_entry_and_one_scale():
         (plan_of("zb_v", 4, 2, replicas=2), ["0, 3·0", "0, 3·1", "1, 2·0", "1, 2·1"], "its stages·replica"),
     ],
 )
-def test_where_ranks_have_replicas_or_several_stages_each_row_tells_whose_it_is(plan, names, note):
+def test_where_ranks_have_replicas_or_several_stages_each_row_is_labelled(plan, names, note):
     prediction = jpipe.simulate(jpipe.lower(plan, 3))
     timeline = jpipe.draw_timeline({"a": prediction.timeline, "b": prediction.timeline}, plan=plan)
     memory = jpipe.draw_memory({"a": prediction.memory}, seconds=prediction.seconds, plan=plan)

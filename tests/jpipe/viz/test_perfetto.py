@@ -1,4 +1,4 @@
-"""A trace for Perfetto: the rules of its format, and every span found again."""
+"""Traces for Perfetto follow its format and contain every span."""
 
 import json
 from collections import defaultdict
@@ -16,7 +16,7 @@ SCHEDULES = sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"})
 
 
 def timeline_of(schedule, costs=COSTS):
-    """Four batches: of three microbatches, on three ranks; or of four, on two ranks of two stages each if the schedule is made for that."""
+    """Simulate four batches of three microbatches on three ranks, or of four on two ranks of two stages for schedules with chunks."""
     if jpipe.schedules.SCHEDULES[schedule].layout == "straight" or not jpipe.schedules.SCHEDULES[schedule].flushes:
         program = jpipe.lower(Plan.even("abc", num_stages=3, schedule=schedule, microbatches=3), batches=4)
     else:
@@ -110,6 +110,6 @@ def test_arrows_leave_out_backwards_for_weights():
     assert not starts & {(event["tid"], round(event["ts"] * 1000)) for event in events_of({"a": timeline}, "stf")}
 
 
-def test_a_microbatch_seen_once_has_no_arrow_and_nothing_is_a_trace_too():
+def test_a_microbatch_with_one_slice_has_no_arrow_and_a_trace_may_be_empty():
     assert events_of({"cut": ((Span("F", 7, 2, 0.0, 1.0),), ())}, "stf") == []
     assert json.loads(jpipe.to_perfetto({}))["traceEvents"] == []

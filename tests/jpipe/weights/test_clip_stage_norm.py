@@ -28,10 +28,12 @@ def test_a_stage_is_scaled_down_to_the_norm_if_its_own_is_larger():
     for clip in (None, NORM):
         pipe = pipeline(plan, optimizer=optax.sgd(1.0), clip_stage_norm=clip)
         start = pipe.params(running.fresh(pipe, batches))
-        after = running.train(pipe, batches).params
+        state, metrics = pipe.step(running.fresh(pipe, batches), batches[0])
+        after = pipe.params(state)
         steps.append([jax.tree.map(lambda a, b: a - b, start[layer], after[layer]) for layer in STACK.ids])
     norms = [float(np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(step)))) for step in steps[0]]
     assert min(norms) < NORM < max(norms)  # else this would test half of it
+    np.testing.assert_allclose([metrics.stage_norms[0, s] for s in range(4)], norms, rtol=1e-12)
     for plain, clipped, norm in zip(*steps, norms, strict=True):
         running.check_close(clipped, jax.tree.map(lambda g, norm=norm: g * min(1.0, NORM / norm), plain))
 

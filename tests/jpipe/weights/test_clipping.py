@@ -1,4 +1,4 @@
-"""Clipping by the global norm of all stages: exact, whatever the cut and the schedule; refused where the norm comes too late."""
+"""Clipping by the global norm is exact for every cut and schedule, and refused where the norm comes too late."""
 
 import functools
 import itertools
@@ -70,6 +70,7 @@ def test_equals_optax_on_the_whole_tree(schedule, inner):
         ((2, 2), {"schedule": "pipedream_2bw", "microbatches": 8, "replicas": (2, 2)}),
         ((1, 1, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 1}),
         ((1, 1, 1, 1), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 3}),
+        ((1, 2, 1), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 5}),
         ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 4, "replicas": (2, 2)}),
         ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 2, "replicas": (1, 2)}),
         ((2, 2), {"schedule": "pipedream", "vertical_sync": True, "microbatches": 2, "replicas": (2, 1), "noam": True}),
@@ -88,7 +89,7 @@ def test_equals_the_sequential_reference_bit_for_bit(sizes, fields, drain_after)
 @pytest.mark.parametrize("schedule", CLIPPING)
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 2, 1)])
 def test_the_cut_changes_no_bit_of_the_norm(sizes, schedule):
-    """Of the first batch; later ones meet the rounding of each stage's own program."""
+    """The norm of the first batch is compared; later ones depend on the rounding of each stage's program."""
     batches = models.masked_batches(1, M)
     expected = norms_of(pipeline((4,), "pipedream_flush", models.momentum()), batches)
     check_equal(norms_of(pipeline(sizes, schedule, models.momentum()), batches), expected)
@@ -102,8 +103,8 @@ def nan_gradient() -> Layer:
 
 
 @pytest.mark.parametrize("clip", [None, NORM])
-def test_a_norm_that_is_no_number_spares_no_layer(clip):
-    """As with optax: one layer's NaN reaches all of them, through the norm alone."""
+def test_a_nan_norm_reaches_every_layer(clip):
+    """As in optax, one layer's NaN reaches all layers through the norm."""
     stack = LayerStack({"first": models.dense(), "bad": nan_gradient(), "last": models.dense()})
     batch = models.batches_of(1, 2 * M)[0]
     pipe = Pipeline(
@@ -119,7 +120,7 @@ def test_a_norm_that_is_no_number_spares_no_layer(clip):
 @pytest.mark.parametrize("size", [3e2, 1e-4], ids=["squares_too_large_for_float16", "squares_too_small_for_float16"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_squares_of_short_floats_are_summed_in_float32(dtype, size):
-    """x·w, where w is 1: its gradient is x, which NumPy squares in float64. Neither dtype holds those squares, or not their digits."""
+    """The gradient of x·w is x, which NumPy squares in float64; neither short dtype holds these squares."""
 
     def scale() -> Layer:
         return Layer(
@@ -138,7 +139,7 @@ def test_squares_of_short_floats_are_summed_in_float32(dtype, size):
 
 
 @pytest.mark.parametrize("schedule", FLUSHING)
-def test_no_stage_updates_before_the_norm_is_there(schedule):
+def test_no_stage_updates_before_the_norm_arrives(schedule):
     plan = Plan.even("abcd", 4, schedule, M)
     prediction = simulate(lower(plan, 3, global_norm=True), [StageCost(update=1.0)] * 4)
     for batch in range(3):
@@ -188,8 +189,8 @@ def plans_without_a_flush(draw) -> dict:
 @settings(deadline=None, max_examples=30)
 @given(fields=plans_without_a_flush(), batches=st.integers(1, 5), latency=st.sampled_from([0.0, 0.4]), seed=st.integers(0, 9))
 @pytest.mark.slow
-def test_no_worker_waits_for_the_norm_whatever_things_cost(fields, batches, latency, seed):
-    """All computations read the versions and begin at the times that they read and begin at without clipping."""
+def test_no_worker_waits_for_the_norm_under_any_costs(fields, batches, latency, seed):
+    """All computations read the same versions and start at the same times as without clipping."""
     plan, rng = Plan.even("abcdef", **fields), random.Random(seed)
     costs = [StageCost(forward=rng.uniform(0.1, 2), backward=rng.uniform(0.1, 4), outputs=3, gradient=3) for _ in plan.stages]
     rows = []
@@ -202,7 +203,7 @@ def test_no_worker_waits_for_the_norm_whatever_things_cost(fields, batches, late
 @pytest.mark.parametrize("bandwidth", [4.0, 0.25])
 @pytest.mark.parametrize("replicas", [(2, 2), (3, 3, 3), (2, 1), (1, 2, 1)])
 def test_no_worker_waits_for_the_norm_behind_a_sum_over_replicas(replicas, bandwidth):
-    """In steady state, also where sums take longer than a forward and a backward."""
+    """This holds in steady state, even if sums take longer than a forward and a backward."""
     plan = Plan.even("abc", len(replicas), "pipedream_2bw", 18, replicas=replicas)
     costs = [StageCost(accumulators=1)] * plan.depth
     seconds = [predict_window(plan, costs, 6, 3, global_norm=norm, link=Link(bandwidth=bandwidth)).seconds for norm in (False, True)]
@@ -211,7 +212,7 @@ def test_no_worker_waits_for_the_norm_behind_a_sum_over_replicas(replicas, bandw
 
 @st.composite
 def plans_with_replicas(draw) -> dict:
-    """Like `plans_without_a_flush`, with replicas; under vertical sync with any number of microbatches that they allow."""
+    """Draw plans like `plans_without_a_flush` but with replicas; with vertical sync, any allowed number of microbatches."""
     replicas = tuple(draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=4)))
     fields = draw(st.sampled_from([models.VARIANTS[name] for name in ("pipedream_2bw", "pipedream_vertical_sync")]))
     fields = fields | {"num_stages": len(replicas), "replicas": replicas, "extra_in_flight": draw(st.integers(0, 1))}
@@ -221,8 +222,8 @@ def plans_with_replicas(draw) -> dict:
 
 @settings(deadline=None, max_examples=5)
 @given(fields=plans_with_replicas(), seed=st.integers(0, 9))
-def test_replicas_begin_as_without_the_norm_whatever_computations_cost(fields, seed):
-    """In steady state, where sums and messages take no time."""
+def test_replicas_start_as_without_the_norm_under_any_costs(fields, seed):
+    """This holds in steady state if sums and messages take no time."""
     plan, rng = Plan.even("abcd", **fields), random.Random(seed)
     costs = [StageCost(forward=rng.uniform(0.1, 2), backward=rng.uniform(0.1, 4)) for _ in plan.stages]
     seconds = [predict_window(plan, costs, 8, 3, global_norm=norm).seconds for norm in (False, True)]
@@ -230,7 +231,7 @@ def test_replicas_begin_as_without_the_norm_whatever_computations_cost(fields, s
 
 
 def test_the_norm_is_predicted_to_wait_for_the_sums_of_all_stages():
-    """Only the last stage has replicas, whose sum takes long; the first stage's gradients are complete before."""
+    """Only the last stage has replicas, whose sum takes long; the first stage's gradients are complete earlier."""
     plan = Plan.even("ab", 2, "gpipe", 2, replicas=(1, 2))
     costs = [StageCost(), StageCost(accumulators=100)]
     timeline = simulate(lower(plan, 1, global_norm=True), costs, Link(bandwidth=1.0)).timeline
@@ -241,7 +242,7 @@ def test_the_norm_is_predicted_to_wait_for_the_sums_of_all_stages():
 
 @pytest.mark.parametrize("microbatches", [4, 5, 11])
 def test_gradients_of_two_batches_are_held_never_of_three(microbatches):
-    """Counted by the simulator; the second accumulators take the place of the older version, which is released early."""
+    """The simulator counts them; the second accumulators replace the older version, which is released early."""
     plan = Plan.even("abcd", 4, "pipedream_2bw", microbatches)
     cost = StageCost(weights=1000, accumulators=1)
     plain, clipped = (simulate(lower(plan, 6, global_norm=norm), [cost] * 4) for norm in (False, True))
@@ -262,7 +263,7 @@ STASHING = {"schedule": "pipedream", "microbatches": 2}
         (STASHING | {"vertical_sync": True, "replicas": (1, 1), "update_every": "replicas"}, "expected update_every 'batch', found"),
     ],
 )
-def test_weight_stashing_says_why_it_has_no_norm(fields, why, option):
+def test_weight_stashing_reports_why_it_has_no_norm(fields, why, option):
     with pytest.raises(InputError, match=f"{next(iter(option))}: {why}"):
         Pipeline(STACK, Plan.even(STACK.ids, 2, **fields), models.masked_squares, optax.sgd(0.1), **option)
     with pytest.raises(InputError, match=f"lower: global_norm: {why}"):

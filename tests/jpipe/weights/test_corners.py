@@ -1,4 +1,4 @@
-"""Corners in which a dtype, a form or a reuse of memory could change the numbers unseen."""
+"""Corner cases in which a dtype, a structure or reused memory could silently change the numbers."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def first_loss(stack, depth, loss=squares32):
 
 
 class HalfDense(nnx.Module):
-    """Computes in bfloat16: what it multiplies decides the dtype of its output."""
+    """A dense layer that computes in bfloat16, which determines the dtype of its output."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.scale = nnx.Param(jnp.full((3,), 0.5))
@@ -62,7 +62,7 @@ def test_a_weight_too_large_for_the_gradients_dtype_still_divides():
 
 
 class Stacked(nnx.Module):
-    """Blocks with dropout, stacked and scanned over: their random streams are stacks of keys."""
+    """Stacked blocks with dropout in a scan, whose random streams are stacks of keys."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         @nnx.split_rngs(splits=4)
@@ -125,7 +125,7 @@ def test_a_scan_over_layers_leaves_no_weights_behind():
     pipe.step(state, batch)
 
 
-def test_what_is_frozen_stays_frozen():
+def test_frozen_parameters_stay_frozen():
     stack = LayerStack({"norm": lambda rngs: nnx.BatchNorm(3, use_running_average=True, rngs=rngs)})
     before = stack.init_layer("norm", jax.random.key(0), jnp.ones((2, 3)))[1]
     pipe = Pipeline(stack, Plan.even(stack.ids, 1, "gpipe", 1), squares, momentum())
@@ -152,7 +152,7 @@ def test_layers_whose_form_changes_are_refused_before_any_device_work(layer, mes
 
 
 @pytest.mark.parametrize(
-    ("key", "found"),
+    ("key", "description"),
     [
         (0, "int"),
         (np.uint32([0, 0]), "ndarray"),
@@ -160,8 +160,8 @@ def test_layers_whose_form_changes_are_refused_before_any_device_work(layer, mes
         (jax.random.split(jax.random.key(0)), r"key<fry>\[2\]"),
     ],
 )
-def test_what_is_no_key(key, found):
-    with pytest.raises(InputError, match=rf"expected a random key like jax.random.key\(0\).*found {found}"):
+def test_an_invalid_key_is_refused(key, description):
+    with pytest.raises(InputError, match=rf"expected a random key like jax.random.key\(0\).*found {description}"):
         as_key(key)
 
 
@@ -182,7 +182,7 @@ def test_2bw_writes_the_new_version_into_the_memory_of_the_shadow():
     stack = plain_stack(4)
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "pipedream_2bw", 2), squares, momentum())
     batch = batches_of(1, 4)[0]
-    state, places = pipe.init(jax.random.key(0), batch), []
+    state, addresses = pipe.init(jax.random.key(0), batch), []
 
     def buffers(state):
         weights = state.workers[1].weights  # the last worker has finished its update when a step returns
@@ -191,11 +191,11 @@ def test_2bw_writes_the_new_version_into_the_memory_of_the_shadow():
     for _ in range(5):
         state, _ = pipe.step(state, batch)
         jax.block_until_ready(state)
-        places.append(buffers(state))
-    for before, after in itertools.pairwise(places):
-        (retired, kept), (_, new) = sorted(before), sorted(after)
+        addresses.append(buffers(state))
+    for before, after in itertools.pairwise(addresses):
+        (retired, remaining), (_, new) = sorted(before), sorted(after)
         assert after[new] == before[retired]
-        assert after[kept] == before[kept]
+        assert after[remaining] == before[remaining]
 
 
 def test_init_verifies_the_programs(monkeypatch):

@@ -1,4 +1,4 @@
-"""Where the layers are cut changes no numbers of a schedule that flushes."""
+"""The cut into stages does not change the numbers of a schedule that flushes."""
 
 import jax
 import numpy as np
@@ -35,5 +35,5 @@ def test_flushing_schedules_do_not_depend_on_the_cut(sizes, variant, uncut):
 
 @pytest.mark.parametrize("sizes", [(1, 3), (1, 2, 1)])
 def test_2bw_does_not_depend_on_the_cut(sizes):
-    """All stages read one version, whatever the depth."""
+    """All stages read one version at any depth."""
     check_close(trained(sizes, "pipedream_2bw"), trained((4,), "pipedream_2bw"))

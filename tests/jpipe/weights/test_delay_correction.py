@@ -426,7 +426,7 @@ def test_an_optimizer_that_does_not_read_them_is_compiled_as_before():
 )
 def test_an_optimizer_without_momentum_is_refused(optimizer):
     batch = models.masked_batches(1, 3)[0]
-    with pytest.raises(InputError, match="delay_correction: expected an optimizer with momentum, found one that keeps nothing"):
+    with pytest.raises(InputError, match="optimizer: delay_correction needs one with momentum, found one that keeps nothing"):
         pipeline(plan_of("2BW"), optimizer=optimizer).check(batch)
     pipeline(plan_of("flush"), optimizer=optimizer).check(batch)
 

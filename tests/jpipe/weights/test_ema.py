@@ -1,4 +1,4 @@
-"""The moving average of the weights: the same as kept beside a plain run, whatever the schedule, in flight, restored, cut otherwise."""
+"""The moving average of the weights equals that of a plain run, in every schedule, in flight, restored, and under another cut."""
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,17 @@ def pipeline(name):
 def plain_averages(pipe, batches):
     """Compute the averages before and after each batch, from the weights of a run that is drained after each batch."""
     state = running.fresh(pipe, batches)
-    found = [jax.tree.map(np.asarray, pipe.params(state))]
+    averages = [jax.tree.map(np.asarray, pipe.params(state))]
     for batch in batches:
         state, _ = pipe.step(state, batch)
         state = pipe.drain(state)
         new = jax.tree.map(np.asarray, pipe.params(state))
-        found.append(jax.tree.map(lambda mean, leaf: DECAY * mean + (1 - DECAY) * leaf, found[-1], new))
-    return found
+        averages.append(jax.tree.map(lambda mean, leaf: DECAY * mean + (1 - DECAY) * leaf, averages[-1], new))
+    return averages
 
 
 def loss_of(params, batch):
-    """Of the whole model."""
+    """Return the loss of the whole model."""
     y, _ = STACK.apply(STACK.ids, params, {i: {} for i in STACK.ids}, batch[0], key=None, microbatch=None, train=False)
     total, weight = models.masked_squares(y, batch[1])
     return total / weight
@@ -48,7 +48,7 @@ def loss_of(params, batch):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", PLANS)
-def test_the_average_is_that_of_a_plain_run_at_any_time_and_goes_on_after_a_restore(name):
+def test_the_average_equals_that_of_a_plain_run_and_survives_a_restore(name):
     pipe = pipeline(name)
     batches = models.masked_batches(5, pipe.plan.microbatches, dtype=np.float64)
     averages = plain_averages(pipe, batches)
@@ -66,14 +66,14 @@ def test_the_average_is_that_of_a_plain_run_at_any_time_and_goes_on_after_a_rest
     state = pipe.drain(state)
     running.check_close(pipe.params(state, weights="ema"), averages[-1])
     assert float(pipe.evaluate(state, batches[0]).loss) != float(pipe.evaluate(state, batches[0], weights="ema").loss)
-    again = pipe.restore(jax.random.key(running.KEY), batches[0], cut.layers(), 3)
+    restored = pipe.restore(jax.random.key(running.KEY), batches[0], cut.layers(), 3)
     for batch in batches[3:]:
-        again, _ = pipe.step(again, batch)
-    running.check_equal(pipe.params(again, weights="ema"), pipe.params(state, weights="ema"))
+        restored, _ = pipe.step(restored, batch)
+    running.check_equal(pipe.params(restored, weights="ema"), pipe.params(state, weights="ema"))
 
 
 @pytest.mark.usefixtures("float64")
-def test_another_cut_takes_the_average_over_and_fresh_optimizer_state_begins_it_anew():
+def test_another_cut_restores_the_average_and_fresh_optimizer_state_resets_it():
     first, second = pipeline("2BW"), pipeline("pipedream")
     batches = models.masked_batches(4, 2, dtype=np.float64)
     averages = plain_averages(first, batches)
@@ -92,7 +92,7 @@ def test_another_cut_takes_the_average_over_and_fresh_optimizer_state_begins_it_
         Pipeline(STACK, second.plan, models.masked_squares, models.momentum()).check_layers(small, cut.layers(), 4)
 
 
-def test_a_batch_that_is_skipped_moves_no_average():
+def test_a_skipped_batch_leaves_the_average_unchanged():
     plan = Plan.even(STACK.ids, **PLANS["2BW"])
     pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum(), ema_decay=DECAY, skip_nonfinite=True)
     batches = models.masked_batches(3, plan.microbatches)
@@ -104,16 +104,16 @@ def test_a_batch_that_is_skipped_moves_no_average():
     running.check_equal(pipe.params(state, weights="ema"), before)
 
 
-def test_an_average_begins_with_the_weights_that_are_given():
+def test_an_average_starts_with_the_given_weights():
     pipe = pipeline("flush")
     batch = models.masked_batches(1, 2)[0]
-    given = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, leaf.dtype), pipe.params(running.fresh(pipe, [batch])))
-    running.check_equal(pipe.params(pipe.init(jax.random.key(0), batch, given), weights="ema"), given)
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, leaf.dtype), pipe.params(running.fresh(pipe, [batch])))
+    running.check_equal(pipe.params(pipe.init(jax.random.key(0), batch, params), weights="ema"), params)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_average_is_kept_in_float32_and_follows_scaled_updates(dtype):
-    """In bfloat16 steps of a thousandth of the weights would be lost."""
+def test_the_average_is_stored_in_float32_and_follows_scaled_updates(dtype):
+    """In bfloat16, steps of a thousandth of the weights would be lost."""
     rule = LayerwiseOptimizer(optax.sgd(1.0), {}, ema_decay=0.999)
     params = {"w": jnp.ones(3, dtype)}
     state = rule.init("a", params)
@@ -125,13 +125,13 @@ def test_the_average_is_kept_in_float32_and_follows_scaled_updates(dtype):
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, 1, float("nan"), False])
-def test_a_decay_that_is_none_is_refused(decay):
+def test_an_invalid_decay_is_refused(decay):
     plan = Plan.even(STACK.ids, **PLANS["flush"])
     with pytest.raises(InputError, match=rf"ema_decay: expected a number of at least 0 and below 1, such as 0.999, found {decay!r}"):
         Pipeline(STACK, plan, models.masked_squares, models.momentum(), ema_decay=decay)
 
 
-def test_an_average_that_is_not_kept_cannot_be_had():
+def test_a_missing_average_cannot_be_evaluated():
     pipe = Pipeline(STACK, Plan.even(STACK.ids, **PLANS["flush"]), models.masked_squares, models.momentum())
     assert "ema_decay" not in repr(pipe)
     assert "ema_decay=0.75, not compiled yet" in repr(pipeline("flush"))

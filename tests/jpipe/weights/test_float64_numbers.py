@@ -1,4 +1,4 @@
-"""In float64 a pipeline equals, to rounding, the rule of its schedule applied with one gradient of the whole model."""
+"""In float64 a pipeline equals, up to rounding, the rule of its schedule applied with one gradient of the whole model."""
 
 import functools
 
@@ -20,9 +20,9 @@ STACK = models.rich_stack()
 def check_against_one_function(plan, *, stack=STACK, loss=models.masked_squares, optimizer=None, batches=None):
     batches = batches or models.masked_batches(7, plan.microbatches, dtype=np.float64)
     pipe = Pipeline(stack, plan, loss, optimizer or models.momentum())
-    found, expected = train(pipe, batches), train_as_one_function(pipe, batches)
-    check_close(found, expected)
-    return found
+    actual, expected = train(pipe, batches), train_as_one_function(pipe, batches)
+    check_close(actual, expected)
+    return actual
 
 
 @pytest.mark.thinned(most=3)
@@ -86,13 +86,13 @@ def test_microbatches_and_batches_of_weight_zero_teach_nothing(variant):
     batches[1][1]["mask"][: models.ROWS] = 0.0  # the first microbatch of batch 1
     batches[2][1]["mask"][-models.ROWS :] = 0.0  # the last one of batch 2
     batches[3][1]["mask"][:] = 0.0  # all of batch 3
-    found = check_against_one_function(Plan.even(STACK.ids, 3, microbatches=m, **models.VARIANTS[variant]), batches=batches)
-    assert found.losses[3] == 0.0
-    assert np.isfinite(found.losses).all()
+    result = check_against_one_function(Plan.even(STACK.ids, 3, microbatches=m, **models.VARIANTS[variant]), batches=batches)
+    assert result.losses[3] == 0.0
+    assert np.isfinite(result.losses).all()
 
 
 def test_a_batch_divides_by_its_total_weight():
-    """One microbatch of weight 6 and one of weight 2 give what their eight rows give together."""
+    """A microbatch of weight 6 and one of weight 2 give the gradient of their eight rows together."""
     stack = models.plain_stack()
     batches = models.masked_batches(3, 2, rows=4, dtype=np.float64)
     for _, labels in batches:
@@ -104,7 +104,7 @@ def test_a_batch_divides_by_its_total_weight():
 
 
 def embed() -> Layer:
-    """Token ids to vectors; passes the ids and a copy of the vectors on."""
+    """Build a layer that maps token ids to vectors and passes on the ids and a copy of the vectors."""
 
     def apply(params, state, x, key, train):
         vectors = params["table"][x["ids"]]

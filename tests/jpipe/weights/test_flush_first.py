@@ -50,13 +50,13 @@ def test_programs_are_verified_and_those_of_the_steps_are_the_same_run(fields, s
 
 @settings(deadline=None, max_examples=10)
 @given(fields=plans(), batches=st.integers(1, 5), norm=st.booleans())
-def test_the_hand_over_is_the_beginning_of_a_run(fields, batches, norm):
-    """Instruction by instruction: after the warm-up follows the program of a run without one, so many batches later."""
+def test_the_program_after_the_warm_up_equals_the_start_of_a_run(fields, batches, norm):
+    """The instructions after the warm-up are those of a run without one, shifted by the batches of the warm-up."""
     plan = Plan.even(**fields)
     norm, first = norm and not SCHEDULES[plan.schedule].norm_refusal(plan), plan.flush_first
     without = lower(plan.model_copy(update={"flush_first": 0}), batches, global_norm=norm)
-    rest = lower(plan, first + batches, begin=first, start=0, global_norm=norm)
-    assert [i for i in rest.instructions if i.worker == 0] == [shifted(i, plan, first) for i in without.instructions if i.worker == 0]
+    remaining = lower(plan, first + batches, begin=first, start=0, global_norm=norm)
+    assert [i for i in remaining.instructions if i.worker == 0] == [shifted(i, plan, first) for i in without.instructions if i.worker == 0]
     alone = lower(plan, first + batches, begin=first, start=first, global_norm=norm)
     assert list(alone.instructions) == [shifted(i, plan, first) for i in without.instructions]
 
@@ -75,8 +75,8 @@ def test_equals_the_sequential_reference_bit_for_bit(variant, first, replicas, c
 def test_the_warm_up_is_training_with_a_flush():
     plan = Plan.even(STACK.ids, 3, "pipedream_2bw", 3, flush_first=4)
     batches = models.masked_batches(4, 3)
-    found = [train(Pipeline(STACK, p, models.masked_squares, models.momentum()), batches) for p in (plan, flushing(plan))]
-    check_equal(found[0], found[1])
+    results = [train(Pipeline(STACK, p, models.masked_squares, models.momentum()), batches) for p in (plan, flushing(plan))]
+    check_equal(results[0], results[1])
 
 
 def flushing(plan: Plan) -> Plan:
@@ -86,8 +86,8 @@ def flushing(plan: Plan) -> Plan:
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("variant", ["pipedream_2bw", "pipedream_vertical_sync"])
-def test_an_evaluation_reads_what_it_reads_in_a_run_without_a_warm_up(variant, norm):
-    """So many batches later; in each batch, most of all in the first ones after the warm-up."""
+def test_an_evaluation_reads_the_version_of_a_run_without_a_warm_up(variant, norm):
+    """The versions are compared for each batch, above all the first ones after the warm-up."""
     fields, first = FREE[variant], 3
     m = 4 if variant == "pipedream_2bw" else 1
     batches, versions = models.masked_batches(8, m), {}
@@ -103,17 +103,17 @@ def test_an_evaluation_reads_what_it_reads_in_a_run_without_a_warm_up(variant, n
 
 
 @pytest.mark.parametrize("cut", [1, 3])
-def test_a_run_that_is_restored_during_or_after_the_warm_up_is_the_same(cut):
+def test_a_run_restored_during_or_after_the_warm_up_has_equal_results(cut):
     plan = Plan.even(STACK.ids, 2, "pipedream_2bw", 2, flush_first=2)
     pipe, batches = Pipeline(STACK, plan, models.masked_squares, models.momentum()), models.masked_batches(6, 2)
-    state, taken = fresh(pipe, batches), None
+    state, snapshot = fresh(pipe, batches), None
     for t, batch in enumerate(batches):
-        taken = pipe.snapshot(cut) if t == cut - 1 else taken
-        state, _ = pipe.step(state, batch, observe=taken)
-    state, expected = pipe.drain(state), taken
-    again = pipe.restore(jax.random.key(11), batches[0], expected.layers(), cut)
-    found = train(pipe, batches[cut:], again)
-    check_equal(found.params, pipe.params(state))
+        snapshot = pipe.snapshot(cut) if t == cut - 1 else snapshot
+        state, _ = pipe.step(state, batch, observe=snapshot)
+    state, expected = pipe.drain(state), snapshot
+    restored = pipe.restore(jax.random.key(11), batches[0], expected.layers(), cut)
+    actual = train(pipe, batches[cut:], restored)
+    check_equal(actual.params, pipe.params(state))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,6 @@ def test_a_run_that_is_restored_during_or_after_the_warm_up_is_the_same(cut):
         ),
     ],
 )
-def test_a_warm_up_that_cannot_be_is_refused(fields, message):
+def test_an_impossible_warm_up_is_refused(fields, message):
     with pytest.raises(InputError, match=message):
         Plan.even("ab", 2, microbatches=2, **fields)

@@ -1,4 +1,4 @@
-"""Parameters that the optimizer never changes: the numbers are the same, and nothing is computed, summed, sent or kept for them."""
+"""Frozen parameters: the numbers are equal, and nothing is computed, summed, sent or stored for them."""
 
 import functools
 
@@ -17,7 +17,7 @@ STEPS = 5
 
 
 def frozen(*words):
-    """Labels by path: "frozen" where it contains one of these words, else "trained"."""
+    """Label parameters "frozen" if their path contains one of these words, else "trained"."""
 
     def label(path, _):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -85,11 +85,11 @@ def test_equals_optax_on_the_whole_tree(case):
     clip = None if fields.get("schedule") == "pipedream" or "split_backward" in fields else 0.5
     batches = models.masked_batches(STEPS, plan.microbatches, dtype=np.float64)
     pipe = pipeline(words, plan, inner=adamw, clip_global_norm=clip)
-    found = running.train(pipe, batches)
-    running.check_close(found, as_one_function(pipe, words, adamw, batches, pipe.clip_global_norm))
+    actual = running.train(pipe, batches)
+    running.check_close(actual, as_one_function(pipe, words, adamw, batches, pipe.clip_global_norm))
     start = pipe.params(running.fresh(pipe, batches))
     label = frozen(*words)(start)
-    for before, after, how in zip(*map(jax.tree.leaves, (start, found.params, label)), strict=True):
+    for before, after, how in zip(*map(jax.tree.leaves, (start, actual.params, label)), strict=True):
         assert np.array_equal(before, after) == (how == "frozen")
 
 
@@ -135,8 +135,8 @@ def test_a_mesh_changes_no_number():
     plain = even(stack, num_stages=2, schedule="pipedream_2bw", microbatches=2)
     batches = models.masked_batches(3, 2, rows=4, width=4, dtype=np.float64)
     sharded = even(stack, num_stages=2, schedule="pipedream_2bw", microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)
-    found, expected = (running.train(pipeline(words, plan, stack, adamw, clip_global_norm=0.5), batches) for plan in (sharded, plain))
-    running.check_close(found.params, models.on_first_device(expected.params))
+    actual, expected = (running.train(pipeline(words, plan, stack, adamw, clip_global_norm=0.5), batches) for plan in (sharded, plain))
+    running.check_close(actual.params, models.on_first_device(expected.params))
 
 
 def leaves_of(tree):
@@ -144,7 +144,7 @@ def leaves_of(tree):
 
 
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
-def test_nothing_is_kept_or_sent_for_frozen_parameters(schedule):
+def test_nothing_is_stored_or_sent_for_frozen_parameters(schedule):
     plan = even(schedule=schedule)
     pipe = pipeline(["track", "noise", "mix/w"], plan)
     batches = models.masked_batches(4, plan.microbatches)
@@ -177,7 +177,7 @@ def test_nothing_is_kept_or_sent_for_frozen_parameters(schedule):
     simulate(lower(plan, 4, shared=shared_stages(costs)), costs)
 
 
-def test_a_backward_of_frozen_layers_computes_nothing_but_what_passes_through():
+def test_a_backward_of_frozen_layers_computes_only_the_gradient_of_its_input():
     pipe = pipeline(["track", "mix"], even(num_stages=4))
     functions = pipe.stage_functions(models.masked_batches(1, 4)[0])
 
@@ -191,7 +191,7 @@ def test_a_backward_of_frozen_layers_computes_nothing_but_what_passes_through():
 
 
 def test_a_frozen_layer_may_have_no_backward():
-    """Before the first trained layer none is computed, so an operation that JAX does not differentiate is allowed there."""
+    """No backward is computed before the first trained layer, so an operation without a derivative is allowed there."""
 
     def doubled(params, state, x, key, train):
         return jax.lax.while_loop(lambda y: jnp.abs(y).max() < 10, lambda y: y * 2 + params["w"], x), state
@@ -235,23 +235,23 @@ def test_stages_sum_no_gradients_of_a_frozen_tied_parameter(words, groups):
     pipe, alone = (pipeline(words, even(stack, num_stages=stages), stack, clip_global_norm=0.5) for stages in (3, 1))
     assert len(shared_stages(pipe.costs(batches[0]))) == groups
     start = pipe.params(running.fresh(pipe, batches))
-    found, expected = running.train(pipe, batches), running.train(alone, batches)
-    running.check_close(found.params, models.on_first_device(expected.params), 1e-5)
-    assert np.array_equal(found.params["a"]["w"], start["a"]["w"]) == (groups == 0)
-    assert np.array_equal(found.params["c"]["w"], found.params["a"]["w"])
-    assert not np.array_equal(found.params["c"]["b"], start["c"]["b"]) or words != ["a/w"]
+    actual, expected = running.train(pipe, batches), running.train(alone, batches)
+    running.check_close(actual.params, models.on_first_device(expected.params), 1e-5)
+    assert np.array_equal(actual.params["a"]["w"], start["a"]["w"]) == (groups == 0)
+    assert np.array_equal(actual.params["c"]["w"], actual.params["a"]["w"])
+    assert not np.array_equal(actual.params["c"]["b"], start["c"]["b"]) or words != ["a/w"]
 
 
 # Checkpoints -----------------------------------------------------------------------------------------------------------
 
 
 def cut(pipe, batches, at):
-    """(layers of a snapshot before batch `at`, the outcome of the whole run)."""
-    state, taken = running.fresh(pipe, batches), pipe.snapshot(at)
+    """Return (layers of a snapshot before batch `at`, the outcome of the whole run)."""
+    state, snapshot = running.fresh(pipe, batches), pipe.snapshot(at)
     for batch in batches:
-        state, _ = pipe.step(state, batch, observe=taken)
-    state = pipe.drain(state, observe=taken)
-    return jax.tree.map(np.asarray, taken.layers()), pipe.params(state)
+        state, _ = pipe.step(state, batch, observe=snapshot)
+    state = pipe.drain(state, observe=snapshot)
+    return jax.tree.map(np.asarray, snapshot.layers()), pipe.params(state)
 
 
 def restored(pipe, batches, layers, at, **options):
@@ -267,7 +267,7 @@ WORDS = ["track", "noise/w"]
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("precision", [Precision(), Precision(params="bfloat16")], ids=["float32", "masters"])
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
-def test_a_restored_run_is_the_same_run(schedule, precision):
+def test_a_restored_run_has_equal_results(schedule, precision):
     pipe = pipeline(WORDS, even(schedule=schedule, num_stages=2), precision=precision, inner=adamw)
     batches = models.masked_batches(STEPS, 4)
     layers, expected = cut(pipe, batches, 3)
@@ -302,5 +302,5 @@ def test_frozen_layers_are_trained_later_by_another_optimizer(precision):
     begin = later.restore(jax.random.key(running.KEY), batches[0], layers, 3, fresh_optimizer=True)
     state = pipe.restore(jax.random.key(running.KEY), batches[0], layers, 3)
     running.check_equal(later.params(begin), models.on_first_device(pipe.params(state)))
-    found = restored(later, batches, layers, 3, fresh_optimizer=True)
-    assert not np.array_equal(found["track"]["w"], layers["track"]["params"]["0"]["w"])
+    params = restored(later, batches, layers, 3, fresh_optimizer=True)
+    assert not np.array_equal(params["track"]["w"], layers["track"]["params"]["0"]["w"])

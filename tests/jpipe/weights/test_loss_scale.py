@@ -14,13 +14,13 @@ HALF = Precision(params="float16", loss_scale=DynamicLossScale(initial=2.0**15, 
 
 
 def test_the_rule_by_hand():
-    """Two finite batches in a row double it, and counting begins again; any other batch halves it; 1 is the smallest."""
+    """Two finite batches in a row double the scale and restart the count; any other batch halves it, down to 1."""
     rule = DynamicLossScale(4, growth_every=2)
-    scale, found = rule.first(), []
+    scale, history = rule.first(), []
     for is_finite in (True, True, True, False, True, True, False, False, False, False, False, True, True):
         scale = rule.after(scale, is_finite)
-        found.append((float(scale.value), int(scale.finite)))
-    assert found == [(4, 1), (8, 0), (8, 1), (4, 0), (4, 1), (8, 0), (4, 0), (2, 0), (1, 0), (1, 0), (1, 0), (1, 1), (2, 0)]
+        history.append((float(scale.value), int(scale.finite)))
+    assert history == [(4, 1), (8, 0), (8, 1), (4, 0), (4, 1), (8, 0), (4, 0), (2, 0), (1, 0), (1, 0), (1, 0), (1, 1), (2, 0)]
     assert float(DynamicLossScale(2.0**100, 1).after(DynamicLossScale(2.0**100, 1).first(), True).value) == 2.0**100
 
 
@@ -41,13 +41,13 @@ def test_the_rule_by_hand():
 )
 @pytest.mark.parametrize("clip", [None, 3.0])
 def test_equals_the_sequential_reference_bit_for_bit(replicas, fields, clip):
-    """Gradients of these batches overflow when they are scaled by 2**15, and fit later; then the scale grows until they do not."""
+    """The gradients of these batches overflow at a scale of 2**15 and fit later; then the scale grows until they overflow."""
     plan = Plan.even(STACK.ids, len(replicas), replicas=replicas, **fields)
     running.check_against_reference(STACK, plan, {3}, precision=HALF, clip_global_norm=clip)
 
 
 def trained(pipe, batches, state=None, observe=None):
-    """(state after a drain, loss scale that follows each batch, batches that were skipped)."""
+    """Train and return (state after a drain, loss scale after each batch, skipped batches)."""
     state, scales, skipped = state or running.fresh(pipe, batches), {}, []
     for batch in [*batches, None]:
         state, metrics = pipe.drain(state, with_metrics=True) if batch is None else pipe.step(state, batch, observe=observe)
@@ -72,7 +72,7 @@ def test_float16_overflows_at_first_and_trains_then():
 
 @pytest.mark.slow
 def test_the_scale_changes_no_other_bit():
-    """In bfloat16, where nothing overflows, a run whose scale grows all the time equals one without a scale that may skip batches."""
+    """In bfloat16, where nothing overflows, a run with a growing scale equals one without a scale that may skip batches."""
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 2), models.masked_batches(6, 2)
     options = [{"precision": Precision(params="bfloat16"), "skip_nonfinite": True}]
     options.append({"precision": Precision(params="bfloat16", loss_scale=DynamicLossScale(1, 1))})
@@ -81,7 +81,7 @@ def test_the_scale_changes_no_other_bit():
 
 
 @pytest.mark.slow
-def test_a_restored_run_goes_on_with_the_scales_of_all_versions():
+def test_a_restored_run_has_the_scales_of_all_versions():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 2), models.masked_batches(8, 2)
 
     def pipeline(plan, precision=HALF):
@@ -93,10 +93,10 @@ def test_a_restored_run_goes_on_with_the_scales_of_all_versions():
     state, scales, _ = trained(pipe, batches, state, snapshot)
     layers = jax.tree.map(np.asarray, snapshot.layers())
     assert {float(scale["value"]) for layer in layers.values() for scale in layer["loss_scale"].values()} == {scales[1], scales[2]}
-    again = pipeline(plan)
-    restored, later, _ = trained(again, batches[3:], again.restore(jax.random.key(running.KEY), batches[0], layers, 3))
+    resumed_pipe = pipeline(plan)
+    restored, later, _ = trained(resumed_pipe, batches[3:], resumed_pipe.restore(jax.random.key(running.KEY), batches[0], layers, 3))
     assert later == {t: scales[t] for t in range(3, 8)}
-    running.check_equal(again.params(restored), pipe.params(state))
+    running.check_equal(resumed_pipe.params(restored), pipe.params(state))
     running.check_equal(restored.workers[0].loss_scales, state.workers[0].loss_scales)
 
     other = pipeline(Plan.even(STACK.ids, 1, "pipedream_2bw", 2))
@@ -104,8 +104,8 @@ def test_a_restored_run_goes_on_with_the_scales_of_all_versions():
     for worker in middle.workers:
         assert {v: float(scale.value) for v, scale in worker.loss_scales.items()} == {2: scales[1], 3: scales[2]}
     without = {layer_id: {name: part for name, part in layer.items() if name != "loss_scale"} for layer_id, layer in layers.items()}
-    begun = pipeline(plan).restore(jax.random.key(running.KEY), batches[0], without, 3)
-    assert {float(scale.value) for worker in begun.workers for scale in worker.loss_scales.values()} == {2.0**15}
+    initial = pipeline(plan).restore(jax.random.key(running.KEY), batches[0], without, 3)
+    assert {float(scale.value) for worker in initial.workers for scale in worker.loss_scales.values()} == {2.0**15}
     fixed = pipeline(plan, Precision(params="float16", loss_scale=8))
     assert fixed.restore(jax.random.key(running.KEY), batches[0], layers, 3).workers[0].loss_scales == {}
     layers["track"]["loss_scale"] = {"0": {"value": np.zeros(2, np.float32)}}
@@ -115,7 +115,7 @@ def test_a_restored_run_goes_on_with_the_scales_of_all_versions():
         pipeline(plan).restore(jax.random.key(running.KEY), batches[0], layers, 3)
 
 
-def test_an_evaluation_leaves_the_scales_as_they_are():
+def test_an_evaluation_leaves_the_scales_unchanged():
     plan, batches = Plan.even(STACK.ids, 2, "pipedream_2bw", 2), models.masked_batches(5, 2)
     pipe = Pipeline(STACK, plan, models.masked_squares, models.momentum(), precision=HALF)
     expected, state = trained(pipe, batches)[1], running.fresh(pipe, batches)
@@ -133,8 +133,8 @@ def test_costs_count_the_scale_of_each_version():
     )
     for a, b in zip(fixed.costs(batches[0]), dynamic.costs(batches[0]), strict=True):
         assert b.weights == a.weights + 8
-    held = running.fresh(dynamic, batches).workers[0].loss_scales
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(held)) == 8 * len(held)
+    scales = running.fresh(dynamic, batches).workers[0].loss_scales
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(scales)) == 8 * len(scales)
 
 
 def test_weight_stashing_is_refused():

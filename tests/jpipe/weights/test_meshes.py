@@ -1,4 +1,4 @@
-"""Stages on meshes train what stages on one device each train: in float64 to rounding, and bit for bit where no sum changes its order."""
+"""Stages on meshes equal stages on single devices: in float64 up to rounding, bit for bit where no sum changes its order."""
 
 import gc
 
@@ -55,8 +55,8 @@ def even(**fields) -> Plan:
     return Plan.even(models.wide_stack().ids, fields.pop("num_stages", 2), **fields)
 
 
-def check_close(found: running.Trained, expected: running.Trained) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def check_close(actual: running.Trained, expected: running.Trained) -> None:
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-10, atol=1e-12)
 
 
@@ -65,11 +65,11 @@ def check_close(found: running.Trained, expected: running.Trained) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_mesh_changes_no_number(mesh, schedule):
     expected, _ = trained(even(**SCHEDULES[schedule]))
-    found, _ = trained(even(**SCHEDULES[schedule], mesh=MESHES[mesh]))
+    actual, _ = trained(even(**SCHEDULES[schedule], mesh=MESHES[mesh]))
     if mesh == "one device":
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-    check_close(found, expected)
+    check_close(actual, expected)
 
 
 OPTIONS = {
@@ -87,19 +87,19 @@ OPTIONS = {
 @pytest.mark.thinned(most=1, most_slow=2)
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream_2bw"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_what_else_a_run_does_is_the_same_on_a_mesh(option, schedule):
+def test_other_features_of_a_run_are_equal_on_a_mesh(option, schedule):
     fields = {"microbatches": 3, **OPTIONS[option], "schedule": schedule}
     options = {name: fields.pop(name) for name in ("clip_global_norm", "ema_decay") if name in fields}
     stack = models.wide_stack(fields.pop("tied", False))
     plain = {name: value for name, value in fields.items() if name not in ("mesh", "fsdp")}
     expected, _ = trained(even(**plain), stack, **options)
-    found, _ = trained(even(**fields), stack, **options)
-    check_close(found, expected)
+    actual, _ = trained(even(**fields), stack, **options)
+    check_close(actual, expected)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
 def test_workers_that_share_the_devices_of_a_mesh_compute_one_after_the_other(schedule):
-    """Six workers on pairs of eight devices: their collectives must not wait for each other's threads."""
+    """Six workers share pairs of eight devices; their collectives must not wait for each other's threads."""
     stack = LayerStack({"a": models.dense(4), "b": models.dense(4)})
     plain = Plan.even(stack.ids, 2, schedule=schedule, microbatches=6)
     expected, _ = trained(plain, stack, steps=2)
@@ -130,8 +130,8 @@ def test_workers_that_share_the_devices_of_a_mesh_compute_one_after_the_other(sc
 def test_chunks_on_meshes_change_no_number(schedule):
     fields = {"num_stages": 4, "schedule": schedule, "microbatches": 4, "chunks_per_rank": 2}
     expected, _ = trained(even(**fields))
-    found, _ = trained(even(**fields, mesh={"data": 2, "model": 2}, fsdp=True))
-    check_close(found, expected)
+    actual, _ = trained(even(**fields, mesh={"data": 2, "model": 2}, fsdp=True))
+    check_close(actual, expected)
 
 
 def test_each_device_holds_its_share_and_the_run_is_measured_as_predicted():
@@ -150,26 +150,28 @@ def test_each_device_holds_its_share_and_the_run_is_measured_as_predicted():
     assert costs[0].optimizer == sum(map(shard_bytes, jax.tree.leaves(worker.optimizer))) < 2 * per_device + 64
     gc.collect()
     before = [alive(place.first) for place in pipe.places]
-    held = [0, 0]
+    peaks = [0, 0]
 
     def observe(event):
-        held[event.instruction.worker] = max(held[event.instruction.worker], alive(pipe.devices[event.instruction.worker]))
+        peaks[event.instruction.worker] = max(peaks[event.instruction.worker], alive(pipe.devices[event.instruction.worker]))
 
     for batch in batches:
         state, _ = pipe.step(state, batch, observe=observe)
     predicted = simulate(lower(plan, len(batches)), pipe.costs(batches[0])).held_bytes
     resting = [sum(cost[name] for name in ("weights", "optimizer", "state", "accumulators")) for cost in map(vars, costs)]
-    assert [most - at_first + rest for most, at_first, rest in zip(held, before, resting, strict=True)] == pytest.approx(predicted, abs=64)
+    assert [most - at_first + bytes_at_rest for most, at_first, bytes_at_rest in zip(peaks, before, resting, strict=True)] == pytest.approx(
+        predicted, abs=64
+    )
 
 
 def alive(device: jax.Device) -> int:
-    """Bytes on a device of all arrays that are not deleted, but keys and marks of computations."""
+    """Return the bytes of all live arrays on a device, except keys and markers of computations."""
     arrays = [a for a in jax.live_arrays() if device in a.devices() and not a.is_deleted()]
     return sum(shard_bytes(a) for a in arrays if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key) and a.dtype != bool)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream_flush", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
-def test_a_run_goes_on_under_another_mesh(schedule):
+def test_a_run_resumes_under_another_mesh(schedule):
     before = even(schedule=schedule, microbatches=2, mesh={"data": 2, "model": 2}, fsdp=True)
     batches = batches_for(before, 5)
     pipe = Pipeline(models.wide_stack(), before, models.masked_squares, models.momentum())
@@ -184,8 +186,8 @@ def test_a_run_goes_on_under_another_mesh(schedule):
         resumed = other.restore(jax.random.key(running.KEY), batches[0], layers, 2)
         for batch in batches[2:]:
             resumed, _ = other.step(resumed, batch)
-        found, expected = other.params(other.drain(resumed)), pipe.params(state)
-        for one, another in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        actual, expected = other.params(other.drain(resumed)), pipe.params(state)
+        for one, another in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(np.asarray(one), np.asarray(another), rtol=1e-10, atol=1e-12)
 
 

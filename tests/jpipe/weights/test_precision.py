@@ -1,4 +1,4 @@
-"""Precision: masters against float32 parameters, accumulation in float32, the loss scale, what crosses links, and what is refused."""
+"""Precision: masters, float32 accumulation, the loss scale, dtypes of messages, and invalid settings."""
 
 import re
 import warnings
@@ -35,28 +35,28 @@ def dtypes(tree) -> set[str]:
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(("variant", "d", "m", "replicas"), CASES)
 def test_masters_are_the_float32_parameters_of_a_run_that_casts_them(variant, d, m, replicas):
-    """And a weight version is what the masters are in bfloat16, of half the bytes: so is the whole stash."""
+    """A weight version is the masters cast to bfloat16, of half the bytes, and so is the whole stash."""
     plan, batches = Plan.even(STACK.ids, d, microbatches=m, replicas=replicas, **models.VARIANTS[variant]), models.masked_batches(5, m)
-    cast, kept = (pipeline(plan, precision) for precision in (Precision(compute="bfloat16"), MASTERS))
+    cast, with_masters = (pipeline(plan, precision) for precision in (Precision(compute="bfloat16"), MASTERS))
     expected = running.train(cast, batches)
-    state, losses = running.fresh(kept, batches), []
+    state, losses = running.fresh(with_masters, batches), []
     for batch in batches:
-        state, metrics = kept.step(state, batch)
+        state, metrics = with_masters.step(state, batch)
         losses += map(float, metrics.losses.values())
     assert losses == expected.losses[: len(losses)]
-    in_flight = kept.params(state)
-    state = kept.drain(state)
-    found = kept.params(state)
-    running.check_equal(found, expected.params)
+    in_flight = with_masters.params(state)
+    state = with_masters.drain(state)
+    actual = with_masters.params(state)
+    running.check_equal(actual, expected.params)
     running.check_equal(in_flight, expected.params)
     running.check_equal(running.layer_state(state), expected.layer_state)
-    assert dtypes(found) == {"float32"}
+    assert dtypes(actual) == {"float32"}
     for worker in state.workers:
         newest = worker.weights.read(worker.weights.newest)
-        running.check_equal(newest, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), {i: found[i] for i in newest}))
+        running.check_equal(newest, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), {i: actual[i] for i in newest}))
         assert dtypes(worker.weights) == {"bfloat16"}
         assert dtypes(worker.accumulators) == {"float32"}
-    for a, b in zip(cast.costs(batches[0]), kept.costs(batches[0]), strict=True):
+    for a, b in zip(cast.costs(batches[0]), with_masters.costs(batches[0]), strict=True):
         assert (a.weights, a.accumulators) == (2 * b.weights, b.accumulators)
         assert b.optimizer == a.optimizer + a.weights
         assert (a.inputs, a.outputs, a.residuals, a.message, a.gradient) == (b.inputs, b.outputs, b.residuals, b.message, b.gradient)
@@ -70,7 +70,7 @@ def test_a_schedule_with_masters_equals_the_sequential_reference_bit_for_bit(var
 
 
 def test_a_step_with_masters_by_hand():
-    """Cast the masters, compute in bfloat16, sum in float32, change the masters; in numbers of which only the named steps are rounded."""
+    """Cast the masters, compute in bfloat16, sum in float32 and update the masters; only the named steps round these numbers."""
     layer = Layer(
         lambda key, x: ({"w": jax.random.normal(key, (3,))}, {}), lambda params, state, x, key, train: (params["w"][None] * x, state)
     )
@@ -102,13 +102,13 @@ def _bfloat16(array):
 
 
 def scale(dtype) -> Layer:
-    """`w * x`, with a `w` of zeros."""
+    """Build a layer that computes `w * x`, with a `w` of zeros."""
     return Layer(lambda key, x: ({"w": jnp.zeros((), dtype)}, {}), lambda params, state, x, key, train: (params["w"] * x, state))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_many_small_bfloat16_gradients_do_not_vanish(replicas):
-    """A sum in bfloat16 stays at 1: each of the others is less than half of its last digit."""
+    """A sum in bfloat16 would stay at 1: each other term is less than half of its last digit."""
     stack, m = LayerStack({"scale": scale(jnp.bfloat16)}), 64
     x = np.full((m, 1), 2.0**-9, jnp.bfloat16)
     x[0] = 1
@@ -116,8 +116,8 @@ def test_many_small_bfloat16_gradients_do_not_vanish(replicas):
     state, _ = pipe.step(pipe.init(jax.random.key(0), (x, x)), (x, x))
     assert dtypes(state.workers[0].accumulators) == {"float32"}
     assert dtypes(state.workers[0].weights) == {"bfloat16"}
-    (found,) = jax.tree.leaves(pipe.params(state))
-    assert found == jnp.asarray(-(1 + (m - 1) * 2.0**-9), jnp.bfloat16)
+    (weight,) = jax.tree.leaves(pipe.params(state))
+    assert weight == jnp.asarray(-(1 + (m - 1) * 2.0**-9), jnp.bfloat16)
 
 
 def test_gradients_accumulate_in_float64_if_asked():
@@ -133,8 +133,8 @@ def test_gradients_accumulate_in_float64_if_asked():
         x, labels = np.array([[1.0], [1e-9], [-1.0], [1e-9]], np.float32), np.ones((4, 1), np.float32)
         state, _ = pipe.step(pipe.init(jax.random.key(0), (x, labels)), (x, labels))
         assert dtypes(state.workers[0].accumulators["gradients"]) == {"float64"}
-        (found,) = jax.tree.leaves(pipe.params(state))
-        assert (found.dtype, float(found)) == (jnp.float32, pytest.approx(-(2.0**30) * 2e-9 / 4))
+        (weight,) = jax.tree.leaves(pipe.params(state))
+        assert (weight.dtype, float(weight)) == (jnp.float32, pytest.approx(-(2.0**30) * 2e-9 / 4))
 
 
 # The loss scale --------------------------------------------------------------------------------------------------------
@@ -161,15 +161,15 @@ def test_the_loss_scale_keeps_small_float16_gradients():
     with pytest.warns(UserWarning, match=r'^precision: compute is float16 without a loss_scale: .*; set loss_scale to "dynamic", or'):
         plain = Precision(params="float16")
     assert trained(plain)[0] == 0
-    found, costs = trained(Precision(params="float16", loss_scale=2**16))
-    assert found == pytest.approx(-2e-9, rel=1e-3)
+    weight, costs = trained(Precision(params="float16", loss_scale=2**16))
+    assert weight == pytest.approx(-2e-9, rel=1e-3)
     assert (costs[0].outputs, costs[0].weights, costs[0].accumulators) == (2, 2, 8)
 
 
 # What is computed in which dtype ---------------------------------------------------------------------------------------
 
 
-def test_layers_compute_in_the_dtype_and_the_loss_and_the_state_do_not():
+def test_layers_compute_in_the_dtype_but_the_loss_and_the_state_do_not():
     seen = []
 
     def look(x):
@@ -190,7 +190,7 @@ def test_layers_compute_in_the_dtype_and_the_loss_and_the_state_do_not():
     assert dtypes(state.workers[0].layer_state) == {"float32", "int32"}
 
 
-def test_float64_is_left_alone():
+def test_float64_is_unchanged():
     with jax.enable_x64(True):
         stack, batches = LayerStack({"one": models.dense()}), models.batches_of(2, 2, dtype=np.float64)
         plan = Plan.even(stack.ids, 1, "pipedream_2bw", 1)
@@ -219,14 +219,16 @@ def test_a_restored_run_has_the_masters_under_any_cut():
         pipe = pipeline(plan, MASTERS)
         return pipe, pipe.restore(jax.random.key(running.KEY), batches[0], layers, 3, fresh_optimizer=fresh)
 
-    again, middle = restored(plan)
-    running.check_equal(again.params(state := _trained(again, middle, batches[3:])), pipe.params(_drained(pipe, batches)))
+    resumed_pipe, middle = restored(plan)
+    running.check_equal(resumed_pipe.params(state := _trained(resumed_pipe, middle, batches[3:])), pipe.params(_drained(pipe, batches)))
     other, middle = restored(Plan.even(STACK.ids, 4, "gpipe", 2))
     _, reset = restored(Plan.even(STACK.ids, 4, "gpipe", 2), fresh=True)
     masters = {layer_id: layers[layer_id]["optimizer"]["masters"] for layer_id in STACK.ids}
     running.check_equal(other.params(middle), masters)
     for worker in reset.workers:
-        running.check_equal({i: held.masters for i, held in worker.optimizer.items()}, {i: masters[i] for i in worker.optimizer})
+        running.check_equal(
+            {i: optimizer_state.masters for i, optimizer_state in worker.optimizer.items()}, {i: masters[i] for i in worker.optimizer}
+        )
     with pytest.raises(InputError, match=r"expected 'b' as in the model, float32\[3\], found bfloat16\[3\]; is it of another precision\?$"):
         pipeline(plan, Precision()).check_layers(batches[0], layers, 3)
     plain = pipeline(plan, Precision())
@@ -267,7 +269,7 @@ def test_a_wrong_precision_is_refused(fields, message):
         Precision(**fields)
 
 
-def test_a_pipeline_refuses_what_is_no_precision_or_needs_other_settings():
+def test_a_pipeline_refuses_invalid_precisions():
     plan = Plan.even(STACK.ids, 1, "gpipe", 1)
     with pytest.raises(InputError, match=r"^precision: expected a jpipe\.Precision, found str; give Precision\("):
         Pipeline.__init__.__wrapped__(object.__new__(Pipeline), STACK, plan, models.squares, models.momentum(), precision="bfloat16")

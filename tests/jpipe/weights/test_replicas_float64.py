@@ -30,7 +30,7 @@ VARIANTS = models.VARIANTS | {"noam": {"schedule": "pipedream", "noam": True}}
 
 
 def batches_for(plan, count=6) -> list:
-    """Batches in one of which every second microbatch weighs nothing."""
+    """Return batches, one of which has weight zero in every second microbatch."""
     batches = models.masked_batches(count, plan.microbatches, dtype=np.float64)
     if plan.microbatches > 1:
         batches[2][1]["mask"].reshape(-1, models.ROWS)[1::2] = 0.0
@@ -38,7 +38,7 @@ def batches_for(plan, count=6) -> list:
 
 
 def pipeline(plan, **options) -> Pipeline:
-    """All workers on one device: what replicas have in common is compiled once."""
+    """Build a pipeline with all workers on one device, so that common programs of replicas compile once."""
     return Pipeline(STACK, plan, models.masked_squares, models.momentum(), jax.devices()[:1] * len(plan.workers), **options)
 
 
@@ -91,7 +91,7 @@ def test_parallel_pipelines_change_nothing(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (1.0, 0.5, 0.5)])
 def test_stages_that_update_at_rates_of_their_own_equal_the_rule_written_out(scales):
-    """2-1-1 of the original PipeDream: stage 0 updates after two microbatches and reads late, the others after each one."""
+    """In 2-1-1 of the original PipeDream, stage 0 updates after two microbatches and reads late, the others after each one."""
     every, reads = (2, 1, 1), (lambda k: max(k // 2 - 2, 0), lambda k: max(k - 1, 0), lambda k: k)
     plan = plan_of((2, 1, 1), "pipedream", 2, update_every="replicas", scale_learning_rate=scales != (1.0, 1.0, 1.0))
     pipe, batches, optimizer = pipeline(plan), batches_for(plan), models.momentum()
@@ -118,10 +118,10 @@ def test_stages_that_update_at_rates_of_their_own_equal_the_rule_written_out(sca
                 updates, states[s] = optimizer.update(mean, states[s])
                 versions[s].append(jax.tree.map(lambda w, u: w + scales[s] * u, versions[s][-1], updates))  # noqa: B023 - the same
                 sums[s] = []
-    found = train(pipe, batches, fresh_state)
-    check_close(found.params, {i: params for v in versions for i, params in v[-1].items()})
+    result = train(pipe, batches, fresh_state)
+    check_close(result.params, {i: params for v in versions for i, params in v[-1].items()})
     totals, weights = np.array(losses).reshape(-1, 4, 2).sum(1).T
-    check_close(np.array(found.losses), totals / weights)
+    check_close(np.array(result.losses), totals / weights)
 
 
 @pytest.mark.parametrize("sync_state", [True, False])

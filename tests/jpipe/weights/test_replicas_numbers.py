@@ -1,4 +1,4 @@
-"""Replicated stages: the numbers of the sequential reference, bit for bit, with any number of replicas a stage."""
+"""Replicated stages equal the sequential reference bit for bit, with any number of replicas a stage."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Layer state of replicas under schedules that do not flush: each keeps its own while it trains, and what is read is the mean."""
+"""Layer state of replicas without a flush: each replica has its own during training, and reads give the mean."""
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def test_after_a_drain_all_replicas_hold_the_mean_of_what_each_has_made(name):
         if t == 4:
             state = pipe.drain(state)
             middle = [models.copied(worker.layer_state) for worker in state.workers]  # the next step deletes its arrays
-    assert len({np.asarray(layer["mean"]).tobytes() for own in middle for layer in own.values()}) == 1
+    assert len({np.asarray(layer["mean"]).tobytes() for states in middle for layer in states.values()}) == 1
     ends = [np.asarray(layer["mean"]) for worker in pipe.drain(state).workers for layer in worker.layer_state.values()]
     for mean in ends:
         assert mean.tobytes() == ends[0].tobytes()
@@ -79,19 +79,19 @@ def test_an_evaluation_in_flight_reads_the_mean_and_leaves_each_replica_its_own(
     for batch in batches:
         state, _ = pipe.step(state, batch)
     before = [models.copied(worker.layer_state) for worker in state.workers]
-    found = [float(pipe.evaluate(state, batches[0]).loss) for _ in range(2)]
+    losses = [float(pipe.evaluate(state, batches[0]).loss) for _ in range(2)]
     check_equal([worker.layer_state for worker in state.workers], before)
-    assert len({np.asarray(own["mean"]).tobytes() for worker in before[:2] for own in worker.values()}) == 2
+    assert len({np.asarray(layer_state["mean"]).tobytes() for worker in before[:2] for layer_state in worker.values()}) == 2
     if schedule == "pipedream" and not fields:
         state = pipe.drain(state)  # as the evaluation had to, of a copy
     y, labels = batches[0]
     for s in range(2):
         first, second = (np.asarray(worker.layer_state[f"average{s}"]["mean"]) for worker in state.workers[2 * s : 2 * s + 2])
         y = y - (first + second) / 2
-    np.testing.assert_allclose(found, [((y - labels) ** 2).mean()] * 2, rtol=1e-5)
+    np.testing.assert_allclose(losses, [((y - labels) ** 2).mean()] * 2, rtol=1e-5)
 
 
-def test_without_sync_state_each_replica_keeps_its_own():
+def test_without_sync_state_each_replica_keeps_its_layer_state():
     pipe = pipeline(1, "pipedream_2bw", 2, sync_state=False)
     batches = models.batches_of(3, 2 * models.ROWS)
     state = pipe.init(jax.random.key(0), batches[0])

@@ -31,15 +31,15 @@ CHANGES = {
 
 @pytest.fixture(params=[*SCHEDULES, "two_by_two"])
 def schedule(request):
-    """Each schedule of the registry, and one that was added to it with nothing else."""
+    """Return each schedule of the registry, and one that only adds itself to it."""
     if request.param not in SCHEDULES:
         request.getfixturevalue(request.param)
     return SCHEDULES[request.param]
 
 
 def plans(schedule):
-    """Legal plans of all kinds: straight, in chunks and replicated, few and many microbatches, with each option of the schedule."""
-    found = []
+    """Return legal plans of all kinds: straight, in chunks and replicated, few and many microbatches, and each option of the schedule."""
+    cases = []
     shapes = [(replicas, 1) for replicas in REPLICAS] + CHUNKS
     options = [None, *(option for option in schedule.options if option in CHANGES)]
     for (replicas, chunks), m, option in itertools.product(shapes, (1, 2, 5, 6, 18), options):
@@ -47,9 +47,9 @@ def plans(schedule):
             continue
         fields = {"layers": "abcdef", "num_stages": len(replicas), "microbatches": m, "replicas": replicas}
         fields |= {option: CHANGES[option]} if option else {}
-        found += legal(schedule, fields, chunks)
-    assert len(found) > 9
-    return found
+        cases += legal(schedule, fields, chunks)
+    assert len(cases) > 9
+    return cases
 
 
 def legal(schedule, fields, chunks):
@@ -63,7 +63,7 @@ def legal(schedule, fields, chunks):
 
 
 def with_order(name, fields, chunks):
-    """Plans whose order is data: that of another schedule, and one by times."""
+    """Return plans whose order is data: that of another schedule, and one computed from times."""
     try:
         other = Plan.even(schedule=name, chunks_per_rank=chunks, **fields)
     except InputError:
@@ -76,7 +76,7 @@ def with_order(name, fields, chunks):
 
 
 def rank_replicas(plan):
-    """Each rank and replica, with its stages."""
+    """Return each rank and replica with its stages."""
     return [(p, replica, stages) for p, stages in enumerate(plan.pipeline_ranks) for replica in range(plan.replicas[stages[0]])]
 
 
@@ -84,36 +84,36 @@ def test_orders_are_complete_and_each_computation_is_legal(schedule):
     for plan in plans(schedule):
         for p, replica, stages in rank_replicas(plan):
             order = list(schedule.computations(plan, p, replica, 1, 4))
-            own = list(range(plan.microbatches + replica, 4 * plan.microbatches, plan.replicas[stages[0]]))
+            microbatches = list(range(plan.microbatches + replica, 4 * plan.microbatches, plan.replicas[stages[0]]))
             assert {entry.stage for entry in order} == set(stages)
             for s in stages:
-                check_stage(plan, s, [entry for entry in order if entry.stage == s], own)
+                check_stage(plan, s, [entry for entry in order if entry.stage == s], microbatches)
 
 
-def check_stage(plan, s, order, own):
+def check_stage(plan, s, order, microbatches):
     """Check what one replica of a stage computes for its own microbatches."""
     kinds = Counter(entry.op for entry in order)
-    assert [entry.microbatch for entry in order if entry.is_forward] == own, "forwards in order, each once"
-    assert [entry.microbatch for entry in order if entry.gives_gradient] == own, "backwards in order, each once"
-    assert [entry.microbatch for entry in order if entry.finishes] == own, "backwards for weights in order, each once"
+    assert [entry.microbatch for entry in order if entry.is_forward] == microbatches, "forwards in order, each once"
+    assert [entry.microbatch for entry in order if entry.gives_gradient] == microbatches, "backwards in order, each once"
+    assert [entry.microbatch for entry in order if entry.finishes] == microbatches, "backwards for weights in order, each once"
     halves = {"F": "F", "B": "IW", "FB": "FIW", "I": "I", "W": "W", "FI": "FI"}
     steps = [(half, entry.microbatch) for entry in order for half in halves[entry.op]]
-    assert all(steps.index(("F", k)) < steps.index(("I", k)) < steps.index(("W", k)) for k in own)
+    assert all(steps.index(("F", k)) < steps.index(("I", k)) < steps.index(("W", k)) for k in microbatches)
     fused = {op: kinds[op] for op in ("FB", "FI") if kinds[op]}
-    assert fused in ({}, {"FB": len(own)}, {"FI": len(own)}), "all as one program or none"
+    assert fused in ({}, {"FB": len(microbatches)}, {"FI": len(microbatches)}), "all as one program or none"
     assert SCHEDULES[plan.schedule].fuses(plan, s) == ("FB" in fused)
     assert s == plan.depth - 1 or not fused, "a backward of another stage needs that of the next one"
 
 
-def test_what_is_in_flight_is_what_the_order_does(schedule):
+def test_in_flight_counts_follow_from_the_order(schedule):
     for plan in plans(schedule):
         batches = 1 if schedule.flushes else batches_until_full(plan) + 2 * schedule.period(plan) + 1
         for p, replica, stages in rank_replicas(plan):
-            most, begun = Counter[int](), Counter[int]()
+            most, in_flight = Counter[int](), Counter[int]()
             for entry in schedule.computations(plan, p, replica, 0, batches):
-                begun[entry.stage] += entry.is_forward
-                most[entry.stage] = max(most[entry.stage], begun[entry.stage])
-                begun[entry.stage] -= entry.finishes
+                in_flight[entry.stage] += entry.is_forward
+                most[entry.stage] = max(most[entry.stage], in_flight[entry.stage])
+                in_flight[entry.stage] -= entry.finishes
             assert most == {s: schedule.in_flight(plan, s) for s in stages}
 
 

@@ -1,4 +1,4 @@
-"""The contract of every schedule: the numbers of the sequential reference, bit for bit, at every depth and number of microbatches."""
+"""Every schedule equals the sequential reference bit for bit, at every depth and number of microbatches."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -48,10 +48,10 @@ def test_recomputing_stages_equal_the_sequential_reference_bit_for_bit(variant, 
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_uneven_cuts_equal_the_sequential_reference_bit_for_bit(data):
-    sizes, rest = [], len(STACK.ids)
-    while rest:
-        sizes.append(data.draw(st.integers(1, rest), label="layers"))
-        rest -= sizes[-1]
+    sizes, remaining = [], len(STACK.ids)
+    while remaining:
+        sizes.append(data.draw(st.integers(1, remaining), label="layers"))
+        remaining -= sizes[-1]
     fields = models.VARIANTS[data.draw(st.sampled_from(sorted(models.VARIANTS)))]
     least = len(sizes) if fields["schedule"] == "pipedream_2bw" else 1
     m = data.draw(st.integers(least, 6), label="microbatches")

@@ -1,4 +1,4 @@
-"""Replicas that share the optimizer state of their stage (ZeRO stage 1): the same numbers, a part of the state, in all that a run does."""
+"""Replicas that shard the optimizer state of their stage (ZeRO stage 1): equal numbers with a part of the state."""
 
 from dataclasses import replace
 
@@ -37,8 +37,8 @@ def float64():
         yield
 
 
-def check_bits(found, expected) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def check_bits(actual, expected) -> None:
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
@@ -64,21 +64,21 @@ OPTIONS = ("clip_global_norm", "skip_nonfinite", "precision")
 
 @pytest.mark.thinned(most=2, most_slow=3)
 @pytest.mark.parametrize("case", CASES)
-def test_the_numbers_are_those_without(case):
+def test_the_numbers_equal_those_without_sharding(case):
     fields = dict(CASES[case])
     options = {name: fields.pop(name) for name in OPTIONS if name in fields}
     tied, wide = fields.pop("tied", False), fields.pop("wide", False)
     stack = models.wide_stack(tied) if wide else models.tied_stack() if tied else models.rich_stack()
     without, shared = (plan_of(sharded, **fields) for sharded in (False, True))
     expected = running.train(pipeline(without, stack, **options), batches_for(without, wide))
-    found = running.train(pipeline(shared, stack, **options), batches_for(shared, wide))
+    actual = running.train(pipeline(shared, stack, **options), batches_for(shared, wide))
     if tied or wide:  # XLA may round the update of a layer in other ways beside other layers
-        running.check_close(found, expected)
+        running.check_close(actual, expected)
     else:
-        check_bits(found, expected)
+        check_bits(actual, expected)
 
 
-def test_a_batch_that_is_skipped_changes_nothing():
+def test_a_skipped_batch_changes_nothing():
     pipe = pipeline(plan_of(schedule="pipedream_flush"), skip_nonfinite=True)
     batches = batches_for(pipe.plan)
     state = pipe.init(jax.random.key(0), batches[0])
@@ -104,17 +104,17 @@ def test_each_replica_holds_and_updates_its_share_and_copies_are_its_own():
         state, _ = pipe.step(state, batch)
     for first, second in ((0, 1), (2, 3)):
         check_bits(state.workers[first].weights, state.workers[second].weights)
-    places = [leaf.unsafe_buffer_pointer() for worker in state.workers for leaf in jax.tree.leaves(worker.weights)]
-    assert len(set(places)) == len(places)
+    addresses = [leaf.unsafe_buffer_pointer() for worker in state.workers for leaf in jax.tree.leaves(worker.weights)]
+    assert len(set(addresses)) == len(addresses)
     costs = pipe.costs(batches[0])
-    held = [sum(leaf.nbytes for leaf in jax.tree.leaves(worker.optimizer)) for worker in state.workers]
-    assert [cost.optimizer for cost in costs] == [max(held[:2]), max(held[2:])]
+    optimizer_bytes = [sum(leaf.nbytes for leaf in jax.tree.leaves(worker.optimizer)) for worker in state.workers]
+    assert [cost.optimizer for cost in costs] == [max(optimizer_bytes[:2]), max(optimizer_bytes[2:])]
     assert [sum(cost.updated) for cost in costs] == [cost.weights for cost in costs]
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_shares_and_without_them():
-    """In all directions, with other replicas and cuts, and with the masters that some replica has."""
+def test_a_run_resumes_with_a_sharded_optimizer_and_without():
+    """Restore in all directions, with other replicas and cuts, and with the masters that some replica has."""
     options = {"precision": Precision(params="bfloat16"), "optimizer": optax.adam(1e-2)}
     plans = [plan_of(), plan_of(False), plan_of(num_stages=1, schedule="pipedream_flush", replicas=4)]
     batches, key = batches_for(plans[0], count=3), jax.random.key(3)
@@ -128,12 +128,12 @@ def test_a_run_goes_on_with_shares_and_without_them():
         for target, other in enumerate(pipes):
             other.check_layers(batches[0], layers, 2)
             resumed = other.restore(key, batches[0], layers, 2)
-            held = [{entry: to_plain(part) for entry, part in worker.optimizer.items()} for worker in resumed.workers]
+            states = [{entry: to_plain(part) for entry, part in worker.optimizer.items()} for worker in resumed.workers]
             for entry, plain in with_optimizers(layers).items():
-                owners = [part[entry] for part in held if entry in part]
+                owners = [part[entry] for part in states if entry in part]
                 assert owners or " replica " in entry
-                for found in owners:
-                    check_bits(found, plain["optimizer"])
+                for copy in owners:
+                    check_bits(copy, plain["optimizer"])
             if source < 2 and target < 2:  # the same cut and sums, so the same bits from here on
                 resumed, _ = other.step(resumed, batches[2])
                 check_bits(other.params(resumed), afterwards[0])
@@ -160,14 +160,14 @@ def test_a_checkpoint_on_disk_has_each_layers_optimizer_state(tmp_path):
 def test_programs_give_the_weights_before_they_are_read():
     plan = plan_of(schedule="pipedream_flush")
     program = lower(plan, 2)
-    given = [i for i in program.instructions if isinstance(i, Send) and i.message == "weights"]
-    assert [(i.worker, i.to) for i in given] == [(0, 1), (1, 0), (2, 3), (3, 2)] * 2
+    sends = [i for i in program.instructions if isinstance(i, Send) and i.message == "weights"]
+    assert [(i.worker, i.to) for i in sends] == [(0, 1), (1, 0), (2, 3), (3, 2)] * 2
     costs = [StageCost(weights=6, optimizer=6, updated=(4, 2), accumulators=6)] * 2
     free, slow = (simulate(program, costs, link=link) for link in (None, Link(bandwidth=0.5)))
     assert slow.seconds > free.seconds
     assert free.moved_bytes == tuple(2 * (6 + size) for size in (4, 2, 4, 2)), "a sum of gradients and what is updated, twice"
     assert free.held_bytes == simulate(lower(plan_of(False, schedule="pipedream_flush"), 2), costs).held_bytes
-    first = next(n for n, i in enumerate(program.instructions) if i == given[0])
+    first = next(n for n, i in enumerate(program.instructions) if i == sends[0])
     without = program.instructions[:first] + program.instructions[first + 2 :]
     with pytest.raises(ProgramError, match=r"version 1 lacks the weights that workers \[0\] have updated"):
         simulate(replace(program, instructions=without))

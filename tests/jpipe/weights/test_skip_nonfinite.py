@@ -1,4 +1,4 @@
-"""A batch with a gradient that is not finite changes no weights and no optimizer state, at any stage or at all of them."""
+"""A batch with a gradient that is not finite changes no weights and no optimizer state at any stage."""
 
 import itertools
 
@@ -50,22 +50,22 @@ def test_equals_the_sequential_reference_bit_for_bit(replicas, fields, clip):
 def test_a_bad_batch_leaves_weights_and_optimizer_as_they_are_at_all_stages(schedule):
     plan = Plan.even(STACK.ids, 3, schedule, 3)
     pipe = Pipeline(STACK, plan, models.masked_squares, optax.adam(0.05), skip_nonfinite=True)
-    batches, nonfinite, kept = batches_of(plan, {2: np.nan}), {}, {}
+    batches, nonfinite, states = batches_of(plan, {2: np.nan}), {}, {}
     state = fresh(pipe, batches)
     for t, batch in enumerate(batches[:5]):
         state, metrics = pipe.step(state, batch)
         nonfinite |= metrics.nonfinite
         state, metrics = pipe.drain(state, with_metrics=True)
         nonfinite |= metrics.nonfinite
-        kept[t] = jax.tree.map(np.asarray, (pipe.params(state), [worker.optimizer for worker in state.workers]))
+        states[t] = jax.tree.map(np.asarray, (pipe.params(state), [worker.optimizer for worker in state.workers]))
     assert [t for t, count in nonfinite.items() if count > 0] == [2]
     assert sorted(nonfinite) == list(range(5))
-    check_equal(kept[2], kept[1])
-    for before, after in itertools.pairwise(t for t in kept if t != 2):
-        assert any(np.any(a != b) for a, b in zip(*(jax.tree.leaves(kept[t][0]) for t in (before, after)), strict=True))
+    check_equal(states[2], states[1])
+    for before, after in itertools.pairwise(t for t in states if t != 2):
+        assert any(np.any(a != b) for a, b in zip(*(jax.tree.leaves(states[t][0]) for t in (before, after)), strict=True))
 
 
-def test_without_it_the_weights_are_lost():
+def test_without_skipping_the_weights_become_nan():
     plan = Plan.even(STACK.ids, 2, "pipedream_2bw", 2)
     pipe = Pipeline(STACK, plan, models.masked_squares, optax.sgd(0.1))
     batches = batches_of(plan, {0: np.nan})
@@ -78,7 +78,7 @@ def test_without_it_the_weights_are_lost():
 
 
 def test_large_finite_gradients_are_no_reason_to_skip():
-    """Their squares overflow, so that the norm is infinite; they are finite."""
+    """The gradients are finite, but their squares overflow, so that the norm is infinite."""
     plan = Plan.even(STACK.ids, 2, "gpipe", 2)
     pipe = Pipeline(STACK, plan, lambda y, labels: (1e25 * y.sum(), jnp.float32(1)), optax.sgd(1e-30), skip_nonfinite=True)
     batches = models.masked_batches(1, 2)

@@ -74,7 +74,7 @@ def batches() -> list[Any]:
 
 
 def sequential(params, version, optimizer, data):
-    """Plain training of the model with one table, each microbatch at the weights of `version(k)`."""
+    """Train the model with one table plainly, each microbatch at the weights of `version(k)`."""
 
     def total(p, x, labels):
         h = p["embed"]["token"]["embedding"][x] + p["embed"]["position"][None]
@@ -85,7 +85,7 @@ def sequential(params, version, optimizer, data):
     gradient, weights, state = jax.jit(jax.grad(total)), [params], optimizer.init(params)
     for t, (x, labels) in enumerate(data):
         rows = [slice(2 * j, 2 * j + 2) for j in range(M)]
-        parts = [gradient(weights[version(t * M + j)], x[own], labels[own]) for j, own in enumerate(rows)]
+        parts = [gradient(weights[version(t * M + j)], x[indices], labels[indices]) for j, indices in enumerate(rows)]
         mean = jax.tree.map(lambda *g: functools.reduce(jnp.add, g) / float(labels.size), *parts)  # noqa: B023 - called at once
         with jax.numpy_dtype_promotion("standard"):  # optax's own adam mixes dtypes
             updates, state = optimizer.update(mean, state, weights[-1])
@@ -94,9 +94,9 @@ def sequential(params, version, optimizer, data):
 
 
 def plain(params) -> dict[str, Any]:
-    """Parameters as dicts, without the second place of the table."""
-    found = {layer_id: nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree for layer_id, tree in params.items()}
-    return found | {"head": {"bias": found["head"]["bias"]}}
+    """Return parameters as dicts, without the second place of the table."""
+    trees = {layer_id: nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree for layer_id, tree in params.items()}
+    return trees | {"head": {"bias": trees["head"]["bias"]}}
 
 
 CASES = [
@@ -146,17 +146,17 @@ def test_equals_plain_training_with_one_array(replicas, fields, clip):
 
 def check_copies(state, name="embed shared token/embedding") -> None:
     """Check that the newest copies of a parameter and of its optimizer state are equal bit by bit on all workers that have them."""
-    held = [
+    copies = [
         (worker.weights.read(worker.weights.newest)[name], worker.optimizer[name]) for worker in state.workers if name in worker.optimizer
     ]
-    assert held
-    for copy in held[1:]:
-        check_equal(jax.tree.map(np.asarray, copy), jax.tree.map(np.asarray, held[0]))
+    assert copies
+    for copy in copies[1:]:
+        check_equal(jax.tree.map(np.asarray, copy), jax.tree.map(np.asarray, copies[0]))
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_the_two_layers_are_in_one_stage():
-    """And the other way round; a checkpoint has the parameter once."""
+def test_a_run_resumes_where_the_tied_layers_share_a_stage():
+    """Restore in both directions; a checkpoint has the parameter once."""
     first, second, data = pipeline((1, 1, 1), {"schedule": "pipedream_2bw"}), pipeline((1,), {"schedule": "pipedream_2bw"}), batches()
     state, cut = first.init(jax.random.key(0), data[0]), first.snapshot(2)
     for batch in data:
@@ -167,16 +167,16 @@ def test_a_run_goes_on_where_the_two_layers_are_in_one_stage():
     assert "table" not in layers["head"]["params"]["0"]
     expected = first.params(first.drain(state))
     for pipe in (first, second):
-        again = pipe.restore(jax.random.key(0), data[0], layers, 2)
+        restored = pipe.restore(jax.random.key(0), data[0], layers, 2)
         for batch in data[2:]:
-            again, _ = pipe.step(again, batch)
-        check_close(pipe.params(pipe.drain(again)), expected)
+            restored, _ = pipe.step(restored, batch)
+        check_close(pipe.params(pipe.drain(restored)), expected)
 
 
 @pytest.mark.slow
 def test_averages_and_evaluation_are_those_of_one_stage():
-    """The moving average, and the loss of the newest weights and of the average."""
-    data, found = batches(), []
+    """Compare the moving average, and the loss of the newest weights and of the average."""
+    data, results = batches(), []
     for replicas in ((1,), (1, 1, 2)):
         pipe = pipeline(replicas, {"schedule": "pipedream_2bw"}, ema_decay=0.5)
         state = pipe.init(jax.random.key(0), data[0])
@@ -188,14 +188,14 @@ def test_averages_and_evaluation_are_those_of_one_stage():
         losses = [float(pipe.evaluate(state, data[0], weights=weights).loss) for weights in ("newest", "ema")]
         assert losses[0] != losses[1]
         check_copies(state)
-        found.append((losses, pipe.params(state, weights="ema")))
-    check_close(found[1], found[0])
+        results.append((losses, pipe.params(state, weights="ema")))
+    check_close(results[1], results[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_masters_of_a_shared_parameter(replicas):
-    """One version in bfloat16 and one master in each stage; a run that is restored is the same, bit for bit."""
+    """Each stage has one bfloat16 version and one master; a restored run is equal bit for bit."""
     stack, data, name = models.tied_stack(), models.masked_batches(3, 4), "noise shared w"
     plan = Plan.even(stack.ids, 2, "pipedream_2bw", 4, replicas=replicas)
     devices, precision = [jax.devices()[s] for s, _ in plan.workers], Precision(params="bfloat16")
@@ -208,20 +208,20 @@ def test_masters_of_a_shared_parameter(replicas):
     for worker in state.workers:
         assert worker.weights.read(worker.weights.newest)[name].dtype == jnp.bfloat16
         assert worker.optimizer[name].masters.dtype == worker.accumulators["gradients"][name].dtype == jnp.float32
-    again = pipe.restore(jax.random.key(0), data[0], cut.layers(), 1)
+    restored = pipe.restore(jax.random.key(0), data[0], cut.layers(), 1)
     for batch in data[1:]:
-        again, _ = pipe.step(again, batch)
-    check_equal(*(jax.tree.map(np.asarray, pipe.params(end)) for end in (pipe.drain(again), state)))
+        restored, _ = pipe.step(restored, batch)
+    check_equal(*(jax.tree.map(np.asarray, pipe.params(end)) for end in (pipe.drain(restored), state)))
 
 
 @pytest.mark.slow
-def test_given_parameters_are_those_of_the_first_place():
+def test_initial_parameters_of_a_tie_are_those_of_the_first_place():
     pipe, data = pipeline((1, 1), {"schedule": "gpipe"}), batches()
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5), pipe.params(pipe.init(jax.random.key(0), data[0])))
     for some in {"embed": params["embed"]}, params:
         state = pipe.init(jax.random.key(1), data[0], some)
-        found = pipe.params(state)
-        np.testing.assert_array_equal(jax.tree.leaves(found["head"])[-1], np.full((WORDS, WIDTH), 0.5))
+        actual = pipe.params(state)
+        np.testing.assert_array_equal(jax.tree.leaves(actual["head"])[-1], np.full((WORDS, WIDTH), 0.5))
         check_copies(state)
     with pytest.raises(
         InputError, match=r"^params: 'table/embedding' of layer 'head' is 'token/embedding' of layer 'embed' .*is not given"
@@ -264,7 +264,7 @@ def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batch
     costs = [StageCost(forward=1 + s / 3, shared=tuple(3 * (s in stages) for stages in shared)) for s in range(plan.depth)]
     with_ties = simulate(lower(plan, batches, global_norm=norm, shared=shared), costs, Link(latency=latency))
     without = simulate(lower(plan, batches), costs, Link(latency=latency))
-    rows = [[[span[:3] for span in spans] for spans in found.timeline] for found in (with_ties, without)]
+    rows = [[[span[:3] for span in spans] for spans in prediction.timeline] for prediction in (with_ties, without)]
     assert rows[0] == rows[1]
     if max(plan.replicas) == 1 and not SCHEDULES[plan.schedule].flushes:
         assert [[span[:5] for span in spans] for spans in with_ties.timeline] == [
@@ -272,10 +272,10 @@ def test_programs_are_verified_and_without_a_flush_no_worker_waits(chosen, batch
         ]
 
 
-def test_a_predicted_window_has_the_exchange():
+def test_a_predicted_window_includes_the_exchange_of_shared_gradients():
     plan = Plan.even("abc", 3, "pipedream_2bw", 3)
-    found = [predict_window(plan, [StageCost(shared=sizes) for sizes in three], 6, 2) for three in ([()] * 3, [(100,), (0,), (100,)])]
-    assert [window.held_bytes for window in found] == [(0, 0, 0), (100, 0, 100)]  # after computations
+    windows = [predict_window(plan, [StageCost(shared=sizes) for sizes in three], 6, 2) for three in ([()] * 3, [(100,), (0,), (100,)])]
+    assert [window.held_bytes for window in windows] == [(0, 0, 0), (100, 0, 100)]  # after computations
 
 
 @pytest.mark.parametrize("kind", [TakeShared, AddShared])
@@ -283,9 +283,9 @@ def test_a_predicted_window_has_the_exchange():
 def test_a_program_without_its_exchange_is_refused(kind, worker):
     program = lower(Plan.even("abc", 3, "pipedream_2bw", 3), 3, global_norm=True, shared=[(0, 2)])
     index = next(i for i, one in enumerate(program.instructions) if isinstance(one, kind) and one.worker == worker)
-    left = (*program.instructions[:index], *program.instructions[index + 1 :])
+    remaining = (*program.instructions[:index], *program.instructions[index + 1 :])
     with pytest.raises(ProgramError, match=r"shared of microbatch|group 0 added of microbatch"):
-        simulate(dataclasses.replace(program, instructions=left))
+        simulate(dataclasses.replace(program, instructions=remaining))
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ A, B, C = ("embed", "token/embedding"), ("head", "table/embedding"), ("a", "kern
         ({}, r"expected a list of jpipe.Tie, found dict"),
     ],
 )
-def test_ties_that_are_none(ties, message):
+def test_invalid_ties(ties, message):
     with pytest.raises(InputError, match=f"ties: {message}"):  # past the types that tests check at run time
         Ties.__init__.__wrapped__(object.__new__(Ties), ties, ["embed", "a", "a shared b", "head"])
 
@@ -349,6 +349,6 @@ def test_weight_stashing_cannot_share_between_stages():
 
 
 @pytest.mark.parametrize("shared", [[(0,)], [(1, 0)], [(0, 3)], [(0, 0)]])
-def test_groups_of_stages_that_cannot_be(shared):
+def test_impossible_groups_of_stages(shared):
     with pytest.raises(InputError, match="lower: shared: expected two or more stages of 3 in order, found"):
         lower(Plan.even("abc", 3, "gpipe", 2), 2, shared=shared)

@@ -52,7 +52,7 @@ def pipeline(num_stages, schedule, optimizer, devices, **options) -> Pipeline:
 
 
 def trained(num_stages, schedule, optimizer, batches, **options):
-    """(pipeline, its state after a drain)."""
+    """Train and return (pipeline, state after a drain)."""
     pipe = pipeline(num_stages, schedule, optimizer, jax.devices()[:1] * num_stages, **options)
     state = pipe.init(jax.random.key(0), data(1)[0])
     for batch in data(batches):
@@ -72,18 +72,18 @@ def trained(num_stages, schedule, optimizer, batches, **options):
     ids=["adamw", "sgd", "lamb", "masters"],
 )
 def test_the_copies_of_three_stages_are_the_same_bits(schedule, optimizer, options):
-    """One of the stages holds nothing else, so that the rest of its update is another program."""
+    """One of the stages holds only the copy, so that the remaining update is another program."""
     _, state = trained(4, schedule, optimizer, 12, **options)
-    held = [(worker.weights, worker.optimizer[TABLE]) for worker in state.workers if TABLE in worker.optimizer]
-    first, *others = (({version: weights.read(version)[TABLE] for version in weights.versions}, own) for weights, own in held)
-    assert len(others) == 2
-    for copy in others:
+    copies = [(worker.weights, worker.optimizer[TABLE]) for worker in state.workers if TABLE in worker.optimizer]
+    first, *remaining = (({version: weights.read(version)[TABLE] for version in weights.versions}, state) for weights, state in copies)
+    assert len(remaining) == 2
+    for copy in remaining:
         check_equal(copy, first)
 
 
 @pytest.mark.slow
-def test_masters_and_averages_go_on_where_stages_of_several_devices_are_joined():
-    """With new optimizer state, which begins with the masters, also of parameters that are one array, as shared ones are."""
+def test_masters_and_averages_are_restored_where_stages_of_several_devices_are_joined():
+    """New optimizer state starts with the masters, also for parameters that are one array, such as shared ones."""
     options = {"precision": Precision(params="bfloat16"), "ema_decay": 0.5}
     pipe, one = (pipeline(d, "pipedream_2bw", optax.adam(0.05), jax.devices()[:d], **options) for d in (4, 1))
     state, cut = pipe.init(jax.random.key(0), data(1)[0]), pipe.snapshot(2)
@@ -91,8 +91,8 @@ def test_masters_and_averages_go_on_where_stages_of_several_devices_are_joined()
         state, _ = pipe.step(state, batch, observe=cut)
     layers = cut.layers()
     state = one.restore(jax.random.key(0), data(1)[0], layers, 2, fresh_optimizer=True)
-    for entry, held in state.workers[0].optimizer.items():
-        check_equal(to_plain(held.masters), masters_in(layers[entry]) or {})
+    for entry, optimizer_state in state.workers[0].optimizer.items():
+        check_equal(to_plain(optimizer_state.masters), masters_in(layers[entry]) or {})
     check_equal(one.params(state, weights="ema"), one.params(state))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(one.params(state, weights="ema"))} == {"float32"}
     losses = [float(one.evaluate(state, data(1)[0], weights=weights).loss) for weights in ("ema", "newest")]
@@ -101,9 +101,9 @@ def test_masters_and_averages_go_on_where_stages_of_several_devices_are_joined()
 
 @pytest.mark.slow
 def test_gradients_of_places_in_one_stage_are_summed_in_float32():
-    """In bfloat16 their sum would have an error of up to 1/256 of it, which places in several stages do not have."""
+    """A sum in bfloat16 would have an error of up to 1/256, which places in several stages do not have."""
     masters = Precision(params="bfloat16")
-    found = [trained(num_stages, "gpipe", optax.sgd(1.0), 1, precision=masters) for num_stages in (1, 4)]
-    tables = [np.asarray(pipe.params(state)["embed"]["table"]) for pipe, state in found]
+    results = [trained(num_stages, "gpipe", optax.sgd(1.0), 1, precision=masters) for num_stages in (1, 4)]
+    tables = [np.asarray(pipe.params(state)["embed"]["table"]) for pipe, state in results]
     np.testing.assert_allclose(*tables, rtol=0, atol=1e-6)
     assert jnp.float32 == tables[0].dtype

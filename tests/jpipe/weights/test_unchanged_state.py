@@ -1,4 +1,4 @@
-"""Layer state that a microbatch does not change: one array for all microbatches, which no program gives back."""
+"""Layer state that a microbatch does not change is one array, which no program returns."""
 
 import jax
 import jax.numpy as jnp
@@ -40,31 +40,31 @@ def test_unchanged_state_is_the_same_array_after_a_step(fields, recompute):
     pipe, batches = Pipeline(STACK, plan, models.masked_squares, models.momentum()), models.masked_batches(4, 4)
     expected = running.train_as_one_function(pipe, batches)
     state = running.fresh(pipe, batches)
-    before = [own[layer_id]["scale"] for own in map(dict, state_of(state)) for layer_id in own]
+    before = [layer_states[layer_id]["scale"] for layer_states in map(dict, state_of(state)) for layer_id in layer_states]
     running.check_close(running.train(pipe, batches, state), expected, 1e-5)
     state = running.fresh(pipe, batches)
-    before = [own[layer_id]["scale"] for own in map(dict, state_of(state)) for layer_id in own]
+    before = [layer_states[layer_id]["scale"] for layer_states in map(dict, state_of(state)) for layer_id in layer_states]
     for batch in batches:
         state, _ = pipe.step(state, batch)
-    after = [own[layer_id]["scale"] for own in state_of(state) for layer_id in own]
+    after = [layer_states[layer_id]["scale"] for layer_states in state_of(state) for layer_id in layer_states]
     assert all(one is other for one, other in zip(before, after, strict=True))
     for f in pipe.stage_functions(batches[0]):
         assert all(flags == (True, False) for flags in f.changed.chosen.values())  # count, scale
 
 
 @pytest.mark.usefixtures("float64")
-def test_replicas_leave_unchanged_state_as_it_is():
-    """Three copies summed and divided by three would be another number."""
+def test_replicas_do_not_copy_unchanged_state():
+    """Summing three copies and dividing by three would give another number."""
     plan = Plan.even(STACK.ids, 1, "pipedream_flush", 6, replicas=3)
     pipe, batches = Pipeline(STACK, plan, models.masked_squares, models.momentum()), models.masked_batches(3, 6, dtype=np.float64)
     state = running.fresh(pipe, batches)
-    before = {layer_id: np.array(own["scale"]) for layer_id, own in state.workers[0].layer_state.items()}
+    before = {layer_id: np.array(layer_state["scale"]) for layer_id, layer_state in state.workers[0].layer_state.items()}
     for batch in batches:
         state, _ = pipe.step(state, batch)
     for worker in state.workers:
-        for layer_id, own in worker.layer_state.items():
-            assert np.array_equal(own["scale"], before[layer_id])
-            assert float(own["count"]) == float(state.workers[0].layer_state[layer_id]["count"])
+        for layer_id, layer_state in worker.layer_state.items():
+            assert np.array_equal(layer_state["scale"], before[layer_id])
+            assert float(layer_state["count"]) == float(state.workers[0].layer_state[layer_id]["count"])
 
 
 class Frozen(nnx.Module):
@@ -95,11 +95,11 @@ def test_frozen_batch_statistics_are_not_copied(make):
         assert not f.changed.has_any(f.specs.state)
 
 
-def test_what_a_jaxpr_passes_on():
+def test_unchanged_outputs_of_a_jaxpr():
     def function(a, b, c):
         inner = jax.jit(lambda x, y: (y, x + 1))(a, b)
-        kept = jax.checkpoint(lambda x: (x, jnp.sin(x)))(c)
-        return a, inner[0], inner[1], kept[0], kept[1], 0.0, a
+        saved = jax.checkpoint(lambda x: (x, jnp.sin(x)))(c)
+        return a, inner[0], inner[1], saved[0], saved[1], 0.0, a
 
     jaxpr = jax.make_jaxpr(function)(1.0, 2.0, 3.0).jaxpr
     assert passed_on(jaxpr) == [0, 1, None, 2, None, None, 0]

@@ -1,4 +1,4 @@
-"""Rules that the papers leave open, as docs/concepts.md has them: formulas of 2BW and of chunks, replicas, weights of zero, evaluation."""
+"""Rules that the papers leave open, as in docs/concepts.md: 2BW, chunks, replicas, zero weights, evaluation."""
 
 import itertools
 import math
@@ -19,8 +19,8 @@ STACK = models.plain_stack()
 def least_of_2bw(replicas, extra):
     """Return the least m: m >= d, and at every stage m >= r_s (n_s - 1), or m >= r_s n_s where r_s > 1; a multiple of each r_s."""
     ahead = [1]
-    for after, own in zip(replicas[:0:-1], replicas[-2::-1], strict=True):
-        ahead.insert(0, 1 + math.ceil(ahead[0] * after / own) + extra)
+    for after, current in zip(replicas[:0:-1], replicas[-2::-1], strict=True):
+        ahead.insert(0, 1 + math.ceil(ahead[0] * after / current) + extra)
     needs = (r * (n - 1 + (r > 1)) for r, n in zip(replicas, ahead, strict=True))
     common = math.lcm(*replicas)
     return math.ceil(max(len(replicas), *needs) / common) * common
@@ -28,7 +28,7 @@ def least_of_2bw(replicas, extra):
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 2), (2, 2, 2), (3, 3), (1, 2), (2, 1), (3, 1, 2)])
-def test_2bw_with_replicas_and_more_in_flight_needs_so_many_microbatches(replicas, extra):
+def test_2bw_with_replicas_and_more_in_flight_needs_enough_microbatches(replicas, extra):
     d, r, least = len(replicas), replicas[0], least_of_2bw(replicas, extra)
     fields = {"layers": STACK.ids, "num_stages": d, "schedule": "pipedream_2bw", "replicas": replicas, "extra_in_flight": extra}
     assert [m for m in range(1, least + 1) if models.is_legal(microbatches=m, **fields)] == [least]
@@ -38,7 +38,7 @@ def test_2bw_with_replicas_and_more_in_flight_needs_so_many_microbatches(replica
 
 
 def read_in_chunks(p, v, m, r, s, k):
-    """floor(max(D(s, k) - l, 0) / (m / r)), with D as docs/concepts.md has it."""
+    """Return floor(max(D(s, k) - l, 0) / (m / r)), with the D of docs/concepts.md."""
     own_p, c, n = s % p, s // p, k // r
     w = (v - 1) * p + 2 * (p - 1 - own_p)
     q = p * (v * (n // p) + c) + n % p - w - p * (v - 1 - c)
@@ -48,7 +48,7 @@ def read_in_chunks(p, v, m, r, s, k):
 
 @pytest.mark.parametrize(("p", "v", "m", "r"), [(2, 2, 3, 1), (2, 2, 2, 1), (3, 2, 4, 1), (2, 3, 5, 1), (2, 2, 6, 2), (3, 2, 5, 1)])
 def test_chunks_without_a_flush_run_groups_of_p_across_batches_and_drains(p, v, m, r):
-    """Group a has microbatches a p to a p + p - 1 of each replica, whatever batch they are of and wherever the pipeline was emptied."""
+    """Group a has microbatches a p to a p + p - 1 of each replica, across batches and drains."""
     ids = models.plain_stack(p * v).ids
     plan = Plan.even(ids, p * v, "pipedream", m, replicas=r, chunks_per_rank=v)
     rules = SCHEDULES["pipedream"]
@@ -63,7 +63,7 @@ def test_chunks_without_a_flush_run_groups_of_p_across_batches_and_drains(p, v, 
 
 
 def test_replicas_keep_their_own_layer_state_in_flushed_batches_too():
-    """`flush_first` decides which weights are read; the mean of layer state is taken by a drain, as in the batches after."""
+    """`flush_first` determines which weights are read; only a drain takes the mean of layer state."""
     stack = LayerStack({"track": models.tracking()})
     plan = Plan.even(stack.ids, 1, "pipedream_2bw", 4, replicas=2, flush_first=2)
     pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), jax.devices()[:1] * 2)
@@ -145,8 +145,8 @@ def test_an_evaluation_reads_the_newest_version_that_all_replicas_hold_or_drains
     state, drained = pipe.init(jax.random.key(0), batch), {}
     for t in range(5):
         rates = [plan.updates_per_batch(s) for s, _ in plan.workers]
-        held = [set(worker.weights.versions) for worker in state.workers]
-        common = [v for v in range(t + 1) if all(v * rate in own for rate, own in zip(rates, held, strict=True))]
+        versions = [set(worker.weights.versions) for worker in state.workers]
+        common = [v for v in range(t + 1) if all(v * rate in stage_versions for rate, stage_versions in zip(rates, versions, strict=True))]
         evaluation = pipe.evaluate(state, batch)
         assert evaluation.version == (max(common) if common else t)
         if t == 4:

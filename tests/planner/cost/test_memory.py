@@ -1,4 +1,4 @@
-"""The closed form of a worker's memory against the simulator, which counts the arrays of every instruction."""
+"""The closed form of a worker's memory agrees with the simulator, which counts the arrays of every instruction."""
 
 import math
 import random
@@ -12,7 +12,7 @@ from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
 
 
 def shares(replicas, rng):
-    """Memory of each stage of a random pipeline, as a share of what the simulator counts."""
+    """Return the memory of each stage of a random pipeline relative to the simulator's."""
     depth = len(replicas)
     layers = [
         jpipe.programs.LayerCost(
@@ -40,12 +40,12 @@ def shares(replicas, rng):
     cuts = [0, *sorted(rng.sample(range(1, depth + 2), depth - 1)), depth + 2]
     stages = [Placed(cuts[s], cuts[s + 1], sum(replicas[:s]), replicas[s], policy) for s in range(depth)]
     ids = [f"layer{i}" for i in range(len(layers))]
-    found = evaluate_partition(problem, stages)
-    plan = found.plan(ids, problem)
+    partition = evaluate_partition(problem, stages)
+    plan = partition.plan(ids, problem)
     costs = jpipe.programs.sum_layer_costs(plan, dict(zip(ids, layers, strict=True)), inputs=problem.inputs, labels=problem.labels)
     prediction = jpipe.simulate(jpipe.lower(plan, batches=max(2, math.ceil(40 / plan.microbatches))), costs)
     peaks = [max(prediction.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
-    return [memory / peak for memory, peak in zip(found.memory, peaks, strict=True)]
+    return [memory / peak for memory, peak in zip(partition.memory, peaks, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,17 @@ def shares(replicas, rng):
 )
 def test_equal_stages_never_hold_more_than_counted(replicas, above):
     rng = random.Random(0)
-    found = [share for _ in range(8) for share in shares(replicas, rng)]
-    assert min(found) >= 1.0
-    assert max(found) <= above
+    ratios = [share for _ in range(8) for share in shares(replicas, rng)]
+    assert min(ratios) >= 1.0
+    assert max(ratios) <= above
 
 
 @pytest.mark.slow
 def test_stages_of_different_replicas_hold_little_more_than_counted():
     rng = random.Random(1)
-    found = [share for _ in range(25) for share in shares([rng.randint(1, 4) for _ in range(rng.randint(2, 4))], rng)]
-    assert min(found) >= 0.8
-    assert sum(share >= 1.0 for share in found) >= 0.85 * len(found)
+    ratios = [share for _ in range(25) for share in shares([rng.randint(1, 4) for _ in range(rng.randint(2, 4))], rng)]
+    assert min(ratios) >= 0.8
+    assert sum(share >= 1.0 for share in ratios) >= 0.85 * len(ratios)
 
 
 def test_inputs_wait_where_the_stage_before_has_more_in_flight():

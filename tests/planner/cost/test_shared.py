@@ -1,4 +1,4 @@
-"""Shared parameters in profiles and plans: once in a stage, exchanged between stages, and as exact as in the pipeline itself."""
+"""Shared parameters in profiles and plans: stored once in a stage, exchanged between stages, and exact."""
 
 import dataclasses
 
@@ -41,12 +41,12 @@ def batch(rows):
 
 
 def shared_profile(seed=0, *layers: str) -> Profile:
-    """Invented layers, of which some share most of what the smallest has; with gradients larger than the weights."""
+    """Return an invented profile in which some layers share most of the smallest one's weights, with gradients larger than weights."""
     profile = invented_profile(seed)
-    found = tuple(layer.model_copy(update={"accumulators": 2 * layer.weights}) for layer in profile.layers)
-    size = min(layer.weights for layer in found if layer.id in layers) * 3 // 4
+    changed = tuple(layer.model_copy(update={"accumulators": 2 * layer.weights}) for layer in profile.layers)
+    size = min(layer.weights for layer in changed if layer.id in layers) * 3 // 4
     shared = [{"layers": layers, "weights": size, "accumulators": 2 * size, "optimizer": size}]
-    return Profile(**dict(profile.model_copy(update={"layers": found})) | {"shared": shared})
+    return Profile(**dict(profile.model_copy(update={"layers": changed})) | {"shared": shared})
 
 
 @pytest.mark.parametrize("precision", [jpipe.Precision(), pytest.param(jpipe.Precision(params="bfloat16"), marks=pytest.mark.slow)])
@@ -64,21 +64,21 @@ def test_the_bytes_of_a_profile_are_those_of_the_pipeline(precision):
     ):
         plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=[{"layers": tuple(layers)} for layers in stages])
         expected = jpipe.Pipeline(stack, plan, loss, optax.adam(1e-3), precision=precision).costs(batch(4))
-        for found, true in zip(profile.stage_costs(plan, 2), expected, strict=True):
-            assert (found.weights, found.optimizer, found.shared) == (true.weights, true.optimizer, true.shared)
-            assert true.accumulators - 8 <= found.accumulators <= true.accumulators  # the weight and the loss of a batch
+        for actual, true in zip(profile.stage_costs(plan, 2), expected, strict=True):
+            assert (actual.weights, actual.optimizer, actual.shared) == (true.weights, true.optimizer, true.shared)
+            assert true.accumulators - 8 <= actual.accumulators <= true.accumulators  # the weight and the loss of a batch
 
 
-def test_what_plans_hold_and_send_is_what_the_simulator_counts():
+def test_held_and_sent_bytes_of_plans_equal_the_simulators():
     topology = Topology.flat(4, bandwidth=1e9)
     for profile in shared_profile(1, "layer_0", "layer_7"), shared_profile(2, "layer_1", "layer_2", "layer_6"):
         candidates = search_parallel(profile, topology, 8, exact=True, schedules=("gpipe", "pipedream_flush", "pipedream_2bw"))
         assert {candidate.depth for candidate in candidates} == {1, 2, 4}
         for candidate in candidates:
             plan = candidate.plan(profile.ids)
-            found = simulate_plan(plan, profile.stage_costs(plan, 1), topology)
-            assert candidate.sent * candidate.batch == pytest.approx(sum(found.sent_bytes), rel=1e-3)
-            peaks = [max(found.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
+            simulated = simulate_plan(plan, profile.stage_costs(plan, 1), topology)
+            assert candidate.sent * candidate.batch == pytest.approx(sum(simulated.sent_bytes), rel=1e-3)
+            peaks = [max(simulated.peak_bytes[w] for w in workers) for workers in plan.stage_workers]
             # Gradients of the next update may come before those of the last one are used.
             assert all(0.9 <= memory / peak <= 1.3 for memory, peak in zip(candidate.memory, peaks, strict=True))
 
@@ -110,7 +110,7 @@ def test_no_simulation_is_faster_than_the_ports_that_carry_shared_gradients():
     assert simulate_plan(plan, costs, topology).batch_seconds >= least
 
 
-def test_weight_stashing_is_left_out():
+def test_weight_stashing_is_excluded():
     profile, topology = shared_profile(1, "layer_0", "layer_7"), Topology.flat(2, bandwidth=1e9)
     assert "under weight stashing the last stage updates before" in sharing_refusal("pipedream")
     candidates = find_candidates(profile, topology, 4)

@@ -1,4 +1,4 @@
-"""Plans priced by simulation: links and their shared ports, places of workers, shared cores."""
+"""Plans priced by simulation: links and their shared ports, placement, shared cores."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def _servers(count, size, inner, outer, **fields):
     return Topology(levels=({"count": size, "bandwidth": inner}, {"count": count, "bandwidth": outer}), **fields)
 
 
-def test_a_link_that_takes_longer_than_the_computation_decides():
+def test_a_link_slower_than_the_computation_is_the_bound():
     plan = _plan()
     costs = _costs(plan, outputs=60, inputs=60, message=60, gradient=60)
     fast = simulate_plan(plan, costs, Topology.flat(2, bandwidth=1e9))
@@ -68,7 +68,7 @@ def test_workers_are_where_the_plan_places_them():
     assert device_numbers(_plan(placement=((5,), (2,)))) == (5, 2)
 
 
-def test_what_would_take_minutes_is_not_simulated():
+def test_simulations_that_would_take_minutes_are_skipped():
     assert simulate_plan(_plan(microbatches=10**6), _costs(_plan()), Topology.flat(2, 1e9)) is None
 
 

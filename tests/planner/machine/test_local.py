@@ -13,16 +13,16 @@ from jpipe_planner.machine import local
 def test_the_devices_here_their_links_and_what_they_share(monkeypatch):
     monkeypatch.setattr(local, "STEPS", 4)
     monkeypatch.setattr(local, "_WIDE", 64)
-    found = local.local_topology(dispatch=0.0)
-    assert found.num_devices == len(jax.devices())
-    assert found.levels[0].bandwidth > 0
-    assert found.levels[0].latency >= 0
-    assert 1 <= found.cores <= len(jax.devices())
-    assert found.device.memory == local.host_memory() / len(jax.devices())
+    topology = local.local_topology(dispatch=0.0)
+    assert topology.num_devices == len(jax.devices())
+    assert topology.levels[0].bandwidth > 0
+    assert topology.levels[0].latency >= 0
+    assert 1 <= topology.cores <= len(jax.devices())
+    assert topology.device.memory == local.host_memory() / len(jax.devices())
     assert local.local_topology(3).num_devices == 3
 
 
-def test_what_computations_cost_is_no_part_of_a_link(monkeypatch):
+def test_the_cost_of_computations_is_not_part_of_a_link(monkeypatch):
     monkeypatch.setattr(local, "STEPS", 4)
     monkeypatch.setattr(local, "_WIDE", 64)
     assert local.local_topology(dispatch=10.0).levels[0].latency == 0
@@ -53,14 +53,14 @@ def test_bandwidth_latency_and_cores_are_those_of_the_machine(monkeypatch):
     monkeypatch.setattr(local.jpipe, "Pipeline", machine.pipeline)
     monkeypatch.setattr(local.jax, "jit", lambda function: lambda x: "a product")
     monkeypatch.setattr(local.jax, "block_until_ready", machine.finish)
-    found = local.local_topology(dispatch=machine.dispatch)
-    assert found.levels[0].bandwidth == pytest.approx(2e9, rel=1e-6)
-    assert found.levels[0].latency == pytest.approx(3e-5, rel=1e-3)  # and 4 bytes
-    assert found.cores == pytest.approx(2)
+    topology = local.local_topology(dispatch=machine.dispatch)
+    assert topology.levels[0].bandwidth == pytest.approx(2e9, rel=1e-6)
+    assert topology.levels[0].latency == pytest.approx(3e-5, rel=1e-3)  # and 4 bytes
+    assert topology.cores == pytest.approx(2)
 
 
 @pytest.mark.parametrize(("alone", "together", "cores"), [(5.0, 0.1, 8), (0.1, 5.0, 1), (1.0, 2.0, 4)])
-def test_cores_are_between_one_and_the_number_of_devices_whatever_the_clock_says(monkeypatch, alone, together, cores):
+def test_cores_are_between_one_and_the_number_of_devices_for_any_measured_times(monkeypatch, alone, together, cores):
     clock = SimpleNamespace(now=0.0)
 
     def finish(products):

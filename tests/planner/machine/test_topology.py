@@ -1,4 +1,4 @@
-"""Topologies: those of configs/ load and say what the papers say; what cannot be is refused with the key, what was expected and found."""
+"""Topologies: the shipped ones load with the papers' numbers; invalid ones are refused with the key."""
 
 import pathlib
 import re
@@ -43,7 +43,7 @@ def test_the_topologies_that_come_with_it_load(file):
     assert file.read_text().startswith("# "), "say where the numbers are from"
 
 
-def test_numbers_with_units_are_what_they_say():
+def test_numbers_with_units_are_converted():
     topology = Topology.from_yaml(GOOD)
     assert [level.bandwidth for level in topology.levels] == [30e9, 25e9 / 8]
     assert [level.latency for level in topology.levels] == [pytest.approx(5e-6), 0.0]
@@ -84,7 +84,7 @@ def test_a_message_costs_the_highest_level_that_it_crosses():
         ("cores: 2", "cores: 0", "cores: expected greater than or equal to 1, found 0"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(old, new, message):
+def test_impossible_numbers_in_a_profile_are_refused(old, new, message):
     assert old in GOOD
     with pytest.raises(jpipe.InputError) as error:
         Topology.from_yaml(GOOD.replace(old, new, 1), "t.yaml")
@@ -104,7 +104,7 @@ def test_numbers_that_cannot_be_are_refused(old, new, message):
         ("- a\n- b", "expected YAML with 'format: jpipe-topology/1', found 'list'; is this a topology of jpipe?"),
     ],
 )
-def test_text_that_is_no_topology_is_refused(text, message):
+def test_text_that_is_not_a_topology_is_refused(text, message):
     with pytest.raises(jpipe.InputError) as error:
         Topology.from_yaml(text, "t.yaml")
     assert str(error.value.args[0]) == f"t.yaml: {message}"
@@ -121,7 +121,7 @@ def test_text_that_is_no_topology_is_refused(text, message):
         (f"a: {'9' * 5000}", "expected a number of at most 64 bits"),
     ],
 )
-def test_text_that_is_not_yaml_as_it_should_be_is_refused(text, message):
+def test_invalid_yaml_is_refused(text, message):
     with pytest.raises(jpipe.InputError, match=r"^t\.yaml, line") as error:
         Topology.from_yaml(text, "t.yaml")
     assert re.search(message, str(error.value))
@@ -131,13 +131,13 @@ def test_a_number_with_an_exponent_is_a_number():
     assert Topology.from_yaml("{format: jpipe-topology/1, levels: [{count: 2, bandwidth: 3e9}]}").levels[0].bandwidth == 3e9
 
 
-def test_dtypes_that_are_none_are_refused():
+def test_invalid_dtypes_are_refused():
     with pytest.raises(jpipe.InputError, match="unknown dtype 'fp16'; did you mean 'float16'"):
         Topology(levels=({"count": 2, "bandwidth": 1},), device={"flops": {"fp16": 1e12}})
 
 
 def servers(cores=None):
-    """Four servers of eight devices."""
+    """Return four servers of eight devices."""
     levels = {"count": 8, "bandwidth": 450.0, "latency": 3.0}, {"count": 4, "bandwidth": 400.0, "latency": 10.0}
     return Topology(levels=levels, cores=cores)
 
@@ -146,7 +146,7 @@ def servers(cores=None):
     ("size", "counts", "bandwidths"),
     [(1, (8, 4), (450, 400)), (2, (4, 4), (450, 200)), (8, (1, 4), (450, 50)), (16, (1, 2), (450, 50)), (32, (1, 1), (450, 50))],
 )
-def test_a_mesh_is_as_a_device_with_what_each_of_its_devices_has_of_the_links(size, counts, bandwidths):
+def test_a_mesh_is_a_device_with_its_share_of_the_links(size, counts, bandwidths):
     grouped = servers(cores=16.0).groups(size)
     assert tuple(level.count for level in grouped.levels) == counts
     assert tuple(level.bandwidth for level in grouped.levels) == bandwidths

@@ -71,9 +71,9 @@ def test_the_bytes_of_any_stage_are_the_sum_over_its_layers(name, policy):
     for stages in some_cuts(stack.ids, policy):
         plan = jpipe.Plan(schedule="gpipe", microbatches=1, stages=stages)
         expected = jpipe.Pipeline(stack, plan, loss, optimizer).costs(batch(2))
-        for found, exact in zip(profile.stage_costs(plan, 2), expected, strict=True):
+        for actual, exact in zip(profile.stage_costs(plan, 2), expected, strict=True):
             for part in ("weights", "optimizer", "state", "residuals", "inputs"):
-                assert getattr(found, part) == getattr(exact, part), (stages, part)
+                assert getattr(actual, part) == getattr(exact, part), (stages, part)
 
 
 @pytest.mark.slow
@@ -87,14 +87,14 @@ def test_the_bytes_of_a_precision_are_those_of_its_pipeline(fields, halved):
     for stages in some_cuts(stack.ids, "none"):
         plan = jpipe.Plan(schedule="gpipe", microbatches=1, stages=stages)
         expected = jpipe.Pipeline(stack, plan, loss, optimizer, precision=precision).costs(batch(2))
-        for found, exact in zip(profile.stage_costs(plan, 2), expected, strict=True):
+        for actual, exact in zip(profile.stage_costs(plan, 2), expected, strict=True):
             for part in ("weights", "optimizer", "state", "residuals", "inputs"):
-                assert getattr(found, part) == getattr(exact, part), (stages, part)
-            assert exact.accumulators - found.accumulators in (4, 8)  # the weight of the batch, and in the last stage its loss
-    for found, before in zip(profile.layers, plain.layers, strict=True):
-        assert halved * found.weights == before.weights == found.accumulators == before.accumulators
-        assert found.optimizer == before.optimizer + (halved - 1) * before.weights
-        assert found.at[0].forward < 1e-4
+                assert getattr(actual, part) == getattr(exact, part), (stages, part)
+            assert exact.accumulators - actual.accumulators in (4, 8)  # the weight of the batch, and in the last stage its loss
+    for actual, before in zip(profile.layers, plain.layers, strict=True):
+        assert halved * actual.weights == before.weights == actual.accumulators == before.accumulators
+        assert actual.optimizer == before.optimizer + (halved - 1) * before.weights
+        assert actual.at[0].forward < 1e-4
 
 
 def test_the_bytes_of_frozen_layers_are_those_of_their_pipeline():
@@ -116,18 +116,18 @@ def test_the_bytes_of_frozen_layers_are_those_of_their_pipeline():
         expected = jpipe.Pipeline(stack, plan, squares, optimizer).costs(batch(12))
         costs = profile.stage_costs(plan, 2)
         assert jpipe.programs.shared_stages(costs) == jpipe.programs.shared_stages(expected) == ()
-        for found, exact in zip(costs, expected, strict=True):
+        for actual, exact in zip(costs, expected, strict=True):
             for part in ("weights", "frozen", "optimizer", "state", "inputs"):
-                assert getattr(found, part) == getattr(exact, part), (stages, part)
+                assert getattr(actual, part) == getattr(exact, part), (stages, part)
             recomputes = stages[0]["recompute"] == "full"  # then the input is kept for the first layer with a gradient alone
-            assert found.residuals >= exact.residuals if recomputes else found.residuals == exact.residuals, stages
-            assert exact.accumulators - found.accumulators in (4, 8)  # the weight of the batch, and in the last stage its loss
-            assert exact.gradient - found.gradient in (0, 4)  # its weight
-            assert exact.message - found.message in (4, 8)
+            assert actual.residuals >= exact.residuals if recomputes else actual.residuals == exact.residuals, stages
+            assert exact.accumulators - actual.accumulators in (4, 8)  # the weight of the batch, and in the last stage its loss
+            assert exact.gradient - actual.gradient in (0, 4)  # its weight
+            assert exact.message - actual.message in (4, 8)
 
 
 def some_cuts(ids, policy):
-    """All layers in one stage, each in its own, and in pairs, begun in two places."""
+    """Yield cuts with all layers in one stage, each in its own, and in pairs from two offsets."""
     for size, shift in [(len(ids), 0), (1, 0), (2, 0), (2, 1)]:
         starts = sorted({0, *range(shift, len(ids), size)})
         runs = [ids[a:b] for a, b in itertools.pairwise([*starts, len(ids)])]
@@ -175,12 +175,14 @@ def test_equal_layers_are_profiled_once_and_nothing_is_allocated():
     stack = jpipe.LayerStack(
         {"in": linear(width, width), **{f"h{n}": linear(width, width) for n in range(30)}, "out": linear(width, width)}
     )
-    told = []
-    profile = analyze(stack, floats(width), squares, optax.adam(1e-3), [1], DEVICE, progress=lambda done, total: told.append((done, total)))
+    reports = []
+    profile = analyze(
+        stack, floats(width), squares, optax.adam(1e-3), [1], DEVICE, progress=lambda done, total: reports.append((done, total))
+    )
     assert profile.layers[5].weights == 4 * width * (width + 1)
     assert all(layer.at == profile.layers[1].at for layer in profile.layers[1:-1])
     # Three distinct layers, their bytes and those of the three kinds of neighbours.
-    assert told == [(n, 9) for n in range(1, 10)]
+    assert reports == [(n, 9) for n in range(1, 10)]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_equal_layers_are_profiled_once_and_nothing_is_allocated():
         ),
     ],
 )
-def test_a_device_without_the_figures(device, message):
+def test_a_device_without_known_figures(device, message):
     stack = jpipe.LayerStack({"in": linear(4, 4), "out": linear(4, 4)})
     with pytest.raises(InputError) as caught:
         analyze(stack, floats(4), squares, optax.sgd(0.1), [1], device)
@@ -228,10 +230,10 @@ def test_the_temporaries_of_several_layers_are_about_those_of_the_compiled_stage
     def loss(y, labels):
         return jnp.sum((y - labels) ** 2), jnp.asarray(y.size, jnp.float32)
 
-    found = analyze(wide, batch, loss, optax.adam(1e-3), [4], Device(flops={"float32": 1e9}))
+    wide_profile = analyze(wide, batch, loss, optax.adam(1e-3), [4], Device(flops={"float32": 1e9}))
     plan = jpipe.Plan.even(wide.ids, 2, "gpipe", 2)
     pipe = jpipe.Pipeline(wide, plan, loss, optax.adam(1e-3))
     exact = [cost.temporary for cost in pipe.costs(batch(8), compiled_for=jax.devices()[0])]
-    for estimate, true in zip(found.stage_costs(plan, 4), exact, strict=True):
+    for estimate, true in zip(wide_profile.stage_costs(plan, 4), exact, strict=True):
         assert 0.75 * true < estimate.temporary < 1.25 * true
-        assert max(layer.at[0].temporary for layer in found.layers) < 0.3 * true  # gradients of four layers, not only scratch of one
+        assert max(layer.at[0].temporary for layer in wide_profile.layers) < 0.3 * true  # gradients of four layers, not only scratch of one

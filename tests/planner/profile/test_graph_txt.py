@@ -1,4 +1,4 @@
-"""PipeDream's graph.txt: nodes put in a line, what a cut carries, and every line that is wrong."""
+"""PipeDream's graph.txt: nodes in a line, the tensors that cross a cut, and every invalid line."""
 
 import random
 
@@ -34,7 +34,7 @@ def read(lines, **options):
     return read_graph_txt("\n".join(lines) + "\n", rows=4, where="some.txt", **options)
 
 
-def test_nodes_become_layers_and_a_cut_carries_every_tensor_that_crosses_it_once():
+def test_nodes_become_layers_and_a_cut_carries_each_crossing_tensor_once():
     profile = read(LINES, optimizer_factor=2.0)
     assert profile.ids == ("node2", "node3", "node4", "node10")
     assert (profile.source, profile.sizes, profile.inputs) == ("imported", (4,), (1500,))
@@ -84,7 +84,7 @@ def test_ties_go_to_the_smaller_number_and_not_to_the_smaller_text():
         ([], "some.txt: expected at least one node"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(lines, message):
+def test_mistakes_are_reported_with_their_line(lines, message):
     with pytest.raises(InputError) as caught:
         read(lines)
     assert str(caught.value).startswith(message)

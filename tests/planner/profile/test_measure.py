@@ -1,4 +1,4 @@
-"""Measured profiles: what is timed together, how a group's time is split, and that the bytes are those of the analytic profile."""
+"""Measured profiles: layers timed together, the split of a group's time, and bytes equal to the analytic profile."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,28 +73,28 @@ def ones(rows):
 def test_a_model_is_measured():
     layers = {"in": Lookup, "tanh": jnp.tanh, "h0": linear(8, 8), "h1": linear(8, 8), "norm": lambda rngs: nnx.BatchNorm(8, rngs=rngs)}
     stack = jpipe.LayerStack({**layers, "out": linear(8, 4)})
-    told = []
+    reports = []
     profile = measure(
-        stack, batch, loss, optax.adam(1e-3), [8, 2], seconds=0.1, repetitions=3, progress=lambda done, total: told.append((done, total))
+        stack, batch, loss, optax.adam(1e-3), [8, 2], seconds=0.1, repetitions=3, progress=lambda done, total: reports.append((done, total))
     )
     assert (profile.source, profile.device, profile.sizes) == ("measured", "cpu", (2, 8))
     assert profile.dispatch > 0
-    assert [done for done, _ in told] == list(range(1, told[-1][1] + 1))
+    assert [done for done, _ in reports] == list(range(1, reports[-1][1] + 1))
     first, second = ([at.model_copy(update={"temporary_more": 0}) for at in profile.layers[n].at] for n in (2, 3))  # by what follows
     assert first == second
     assert profile.layers[2].model_copy(update={"id": "h1", "at": ()}) == profile.layers[3].model_copy(update={"at": ()})
     # What shapes tell is the same as without a device.
     analytic = analyze(stack, batch, loss, optax.adam(1e-3), [2, 8], Device(flops={"float32": 1e9}))
-    for found, expected in zip(profile.layers, analytic.layers, strict=True):
-        assert (found.weights, found.optimizer, found.state) == (expected.weights, expected.optimizer, expected.state)
-        for at, other in zip(found.at, expected.at, strict=True):
+    for layer, expected in zip(profile.layers, analytic.layers, strict=True):
+        assert (layer.weights, layer.optimizer, layer.state) == (expected.weights, expected.optimizer, expected.state)
+        for at, other in zip(layer.at, expected.at, strict=True):
             assert (at.outputs, at.residuals, at.shared, at.flops) == (other.outputs, other.residuals, other.shared, other.flops)
     # A plan of any cut can be simulated with it.
     plan = jpipe.Plan.even(stack.ids, 3, "pipedream_2bw", 4)
     assert jpipe.simulate(jpipe.lower(plan, 4), profile.stage_costs(plan, 8)).timeline
 
 
-def test_equal_layers_are_known_whatever_their_optimizer_does():
+def test_equal_layers_are_recognized_under_any_optimizer():
     stack = jpipe.LayerStack({name: linear(4, 4) for name in ("in", "a", "b", "c", "out")})
     frozen = {"in": "adam", "a": "adam", "b": "none", "c": "adam", "out": "adam"}
     masked = optax.multi_transform({"adam": optax.adam(1e-3), "none": optax.set_to_zero()}, frozen)

@@ -1,4 +1,4 @@
-"""The profile's format: JSON there and back, stages summed from layers, and what is no profile."""
+"""The profile's format: a JSON round trip, stages summed from layers, and invalid profiles."""
 
 import json
 
@@ -31,7 +31,7 @@ def profile(**fields):
     )
 
 
-def test_json_there_and_back():
+def test_json_round_trip():
     assert Profile.from_json(profile().to_json()) == profile()
 
 
@@ -39,9 +39,9 @@ def test_gradients_are_as_large_as_weights_unless_the_profile_says_so():
     old = profile().to_json().replace('"accumulators": 100, ', "")
     assert "accumulators" in profile().to_json()
     assert [layer.accumulators for layer in Profile.from_json(old).layers] == [100, 200, 300]
-    said = profile(layers=(layer("a", accumulators=150),))
+    with_accumulators = profile(layers=(layer("a", accumulators=150),))
     plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=({"layers": ("a",)},))
-    assert (said.stage_costs(plan, 2)[0].weights, said.stage_costs(plan, 2)[0].accumulators) == (100, 150)
+    assert (with_accumulators.stage_costs(plan, 2)[0].weights, with_accumulators.stage_costs(plan, 2)[0].accumulators) == (100, 150)
     assert jpipe.programs.LayerCost(forward=1.0, backward=2.0, weights=7).summed == 7
 
 
@@ -99,7 +99,7 @@ def changed(path, value):
         (changed(("layers",), []), "some.json: layers: expected at least 1 of them, found 0"),
     ],
 )
-def test_what_is_no_profile(text, message):
+def test_an_invalid_profile(text, message):
     with pytest.raises(InputError) as caught:
         Profile.from_json(text, where="some.json")
     assert str(caught.value).startswith(message)

@@ -1,4 +1,4 @@
-"""Layers on meshes: shares of bytes and work, and the seconds of sums and gathers, by hand; which meshes there are."""
+"""Layers on meshes: shares of bytes and work, seconds of sums and gathers, and the possible meshes."""
 
 import re
 
@@ -14,7 +14,7 @@ SUMS = {"reduced": 800.0, "reductions": 2}
 
 
 def profile(sizes=(2, 4), **tensor) -> Profile:
-    """Two equal layers, half of which can be sharded."""
+    """Return a profile of two equal layers, half of which can be sharded."""
     at = [
         {"forward": 8.0 * n, "backward": 16.0 * n, "outputs": 1000 * n, "residuals": {"none": 4000 * n, "full": 1000 * n}, "temporary": 80}
         for n in sizes
@@ -28,22 +28,22 @@ SERVERS = Topology(levels=({"count": 8, "bandwidth": 1000.0, "latency": 0.25}, {
 
 
 def test_a_device_of_a_mesh_has_a_share_of_what_is_sharded():
-    found = shard_profile(profile(), Degrees(model=4), SERVERS).layers[0]
-    left = 0.5 + 0.5 / 4
-    assert (found.weights, found.accumulators, found.optimizer) == (1600 * left, 3200 * left, 4800 * left)
-    assert found.update == 4.0 * left
-    at = found.at[0]
-    assert (at.forward, at.backward, at.backward_weight) == (16 * left, 32 * left, 16 * left)
-    assert at.residuals == {"none": 8000 * left, "full": 2000}
+    layer = shard_profile(profile(), Degrees(model=4), SERVERS).layers[0]
+    share = 0.5 + 0.5 / 4
+    assert (layer.weights, layer.accumulators, layer.optimizer) == (1600 * share, 3200 * share, 4800 * share)
+    assert layer.update == 4.0 * share
+    at = layer.at[0]
+    assert (at.forward, at.backward, at.backward_weight) == (16 * share, 32 * share, 16 * share)
+    assert at.residuals == {"none": 8000 * share, "full": 2000}
     assert at.outputs == 2000
-    assert at.temporary == 80 * left
+    assert at.temporary == 80 * share
 
 
 def test_the_rows_are_sharded_over_data_and_sizes_that_cannot_be_are_left_out():
-    found = shard_profile(profile(sizes=(2, 3, 4)), Degrees(data=2), SERVERS)
-    assert found.sizes == (2, 4)
-    assert found.inputs == (8, 16)
-    layer = found.layers[0]
+    sharded = shard_profile(profile(sizes=(2, 3, 4)), Degrees(data=2), SERVERS)
+    assert sharded.sizes == (2, 4)
+    assert sharded.inputs == (8, 16)
+    layer = sharded.layers[0]
     assert (layer.weights, layer.optimizer) == (1600, 4800)
     assert (layer.at[0].forward, layer.at[0].outputs, layer.at[0].residuals["none"]) == (8.0, 1000, 4000)
     assert layer.update == 4.0
@@ -51,7 +51,7 @@ def test_the_rows_are_sharded_over_data_and_sizes_that_cannot_be_are_left_out():
 
 
 def test_a_layer_takes_the_sums_of_its_partial_products_longer():
-    plain, summed = (shard_profile(profile(**own), Degrees(model=4), SERVERS).layers[0].at[0] for own in ({}, SUMS))
+    plain, summed = (shard_profile(profile(**fields), Degrees(model=4), SERVERS).layers[0].at[0] for fields in ({}, SUMS))
     ring = 2 * 3 / 4 * 1600 / 1000 + 2 * 2 * 3 * 0.25  # 800 bytes for each of two rows, in two sums
     assert summed.forward == pytest.approx(plain.forward + ring)
     assert summed.backward == pytest.approx(plain.backward + ring)
@@ -65,13 +65,13 @@ def test_across_servers_sums_have_the_links_between_them():
 
 
 def test_fsdp_keeps_a_share_of_the_weights_and_gathers_them_for_each_microbatch():
-    plain, found = (shard_profile(profile(), Degrees(data=2, fsdp=fsdp), SERVERS).layers[0] for fsdp in (False, True))
-    assert (found.weights, found.accumulators, found.optimizer) == (800, 1600, 2400)
+    plain, sharded = (shard_profile(profile(), Degrees(data=2, fsdp=fsdp), SERVERS).layers[0] for fsdp in (False, True))
+    assert (sharded.weights, sharded.accumulators, sharded.optimizer) == (800, 1600, 2400)
     gather, scatter = 1600 / 2 / 1000 + 0.25, 3200 / 2 / 1000 + 0.25
-    assert found.at[0].forward == pytest.approx(plain.at[0].forward + gather)
-    assert found.at[0].backward == pytest.approx(plain.at[0].backward + gather - scatter)  # a sum is scattered and gathered
-    assert found.update == 2.0
-    assert found.at[0].temporary == 40 + 800 + 1600  # the other half of weights and gradients
+    assert sharded.at[0].forward == pytest.approx(plain.at[0].forward + gather)
+    assert sharded.at[0].backward == pytest.approx(plain.at[0].backward + gather - scatter)  # a sum is scattered and gathered
+    assert sharded.update == 2.0
+    assert sharded.at[0].temporary == 40 + 800 + 1600  # the other half of weights and gradients
 
 
 def test_a_shared_parameter_is_sharded_as_its_layers_are():
@@ -81,15 +81,15 @@ def test_a_shared_parameter_is_sharded_as_its_layers_are():
 
 
 def test_no_mesh_is_the_profile_itself():
-    own = profile()
-    assert Meshes(own, SERVERS).of(NO_MESH) == (own, SERVERS)
-    assert shard_profile(own, NO_MESH, SERVERS).costs(2)["a"].forward == own.costs(2)["a"].forward
+    unsharded = profile()
+    assert Meshes(unsharded, SERVERS).of(NO_MESH) == (unsharded, SERVERS)
+    assert shard_profile(unsharded, NO_MESH, SERVERS).costs(2)["a"].forward == unsharded.costs(2)["a"].forward
 
 
 def test_meshes_are_inside_a_server_and_divide_heads():
-    found = possible_degrees(profile(), SERVERS)  # dims have a common divisor of 12
-    assert found[0] == NO_MESH
-    assert set(found[1:]) == {
+    degrees = possible_degrees(profile(), SERVERS)  # dims have a common divisor of 12
+    assert degrees[0] == NO_MESH
+    assert set(degrees[1:]) == {
         Degrees(2, 1, True),
         Degrees(4, 1, True),
         Degrees(1, 2),
@@ -119,7 +119,7 @@ def test_meshes_are_read_from_text(text, expected):
 @pytest.mark.parametrize(
     "text", ["", "4", "model=0", "model=-2", "model=2,model=4", "tensor=2", "model=2.5", "none,model=2", "data=1,fsdp", "fsdp"]
 )
-def test_what_is_no_mesh_is_refused(text):
+def test_an_invalid_mesh_is_refused(text):
     with pytest.raises(jpipe.InputError, match="--mesh: "):
         Degrees.read(text)
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism shards of a layer: by hand for a small Llama, and for programs whose sharded dims move."""
+"""The shards of a layer under tensor parallelism: by hand for a small Llama, and for programs that move sharded dimensions."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ ROWS, SEQ, WIDTH, HEADS, KV, INNER = 2, 16, 16, 4, 2, 40
 
 
 def stages(stack, inputs):
-    """Each layer as a stage, by layer id and policy."""
+    """Return a function that gives a layer as a stage, by layer id and policy."""
     specs = stack.specs(inputs)
     params = {layer_id: spec.params for layer_id, spec in specs.items()}
     rule = jpipe.model.find_layerwise(optax.sgd(0.1), params, False, stack.ties)
@@ -32,7 +32,7 @@ def stages(stack, inputs):
 
 
 @pytest.fixture(scope="module")
-def found():
+def profiles():
     """Return the tensor profiles of three layers of the small Llama."""
     stack = layers(CONFIG)
     stage, device = stages(stack, jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)), jax.devices()[0]
@@ -41,8 +41,8 @@ def found():
     }
 
 
-def test_a_block_sums_its_output_twice_and_shards_all_but_its_norms(found):
-    block = found["block_0"]
+def test_a_block_sums_its_output_twice_and_shards_all_but_its_norms(profiles):
+    block = profiles["block_0"]
     assert (block.reductions, block.reduced) == (2, 2 * SEQ * WIDTH * 4)
     kernels = WIDTH * (HEADS + 2 * KV) * 4 + HEADS * 4 * WIDTH + 3 * WIDTH * INNER
     assert block.weights == kernels / (kernels + 2 * WIDTH)
@@ -53,19 +53,19 @@ def test_a_block_sums_its_output_twice_and_shards_all_but_its_norms(found):
     assert block.residuals["full"] == 0  # its input
 
 
-def test_symbols_are_sharded_in_the_embedding_and_in_the_head(found):
-    assert (found["embed"].weights, found["embed"].reductions, found["embed"].divides) == (1.0, 1, 256)
-    assert found["embed"].reduced == SEQ * WIDTH * 4
-    assert found["head"].weights == 256 / 257
-    assert found["head"].reduced <= 4 * SEQ * 4  # no logits: a maximum, a sum and a label for each position
+def test_symbols_are_sharded_in_the_embedding_and_in_the_head(profiles):
+    assert (profiles["embed"].weights, profiles["embed"].reductions, profiles["embed"].divides) == (1.0, 1, 256)
+    assert profiles["embed"].reduced == SEQ * WIDTH * 4
+    assert profiles["head"].weights == 256 / 257
+    assert profiles["head"].reduced <= 4 * SEQ * 4  # no logits: a maximum, a sum and a label for each position
 
 
 def test_tied_embeddings_are_sharded_in_both_places():
     config = CONFIG.model_copy(update={"tied": True})
     stage = stages(layers(config), jax.ShapeDtypeStruct((ROWS, SEQ), np.int32))
     for layer_id in ("embed", "head"):
-        found = tensor_profile(lambda policy, i=layer_id: stage(i, policy), layer_id, ROWS, ["none"], jax.devices()[0])
-        assert found.weights > 0.9
+        profile = tensor_profile(lambda policy, i=layer_id: stage(i, policy), layer_id, ROWS, ["none"], jax.devices()[0])
+        assert profile.weights > 0.9
 
 
 def test_layers_without_names_are_not_sharded():
@@ -78,7 +78,7 @@ W = np.zeros((8, 6), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("program", "given", "expected", "reductions"),
+    ("program", "sharded", "expected", "reductions"),
     [
         (lambda x, w: x @ w, (False, True), (False, True), 0),  # by columns
         (lambda x, w: (x @ w) @ w.T, (False, True), (False, False), 1),  # then by rows
@@ -94,10 +94,10 @@ W = np.zeros((8, 6), np.float32)
         (jax.jit(lambda x, w: jax.nn.relu(x @ w)), (False, True), (False, True), 0),
     ],
 )
-def test_sharded_dims_are_followed(program, given, expected, reductions):
+def test_sharded_dims_are_followed(program, sharded, expected, reductions):
     jaxpr = jax.make_jaxpr(program)(np.zeros((4, 8), np.float32), W).jaxpr
     walk = Walk()
-    assert walk.run(jaxpr, [(False, False), given]) == [expected]
+    assert walk.run(jaxpr, [(False, False), sharded]) == [expected]
     assert walk.reductions == reductions
 
 
@@ -109,8 +109,8 @@ def test_bytes_on_a_mesh_are_those_of_the_compiled_stage():
     profile = analyze(stack, lambda _: (rows, rows), loss, rule, [ROWS], device, policies=[])
     degrees = Degrees(model=2)
     plan = jpipe.Plan.even(stack.ids, 3, "gpipe", 2, mesh=degrees.mesh)
-    found = shard_profile(profile, degrees, Topology.flat(2, 1e9)).stage_costs(plan, ROWS)
+    costs = shard_profile(profile, degrees, Topology.flat(2, 1e9)).stage_costs(plan, ROWS)
     batch = jax.ShapeDtypeStruct((2 * ROWS, SEQ), np.int32)
     exact = jpipe.Pipeline(stack, plan, loss, rule).costs((batch, batch), compiled_for=jax.devices()[0])
     for part in ("weights", "optimizer", "inputs", "outputs", "residuals"):
-        assert getattr(found[1], part) == getattr(exact[1], part), part  # the block
+        assert getattr(costs[1], part) == getattr(exact[1], part), part  # the block

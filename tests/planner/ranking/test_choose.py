@@ -1,4 +1,4 @@
-"""The ranking: what fits, simulated, and why the simulation differs."""
+"""The ranking: plans that fit, their simulation, and explanations of the simulation."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from tests.planner.invented import simulate_all
 
 
 def gpt(blocks: int = 6, outputs: int = 1_000, weights: int = 100_000) -> Profile:
-    """Equal blocks between a light first and a heavy last layer."""
+    """Return a profile of equal blocks between a light first and a heavy last layer."""
 
     def layer(name, factor):
         at = [
@@ -40,14 +40,18 @@ def machines(bandwidth: float, memory: float | None = None) -> Topology:
 
 
 @pytest.mark.slow
-def test_what_is_chosen_is_what_the_simulator_finds_fastest_of_all():
+def test_the_chosen_plan_is_the_fastest_in_the_simulator():
     profile, topology = gpt(4), machines(50_000.0)
     candidates = find_candidates(profile, topology, 8)
     choice = choose(profile, topology, candidates)
     everything = [
-        candidate.batch / found.batch_seconds
+        candidate.batch / simulated.batch_seconds
         for candidate in candidates
-        if (found := simulate_plan(candidate.plan(profile.ids), profile.stage_costs(candidate.plan(profile.ids), candidate.rows), topology))
+        if (
+            simulated := simulate_plan(
+                candidate.plan(profile.ids), profile.stage_costs(candidate.plan(profile.ids), candidate.rows), topology
+            )
+        )
     ]
     assert choice.ranked[0].samples_per_second == pytest.approx(max(everything), rel=0.02)
     speeds = [ranked.samples_per_second for ranked in choice.ranked if ranked.simulated]
@@ -55,7 +59,7 @@ def test_what_is_chosen_is_what_the_simulator_finds_fastest_of_all():
 
 
 @pytest.mark.slow
-def test_one_of_each_kind_is_ranked():
+def test_one_plan_of_each_kind_is_ranked():
     profile, topology = gpt(), machines(50_000.0)
     choice = choose(profile, topology, find_candidates(profile, topology, 8))
     kinds = [(r.candidate.schedule, r.candidate.replicas, r.candidate.keep_together) for r in choice.ranked]
@@ -127,8 +131,8 @@ def pipelines(schedule, forwards, replicas, *levels, batch, extra=0, cores=None,
     ]
     profile = Profile(source="analytic", sizes=[1], inputs=[1], labels=[1], layers=layers)
     topology = Topology(levels=[dict(zip(("count", "bandwidth", "latency"), level, strict=True)) for level in levels], cores=cores)
-    found = [c for c in find_candidates(profile, topology, batch, schedules=[schedule]) if c.replicas == replicas]
-    return profile, topology, [c for c in found if c.extra_in_flight == extra][-1:]
+    candidates = [c for c in find_candidates(profile, topology, batch, schedules=[schedule]) if c.replicas == replicas]
+    return profile, topology, [c for c in candidates if c.extra_in_flight == extra][-1:]
 
 
 TRULY_DIFFERENT = {
@@ -140,12 +144,12 @@ TRULY_DIFFERENT = {
 
 
 @pytest.mark.parametrize("why", TRULY_DIFFERENT)
-def test_what_really_differs_is_called_by_its_name(why):
+def test_real_differences_are_named(why):
     assert [ranked.why for ranked in choose(*TRULY_DIFFERENT[why]).ranked] == [why]
 
 
 def test_the_explanation_waits_for_the_norm_where_the_plan_does(monkeypatch):
-    asked = []
-    monkeypatch.setattr(jpipe_planner.ranking.choose, "simulate_plan", lambda *args: asked.append(args[3]) or simulate_plan(*args))
+    calls = []
+    monkeypatch.setattr(jpipe_planner.ranking.choose, "simulate_plan", lambda *args: calls.append(args[3]) or simulate_plan(*args))
     choose(*TRULY_DIFFERENT["sum"], global_norm=True)
-    assert asked == [True] * 3  # as it is, on free links, without sums
+    assert calls == [True] * 3  # as it is, on free links, without sums

@@ -1,4 +1,4 @@
-"""The memory of a plan from its own compiled stages: exact, and whether it fits."""
+"""The memory of a plan from its compiled stages is exact and decides whether it fits."""
 
 import dataclasses
 
@@ -46,9 +46,9 @@ def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(sch
     monkeypatch.setattr(module, "simulate_plan", lambda *_: None)
     closed, _ = compiled_choice(schedule)
     costs = pipe.costs(batch(8), compiled_for=jax.devices()[0])
-    for s, (found, truth) in enumerate(zip(closed.ranked.memory, exact.ranked.memory, strict=True)):
-        assert truth - 64 <= found <= 1.5 * truth  # the closed form knows no weights of microbatches, numbers that ride with messages
-        assert found >= costs[s].temporary + costs[s].weights + costs[s].optimizer  # XLA's numbers, not the estimate's
+    for s, (estimate, truth) in enumerate(zip(closed.ranked.memory, exact.ranked.memory, strict=True)):
+        assert truth - 64 <= estimate <= 1.5 * truth  # the closed form knows no weights of microbatches, numbers that ride with messages
+        assert estimate >= costs[s].temporary + costs[s].weights + costs[s].optimizer  # XLA's numbers, not the estimate's
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_a_plan_fits_up_to_its_last_byte():
 
 
 @pytest.mark.slow
-def test_an_estimate_that_is_too_high_is_above_nothing():
+def test_an_estimate_that_is_too_high_is_reported_as_a_lower_bound():
     exact = compiled_choice("gpipe")[0]
     doubled = dataclasses.replace(exact, estimated=tuple(2 * size for size in exact.ranked.memory))
     assert doubled.errors == (1.0, 1.0)

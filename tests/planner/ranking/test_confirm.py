@@ -1,4 +1,4 @@
-"""Plans whose compiled stages need more memory than was estimated recompute more, and then have smaller microbatches."""
+"""Plans whose compiled stages need more memory than estimated recompute more, then use smaller microbatches."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ MB = 10**6
 
 
 def profile(temporary: int = 0, fixed: int = 0, dispatch: float = 0.0) -> Profile:
-    """Eight equal layers; `temporary` bytes of scratch memory per row, and `fixed` in addition. `dispatch` makes more rows faster."""
+    """Return eight equal layers with `temporary` bytes of scratch memory per row and `fixed` bytes in addition."""
     at = [
         {
             "forward": 0.01 * n,
@@ -43,13 +43,13 @@ def profile(temporary: int = 0, fixed: int = 0, dispatch: float = 0.0) -> Profil
 def confirmed(memory: float, actual: Profile, schedules=("pipedream_flush",), estimated: Profile | None = None, count: int = 4):
     """Confirm plans estimated by a profile, where compiling finds the memory of another one: the result, and the plans compiled."""
     topology, estimated = Topology.flat(count, 1e12, memory=memory), profile() if estimated is None else estimated
-    asked, reported = [], []
+    compiled, reported = [], []
 
     def compile_stages(choice, ranked):
-        asked.append(ranked.candidate)
+        compiled.append(ranked.candidate)
         plan = choice.plan(ranked)
-        found = simulate_plan(plan, actual.stage_costs(plan, ranked.candidate.rows), topology)
-        exact = dataclasses.replace(ranked, simulated=found)
+        simulated = simulate_plan(plan, actual.stage_costs(plan, ranked.candidate.rows), topology)
+        exact = dataclasses.replace(ranked, simulated=simulated)
         return Compiled(exact, ranked.candidate.memory, max(exact.memory) - memory, tuple(range(len(exact.memory))))
 
     # Stages without replicas: each width would be a kind of its own.
@@ -57,72 +57,74 @@ def confirmed(memory: float, actual: Profile, schedules=("pipedream_flush",), es
     candidates = [candidate for candidate in candidates if candidate.depth == count]
     choice = choose(estimated, topology, candidates)
     known = {ranked.candidate: ranked for ranked in choice.ranked if ranked.simulated}
-    return confirm(choice, candidates, known, compile_stages, reported.append), asked, reported
+    return confirm(choice, candidates, known, compile_stages, reported.append), compiled, reported
 
 
-def test_stages_that_lack_memory_recompute_more_and_the_others_do_not():
+def test_only_stages_that_lack_memory_recompute_more():
     # Four stages of two layers hold 8 MB and, from the first on, the residuals of 4, 3, 2 and 1 microbatches.
-    found, asked, reported = confirmed(18e6, profile(fixed=4 * MB))
-    first = found.fitting[0].ranked.candidate
-    assert [attempt.ranked.candidate for attempt in reported] == asked[: len(reported)] == [one.ranked.candidate for one in found.attempts]
+    result, compiled, reported = confirmed(18e6, profile(fixed=4 * MB))
+    first = result.fitting[0].ranked.candidate
+    assert (
+        [attempt.ranked.candidate for attempt in reported] == compiled[: len(reported)] == [one.ranked.candidate for one in result.attempts]
+    )
     assert reported
-    assert set(asked[0].policies) == {"none"}
+    assert set(compiled[0].policies) == {"none"}
     assert first.policies[0] != "none"
     assert first.policies[-1] == "none"
-    assert max(found.fitting[0].ranked.memory) <= 18e6
-    assert first.rows == asked[0].rows
-    assert first in found.added
-    assert found.known[first].memory == found.fitting[0].ranked.memory
+    assert max(result.fitting[0].ranked.memory) <= 18e6
+    assert first.rows == compiled[0].rows
+    assert first in result.added
+    assert result.known[first].memory == result.fitting[0].ranked.memory
 
 
-def test_policies_that_save_too_little_are_passed_over():
-    found, asked, _ = confirmed(18e6, profile(fixed=7 * MB))
-    assert asked[1].policies[0] == "full"
-    assert found.fitting[0].ranked.candidate == asked[-1]
+def test_policies_that_save_too_little_are_skipped():
+    result, compiled, _ = confirmed(18e6, profile(fixed=7 * MB))
+    assert compiled[1].policies[0] == "full"
+    assert result.fitting[0].ranked.candidate == compiled[-1]
 
 
 def test_where_recomputing_everything_is_not_enough_microbatches_become_smaller():
-    found, asked, reported = confirmed(30e6, profile(9 * MB + MB // 2, dispatch=0.5), estimated=profile(dispatch=0.5))
-    assert {candidate.rows for candidate in asked[:-1]} == {2}
-    assert found.fitting[0].ranked.candidate.rows == 1
-    assert set(found.fitting[0].ranked.candidate.policies) == {"none"}  # no more recomputation than it needs
+    result, compiled, reported = confirmed(30e6, profile(9 * MB + MB // 2, dispatch=0.5), estimated=profile(dispatch=0.5))
+    assert {candidate.rows for candidate in compiled[:-1]} == {2}
+    assert result.fitting[0].ranked.candidate.rows == 1
+    assert set(result.fitting[0].ranked.candidate.policies) == {"none"}  # no more recomputation than it needs
     assert any(attempt.ranked.candidate.policies[0] == "full" for attempt in reported)
 
 
-def test_where_nothing_fits_what_was_tried_is_kept():
-    found, asked, reported = confirmed(18e6, profile(fixed=30 * MB))
-    assert not found.fitting
-    assert len(asked) == len(set(asked)) == len(reported)
-    assert {candidate.policies[0] for candidate in asked} >= {"none", "full"}
+def test_where_nothing_fits_all_attempts_are_reported():
+    result, compiled, reported = confirmed(18e6, profile(fixed=30 * MB))
+    assert not result.fitting
+    assert len(compiled) == len(set(compiled)) == len(reported)
+    assert {candidate.policies[0] for candidate in compiled} >= {"none", "full"}
     text = table.attempt(reported[0])
     assert text.startswith("pipedream_flush with 4 stages, 1 row, recompute none: stage 0 lacks ")
     assert text.endswith(" when compiled; next with recompute full at stages 0, 1, 2, 3")
 
 
 def test_plans_that_may_be_as_fast_are_compiled_too_and_the_best_of_them_is_first():
-    found, asked, _ = confirmed(1e9, profile(), schedules=("pipedream_2bw", "pipedream", "pipedream_flush"))
-    kinds = [one.ranked.candidate.schedule for one in found.fitting]
-    assert len(asked) == len(kinds) == 2  # a flush is slower than the error of the prediction
+    result, compiled, _ = confirmed(1e9, profile(), schedules=("pipedream_2bw", "pipedream", "pipedream_flush"))
+    kinds = [one.ranked.candidate.schedule for one in result.fitting]
+    assert len(compiled) == len(kinds) == 2  # a flush is slower than the error of the prediction
     assert set(kinds) == {"pipedream", "pipedream_2bw"}
-    assert max(found.fitting[0].ranked.memory) <= max(found.fitting[1].ranked.memory)
-    assert [ranked.candidate.schedule for ranked in found.uncompiled] == ["pipedream_flush"]
+    assert max(result.fitting[0].ranked.memory) <= max(result.fitting[1].ranked.memory)
+    assert [ranked.candidate.schedule for ranked in result.uncompiled] == ["pipedream_flush"]
 
 
 def test_no_more_plans_are_compiled_than_the_limits_say(monkeypatch):
     monkeypatch.setattr(module, "MOST_COMPILED", 1)
     monkeypatch.setattr(module, "MOST_LEAN", 1)
-    found, asked, _ = confirmed(18e6, profile(fixed=30 * MB))
-    assert not found.fitting
-    assert [set(candidate.policies) for candidate in asked] == [{"none"}, {"full"}]  # the smallest of all comes last
+    result, compiled, _ = confirmed(18e6, profile(fixed=30 * MB))
+    assert not result.fitting
+    assert [set(candidate.policies) for candidate in compiled] == [{"none"}, {"full"}]  # the smallest of all comes last
 
 
 def test_estimates_that_are_too_high_do_not_rule_out_everything():
-    found, asked, _ = confirmed(20e6, profile(), estimated=profile(fixed=30 * MB))
-    assert found.fitting
-    assert asked
-    hopeless, asked, _ = confirmed(5e6, profile())  # weights, gradients and optimizer state alone are more
+    result, compiled, _ = confirmed(20e6, profile(), estimated=profile(fixed=30 * MB))
+    assert result.fitting
+    assert compiled
+    hopeless, compiled, _ = confirmed(5e6, profile())  # weights, gradients and optimizer state alone are more
     assert not hopeless.fitting
-    assert not asked
+    assert not compiled
 
 
 STACK = jpipe.LayerStack({f"dense_{n}": lambda rngs: nnx.Linear(16, 16, rngs=rngs) for n in range(4)})
@@ -151,12 +153,12 @@ def test_programs_that_were_compiled_for_another_plan_are_not_compiled_again(mon
     programs, counts = {}, {}
     for ranked in [one for one in choice.ranked if one.candidate.depth == 2]:
         pipe = jpipe.Pipeline(STACK, choice.plan(ranked), loss, optax.adam(1e-3))
-        found = []
+        memories = []
         for known in (programs, None):
             compiled_ones.clear()
-            found.append(compile_stages(choice, ranked, pipe, batch(8), jax.devices()[0], known).ranked.memory)
+            memories.append(compile_stages(choice, ranked, pipe, batch(8), jax.devices()[0], known).ranked.memory)
             counts[ranked.candidate.schedule, known is None] = len(compiled_ones)
-        assert found[0] == found[1]
+        assert memories[0] == memories[1]
     (first, _), *_ = counts
     other = ({"pipedream_flush", "pipedream_2bw"} - {first}).pop()
     assert counts[first, False] == counts[first, True]

@@ -1,4 +1,4 @@
-"""The choice: as fast as the fastest of all candidates when every one of them is simulated; and bounds that no simulation breaks."""
+"""The chosen plan is as fast as the fastest of all candidates, and no simulation beats the bounds."""
 
 import statistics
 
@@ -41,23 +41,23 @@ def test_no_simulation_is_faster_than_the_bounds(seed):
         timeline = jpipe.simulate(jpipe.lower(plan, batches), costs, link).timeline
         share = [plan.microbatches // plan.replicas[s] for s, _ in plan.workers]
         starts = [[span.start for span in row if span.op != "B"] for row in timeline]
-        seconds = statistics.mean(row[18 * own] - row[8 * own] for own, row in zip(share, starts, strict=True)) / 10
+        seconds = statistics.mean(row[18 * per_batch] - row[8 * per_batch] for per_batch, row in zip(share, starts, strict=True)) / 10
         bounds = busy_seconds(plan, costs, None), port_seconds(plan, costs, link), unhindered_seconds(plan, costs, link, *window(plan))
         assert max(bounds) <= seconds * 1.01, candidate
 
 
-def test_candidates_that_cannot_be_the_fastest_are_told_by_their_bound():
+def test_candidates_that_cannot_be_the_fastest_are_listed_with_their_bound():
     profile, topology = invented_profile(0), invented_topology(0)
     candidates = find_candidates(profile, topology, 12)
     choice = choose(profile, topology, candidates, most=1)
-    left = [one for one in choice.ranked if one.simulated is None]
-    assert left
-    assert all(one.most <= 1.005 * choice.ranked[0].samples_per_second for one in left)
-    shown = [row[_SHOWN] for row in rows(choice, len(choice.ranked))]
-    assert [text.startswith("≤") for text in shown] == [one.simulated is None for one in choice.ranked]
+    pruned = [one for one in choice.ranked if one.simulated is None]
+    assert pruned
+    assert all(one.most <= 1.005 * choice.ranked[0].samples_per_second for one in pruned)
+    speeds = [row[_SHOWN] for row in rows(choice, len(choice.ranked))]
+    assert [text.startswith("≤") for text in speeds] == [one.simulated is None for one in choice.ranked]
 
 
-def test_what_takes_too_long_to_simulate_is_told(monkeypatch):
+def test_a_simulation_that_takes_too_long_is_reported(monkeypatch):
     monkeypatch.setattr("jpipe_planner.ranking.race.MOST_SIMULATED", 1)
     profile, topology = invented_profile(3), invented_topology(3)
     choice = choose(profile, topology, find_candidates(profile, topology, 12))

@@ -1,4 +1,4 @@
-"""The ranking in words, and the picture beside it."""
+"""The ranking as text, and its picture."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from jpipe_planner.search.candidates import find_candidates
 
 
 def chosen(weights: int, residuals: int, memory: float) -> Choice:
-    """Four equal layers for two devices, in microbatches of 2 rows or 4."""
+    """Choose a plan of four equal layers for two devices, in microbatches of 2 or 4 rows."""
     at = [{"forward": 0.01 * n, "backward": 0.02 * n, "outputs": 100 * n, "residuals": {"none": residuals * n}} for n in (2, 4)]
     layers = [{"id": f"layer {n}", "weights": weights, "optimizer": 2 * weights, "at": at} for n in range(4)]
     profile = Profile(source="measured", sizes=(2, 4), inputs=(200, 400), labels=(8, 16), layers=layers)
@@ -33,20 +33,20 @@ def test_smaller_microbatches_are_suggested_only_where_all_else_fits(weights, re
     assert change == devices + (", or smaller microbatches than 2 rows" if smaller else "")
 
 
-def test_what_is_rejected_by_its_estimate_says_so():
+def test_a_plan_rejected_by_its_estimate_says_so():
     lines = table.why_rejected(chosen(10**5, 10**7, memory=1e7), 3)
     assert len(lines) == 3
     assert all("needs an estimated " in line and line.endswith(" too much") for line in lines)
 
 
-def test_one_stage_is_no_stages():
+def test_one_stage_is_named_in_the_singular():
     candidate = chosen(10**5, 10**3, memory=1e9).ranked[0].candidate
     one = dataclasses.replace(candidate, schedule="gpipe", starts=(0,), replicas=(1,), policies=("none",), extra_in_flight=0)
     assert table.name(one) == "gpipe with 1 stage"
     assert table.name(dataclasses.replace(one, starts=(0, 2), replicas=(1, 1), policies=("none",) * 2)) == "gpipe with 2 stages"
 
 
-def test_links_are_told_with_their_units():
+def test_links_are_printed_with_their_units():
     level = {"count": 4, "bandwidth": 2.5e9, "latency": 3e-5}
     assert table.links(Topology(levels=(level,))) == "links of 2.5 GB/s, 30 us per message"
     shared = "links of 2.5 GB/s, 30 us per message; 1.8 of 4 devices compute at full speed at a time"
@@ -54,7 +54,7 @@ def test_links_are_told_with_their_units():
     assert table.links(Topology(levels=(level | {"count": 1},))) == "one device, no links"
 
 
-def test_the_picture_has_what_is_known_of_a_plan_in_place_of_its_estimate():
+def test_the_picture_shows_the_simulated_plan_in_place_of_its_estimate():
     choice = chosen(10**5, 10**3, memory=1e9)
     first, second = (ranked.candidate for ranked in choice.ranked[:2])
     proven = dataclasses.replace(choice.ranked[0], simulated=None, candidate=dataclasses.replace(first, memory=(123_456,) * first.depth))
@@ -72,8 +72,8 @@ def test_the_picture_has_what_is_known_of_a_plan_in_place_of_its_estimate():
 def test_each_schedule_has_a_colour_and_a_marker_of_its_own():
     looks = [look(number) for number in range(len(jpipe.schedules.SCHEDULES))]
     assert len({colour for colour, _ in looks}) == len({mark for _, mark in looks}) == len(looks)
-    many = [look(number) for number in range(100)]  # of schedules that are added
-    assert len(set(many)) == 100
+    hundred = [look(number) for number in range(100)]  # of schedules that are added
+    assert len(set(hundred)) == 100
 
 
 def test_the_picture_has_each_schedule_once_in_its_legend_with_its_own_look():

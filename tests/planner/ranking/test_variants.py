@@ -1,4 +1,4 @@
-"""Plans with several stages on a rank, or with split backwards: legal, priced as simulated, and chosen where they are the fastest."""
+"""Plans with several stages on a rank or split backwards: legal, priced as simulated, and chosen where fastest."""
 
 import dataclasses
 import itertools
@@ -21,37 +21,37 @@ FAST = levels((4, 1e9, 0.0))
 @pytest.mark.slow
 def test_every_schedule_is_searched_in_one_way_or_the_other():
     assert {*planned_schedules(), *variant_schedules()} == set(jpipe.schedules.SCHEDULES)
-    found = find_variants(gpt(14), FAST, 8, all_devices=True).simulated
-    assert {candidate.schedule for candidate in found} == set(variant_schedules())
-    assert {candidate.chunks for candidate in found} == set(range(1, MOST_CHUNKS + 1))
-    assert {candidate.devices for candidate in found} == {4}
+    variants = find_variants(gpt(14), FAST, 8, all_devices=True).simulated
+    assert {candidate.schedule for candidate in variants} == set(variant_schedules())
+    assert {candidate.chunks for candidate in variants} == set(range(1, MOST_CHUNKS + 1))
+    assert {candidate.devices for candidate in variants} == {4}
 
 
 @pytest.mark.slow
 def test_variants_are_priced_as_simulated_with_memory_of_each_rank():
     profile, slow = gpt(6), levels((4, 20_000.0, 0.02))
-    found = find_variants(profile, slow, 8, planned=find_candidates(profile, slow, 8)).simulated
-    assert {candidate.split_backward for candidate in found} == {"joint", "early"}
-    assert len(found) > 20
-    for candidate, known in itertools.islice(found.items(), 0, None, 7):
+    variants = find_variants(profile, slow, 8, planned=find_candidates(profile, slow, 8)).simulated
+    assert {candidate.split_backward for candidate in variants} == {"joint", "early"}
+    assert len(variants) > 20
+    for candidate, known in itertools.islice(variants.items(), 0, None, 7):
         plan = candidate.plan(profile.ids)
         costs = profile.stage_costs(plan, candidate.rows)
-        again = simulate_plan(plan, costs, slow)
-        assert (candidate.seconds, candidate.bubble) == (again.batch_seconds, again.bubble) == (known.batch_seconds, known.bubble)
+        simulated = simulate_plan(plan, costs, slow)
+        assert (candidate.seconds, candidate.bubble) == (simulated.batch_seconds, simulated.bubble) == (known.batch_seconds, known.bubble)
         assert len(candidate.memory) == len(plan.pipeline_ranks) == candidate.num_pipeline_ranks
-        assert max(candidate.memory) == max(again.peak_bytes)
+        assert max(candidate.memory) == max(simulated.peak_bytes)
 
 
 def ranking(profile, topology, batch, schedules=None):
     candidates = find_candidates(profile, topology, batch)
-    found = find_variants(profile, topology, batch, schedules=schedules, planned=candidates).simulated
-    tried = {candidate: Ranked(candidate, known) for candidate, known in found.items()}
-    return choose(profile, topology, [*candidates, *found], tried=tried)
+    variants = find_variants(profile, topology, batch, schedules=schedules, planned=candidates).simulated
+    tried = {candidate: Ranked(candidate, known) for candidate, known in variants.items()}
+    return choose(profile, topology, [*candidates, *variants], tried=tried)
 
 
 @pytest.mark.slow
 def test_without_stale_weights_and_links_a_zero_bubble_schedule_is_the_fastest_of_those_that_flush():
-    """With a large bubble, and all microbatches of one size."""
+    """The bubble is large, and all microbatches have one size."""
     choice = ranking(gpt(7, head=0.9, sizes=(1,), weights=10), FAST, 4)
     flushing = [one for one in choice.ranked if jpipe.schedules.SCHEDULES[one.candidate.schedule].flushes and one.candidate.depth > 1]
     assert flushing[0].candidate.schedule not in planned_schedules()
@@ -60,38 +60,38 @@ def test_without_stale_weights_and_links_a_zero_bubble_schedule_is_the_fastest_o
 
 @pytest.mark.slow
 def test_chunks_gain_nothing_without_a_flush():
-    """Transfers are more frequent, and there is no bubble to fill: among plans of 2BW for equal layers the straight one wins."""
+    """Transfers are more frequent and there is no bubble to fill: for equal layers the straight plan of 2BW is best."""
     profile = gpt(8, sizes=(1,))
     profile = profile.model_copy(update={"layers": profile.layers[1:-1]})
     choice = ranking(profile, levels((4, 20_000.0, 0.02)), 8, ["pipedream_2bw"])
-    own = [one for one in choice.ranked if one.candidate.schedule == "pipedream_2bw"]
-    assert own[0].candidate.chunks == 1
-    assert any(one.candidate.chunks > 1 for one in own)
+    without_flush = [one for one in choice.ranked if one.candidate.schedule == "pipedream_2bw"]
+    assert without_flush[0].candidate.chunks == 1
+    assert any(one.candidate.chunks > 1 for one in without_flush)
 
 
-def test_plans_of_chunks_that_nobody_simulated_are_simulated():
-    """The bounds by which others are left out hold for one stage on each rank only."""
+def test_plans_of_chunks_without_a_simulation_are_simulated():
+    """The bounds that rule out candidates hold only for one stage on each rank."""
     profile = gpt(8, sizes=(1,))
-    found = find_variants(profile, FAST, 8, schedules=["interleaved_1f1b", "zb_h1"]).simulated
-    assert any(candidate.chunks > 1 for candidate in found)
-    ranked = choose(profile, FAST, found).ranked
-    fastest = min(found, key=lambda candidate: candidate.seconds / candidate.batch)
-    assert ranked[0].seconds == pytest.approx(found[fastest].batch_seconds)
+    variants = find_variants(profile, FAST, 8, schedules=["interleaved_1f1b", "zb_h1"]).simulated
+    assert any(candidate.chunks > 1 for candidate in variants)
+    ranked = choose(profile, FAST, variants).ranked
+    fastest = min(variants, key=lambda candidate: candidate.seconds / candidate.batch)
+    assert ranked[0].seconds == pytest.approx(variants[fastest].batch_seconds)
     assert all(one.simulated is not None for one in ranked)
 
 
-def test_plans_that_do_not_fit_are_told_by_rank():
+def test_plans_that_do_not_fit_are_rejected_by_rank():
     limited = levels((4, 1e9, 0.0), memory=100_000)
-    found = find_variants(gpt(6), limited, 8, schedules=["zb_h2", "interleaved_1f1b"]).simulated
-    assert any(candidate.over for candidate in found)
-    for candidate in found:
+    variants = find_variants(gpt(6), limited, 8, schedules=["zb_h2", "interleaved_1f1b"]).simulated
+    assert any(candidate.over for candidate in variants)
+    for candidate in variants:
         assert (candidate.over is not None) == (max(candidate.memory) > 100_000)
         if candidate.over:
             assert candidate.over == (candidate.memory.index(max(candidate.memory)), max(candidate.memory) - 100_000)
 
 
 @pytest.mark.slow
-def test_why_a_plan_was_chosen_is_told():
+def test_the_reason_for_a_plan_is_explained():
     choice = ranking(gpt(7, head=0.9, sizes=(1,)), FAST, 4)
     rows = table.why_chosen(choice, 6)
     assert rows[0][-1] == "chosen"
@@ -102,7 +102,7 @@ def test_why_a_plan_was_chosen_is_told():
 
 
 def straight_pipelines(schedule, latency, **fields):
-    """Equal layers on four ranks with such links, joint without more microbatches in flight, and what is made of that: a ranking."""
+    """Rank equal layers on four ranks with these links, joint and without more microbatches in flight, and their variants."""
     profile, topology = gpt(4, sizes=(1,)), levels((4, 1e12, latency))
     layers = [layer.model_copy(update={"at": tuple(at.model_copy(update=fields) for at in layer.at)}) for layer in profile.layers[1:-1]]
     profile = profile.model_copy(update={"layers": tuple(layers)})
@@ -116,7 +116,7 @@ def straight_pipelines(schedule, latency, **fields):
 
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream", "pipedream_2bw"])
 def test_early_gradients_win_where_they_hide_the_latency_of_links(schedule):
-    """A backward for weights takes a second, so that messages of 0.4 seconds arrive in time; whole backwards wait for them."""
+    """A backward for weights takes a second and hides messages of 0.4 seconds; whole backwards wait for them."""
     choice = straight_pipelines(schedule, 0.4)
     first, second = choice.ranked
     assert (first.candidate.split_backward, first.candidate.extra_in_flight) == ("early", 0)
@@ -132,8 +132,8 @@ def test_early_gradients_win_where_they_hide_the_latency_of_links(schedule):
 
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream", "pipedream_2bw"])
-def test_early_gradients_do_not_win_where_nothing_is_to_hide(schedule):
-    """Without weights to compute the gradient is no earlier; then whole backwards are as fast, with fewer programs."""
+def test_early_gradients_do_not_win_without_latency(schedule):
+    """Without latency the gradient is not needed earlier, and whole backwards need fewer programs."""
     choice = straight_pipelines(schedule, 0.4, backward_weight=0.0)
     assert [one.candidate.split_backward for one in choice.ranked] == ["joint", "early"]
     assert table.why_chosen(choice, 2)[1][-1] == "as fast, more programs"
@@ -168,13 +168,13 @@ def test_plans_that_would_take_too_long_are_counted_and_smaller_ones_tried(monke
 
 @pytest.mark.slow
 def test_orders_that_are_made_have_the_limit_for_which_they_were_made():
-    found = find_variants(gpt(6), FAST, 8, schedules=["auto_zero_bubble"]).simulated
-    assert {candidate.order_limit // candidate.depth for candidate in found} == {1, 2}
-    for candidate in found:
+    variants = find_variants(gpt(6), FAST, 8, schedules=["auto_zero_bubble"]).simulated
+    assert {candidate.order_limit // candidate.depth for candidate in variants} == {1, 2}
+    for candidate in variants:
         plan = candidate.plan(gpt(6).ids)
         assert plan.order_limit == candidate.order_limit
-        held = [most_held(order_of(plan, p), lambda entry: entry.finishes) for p in range(candidate.num_pipeline_ranks)]
-        assert max(held) <= plan.order_limit
+        peaks = [most_held(order_of(plan, p), lambda entry: entry.finishes) for p in range(candidate.num_pipeline_ranks)]
+        assert max(peaks) <= plan.order_limit
         assert jpipe.Plan.from_json(plan.to_json()).order_limit == plan.order_limit
 
 

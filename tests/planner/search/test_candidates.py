@@ -1,4 +1,4 @@
-"""Candidates of both searches, in terms that can be compared: what they send, and what they cost where devices share cores."""
+"""Candidates of both searches are comparable: the bytes that they send, and their costs where devices share cores."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from jpipe_planner.search.partition import Placed, Problem, evaluate_partition
 
 
 def blocks(count: int = 4, weights: int = 1_000) -> Profile:
-    """Equal blocks; a forward takes a second, a backward two."""
+    """Return a profile of equal blocks; a forward takes one second, a backward two."""
     at = [{"forward": 1.0, "backward": 2.0, "outputs": 100, "residuals": {"none": 300}}]
     layers = [{"id": f"block_{n}", "weights": weights, "optimizer": weights, "update": 0.1, "at": at} for n in range(count)]
     return Profile(source="analytic", sizes=[1], inputs=[10], labels=[4], layers=layers)
@@ -26,7 +26,7 @@ def machines(count: int, cores: float | None = None) -> Topology:
 
 
 def placed(profile, topology, *replicas, microbatches):
-    """One layer a stage, with replicas of its own; the last stage has what is left."""
+    """Return a candidate with one layer a stage and its own replicas in each; the last stage has the remaining layers."""
     count = len(profile.ids)
     ends = [*range(1, len(replicas)), count]
     stages = [Placed(s, ends[s], sum(replicas[:s]), r) for s, r in enumerate(replicas)]
@@ -36,20 +36,20 @@ def placed(profile, topology, *replicas, microbatches):
 
 def simulate(profile, topology, candidate):
     plan = candidate.plan(profile.ids)
-    found = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
-    assert found is not None
-    return found
+    simulated = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
+    assert simulated is not None
+    return simulated
 
 
 @pytest.mark.parametrize(("replicas", "microbatches"), [((2, 1, 1), 4), ((3, 2), "replicas"), ((4,), 8), ((1, 1, 1), 3)])
-def test_what_stages_of_their_own_replicas_send_is_what_the_simulator_counts(replicas, microbatches):
+def test_sent_bytes_of_stages_with_unequal_replicas_equal_the_simulators(replicas, microbatches):
     profile, topology = blocks(), machines(sum(replicas))
     candidate = placed(profile, topology, *replicas, microbatches=microbatches)
     assert candidate.sent * candidate.batch == pytest.approx(sum(simulate(profile, topology, candidate).sent_bytes), rel=1e-3)
 
 
 @pytest.mark.slow
-def test_what_equal_pipelines_send_is_what_the_simulator_counts():
+def test_sent_bytes_of_equal_pipelines_equal_the_simulators():
     profile, topology = blocks(), machines(4)
     for candidate in search_parallel(profile, topology, 8, exact=True):
         assert candidate.sent * candidate.batch == pytest.approx(sum(simulate(profile, topology, candidate).sent_bytes), rel=1e-3)
@@ -60,11 +60,11 @@ def test_workers_of_both_searches_share_cores():
     profile, topology = blocks(), machines(4, cores=1)
     equal = [candidate for candidate in search_parallel(profile, topology, 16, exact=True) if not candidate.extra_in_flight]
     plans = [((2, 1, 1), 8), ((3, 1), "replicas"), ((2, 2), 8)]
-    own = [placed(profile, topology, *replicas, microbatches=microbatches) for replicas, microbatches in plans]
-    for candidate in (*equal, *own):
+    unequal = [placed(profile, topology, *replicas, microbatches=microbatches) for replicas, microbatches in plans]
+    for candidate in (*equal, *unequal):
         assert candidate.seconds >= candidate.microbatches * 4 * 3.0  # computed by a single core
         assert candidate.seconds == pytest.approx(simulate(profile, topology, candidate).batch_seconds, rel=0.05)
-    assert {candidate.bound for candidate in own} == {"the cores"}
+    assert {candidate.bound for candidate in unequal} == {"the cores"}
     assert "the cores" in {candidate.bound for candidate in equal}
 
 
@@ -77,14 +77,14 @@ def test_the_best_of_pipedreams_is_found_with_the_time_that_its_cores_take():
 
 
 def test_without_replicas_there_is_one_pipeline_of_any_depth():
-    found = find_candidates(blocks(), machines(7), 8, exact=False, replicas=False)
-    assert {max(candidate.replicas) for candidate in found} == {1}
-    assert {candidate.depth for candidate in found} == set(range(1, len(blocks().ids) + 1))
+    candidates = find_candidates(blocks(), machines(7), 8, exact=False, replicas=False)
+    assert {max(candidate.replicas) for candidate in candidates} == {1}
+    assert {candidate.depth for candidate in candidates} == set(range(1, len(blocks().ids) + 1))
     assert any(max(candidate.replicas) > 1 for candidate in find_candidates(blocks(), machines(7), 8, exact=False))
 
 
 def meshes_of(weights: int, memory: float | None = None):
-    """Four equal blocks that can be sharded, and two servers of four devices whose links between them are slow."""
+    """Return four equal blocks that can be sharded, and two servers of four devices with slow links between them."""
     tensor = {"weights": 1.0, "compute": 1.0, "residuals": {"none": 1.0}, "reduced": 100.0, "reductions": 2, "divides": 4}
     layers = tuple(layer.model_copy(update={"tensor": TensorProfile(**tensor)}) for layer in blocks(weights=weights).layers)
     levels = {"count": 4, "bandwidth": 1e12}, {"count": 2, "bandwidth": 1e2}
@@ -94,11 +94,11 @@ def meshes_of(weights: int, memory: float | None = None):
 def test_candidates_on_meshes_are_those_of_devices_that_have_a_share():
     profile, topology = meshes_of(1000)
     degrees = Degrees(model=4)
-    found = find_candidates(profile, topology, 8, meshes=[degrees])
+    candidates = find_candidates(profile, topology, 8, meshes=[degrees])
     alone = find_candidates(shard_profile(profile, degrees, topology), topology.groups(4), 8)
-    assert [dataclasses.replace(one, degrees=NO_MESH, sent=one.sent / 4) for one in found] == alone
-    assert {one.devices for one in found} <= {4, 8}
-    plan = found[0].plan(profile.ids)
+    assert [dataclasses.replace(one, degrees=NO_MESH, sent=one.sent / 4) for one in candidates] == alone
+    assert {one.devices for one in candidates} <= {4, 8}
+    plan = candidates[0].plan(profile.ids)
     assert {(tuple(stage.mesh.items()), stage.fsdp, stage.devices_each) for stage in plan.stages} == {((("model", 4),), False, 4)}
 
 
@@ -106,9 +106,9 @@ def test_meshes_change_nothing_of_the_candidates_without():
     profile, topology = meshes_of(1000)
     without = find_candidates(profile, topology, 8)
     assert without == find_candidates(blocks(weights=1000), topology, 8)
-    found = find_candidates(profile, topology, 8, meshes=possible_degrees(profile, topology))
-    assert [one for one in found if one.degrees == NO_MESH] == without
-    assert {one.degrees for one in found} == set(possible_degrees(profile, topology))
+    candidates = find_candidates(profile, topology, 8, meshes=possible_degrees(profile, topology))
+    assert [one for one in candidates if one.degrees == NO_MESH] == without
+    assert {one.degrees for one in candidates} == set(possible_degrees(profile, topology))
 
 
 def test_a_layer_that_fits_no_device_is_planned_for_a_mesh():

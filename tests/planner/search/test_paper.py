@@ -1,4 +1,4 @@
-"""The paper's recurrence against the formulas as they stand there."""
+"""The search equals the paper's recurrence."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ NUMBERS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0, 1,
 
 
 def recurrence(layers, levels, price):
-    """A^L(0 -> N, m_L) of the paper, with its own words and without its cleverness."""
+    """Compute A^L(0 -> N, m_L) of the paper by its definition."""
 
     @cache
     def t(k, i, j, m):
@@ -50,22 +50,22 @@ def test_the_recurrence_as_written(layers, levels, price):
         for forward, backward, out, weights in layers
     ]
     topology = Topology(levels=[{"count": count, "bandwidth": bandwidth} for count, bandwidth in levels])
-    found = search_paper(Problem(costs, topology), price)
-    assert found.seconds == pytest.approx(recurrence(tuple(layers), tuple(levels), price), rel=1e-9)
-    assert [stage.start for stage in found.stages] == [0, *(stage.stop for stage in found.stages[:-1])]
-    assert found.stages[-1].stop == len(layers)
-    assert found.devices == topology.num_devices
+    result = search_paper(Problem(costs, topology), price)
+    assert result.seconds == pytest.approx(recurrence(tuple(layers), tuple(levels), price), rel=1e-9)
+    assert [stage.start for stage in result.stages] == [0, *(stage.stop for stage in result.stages[:-1])]
+    assert result.stages[-1].stop == len(layers)
+    assert result.devices == topology.num_devices
 
 
-def test_the_stages_behind_the_number():
+def test_the_stages_of_the_best_partition():
     layers = [jpipe.programs.LayerCost(5.0, 10.0, outputs=1, weights=1), jpipe.programs.LayerCost(2.0, 3.0, outputs=1, weights=100)]
-    found = search_paper(Problem(layers, Topology.flat(4, bandwidth=10.0)))
-    assert [(stage.stop, stage.first, stage.replicas) for stage in found.stages] == [(1, 0, 3), (2, 3, 1)]
-    assert found.seconds == 5.0
+    result = search_paper(Problem(layers, Topology.flat(4, bandwidth=10.0)))
+    assert [(stage.stop, stage.first, stage.replicas) for stage in result.stages] == [(1, 0, 3), (2, 3, 1)]
+    assert result.seconds == 5.0
     # two servers of two: a stage takes whole components, so the outer level replicates the pipeline inside
-    found = search_paper(Problem(layers, Topology(levels=[{"count": 2, "bandwidth": 1.0}, {"count": 2, "bandwidth": 100.0}])))
-    assert [(stage.stop, stage.replicas) for stage in found.stages] == [(1, 2), (2, 2)]
-    assert found.seconds == 7.5
+    result = search_paper(Problem(layers, Topology(levels=[{"count": 2, "bandwidth": 1.0}, {"count": 2, "bandwidth": 100.0}])))
+    assert [(stage.stop, stage.replicas) for stage in result.stages] == [(1, 2), (2, 2)]
+    assert result.seconds == 7.5
 
 
 def test_the_released_code_adds_what_the_text_overlaps():

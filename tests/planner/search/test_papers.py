@@ -1,4 +1,4 @@
-"""The papers' examples, small: what `make bench-papers` prints at length."""
+"""Small versions of the papers' examples that `make bench-papers` prints."""
 
 import json
 
@@ -25,8 +25,8 @@ def problem_of(name, cluster):
     return stages.problem_of(read(name), FLAT.get(cluster) or pipedream.machine(cluster))
 
 
-def speed_up(problem, found):
-    return stages.data_parallel(problem).seconds / evaluate_partition(problem, found.stages).seconds
+def speed_up(problem, partition):
+    return stages.data_parallel(problem).seconds / evaluate_partition(problem, partition.stages).seconds
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +45,11 @@ def test_profiles_are_of_the_models_that_everybody_knows(name, parameters):
 @pytest.mark.parametrize("cluster", ["4 × 4 A", "16, 10 Gbit/s"])
 def test_the_dense_layers_of_vgg_on_one_worker(cluster):
     vgg, problem = read("vgg16"), problem_of("vgg16", cluster)
-    found = search_pipedream(problem)
-    assert stages.name_of(found) == "15-1"
-    replicated, alone = (vgg.layers[stage.start : stage.stop] for stage in found.stages)
+    partition = search_pipedream(problem)
+    assert stages.name_of(partition) == "15-1"
+    replicated, alone = (vgg.layers[stage.start : stage.stop] for stage in partition.stages)
     assert sum(layer.weights for layer in replicated) < 0.15 * sum(layer.weights for layer in alone)
-    assert speed_up(problem, found) > 1.2
+    assert speed_up(problem, partition) > 1.2
 
 
 def test_the_recurrence_of_the_paper_on_vgg():
@@ -97,7 +97,7 @@ def test_speed_ups_are_near_those_of_figure_6(bert):
     assert rates["pipedream_flush"] > rates["gpipe"] > rates["naive"]
 
 
-def test_who_fits_in_16_gb(bert):
+def test_models_that_fit_in_16_gb(bert):
     none, full = (two_bw.peaks(bert, topology("v100-16gb-8"), 8, 4, 64, policy) for policy in two_bw.POLICIES)
     assert none["gpipe"] > none["pipedream_flush"] > 16e9
     assert 16e9 > full["pipedream"] > full["pipedream_2bw"] > full["pipedream_flush"]
@@ -105,9 +105,9 @@ def test_who_fits_in_16_gb(bert):
 
 
 def test_the_largest_model_grows_with_depth():
-    found = list(two_bw.largest_models(read("bert"), topology("v100-16gb-64"), 8).values())
-    assert found == sorted(found)
-    assert 15e9 < found[-1] < 35e9  # figure 9: almost 30 billion
+    sizes = list(two_bw.largest_models(read("bert"), topology("v100-16gb-64"), 8).values())
+    assert sizes == sorted(sizes)
+    assert 15e9 < sizes[-1] < 35e9  # figure 9: almost 30 billion
 
 
 def test_half_of_the_rate_at_half_rows(bert):
@@ -125,17 +125,17 @@ def test_invented_models_are_cut(monkeypatch):
     assert len(search_pipedream(problem).stages) > 1
     assert problem.layers == speed.invented(40, Topology.flat(16, 1e9)).layers
     limited = speed.with_limit(problem)
-    found = search_pipedream(limited)
-    assert found.over is None
-    assert max(found.memory) <= limited.memory < max(search_pipedream(problem).memory)
+    partition = search_pipedream(limited)
+    assert partition.over is None
+    assert max(partition.memory) <= limited.memory < max(search_pipedream(problem).memory)
 
 
 def test_parts_by_name(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "PARTS", {"one": lambda _: [{"seconds": 1.0}], "other": lambda _: pytest.fail("was not asked for")})
     bench.main(["one", "--json", str(tmp_path / "out.json")])
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["one"] == [{"seconds": 1.0}]
-    assert set(found) == {"machine", "one"}
+    contents = json.loads((tmp_path / "out.json").read_text())
+    assert contents["one"] == [{"seconds": 1.0}]
+    assert set(contents) == {"machine", "one"}
     with pytest.raises(SystemExit):
         bench.main(["two"])
     assert "unknown part 'two'; known: one, other" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Parallel pipelines: exact cuts, each legal plan and no other, the cheapest recomputation that fits, prices held against simulation."""
+"""Parallel pipelines: exact cuts, all legal plans, the cheapest recomputation that fits, and prices equal to the simulation."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ def gpt(blocks=4, *, head=0.5, sizes=(1, 2), weights=20_000, outputs=1_000):
 
 
 def levels(*levels, memory=None, cores=None):
-    """Levels of (count, bandwidth, latency)."""
+    """Return a topology with levels of (count, bandwidth, latency)."""
     parts = [{"count": count, "bandwidth": bandwidth, "latency": latency} for count, bandwidth, latency in levels]
     return Topology(levels=parts, device={"memory": memory}, cores=cores)
 
@@ -54,11 +54,11 @@ TWO_LEVELS = levels((2, 20_000.0, 0.02), (3, 5_000.0, 0.1))
 
 
 def price(profile, topology, candidate):
-    """Seconds of a batch, as simulated."""
+    """Return the simulated seconds of a batch."""
     plan = candidate.plan(profile.ids)
-    found = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
-    assert found is not None
-    return found.batch_seconds
+    simulated = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
+    assert simulated is not None
+    return simulated.batch_seconds
 
 
 def test_no_cut_is_better_balanced():
@@ -66,7 +66,7 @@ def test_no_cut_is_better_balanced():
     for _ in range(400):
         seconds = [rng.choice([0.0, 1.0, 2.0, 3.0, rng.random()]) for _ in range(rng.randint(1, 8))]
         for depth in range(1, len(seconds) + 1):
-            cuts = [(0, *rest) for rest in itertools.combinations(range(1, len(seconds)), depth - 1)]
+            cuts = [(0, *inner) for inner in itertools.combinations(range(1, len(seconds)), depth - 1)]
             longest = [max(sum(seconds[a:b]) for a, b in itertools.pairwise((*cut, len(seconds)))) for cut in cuts]
             assert longest[cuts.index(balance(seconds, depth))] == pytest.approx(min(longest), rel=1e-12, abs=1e-12)
 
@@ -85,16 +85,16 @@ def test_crossings_are_those_of_each_link(keep):
         topology = levels(*((rng.randint(1, 4), rng.uniform(1, 9), rng.random()) for _ in range(rng.randint(1, 3))))
         depth = rng.randint(1, topology.num_devices)
         width = rng.randint(1, topology.num_devices // depth)
-        found = Crossings.find(topology, width, depth, keep)
+        crossings = Crossings.find(topology, width, depth, keep)
         place = {(s, r): s * width + r if keep == "replicas" else r * depth + s for s in range(depth) for r in range(width)}
         sizes = np.array([rng.randint(0, 5) for _ in range(depth - 1)])
         messages = [(s, topology.link(place[s, r], place[s + 1, r])) for s in range(depth - 1) for r in range(width)]
         back = [(s, topology.link(place[s + 1, r], place[s, r])) for s in range(depth - 1) for r in range(width)]
-        one_way, both_ways = found.ports(sizes)
+        one_way, both_ways = crossings.ports(sizes)
         for s in range(depth - 1):
-            own = [link for cut, link in messages if cut == s]
-            assert found.bandwidths[s] == min(link.bandwidth for link in own)
-            assert found.latencies[s] == max(link.latency for link in own)
+            crossing_links = [link for cut, link in messages if cut == s]
+            assert crossings.bandwidths[s] == min(link.bandwidth for link in crossing_links)
+            assert crossings.latencies[s] == max(link.latency for link in crossing_links)
             for sent, result in ((messages, one_way), (messages + back, both_ways)):
                 busy = dict.fromkeys((port for _, link in sent for port in link.ports), 0.0)
                 for cut, link in sent:
@@ -104,7 +104,7 @@ def test_crossings_are_those_of_each_link(keep):
                 assert result[s] == pytest.approx(max(busy[port] for port in ports))
         for s in range(depth if width > 1 else 0):
             ring = [topology.link(place[s, r], place[s, (r - 1) % width]) for r in range(width)]
-            assert found.rings[s] == jpipe.Link(min(link.bandwidth for link in ring), max(link.latency for link in ring))
+            assert crossings.rings[s] == jpipe.Link(min(link.bandwidth for link in ring), max(link.latency for link in ring))
 
 
 def test_stages_cost_what_their_layers_sum_up_to():
@@ -125,10 +125,10 @@ def test_stages_cost_what_their_layers_sum_up_to():
                 assert stages.temporary[p, s] + one_program == cost.temporary
 
 
-def test_every_legal_plan_is_there_and_no_other():
+def test_every_legal_plan_is_found_and_no_other():
     profile, batch = gpt(3), 22
-    found = search_parallel(profile, TWO_LEVELS, batch)
-    seen = [(c.schedule, c.replicas, c.rows, c.microbatches, c.extra_in_flight, c.keep_together) for c in found]
+    candidates = search_parallel(profile, TWO_LEVELS, batch)
+    seen = [(c.schedule, c.replicas, c.rows, c.microbatches, c.extra_in_flight, c.keep_together) for c in candidates]
     assert len(set(seen)) == len(seen)
     expected = set()
     for depth, rows, schedule in itertools.product((1, 2, 3), profile.sizes, planned_schedules()):
@@ -141,7 +141,7 @@ def test_every_legal_plan_is_there_and_no_other():
             if m <= most and (depth > 1 or schedule in ONE_STAGE) and _is_legal(profile, key):
                 expected.add(key)
     assert set(seen) == expected
-    assert {c.schedule for c in found} == set(planned_schedules())
+    assert {c.schedule for c in candidates} == set(planned_schedules())
 
 
 def _is_legal(profile, key):
@@ -162,28 +162,34 @@ def test_each_stage_takes_the_cheapest_recomputation_that_fits(limit):
         sizes = [_memory(profile, candidate, policy) for policy in POLICIES]
         lacking = [candidate.memory[s] - (limit or np.inf) for s in range(candidate.depth)]
         for s, policy in enumerate(candidate.policies):
-            own = [sizes[p][s] for p in range(3)]
-            fits = [p for p in range(3) if own[p] <= (limit or np.inf)]
-            assert policy == POLICIES[fits[0] if fits else own.index(min(own))]
-            assert candidate.memory[s] == own[POLICIES.index(policy)]
+            stage_sizes = [sizes[p][s] for p in range(3)]
+            fits = [p for p in range(3) if stage_sizes[p] <= (limit or np.inf)]
+            assert policy == POLICIES[fits[0] if fits else stage_sizes.index(min(stage_sizes))]
+            assert candidate.memory[s] == stage_sizes[POLICIES.index(policy)]
         assert candidate.over == ((lacking.index(max(lacking)), max(lacking)) if max(lacking) > 0 else None)
     chosen = {policy for candidate in candidates for policy in candidate.policies}
     assert chosen == ({"none"} if limit is None else set(POLICIES))
 
 
 def _memory(profile, candidate, policy):
-    """Stage by stage, with one policy for all."""
+    """Return the memory of each stage with one policy for all."""
     plan = _plan(profile, candidate.starts, policy, candidate)
-    schedule, found = jpipe.schedules.SCHEDULES[plan.schedule], []
+    schedule, memory = jpipe.schedules.SCHEDULES[plan.schedule], []
     for s, cost in enumerate(profile.stage_costs(plan, candidate.rows)):
         in_flight, replicas = schedule.in_flight(plan, s), plan.replicas[s]
         residuals = 0 if s == plan.depth - 1 and in_flight == 1 else cost.residuals  # in one program they are temporary
         sizes = (cost.weights, cost.optimizer, cost.state, residuals, cost.inputs, cost.outputs, cost.temporary, cost.labels)
         sent = schedule.in_flight(plan, s - 1) * replicas if s else 0
         waiting, versions = waiting_inputs(in_flight, replicas, sent), schedule.versions_alive(plan, s)
-        rest = {"versions": versions, "in_flight": in_flight, "waiting": waiting, "accumulators": cost.accumulators, "replicas": replicas}
-        found.append(int(stage_bytes(*sizes, **rest)))
-    return found
+        options = {
+            "versions": versions,
+            "in_flight": in_flight,
+            "waiting": waiting,
+            "accumulators": cost.accumulators,
+            "replicas": replicas,
+        }
+        memory.append(int(stage_bytes(*sizes, **options)))
+    return memory
 
 
 def _plan(profile, starts, policy, candidate=None):
@@ -227,77 +233,79 @@ def test_links_that_pipelines_share_carry_the_bytes_of_all():
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "pipedream_flush"])
 @pytest.mark.parametrize(("bandwidth", "bound"), [(1e30, "bubble"), (20_000.0, "bubble"), (50.0, "cut")])
-def test_a_cut_is_to_blame_only_for_what_its_link_adds(schedule, bandwidth, bound):
-    found = [c for c in search_parallel(gpt(7, head=0.5), levels((4, bandwidth, 0.0)), 4, exact=True, schedules=[schedule]) if c.depth == 4]
-    assert {candidate.bound.split()[0] for candidate in found} == {bound}
+def test_a_cut_is_the_bound_only_for_what_its_link_adds(schedule, bandwidth, bound):
+    candidates = [
+        c for c in search_parallel(gpt(7, head=0.5), levels((4, bandwidth, 0.0)), 4, exact=True, schedules=[schedule]) if c.depth == 4
+    ]
+    assert {candidate.bound.split()[0] for candidate in candidates} == {bound}
 
 
 def test_more_in_flight_hides_a_slow_link():
     profile = gpt(2, head=0.1, sizes=(1,))
-    found = {
+    candidates = {
         c.extra_in_flight: c
         for c in search_parallel(profile, levels((2, 1e9, 1.0)), 32, exact=True, schedules=["pipedream_2bw"])
         if c.depth == 2
     }
-    assert found[0].bound == "cut 0"
+    assert candidates[0].bound == "cut 0"
     period = (
         3 * 1.1 + 2 * profile.dispatch + (0.5 + profile.dispatch) / 32 + 1.0
     )  # half of what two microbatches take for one round; updates take 0.6 and 0.4
-    assert found[0].seconds == pytest.approx(32 * period, rel=1e-5)
-    assert found[1].bound.endswith("computes")
-    assert found[1].seconds < 0.9 * found[0].seconds
-    assert found[1].memory[0] > found[0].memory[0]
+    assert candidates[0].seconds == pytest.approx(32 * period, rel=1e-5)
+    assert candidates[1].bound.endswith("computes")
+    assert candidates[1].seconds < 0.9 * candidates[0].seconds
+    assert candidates[1].memory[0] > candidates[0].memory[0]
 
 
 def test_data_parallelism_computes_sums_and_updates():
     profile, topology = gpt(sizes=(2,)), levels((4, 10_000.0, 0.5))
-    found = [c for c in search_parallel(profile, topology, 24, exact=True, schedules=["pipedream_flush"]) if c.depth == 1]
-    weights, own, update = 140_000, 2 * 3 * 4.6 + 2 * profile.dispatch, 1.4 + profile.dispatch
-    expected = 3 * own + 2 * 3 / 4 * weights / 10_000 + 2 * 3 * 0.5 + update
-    assert [c.seconds for c in found] == [pytest.approx(expected)]
-    assert found[0].bubble == pytest.approx(1 - (3 * own + update) / expected)
-    assert found[0].sent == pytest.approx(2 * 3 * weights / 24)
+    candidates = [c for c in search_parallel(profile, topology, 24, exact=True, schedules=["pipedream_flush"]) if c.depth == 1]
+    weights, compute, update = 140_000, 2 * 3 * 4.6 + 2 * profile.dispatch, 1.4 + profile.dispatch
+    expected = 3 * compute + 2 * 3 / 4 * weights / 10_000 + 2 * 3 * 0.5 + update
+    assert [c.seconds for c in candidates] == [pytest.approx(expected)]
+    assert candidates[0].bubble == pytest.approx(1 - (3 * compute + update) / expected)
+    assert candidates[0].sent == pytest.approx(2 * 3 * weights / 24)
 
 
-def test_a_sum_without_a_flush_is_waited_for_as_far_as_it_is_not_hidden():
+def test_a_sum_without_a_flush_costs_the_time_that_is_not_hidden():
     profile, topology = gpt(sizes=(1,)), levels((2, 800.0, 0.0), (2, 1e9, 0.0))
-    found = {
+    seconds = {
         c.schedule: c.seconds
         for c in search_parallel(profile, topology, 8, exact=True)
         if c.depth == 2 and c.keep_together == "replicas" and not c.extra_in_flight
     }
     summed, update = 80_000 / 800, 0.8 + profile.dispatch
     period = 3 * 2.5 + 2 * profile.dispatch + (0.6 + profile.dispatch) / 4
-    assert found["pipedream_2bw"] == pytest.approx(summed + update + period, rel=1e-4)  # 3 of 4 pairs hide it, n_0 = 2
-    assert found["pipedream"] == pytest.approx(summed + update + 3 * period, rel=1e-4)  # one does
+    assert seconds["pipedream_2bw"] == pytest.approx(summed + update + period, rel=1e-4)  # 3 of 4 pairs hide it, n_0 = 2
+    assert seconds["pipedream"] == pytest.approx(summed + update + 3 * period, rel=1e-4)  # one does
 
 
 def test_a_sum_of_a_later_stage_hides_behind_the_drain_and_the_fill():
     profile, topology = gpt(sizes=(1,)), levels((2, 800.0, 0.0), (2, 1e9, 0.0))
     back_to_front = profile.model_copy(update={"layers": profile.layers[::-1]})  # most weights in the last stage
-    found = [
+    candidates = [
         c
         for c in search_parallel(back_to_front, topology, 8, exact=True, schedules=["naive", "pipedream_flush"])
         if c.depth == 2 and c.keep_together == "replicas"
     ]
-    assert [c.bound for c in found] == ["sum of stage 1", "sum of stage 1"]
-    for candidate in found:
+    assert [c.bound for c in candidates] == ["sum of stage 1", "sum of stage 1"]
+    for candidate in candidates:
         assert candidate.seconds == pytest.approx(price(back_to_front, topology, candidate))
 
 
 @pytest.mark.parametrize("bandwidth", [500.0, 50_000.0])
 def test_the_price_of_the_paper(bandwidth):
     profile, topology = gpt(sizes=(1,)), levels((2, bandwidth, 0.0), (2, 2_000.0, 0.0))
-    found = {
+    prices = {
         c.schedule: c.seconds
         for c in search_parallel(profile, topology, 16, exact=True, price="paper")
         if c.depth == 2 and c.keep_together == "replicas" and not c.extra_in_flight
     }
     slot = 3 * 2.5 + 2 * profile.dispatch + 1_000 / 2_000  # the last stage, and what it gets over the cut
     sums = 80_000 / bandwidth
-    assert found["pipedream_2bw"] == found["pipedream"] == pytest.approx(max(8 * slot, sums))
-    assert found["pipedream_flush"] == found["gpipe"] == pytest.approx(max(9 * slot, sums * 9 / 8))
-    assert found["naive"] == pytest.approx(max(16 * slot, sums * 2))
+    assert prices["pipedream_2bw"] == prices["pipedream"] == pytest.approx(max(8 * slot, sums))
+    assert prices["pipedream_flush"] == prices["gpipe"] == pytest.approx(max(9 * slot, sums * 9 / 8))
+    assert prices["naive"] == pytest.approx(max(16 * slot, sums * 2))
     light = gpt(head=0.1, sizes=(1,))  # its second stage is one block between two cuts
     straight = [
         c for c in search_parallel(light, levels((4, 2_000.0, 0.0)), 16, exact=True, schedules=["gpipe"], price="paper") if c.depth == 4
@@ -315,23 +323,23 @@ def test_more_memory_is_never_slower():
 
 
 @pytest.mark.parametrize("batch", [7, 12, 30])
-def test_the_batch_is_kept(batch):
+def test_the_batch_size_is_not_exceeded(batch):
     profile, topology = gpt(), levels((3, 20_000.0, 0.0))
     assert max(candidate.batch for candidate in search_parallel(profile, topology, batch)) <= batch
     for candidate in search_parallel(profile, topology, batch, exact=True):
         assert candidate.batch == candidate.plan(profile.ids).microbatches * candidate.rows == batch
 
 
-def test_workers_are_left_over_only_where_no_other_plan_is_possible():
+def test_workers_are_unused_only_where_no_other_plan_is_possible():
     assert {c.devices for c in search_parallel(gpt(1), levels((5, 20_000.0, 0.0)), 10, exact=True)} == {5}
-    found = search_parallel(gpt(1), levels((5, 20_000.0, 0.0)), 4, exact=True)
-    assert {(c.depth, c.replicas[0]) for c in found} == {(1, 4), (1, 2), (2, 2), (3, 1)}
+    candidates = search_parallel(gpt(1), levels((5, 20_000.0, 0.0)), 4, exact=True)
+    assert {(c.depth, c.replicas[0]) for c in candidates} == {(1, 4), (1, 2), (2, 2), (3, 1)}
     assert search_parallel(gpt(1, sizes=(3,)), levels((5, 20_000.0, 0.0)), 4, exact=True) == []
 
 
-def test_what_does_not_fit_comes_last_and_says_how_much_it_lacks():
-    found = search_parallel(gpt(), levels((4, 20_000.0, 0.0), memory=250_000), 16)
-    lacks = [candidate.over[1] if candidate.over else 0 for candidate in found]
+def test_plans_that_do_not_fit_come_last_with_the_missing_bytes():
+    candidates = search_parallel(gpt(), levels((4, 20_000.0, 0.0), memory=250_000), 16)
+    lacks = [candidate.over[1] if candidate.over else 0 for candidate in candidates]
     assert lacks == sorted(lacks)
     assert lacks[0] == 0 < lacks[-1]
     nowhere = search_parallel(gpt(), levels((4, 20_000.0, 0.0), memory=1_000), 16)
@@ -365,9 +373,9 @@ def test_memory_is_no_less_than_the_simulator_counts(schedule):
     assert {candidate.replicas[0] for candidate in candidates} >= {1, 2}
     for candidate in random.Random(3).sample(candidates, min(len(candidates), 12)):
         plan = candidate.plan(profile.ids)
-        found = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
-        assert found is not None
-        peaks = [max(found.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
+        simulated = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology)
+        assert simulated is not None
+        peaks = [max(simulated.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
         shares = [memory / peak for memory, peak in zip(candidate.memory, peaks, strict=True)]
         assert min(shares) >= 0.985  # with one microbatch under way the simulator counts the last stage's input twice
         assert max(shares) <= 1.25
@@ -381,7 +389,7 @@ def test_weights_versions_and_both_sets_of_gradients_are_what_the_simulator_coun
     for bandwidth in (1e30, 1e9):  # it is the order that counts, not when the sums are there
         for candidate in random.Random(4).sample(candidates, 3):
             plan = candidate.plan(profile.ids)
-            found = simulate_plan(plan, profile.stage_costs(plan, 1), levels((6, bandwidth, 0.0)))
-            assert found is not None
-            peaks = [max(found.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
+            simulated = simulate_plan(plan, profile.stage_costs(plan, 1), levels((6, bandwidth, 0.0)))
+            assert simulated is not None
+            peaks = [max(simulated.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
             assert candidate.memory == pytest.approx(peaks, rel=1e-4)

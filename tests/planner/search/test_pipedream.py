@@ -1,4 +1,4 @@
-"""The PipeDream search against all there is to choose from, on small instances."""
+"""The PipeDream search equals an exhaustive search on small instances."""
 
 from dataclasses import replace
 
@@ -63,14 +63,14 @@ def build(layers, levels, **fields):
 
 
 def everything(problem, i=0, a=0):
-    """All ways to cut the layers from i on and to place them from device a on."""
+    """Yield all ways to cut the layers from i on and to place them from device a on."""
     if i == len(problem.layers):
         yield ()
     for j in range(i + 1, len(problem.layers) + 1):
         for r in range(1, problem.topology.num_devices - a + 1):
             if problem.microbatches == "replicas" or problem.microbatches % r == 0:
-                for rest in everything(problem, j, a + r):
-                    yield (Placed(i, j, a, r), *rest)
+                for remaining in everything(problem, j, a + r):
+                    yield (Placed(i, j, a, r), *remaining)
 
 
 def exhaustive(problem):
@@ -87,10 +87,10 @@ def exhaustive(problem):
     best = min((seconds for seconds, _ in fitting), default=None)
     ties = [stages for seconds, stages in fitting if seconds <= best * (1 + TIE)]
 
-    def order(stages):
+    def rank(stages):
         return (len(stages), sum(s.replicas for s in stages), [(s.stop, s.replicas) for s in stages])
 
-    return best, min(ties, key=order, default=None), least
+    return best, min(ties, key=rank, default=None), least
 
 
 def without_policies(partition):
@@ -103,10 +103,10 @@ def without_policies(partition):
 def test_search_without_a_limit_equals_exhaustive_search(numbers):
     problem = build(**numbers)
     seconds, stages, _ = exhaustive(problem)
-    found = search_pipedream(problem)
-    assert found.seconds == pytest.approx(seconds, rel=1e-12)
-    assert without_policies(found) == stages
-    assert found == evaluate_partition(problem, found.stages)
+    result = search_pipedream(problem)
+    assert result.seconds == pytest.approx(seconds, rel=1e-12)
+    assert without_policies(result) == stages
+    assert result == evaluate_partition(problem, result.stages)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -116,18 +116,18 @@ def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
     problem = build(**numbers)
     problem = replace(problem, memory=max(max(search_pipedream(problem).memory) * share, 1.0))
     seconds, stages, least = exhaustive(problem)
-    found = search_pipedream(problem)
+    result = search_pipedream(problem)
     if seconds is None:
-        stage, lacking = found.over
-        assert max(found.memory) == found.memory[stage]
-        assert lacking == np.ceil(max(found.memory) - problem.memory)
-        assert least <= max(found.memory) <= least * 1.0102 + 1
+        stage, lacking = result.over
+        assert max(result.memory) == result.memory[stage]
+        assert lacking == np.ceil(max(result.memory) - problem.memory)
+        assert least <= max(result.memory) <= least * 1.0102 + 1
     else:
-        assert found.over is None
-        assert max(found.memory) <= problem.memory
-        assert found.seconds == pytest.approx(seconds, rel=1e-12)
-        assert without_policies(found) == stages
-        assert found == evaluate_partition(problem, found.stages)
+        assert result.over is None
+        assert max(result.memory) <= problem.memory
+        assert result.seconds == pytest.approx(seconds, rel=1e-12)
+        assert without_policies(result) == stages
+        assert result == evaluate_partition(problem, result.stages)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,16 @@ def test_search_with_a_limit_equals_exhaustive_search(numbers, share):
     ],
 )
 def test_stages_that_keep_less_than_their_input_equal_exhaustive_search(devices, layers, memory):
-    costs = [jpipe.programs.LayerCost(f, f, outputs=out, weights=weights, residuals={"none": kept}) for f, out, weights, kept in layers]
+    costs = [
+        jpipe.programs.LayerCost(f, f, outputs=out, weights=weights, residuals={"none": residuals}) for f, out, weights, residuals in layers
+    ]
     problem = Problem(costs, Topology.flat(devices, bandwidth=20.0), 12, memory=float(memory))
     seconds, stages, _ = exhaustive(problem)
-    found = search_pipedream(problem)
-    assert (found.seconds, found.stages, found.over) == (pytest.approx(seconds, rel=1e-12), stages, None)
+    result = search_pipedream(problem)
+    assert (result.seconds, result.stages, result.over) == (pytest.approx(seconds, rel=1e-12), stages, None)
 
 
-def test_by_the_relaxed_rules_more_in_flight_never_lets_more_be_in_flight_before():
+def test_under_the_relaxed_rules_more_in_flight_never_allows_more_in_the_stage_before():
     layers = [jpipe.programs.LayerCost(1.0, 1.0, outputs=out, weights=8, residuals={"none": 3}) for out in (10, 40, 5)]
     runs = Ranges(Problem(layers, Topology.flat(4, bandwidth=1.0), 4, inputs=20, memory=200.0))
     ahead = np.arange(1, 40)
@@ -191,29 +193,29 @@ def test_vgg_has_its_convolutions_on_fifteen_workers_and_its_dense_layers_on_one
         for flops, weights, out in VGG
     ]
     topology = Topology(levels=[{"count": count, "bandwidth": "25 Gbit/s"} for count in levels])
-    found = search_pipedream(Problem(layers, topology))
-    assert [stage.replicas for stage in found.stages] == [15, 1]
-    assert found.stages[0].stop in (12, 13)  # whether the last convolution is with the dense layers
+    result = search_pipedream(Problem(layers, topology))
+    assert [stage.replicas for stage in result.stages] == [15, 1]
+    assert result.stages[0].stop in (12, 13)  # whether the last convolution is with the dense layers
 
 
-def test_a_topology_with_more_workers_than_can_be_used_is_left_idle_in_part():
+def test_devices_beyond_the_usable_number_stay_idle():
     layers = [jpipe.programs.LayerCost(1.0, 2.0, weights=1000), jpipe.programs.LayerCost(2.0, 4.0, weights=1000)]
-    found = search_pipedream(Problem(layers, Topology.flat(64, bandwidth=1e-3), microbatches=1))
-    assert found.devices == 2
-    assert found.bound == ("stage", 1)
+    result = search_pipedream(Problem(layers, Topology.flat(64, bandwidth=1e-3), microbatches=1))
+    assert result.devices == 2
+    assert result.bound == ("stage", 1)
 
 
-def test_of_equally_fast_and_deep_ways_the_one_with_fewer_workers_is_taken():
+def test_of_equally_fast_and_deep_partitions_the_one_with_fewer_workers_wins():
     layers = [
         jpipe.programs.LayerCost(1.0, 2.0, outputs=9, weights=100),
         jpipe.programs.LayerCost(1.0, 2.0, outputs=9),
         jpipe.programs.LayerCost(3.0, 6.0),
     ]
-    found = search_pipedream(
+    result = search_pipedream(
         Problem(layers, Topology.flat(3, bandwidth=1.0))
     )  # any cut takes 9 s, so does 1, 2 of 2 replicas, on one more device
-    assert [(stage.stop, stage.replicas) for stage in found.stages] == [(2, 1), (3, 1)]
-    assert (found.seconds, found.bound) == (9.0, ("stage", 1))
+    assert [(stage.stop, stage.replicas) for stage in result.stages] == [(2, 1), (3, 1)]
+    assert (result.seconds, result.bound) == (9.0, ("stage", 1))
 
 
 def test_the_plan_of_a_partition():

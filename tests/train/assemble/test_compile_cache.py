@@ -1,4 +1,4 @@
-"""Compiled programs are kept for the next run, in a folder of the user's own."""
+"""Compiled programs are cached for the next run in a folder of the user."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.train.run.test_loop import rows_of
 
 @pytest.fixture
 def no_cache(monkeypatch, tmp_path, nothing_shared):
-    """As in a fresh process of a user with this home folder."""
+    """Reset the compilation cache, as in a fresh process of a user with this home folder."""
     before = {name: jax.config.values[name] for name in ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")}
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -36,18 +36,18 @@ def forget() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_cache")
-def test_the_second_run_finds_its_programs_and_gives_the_same_numbers(tiny, tmp_path, capsys):
-    rows, said = [], []
+def test_the_second_run_reads_its_programs_from_the_cache_with_equal_numbers(tiny, tmp_path, capsys):
+    rows, lines = [], []
     for name in ("first", "second"):
         summary = loop.main(changed(tiny, run={"dir": str(tmp_path / name)}, train={"trace_batches": 0}))
         rows.append([repeatable(row) for row in rows_of(summary.folder)])
-        said.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("compiling 2 stages: ")))
+        lines.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("compiling 2 stages: ")))
         (folder,) = (tmp_path / "home" / ".cache" / "jpipe").iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700
         forget()
     assert rows[0] == rows[1]
-    assert "(from the cache)" not in said[0]
-    assert said[1].endswith(" s (from the cache)")
+    assert "(from the cache)" not in lines[0]
+    assert lines[1].endswith(" s (from the cache)")
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -63,7 +63,7 @@ def test_null_keeps_nothing_and_a_folder_given_to_jax_stays(tiny, tmp_path):
 
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("how", ["others can write", "a link", "a file", "another's"])
-def test_a_folder_that_is_not_the_users_own_is_not_used(how, tmp_path, monkeypatch):
+def test_a_cache_folder_of_another_user_is_not_used(how, tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     if how == "others can write":
         folder.mkdir()
@@ -80,9 +80,9 @@ def test_a_folder_that_is_not_the_users_own_is_not_used(how, tmp_path, monkeypat
     with pytest.raises(InputError, match=r"compile_cache: '.*' cannot be used: .*; choose another folder, or null"):
         compile_cache.use(str(folder))
     monkeypatch.setattr(compile_cache, "_default", lambda: folder)
-    told = compile_cache.use("auto")
-    assert told is not None
-    assert told.endswith("; compiled programs are not kept")
+    warning = compile_cache.use("auto")
+    assert warning is not None
+    assert warning.endswith("; compiled programs are not kept")
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
@@ -100,9 +100,9 @@ def test_the_oldest_programs_beyond_the_limit_are_removed(tmp_path, monkeypatch)
 def test_a_home_that_is_not_utf8_keeps_nothing_and_says_so(variable, monkeypatch, tmp_path):
     folder = f"{tmp_path}/\udcff"
     monkeypatch.setenv(variable, folder)
-    told = compile_cache.use("auto")
-    assert told is not None
-    assert told.endswith(
+    warning = compile_cache.use("auto")
+    assert warning is not None
+    assert warning.endswith(
         "\\xff" + ("/.cache" if variable == "HOME" else "") + "' cannot be used: its name is not UTF-8; compiled programs are not kept"
     )
     assert jax.config.values["jax_compilation_cache_dir"] is None

@@ -1,4 +1,4 @@
-"""Every example learns, from its config and from Python, as its reader would run it."""
+"""Every example learns from its config and from Python."""
 
 import importlib
 import json
@@ -10,15 +10,15 @@ import pytest
 
 from jpipe_train import cli
 
-pytestmark = pytest.mark.usefixtures("as_a_reader_has_it")
+pytestmark = pytest.mark.usefixtures("reader_settings")
 
 ROOT = Path(__file__).parents[3]
 STEPS = {"mlp": 120, "conv_skips": 40, "lstm_dropout": 12, "linen_model": 60}
 
 
 @pytest.fixture
-def as_a_reader_has_it(monkeypatch):
-    """JAX with its usual promotion, in the root of the repository."""
+def reader_settings(monkeypatch):
+    """Set JAX's standard promotion and change to the root of the repository."""
     monkeypatch.chdir(ROOT)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

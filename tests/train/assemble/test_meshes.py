@@ -1,4 +1,4 @@
-"""Meshes of a plan in words, and heads that they do not divide."""
+"""Descriptions of a plan's meshes, and heads that a mesh does not divide."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""Models, losses and data of one's own, named in a config: not run unless allowed, and every mistake told in one line."""
+"""A user's models, losses and data in a config: they run only if allowed, and every mistake is reported in one line."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ from jpipe_train.config import config_file, entry_point
 from jpipe_train.config.config import Config, EvalConfig, LossConfig, ModelConfig
 from tests.train.run.test_loop import rows_of
 
-OWN = '''
+OWN_PARTS = '''
 """What a user may write."""
 
 import jax
@@ -178,9 +178,9 @@ limit = 3
 
 
 @pytest.fixture(autouse=True)
-def own(tmp_path, monkeypatch):
+def folder_of_own_parts(tmp_path, monkeypatch):
     """Change to a folder with the modules `own_parts` and `broken_…`."""
-    (tmp_path / "own_parts.py").write_text(OWN)
+    (tmp_path / "own_parts.py").write_text(OWN_PARTS)
     (tmp_path / "broken_name.py").write_text("import os\n\nx = unknown\n")
     (tmp_path / "broken_syntax.py").write_text("import os\ndef f(:\n")
     (tmp_path / "broken_import.py").write_text("import nowhere_to_be_found\n")
@@ -203,12 +203,12 @@ CONFIG = {
 
 
 def line_of(code: str) -> str:
-    """Where in the user's file these words are."""
-    return f"{Path.cwd()}/own_parts.py:{OWN[: OWN.index(code)].count(chr(10)) + 1}"
+    """Return the place of this code in the user's file, as `file:line`."""
+    return f"{Path.cwd()}/own_parts.py:{OWN_PARTS[: OWN_PARTS.index(code)].count(chr(10)) + 1}"
 
 
 def run(capsys, *flags: str, **sections) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `jpipe train` with the config, some of its sections replaced."""
+    """Run `jpipe train` with the config, with some sections replaced, and return (exit code, stdout, stderr)."""
     Path("own.yaml").write_text(yaml.safe_dump(CONFIG | sections))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         code = cli.main(["train", "own.yaml", *flags])
@@ -216,7 +216,7 @@ def run(capsys, *flags: str, **sections) -> tuple[int, str, str]:
 
 
 @pytest.mark.slow
-def test_everything_can_be_ones_own(capsys):
+def test_model_loss_and_data_can_all_be_the_users(capsys):
     code, out, err = run(capsys, "--allow-code")
     assert (code, err) == (0, "")
     assert "data: own_parts:data; plan: 2 stages, gpipe" in out
@@ -228,7 +228,7 @@ def test_everything_can_be_ones_own(capsys):
 
 
 @pytest.mark.slow
-def test_such_a_run_can_be_run_again_from_its_folder(capsys):
+def test_a_run_with_a_users_model_repeats_from_its_folder(capsys):
     assert run(capsys, "--allow-code")[0] == 0
     Path("run").rename("before")
     resolved = yaml.safe_load(Path("before/config.yaml").read_text())
@@ -283,7 +283,7 @@ def test_a_config_alone_runs_no_code(capsys, section, target):
         ("broken_exit:f", "the module 'broken_exit' fails when it is imported: SystemExit: 7 (HERE/broken_exit.py:2)"),
     ],
 )
-def test_what_cannot_be_loaded_is_told(target, message):
+def test_a_checkpoint_that_cannot_be_loaded_is_reported(target, message):
     for _ in range(2):  # a module that failed fails again
         with pytest.raises(jpipe.InputError) as caught:
             entry_point.load(target, "model.target")
@@ -316,7 +316,7 @@ def test_what_cannot_be_loaded_is_told(target, message):
         ("repeats", {}, "LayerStack: expected at least one layer, found none"),
     ],
 )
-def test_a_mistake_in_a_model_is_told(name, arguments, message):
+def test_a_mistake_in_a_model_is_reported(name, arguments, message):
     with pytest.raises(jpipe.InputError) as caught:
         model.layers(ModelConfig(target=f"own_parts:{name}", arguments=arguments), 8)
     line = {"fails": "raise KeyError", "fails_inside": "return jnp.ones", "leaves": "raise SystemExit", "halts": "raise Halt"}.get(name)
@@ -336,7 +336,7 @@ def test_a_loss_takes_its_arguments():
         model.loss(LossConfig(target="own_parts:loss", arguments={"labels": 1}))
 
 
-def test_a_loss_and_a_metric_may_ask_for_random_numbers():
+def test_a_loss_and_a_metric_may_take_a_random_key():
     key, (x, y) = jax.random.key(3), np.ones((2, 2, 1), np.float32)
     loss = model.loss(LossConfig(target="tests.train.metrics:drawn", arguments={"scale": 2.0}))
     metric = model.metrics(EvalConfig(metrics={"drawn": "tests.train.metrics:drawn"}))["drawn"]
@@ -361,7 +361,7 @@ def test_a_loss_and_a_metric_may_ask_for_random_numbers():
         ("rows", "with 8 rows (train.batch_size), found 3 rows; fix it, or train.batch_size"),
     ],
 )
-def test_data_that_is_none_is_refused(capsys, kind, message):
+def test_invalid_data_is_refused(capsys, kind, message):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:odd_data", "arguments": {"kind": kind}})
     assert code == 2
     assert err.startswith("jpipe: data.target: ")
@@ -370,7 +370,7 @@ def test_data_that_is_none_is_refused(capsys, kind, message):
     assert not Path("run").exists()
 
 
-def test_data_that_runs_out_is_told_with_the_step(capsys):
+def test_data_that_runs_out_is_reported_with_the_step(capsys):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:few"})
     assert code == 2
     assert err == f"jpipe: data.target: train[3] fails: IndexError: list index out of range ({line_of('return super()')}); fix it there\n"
@@ -380,25 +380,25 @@ def test_data_that_runs_out_is_told_with_the_step(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "found"),
+    ("arguments", "description"),
     [
         ({"train": 0}, "7 in train[0]"),
         ({"train": 2, "label": 3}, "3 in train[2]"),
         ({"validation": 0, "label": 4}, "4 in validation[0]"),
     ],
 )
-def test_labels_that_the_loss_has_no_place_for_are_told_with_their_batch(capsys, arguments, found):
+def test_labels_out_of_range_are_reported_with_their_batch(capsys, arguments, description):
     data = {"target": "own_parts:labelled", "arguments": arguments}
     code, _, err = run(capsys, "--allow-code", model={"target": "own_parts:classes"}, loss={}, data=data)
     assert (code, err) == (
         2,
-        f"jpipe: data: expected every label to be at most 2 (the model has 3 outputs for each), found {found}; "
+        f"jpipe: data: expected every label to be at most 2 (the model has 3 outputs for each), found {description}; "
         "correct the labels, or the model\n",
     )
-    assert Path("run").exists() == (found[-2] != "0")  # where the first batches are wrong, nothing is begun
+    assert Path("run").exists() == (description[-2] != "0")  # where the first batches are wrong, nothing is begun
 
 
-def test_tokens_that_the_built_in_model_has_no_place_for_are_told(capsys):
+def test_tokens_beyond_the_built_in_vocabulary_are_reported(capsys):
     small = {"depth": 1, "width": 8, "heads": 1, "seq_len": 8}
     code, _, err = run(capsys, "--allow-code", model=small, loss={}, data={"target": "own_parts:tokens"})
     message = (
@@ -407,19 +407,19 @@ def test_tokens_that_the_built_in_model_has_no_place_for_are_told(capsys):
     assert (code, err) == (2, f"jpipe: {message}correct the inputs, or the model\n")
 
 
-def test_a_length_that_is_none_is_told(capsys):
+def test_an_invalid_length_is_reported(capsys):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:negative"})
     assert (code, err) == (2, "jpipe: data.target: len(validation) fails: ValueError: __len__() should return >= 0; fix it\n")
 
 
-def test_no_line_of_ours_is_named_as_the_users(capsys):
+def test_no_line_of_jpipe_is_named_as_the_users(capsys):
     code, _, err = run(capsys, "--allow-code", data={"target": "own_parts:numbered"})
     assert (code, err) == (2, "jpipe: data.target: train[3] fails: KeyError: 3; fix it\n")
     with pytest.raises(jpipe.InputError, match=re.escape(f"({line_of('return jpipe.LayerStack(3)')}); fix it there")):
         entry_point.call("own_parts:no_stack", "model.target", {})
 
 
-def test_layers_that_do_not_fit_are_told(capsys):
+def test_layers_that_do_not_fit_are_reported(capsys):
     code, _, err = run(capsys, "--allow-code", loss={}, model={"target": "own_parts:model"})
     assert code == 2
     assert re.match(r"jpipe: loss: it does not take outputs float32\[4, 1\] of layer 'scale' and labels float32\[4, 1\]; it says: ", err)
@@ -450,9 +450,9 @@ def test_a_section_that_contradicts_itself_is_refused(sections, message):
         config_file.load("own.yaml", allow_code=True)
 
 
-def test_a_model_of_ones_own_may_read_the_built_in_text():
+def test_a_users_model_may_read_the_built_in_text():
     config = Config.model_validate({"model": {"target": "a:b", "seq_len": 32, "arguments": {"n": 1}}})
     Path("own.yaml").write_text(config_file.to_yaml(config))
-    again = config_file.load("own.yaml", allow_code=True)
-    assert again == config
-    assert again.model.seq_len == 32
+    reloaded = config_file.load("own.yaml", allow_code=True)
+    assert reloaded == config
+    assert reloaded.model.seq_len == 32

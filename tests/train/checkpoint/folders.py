@@ -50,7 +50,7 @@ def data(seed: int, batch_size: int, name: str) -> tuple[Any, Any]:
 
 
 def config(folder: Path, name: str, *overrides: str, file: Path | None = None) -> Config:
-    """Of a run in `folder` that begins with a golden folder, or `file`, and whose steps change nothing, for they are too small."""
+    """Return the config of a run in `folder` that starts from a golden folder, or `file`, with steps too small to change anything."""
     path = folder / "config.yaml"
     sections = {
         "run": {"dir": str(folder / "run")},
@@ -67,14 +67,14 @@ def config(folder: Path, name: str, *overrides: str, file: Path | None = None) -
     return config_file.load(path, overrides, allow_code=True)
 
 
-def copied(name: str, to: Path, change: Any = None, said: dict[str, Any] | None = None) -> Path:
+def copied(name: str, to: Path, change: Any = None, changes: dict[str, Any] | None = None) -> Path:
     """Copy a golden folder, passing its tensors to `change` and updating `config.json` with `said`, where `...` removes a key."""
     to.mkdir()
     tensors = load_file(GOLDEN / name / "model.safetensors")
     if change is not None:
         tensors = change(tensors) or tensors
     save_file({key: np.ascontiguousarray(tensor) for key, tensor in tensors.items()}, to / "model.safetensors")
-    described = json.loads((GOLDEN / name / "config.json").read_text()) | (said or {})
+    described = json.loads((GOLDEN / name / "config.json").read_text()) | (changes or {})
     (to / "config.json").write_text(json.dumps({key: value for key, value in described.items() if value is not ...}))
     return to
 
@@ -100,7 +100,7 @@ def read(folder: Path, **options: Any) -> tuple[jpipe.LayerStack, dict[str, Any]
 
 
 def nested(stack: jpipe.LayerStack, arrays: dict[str, Any], inputs: Any) -> Any:
-    """Arrays by name as the parameters of the model."""
+    """Return arrays by name as the parameters of the model."""
     specs = {layer_id: layer.params for layer_id, layer in stack.specs(inputs).items()}
     (first, second) = (("embed", "token", "embedding"), ("head", "token", "embedding"))
 
@@ -125,10 +125,10 @@ def written(config: Config, arrays: dict[str, Any], stack: jpipe.LayerStack, abo
 
 
 def learned(folder: Path, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, dict[str, np.ndarray]]:
-    """Loss and outputs of that batch, and the tensors of a folder after a step of SGD with `RATE`, by their names."""
-    stack, given = read(folder)
+    """Return the loss and outputs of that batch, and the tensors of a folder after a step of SGD with `RATE`, by name."""
+    stack, loaded = read(folder)
     inputs, labels = jax.tree.map(jnp.asarray, batch(arrays))
-    params = stack.ties.split(nested(stack, given, inputs))
+    params = stack.ties.split(nested(stack, loaded, inputs))
 
     @jax.jit
     def step(params: Any) -> Any:
@@ -142,17 +142,17 @@ def learned(folder: Path, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, dict
 
     loss, outputs, after = step(params)
     whole = {layer_id: stack.ties.whole(layer_id, after) for layer_id in stack.ids}
-    found = {f"{layer_id}/{path}": np.asarray(leaf) for layer_id, tree in whole.items() for path, leaf in by_path(tree).items()}
+    updated = {f"{layer_id}/{path}": np.asarray(leaf) for layer_id, tree in whole.items() for path, leaf in by_path(tree).items()}
     rows = layout(huggingface.read(folder))
-    return loss, outputs, {name: tensor for row in rows for name, tensor in zip(row.theirs, row.split(found[row.ours]), strict=True)}
+    return loss, outputs, {name: tensor for row in rows for name, tensor in zip(row.theirs, row.split(updated[row.ours]), strict=True)}
 
 
 def check_learned(folder: Path, expected: dict[str, np.ndarray]) -> None:
     """Check that the model of a folder computes the loss, outputs and updated weights that transformers computed."""
     loss, outputs, after = learned(folder, expected)
     close(loss, expected["loss"])
-    kept = expected.get("mask", np.ones_like(expected["tokens"])) > 0
-    close(np.asarray(outputs["tokens"] if isinstance(outputs, dict) else outputs)[kept], expected["logits"][kept])
+    valid = expected.get("mask", np.ones_like(expected["tokens"])) > 0
+    close(np.asarray(outputs["tokens"] if isinstance(outputs, dict) else outputs)[valid], expected["logits"][valid])
     if isinstance(outputs, dict):
         close(outputs["next"], expected["next_logits"])
     assert {f"after/{name}" for name in after} == {name for name in expected if name.startswith("after/")}
@@ -160,6 +160,6 @@ def check_learned(folder: Path, expected: dict[str, np.ndarray]) -> None:
         close(tensor, expected[f"after/{name}"])
 
 
-def close(found: Any, expected: Any) -> None:
-    """Equal but for the rounding of float32, in sums of the order of one to five."""
-    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=8e-6)
+def close(actual: Any, expected: Any) -> None:
+    """Check that arrays are equal up to the rounding of float32."""
+    np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=8e-6)

@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, for whoever reads them, and whatever happens to their files is found and named."""
+"""Checkpoints restore bit for bit, and any damage to their files is detected and named."""
 
 import errno
 import hashlib
@@ -73,18 +73,18 @@ def run(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "run")
 
 
-def assert_same(found: object, expected: object) -> None:
-    """Trees of the same keys, and arrays of the same type, shape and bits."""
+def assert_same(actual: object, expected: object) -> None:
+    """Check that trees have the same keys and arrays of the same type, shape and bits."""
     if isinstance(expected, dict):
-        assert isinstance(found, dict)
-        assert found.keys() == expected.keys()
+        assert isinstance(actual, dict)
+        assert actual.keys() == expected.keys()
         for key, value in expected.items():
-            assert_same(found[key], value)
+            assert_same(actual[key], value)
     else:
-        assert isinstance(found, np.ndarray)
+        assert isinstance(actual, np.ndarray)
         expected = np.asarray(expected)
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert found.tobytes() == expected.tobytes()
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert actual.tobytes() == expected.tobytes()
 
 
 DTYPES = [
@@ -129,7 +129,7 @@ def test_names_of_any_characters_come_back(tmp_path):
     assert_same(read_layers(tmp_path, 1, ["..", "a.b"]), {"..": layers[".."], "a.b": layers["a.b"]})
 
 
-def test_what_cannot_be_read_again_is_not_written(tmp_path):
+def test_config_values_that_cannot_be_read_back_are_not_written(tmp_path):
     for tree in ({"a": [jnp.zeros(1)]}, {"a": None}, {"a": jnp.zeros(1, "uint4")}):
         with pytest.raises((TypeError, ValueError), match=r"nested dicts of arrays|uint4"):
             write_layers(tmp_path, 1, {"layer": tree}, 0)
@@ -171,8 +171,8 @@ def test_two_processes_write_different_trees_without_waiting_for_each_other(tmp_
     assert codes == [0, 0], (tmp_path / "output").read_text()
     expected = layers_of(0) | layers_of(1)
     for index in range(2):
-        found = np.load(tmp_path / f"{index}.npz")
-        assert {layer: found[f"{layer} w"].tolist() for layer in expected} == {
+        restored = np.load(tmp_path / f"{index}.npz")
+        assert {layer: restored[f"{layer} w"].tolist() for layer in expected} == {
             layer: tree["weights"]["w"].tolist() for layer, tree in expected.items()
         }
     assert_same(read_layers(tmp_path, STEP), expected)
@@ -195,7 +195,7 @@ def test_a_process_without_any_array_takes_part(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_only_what_is_asked_for_is_read(run):
+def test_only_requested_arrays_are_read(run):
     shutil.rmtree(place(run, 20) / "default" / "ocdbt.process_0")
     assert list(read_layers(run, 20, ["layer 1"])) == ["layer 1"]
     with pytest.raises(Damaged, match=r"process_0/.* is missing"):
@@ -211,19 +211,19 @@ def test_facts_are_any_json(run):
     assert steps(run) == [10, 20, 30]
 
 
-def test_the_rows_of_the_run_are_kept_with_it(run):
+def test_the_rows_of_the_run_are_stored_with_it(run):
     assert read_metrics(run, 20) == b'{"step": 0}\n'
     change(place(run, 20) / "metrics.jsonl", "changed")
     with pytest.raises(Damaged, match=r"/20/metrics.jsonl: is not what was written"):
         read_metrics(run, 20)
 
 
-def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_none(run, tmp_path, monkeypatch):
+def test_a_file_or_a_link_in_place_of_a_checkpoint_is_skipped(run, tmp_path, monkeypatch):
     place(run, 30).write_text("a file")
     place(run, 40).symlink_to(tmp_path)
-    told = []
-    assert newest_good(run, told.append) == 20
-    assert [line.partition(":")[0] for line in told] == [str(place(run, 40)), str(place(run, 30))]
+    messages = []
+    assert newest_good(run, messages.append) == 20
+    assert [line.partition(":")[0] for line in messages] == [str(place(run, 40)), str(place(run, 30))]
     with pytest.raises(jpipe.InputError, match=r"/30: in the way .* is not removed: Not a directory; move it away$"):
         begin(run, 20)
     assert place(run, 30).read_text() == "a file", "which jpipe has not written"
@@ -236,7 +236,7 @@ def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_none(run, tmp_path, mo
     assert not place(run, 40).is_symlink()
 
 
-def test_a_layer_that_is_not_there_is_named(run):
+def test_a_missing_layer_is_named(run):
     with pytest.raises(jpipe.InputError, match=r"expected the layer 'head', found layer 0, layer 1; is it a checkpoint of this model\?$"):
         read_layers(run, 20, ["layer 1", "head"])
 
@@ -249,11 +249,11 @@ def test_without_its_marker_a_checkpoint_is_unfinished(run):
     write_layers(run, 30, layers_of(1), 1)
     assert gather(run, 30, 2, limit=0.0) == []
     assert steps(run) == [10, 20]
-    told = []
-    assert newest_good(run, told.append) == 20
-    assert told == [f"{unfinished_folder(run, 30)}: has no checkpoint.json, was not finished; take another checkpoint"]
+    messages = []
+    assert newest_good(run, messages.append) == 20
+    assert messages == [f"{unfinished_folder(run, 30)}: has no checkpoint.json, was not finished; take another checkpoint"]
     assert steps(run / "none") == []
-    assert newest_good(run / "none", told.append) is None
+    assert newest_good(run / "none", messages.append) is None
 
 
 def change(path: Path, kind: str) -> None:
@@ -280,9 +280,9 @@ def test_damage_to_any_file_is_found_and_named(run, kind):
         if kind in ("cut off", "changed") and not content:
             continue
         change(newest / name, kind)
-        told = []
-        assert newest_good(run, told.append) == 10
-        (line,) = told
+        messages = []
+        assert newest_good(run, messages.append) == 10
+        (line,) = messages
         if name.name == "checkpoint.json" and kind == "missing":
             assert line.startswith(f"{newest}: has no checkpoint.json")
         else:
@@ -290,7 +290,7 @@ def test_damage_to_any_file_is_found_and_named(run, kind):
             assert line.startswith(f"{newest / name}: ")
             assert expected in line
         (newest / name).write_bytes(content)
-    assert newest_good(run, told.append) == 20
+    assert newest_good(run, messages.append) == 20
 
 
 def rewrite_marker(run: Path, **changes: object) -> None:
@@ -302,7 +302,7 @@ def rewrite_marker(run: Path, **changes: object) -> None:
     path.write_text(json.dumps(data | {"sha256": hashlib.sha256(plain.encode()).hexdigest()}))
 
 
-def test_a_checkpoint_of_a_newer_jpipe_is_not_passed_over(run):
+def test_a_checkpoint_of_a_newer_jpipe_is_not_skipped(run):
     rewrite_marker(run, format="jpipe-checkpoint/3", surprise=1)
     for use in (lambda: newest_good(run, print), lambda: verify(run, 20), lambda: read_layers(run, 20), lambda: read_facts(run, 20)):
         with pytest.raises(
@@ -355,7 +355,7 @@ def test_names_do_not_lead_out_of_the_folder(run, name):
         read_layers(run, 20)
 
 
-def test_a_strangers_item_with_fitting_hashes_is_refused_by_name(run):
+def test_a_foreign_item_with_valid_hashes_is_refused_by_name(run):
     for path in files_of(place(run, 20) / "default"):
         path.write_bytes(b"nonsense")
     forge(run, {})
@@ -373,7 +373,7 @@ def test_a_strangers_item_with_fitting_hashes_is_refused_by_name(run):
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, Damaged), (errno.EACCES, jpipe.InputError), (errno.ESTALE, jpipe.InputError)])
-def test_what_may_not_be_read_now_is_not_taken_for_damaged(run, monkeypatch, number, kind):
+def test_an_unreadable_checkpoint_is_not_reported_as_damaged(run, monkeypatch, number, kind):
     def unreadable(path):
         raise OSError(number, os.strerror(number), str(path))
 
@@ -383,7 +383,7 @@ def test_what_may_not_be_read_now_is_not_taken_for_damaged(run, monkeypatch, num
     assert type(caught.value) is kind
 
 
-def test_all_of_an_item_is_on_the_disk_before_it_is_said_to_be_whole(tmp_path, monkeypatch):
+def test_an_item_is_synced_to_disk_before_it_is_marked_complete(tmp_path, monkeypatch):
     on_disk, sync, replace = set(), os.fsync, os.replace
 
     def noted(number):
@@ -406,8 +406,8 @@ def test_all_of_an_item_is_on_the_disk_before_it_is_said_to_be_whole(tmp_path, m
     assert lacking == [[], []]
 
 
-def test_a_full_disk_leaves_nothing_that_looks_complete(run):
-    """The limit on a file's size fails in the same calls as a full disk."""
+def test_a_full_disk_leaves_no_checkpoint_that_looks_complete(run):
+    """A limit on the file size fails in the same calls as a full disk."""
     write_layers(run, 30, layers_of(0), 0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
@@ -459,9 +459,9 @@ def test_a_checkpoint_whose_files_vanish_while_it_is_written_is_not_complete(wha
         async def then():
             if "before" in what:
                 harm()
-            found = await real(*arguments, **options)
+            result = await real(*arguments, **options)
             harm()
-            return found
+            return result
 
         return then()
 
@@ -478,7 +478,7 @@ def test_a_checkpoint_whose_files_vanish_while_it_is_written_is_not_complete(wha
 
 
 def test_orbax_logs_no_tracebacks_where_the_disk_is_full(tmp_path, monkeypatch, capfd, caplog):
-    """Its thread logs the exception that `save` raises as well."""
+    """Orbax's thread logs the exception that `save` raises as well."""
 
     def full(self, text, *_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -491,16 +491,16 @@ def test_orbax_logs_no_tracebacks_where_the_disk_is_full(tmp_path, monkeypatch, 
     assert caplog.records == []
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "run").write_text("a file")
-    told = r"run/checkpoints: checkpoints cannot be written there: .*; choose another run\.dir$"
-    with pytest.raises(jpipe.InputError, match=told):
+    message = r"run/checkpoints: checkpoints cannot be written there: .*; choose another run\.dir$"
+    with pytest.raises(jpipe.InputError, match=message):
         begin(tmp_path / "run", None)
     with pytest.raises(NotADirectoryError):  # the run is going on by then, and does as with a full disk
         write_layers(tmp_path / "run", 1, layers_of(0), 0)
 
 
-def test_a_run_that_goes_on_clears_what_it_will_write_again(run):
+def test_a_resumed_run_removes_the_rows_that_it_will_write_again(run):
     write_layers(run, 30, layers_of(1), 1)
     begin(run, 20)
     assert sorted(os.listdir(run / "checkpoints")) == ["10", "20"]
@@ -516,7 +516,7 @@ def test_a_run_that_goes_on_clears_what_it_will_write_again(run):
     assert os.listdir(run / "checkpoints") == ["20.old"]
 
 
-def test_an_item_is_written_again_over_what_a_killed_process_left(run):
+def test_an_item_replaces_the_remains_of_a_killed_process(run):
     write_layers(run, 20, layers_of(7), 1)
     (unfinished_folder(run, 20) / "process-1.json").unlink()
     for process in range(2):
@@ -540,7 +540,7 @@ HOUR = 3600
 
 
 @pytest.mark.parametrize(
-    ("wanted", "kept"),
+    ("arguments", "expected"),
     [
         ({"keep": 1}, [60]),
         ({"keep": 3}, [40, 50, 60]),
@@ -553,7 +553,7 @@ HOUR = 3600
     ],
     ids=str,
 )
-def test_what_is_kept(tmp_path, wanted, kept):
+def test_pruning_keeps_the_configured_checkpoints(tmp_path, arguments, expected):
     for step in range(10, 70, 10):  # one an hour
         write_layers(tmp_path, step, {}, 0)
         complete(tmp_path, step, 1, facts=None)
@@ -562,9 +562,9 @@ def test_what_is_kept(tmp_path, wanted, kept):
         unfinished_folder(tmp_path, unfinished).mkdir()
     (tmp_path / "checkpoints" / "notes").touch()
     for _ in range(2):  # the second time nothing changes
-        prune(tmp_path, **wanted)
-        assert steps(tmp_path) == kept
-        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*map(str, kept), "70.orbax-checkpoint-tmp", "notes"}
+        prune(tmp_path, **arguments)
+        assert steps(tmp_path) == expected
+        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*map(str, expected), "70.orbax-checkpoint-tmp", "notes"}
 
 
 def test_nothing_is_removed_while_the_newest_is_not_all_there(run):
@@ -573,7 +573,7 @@ def test_nothing_is_removed_while_the_newest_is_not_all_there(run):
     assert steps(run) == [10, 20]
 
 
-def test_a_damaged_one_is_neither_counted_nor_removed(run):
+def test_a_damaged_checkpoint_is_neither_counted_nor_removed(run):
     for step in (30, 40):
         save(run, step)
     (place(run, 30) / "process-1.json").unlink()
@@ -584,19 +584,19 @@ def test_a_damaged_one_is_neither_counted_nor_removed(run):
     assert steps(run) == [30, 40, 50]
 
 
-def test_what_cannot_be_read_is_passed_over_though_its_hashes_fit(run):
+def test_an_unreadable_checkpoint_with_valid_hashes_is_skipped(run):
     index = next((place(run, 20) / "default" / "d").iterdir())
     index.unlink()
     marker = json.loads((place(run, 20) / "checkpoint.json").read_text())
     del marker["index"][f"default/d/{index.name}"]
     rewrite_marker(run, index=marker["index"])
     verify(run, 20)
-    told: list[str] = []
-    assert newest_good(run, told.append) == 10
-    assert [line.partition(": ")[0] for line in told] == [str(place(run, 20) / "default")]
+    messages: list[str] = []
+    assert newest_good(run, messages.append) == 10
+    assert [line.partition(": ")[0] for line in messages] == [str(place(run, 20) / "default")]
 
 
-def test_a_kill_while_removing_leaves_what_is_unfinished_not_what_is_damaged(run, monkeypatch):
+def test_a_kill_during_removal_leaves_an_unfinished_checkpoint_not_a_damaged_one(run, monkeypatch):
     def killed(path):
         files_of(path)[-1].unlink()
         raise KeyboardInterrupt

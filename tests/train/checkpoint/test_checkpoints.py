@@ -1,4 +1,4 @@
-"""Processes that write checkpoints, and what becomes of a part that cannot be written."""
+"""Several processes write checkpoints, of which some parts fail."""
 
 import contextlib
 import time
@@ -12,11 +12,11 @@ from jpipe_train.config.config import CheckpointConfig
 from jpipe_train.launch.together import Together
 
 
-class Heard(jpipe.processes.Processes):
-    """One of some processes that hear each other at once; notes how long others may wait for it."""
+class ConnectedProcesses(jpipe.processes.Processes):
+    """One of several processes that receive each other's messages at once; records how long others may wait for it."""
 
-    def __init__(self, index, count, told):
-        self.index, self.count, self._told, self.waits = index, count, told, []
+    def __init__(self, index, count, names):
+        self.index, self.count, self._told, self.waits = index, count, names, []
 
     def broadcast(self, name, values):
         self._told.add(name)
@@ -42,8 +42,8 @@ class Heard(jpipe.processes.Processes):
         return contextlib.nullcontext()
 
 
-class Taken(jpipe.runtime.Snapshot):
-    """A snapshot that is complete at once and holds nothing."""
+class EmptySnapshot(jpipe.runtime.Snapshot):
+    """A snapshot that is complete at once and empty."""
 
     complete, shared = True, ()
 
@@ -55,49 +55,49 @@ class Taken(jpipe.runtime.Snapshot):
 
 
 class Pipe(jpipe.Pipeline):
-    """Gives such cuts."""
+    """A pipeline with empty snapshots."""
 
     def __init__(self):
         pass
 
     def snapshot(self, batch):
-        return Taken(batch)
+        return EmptySnapshot(batch)
 
 
 @pytest.fixture
-def some(tmp_path):
+def make_checkpoints(tmp_path):
     """Return a function that returns the checkpoints of several processes, the processes, and a list of process 0's messages."""
 
     def make(policy, count=2):
-        told, said = set(), []
-        processes = [Heard(index, count, told) for index in range(count)]
+        names, messages = set(), []
+        processes = [ConnectedProcesses(index, count, names) for index in range(count)]
         config = CheckpointConfig(every=2, on_full_disk=policy)
-        made = [
+        checkpoints = [
             Checkpoints(
-                config, Pipe(), tmp_path, 100, Together(process), {}, bytes, said.append if process.index == 0 else lambda line: None
+                config, Pipe(), tmp_path, 100, Together(process), {}, bytes, messages.append if process.index == 0 else lambda line: None
             )
             for process in processes
         ]
-        return made, processes, said
+        return checkpoints, processes, messages
 
     return make
 
 
-def begin_to_save(made, step):
-    for one in made:
+def start_saves(checkpoints, step):
+    for one in checkpoints:
         one.schedule_snapshot(step - 1)
         one.flush_finished(step - 1, lambda _: {})
 
 
-def check_what_becomes_of_4(made, processes, said, folder, reason):
-    """Step 2 could be written, step 4 could not for this reason, step 6 can; step 4 takes no room meanwhile."""
-    begin_to_save(made, 4)
-    for one in made:
+def check_failed_save(checkpoints, processes, messages, folder, reason):
+    """Check that step 2 is saved, step 4 fails for this reason and is removed, and step 6 is saved."""
+    start_saves(checkpoints, 4)
+    for one in checkpoints:
         one.finish()
-    assert said == [f"a checkpoint could not be written: {reason}; the run continues, the last good one is of step 2"]
+    assert messages == [f"a checkpoint could not be written: {reason}; the run continues, the last good one is of step 2"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["2"], "what is of no use takes no room"
-    begin_to_save(made, 6)
-    for one in made:
+    start_saves(checkpoints, 6)
+    for one in checkpoints:
         one.finish()
         one.close()
     assert checkpoint_files.steps(folder) == [2, 6]
@@ -110,10 +110,10 @@ def check_what_becomes_of_4(made, processes, said, folder, reason):
     [({0}, "No space left on device"), ({1}, "process 1 could not write its part"), ({0, 2}, "No space left on device")],
     ids=str,
 )
-def test_what_a_process_cannot_write_is_not_waited_for_and_takes_no_room(lacking, reason, some, tmp_path, monkeypatch):
-    made, processes, said = some("train", 3)
-    begin_to_save(made, 2)
-    for one in made:
+def test_a_failed_part_of_a_checkpoint_is_not_waited_for_and_is_removed(lacking, reason, make_checkpoints, tmp_path, monkeypatch):
+    checkpoints, processes, messages = make_checkpoints("train", 3)
+    start_saves(checkpoints, 2)
+    for one in checkpoints:
         one.finish()
     write = checkpoint_files.write_layers
 
@@ -125,47 +125,47 @@ def test_what_a_process_cannot_write_is_not_waited_for_and_takes_no_room(lacking
         return write(folder, step, layers, process)
 
     monkeypatch.setattr(checkpoint_files, "write_layers", full)
-    check_what_becomes_of_4(made, processes, said, tmp_path, reason)
+    check_failed_save(checkpoints, processes, messages, tmp_path, reason)
 
 
-def test_where_only_the_marker_finds_no_room_nothing_else_takes_it(some, tmp_path, monkeypatch):
-    made, processes, said = some("train")
-    begin_to_save(made, 2)
-    for one in made:
+def test_a_checkpoint_whose_marker_cannot_be_written_is_removed(make_checkpoints, tmp_path, monkeypatch):
+    checkpoints, processes, messages = make_checkpoints("train")
+    start_saves(checkpoints, 2)
+    for one in checkpoints:
         one.finish()
     complete = checkpoint_files.complete
 
-    def full(folder, step, *rest):
+    def full(folder, step, *arguments):
         if step == 4:
             raise OSError(28, "No space left on device")
-        complete(folder, step, *rest)
+        complete(folder, step, *arguments)
 
     monkeypatch.setattr(checkpoint_files, "complete", full)
-    check_what_becomes_of_4(made, processes, said, tmp_path, "No space left on device")
+    check_failed_save(checkpoints, processes, messages, tmp_path, "No space left on device")
 
 
-def test_an_old_checkpoint_that_stays_is_not_taken_for_a_new_one_that_is_lacking(some, tmp_path, monkeypatch):
+def test_a_failure_to_remove_an_old_checkpoint_is_not_reported_as_a_failed_save(make_checkpoints, tmp_path, monkeypatch):
     def stays(*_):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(checkpoint_files, "prune", stays)
-    made, _, said = some("train")
-    begin_to_save(made, 2)
-    for one in made:
+    checkpoints, _, messages = make_checkpoints("train")
+    start_saves(checkpoints, 2)
+    for one in checkpoints:
         one.finish()
         one.close()
-    assert said == ["an old checkpoint could not be removed: Permission denied; the run continues, the last good one is of step 2"]
+    assert messages == ["an old checkpoint could not be removed: Permission denied; the run continues, the last good one is of step 2"]
     assert checkpoint_files.steps(tmp_path) == [2]
 
 
-def test_a_run_that_stops_for_it_says_which_is_the_last_good_one_in_every_process(some, monkeypatch):
-    made, _, _ = some("stop")
-    begin_to_save(made, 2)
-    for one in made:
+def test_every_process_of_a_stopped_run_names_the_last_good_checkpoint(make_checkpoints, monkeypatch):
+    checkpoints, _, _ = make_checkpoints("stop")
+    start_saves(checkpoints, 2)
+    for one in checkpoints:
         one.finish()
     monkeypatch.setattr(checkpoint_files, "write_layers", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    begin_to_save(made, 4)
-    for one in made:
+    start_saves(checkpoints, 4)
+    for one in checkpoints:
         with pytest.raises(OSError, match="a checkpoint could not be written: No space left on device; the last good one is of step 2"):
             one.finish()
         one.close()

@@ -1,4 +1,4 @@
-"""What is taken out of a run, `jpipe export` and plain Orbax, and what begins with it, `warm_start`."""
+"""Exports of a run, by `jpipe export` and plain Orbax, and warm starts from them."""
 
 import json
 import re
@@ -53,39 +53,39 @@ def loaded(home, file, mode="strict", **sections):
     """Return the parameters that a warm start loads and the messages that it prints."""
     config = changed(home.data, warm_start={"file": str(file), "mode": mode}, **sections)
     pipe, batches = build.build(config, Reporter(1, 1, "", Console(quiet=True)))
-    said: list[str] = []
-    given = warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), said.append)
-    return given, said
+    messages: list[str] = []
+    params = warm_start.load(config.warm_start, pipe, batches.train[0], Together(None), messages.append)
+    return params, messages
 
 
 def newest(run, step) -> dict:
     """Return the newest parameters in a checkpoint, by name."""
-    found = {}
+    arrays = {}
     for layer_id, parts in checkpoint_files.read_layers(run, step).items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(parts["params"]["0"]):
-            found["/".join([layer_id, *(key.key for key in path)])] = leaf
-    return found
+            arrays["/".join([layer_id, *(key.key for key in path)])] = leaf
+    return arrays
 
 
-def named(given) -> dict:
+def named(params) -> dict:
     """Return the parameters of all layers in one dict, by name."""
-    return {f"{layer_id}/{path}": array for layer_id, arrays in given.items() for path, array in arrays.items()}
+    return {f"{layer_id}/{path}": array for layer_id, arrays in params.items() for path, array in arrays.items()}
 
 
-def check_equal(found, expected):
-    assert found.keys() == expected.keys()
+def check_equal(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+        np.testing.assert_array_equal(actual[name], array, err_msg=name, strict=True)
 
 
 @pytest.mark.parametrize("as_it_is", [lambda leaf: {"w": leaf}, lambda leaf: leaf], ids=["dict", "one array"])
 def test_averages_and_masters_are_exported_in_float32(as_it_is):
-    """Of layers whose parameters are a dict or one array; the average is that of the masters."""
+    """The parameters of a layer are a dict or one array; the average is that of the masters."""
     weights, masters, average = np.ones(3, ml_dtypes.bfloat16), np.full(3, 1.001, np.float32), np.full(3, 0.9, np.float32)
     state = {"masters": as_it_is(masters), "state": {"optimizer": {"count": np.zeros(())}, "weights_ema": as_it_is(average)}}
     layers = {"a": {"params": {"0": export.by_path(as_it_is(weights))}, "optimizer": state}}
-    for expected, found in ((masters, layers), (average, export.with_ema(layers, 3))):
-        (array,) = export.by_name(found).values()
+    for expected, exported in ((masters, layers), (average, export.with_ema(layers, 3))):
+        (array,) = export.by_name(exported).values()
         np.testing.assert_array_equal(array, expected, strict=True)
     state["state"]["ahead"] = as_it_is(np.full(3, 0.25, np.float32))  # of a run with delay_correction
     for expected, found in ((masters - np.float32(0.25), layers), (average, export.with_ema(layers, 3))):
@@ -114,51 +114,53 @@ def test_an_export_has_the_newest_parameters_by_name(home, tmp_path, capsys):
     assert cli.main(["export", str(home.run), "--out", str(earlier), "--step", "20"]) == 0
     check_equal(load_file(earlier), newest(home.run, 20))
     assert not np.array_equal(load_file(earlier)["head/logits/kernel"], load_file(home.file)["head/logits/kernel"])
-    told = capsys.readouterr().out
-    assert re.fullmatch(rf"\S+earlier\.safetensors: 17 arrays, {earlier.stat().st_size:,} bytes, step 20 of \S+gpt\n", told)
+    output = capsys.readouterr().out
+    assert re.fullmatch(rf"\S+earlier\.safetensors: 17 arrays, {earlier.stat().st_size:,} bytes, step 20 of \S+gpt\n", output)
     assert [path.name for path in tmp_path.iterdir()] == ["earlier.safetensors"]
 
 
-def test_a_run_that_begins_with_an_export_knows_what_that_run_knew(home, tmp_path, capsys):
+def test_a_warm_start_from_an_export_has_the_weights_of_the_exported_run(home, tmp_path, capsys):
     run = {"dir": str(tmp_path / "run")}
     summary = loop.main(changed(home.data, warm_start={"file": str(home.file)}, run=run, train={"steps": 1}, checkpoint={"every": None}))
     assert summary.val_loss_before == home.loss
     assert "warm start: 3 of 3 layers from" in capsys.readouterr().out
 
 
-def test_a_run_that_goes_on_leaves_a_warm_start_aside(home, tmp_path, capsys):
+def test_a_resumed_run_ignores_a_warm_start(home, tmp_path, capsys):
     run = {"dir": str(shutil.copytree(home.run, tmp_path / "run"))}
     loop.main(changed(home.data, run=run, train={"steps": STEPS + 1}, warm_start={"file": "nowhere.safetensors"}))
-    told = capsys.readouterr().out
-    assert "resumes at step 40" in told
-    assert "warm_start is ignored: it is for new runs" in told
+    output = capsys.readouterr().out
+    assert "resumes at step 40" in output
+    assert "warm_start is ignored: it is for new runs" in output
 
 
-def test_a_runs_folder_gives_what_its_export_gives(home):
-    given, told = loaded(home, home.run)
-    check_equal(named(given), load_file(home.file))
-    assert told == [f"warm start: 3 of 3 layers from '{home.run}', step 40"]
+def test_a_warm_start_from_a_run_folder_equals_one_from_its_export(home):
+    params, messages = loaded(home, home.run)
+    check_equal(named(params), load_file(home.file))
+    assert messages == [f"warm start: 3 of 3 layers from '{home.run}', step 40"]
 
 
-def test_partial_takes_what_fits_and_says_what_does_not(home):
-    given, told = loaded(home, home.file, "partial", model={"depth": 2, "seq_len": 4})
+def test_a_partial_warm_start_loads_what_fits_and_reports_what_does_not(home):
+    params, messages = loaded(home, home.file, "partial", model={"depth": 2, "seq_len": 4})
     expected = load_file(home.file)
     del expected["embed/position/embedding"]
-    check_equal(named(given), expected)
-    assert told == [
+    check_equal(named(params), expected)
+    assert messages == [
         f"warm start: 2 of 4 layers from '{home.file}'; fresh, at least in part: embed ('embed/position/embedding' is "
         "float32[8, 8] in the file, float32[4, 8] in the model), block_1 ('block_1/attention_norm/bias' is missing)"
     ]
-    _, (many,) = loaded(home, home.file, "partial", model={"depth": 7})
-    assert many.endswith(" and 3 more")
+    _, (message,) = loaded(home, home.file, "partial", model={"depth": 7})
+    assert message.endswith(" and 3 more")
 
 
-def test_partial_converts_and_strict_does_not(home, tmp_path):
+def test_a_partial_warm_start_converts_dtypes_and_a_strict_one_does_not(home, tmp_path):
     file = tmp_path / "half.safetensors"
     halves = {name: array.astype(ml_dtypes.bfloat16) for name, array in load_file(home.file).items()}
     save_file(halves, file)
-    given, _ = loaded(home, file, "partial")
-    check_equal(given["head"], {name.removeprefix("head/"): a.astype(np.float32) for name, a in halves.items() if name.startswith("head/")})
+    params, _ = loaded(home, file, "partial")
+    check_equal(
+        params["head"], {name.removeprefix("head/"): a.astype(np.float32) for name, a in halves.items() if name.startswith("head/")}
+    )
     with pytest.raises(InputError, match=r"expected 'embed/position/embedding' as in the model, float32\[8, 8\], found bfloat16"):
         loaded(home, file)
 
@@ -183,7 +185,7 @@ def test_another_model_is_refused_by_its_first_difference(sections, message, hom
             loaded(home, file, **sections)
 
 
-def test_what_the_model_has_not_is_refused_but_layer_state(home, tmp_path):
+def test_arrays_that_the_model_lacks_are_refused_except_layer_state(home, tmp_path):
     arrays = load_file(home.file)
     save_file(arrays | {"head state/mean": np.zeros(3)}, tmp_path / "state.safetensors")
     loaded(home, tmp_path / "state.safetensors")
@@ -202,11 +204,11 @@ def test_processes_agree_on_what_is_in_the_file(home, tmp_path, monkeypatch):
     save_file({name: array + 1 for name, array in arrays.items()}, tmp_path / "more.safetensors")
     for file in (home.file, home.file, tmp_path / "more.safetensors"):
         loaded(home, file)
-    first, again, other = (facts["warm_start.file"] for facts in agreed)
-    assert first == again != other
+    first, second, other = (facts["warm_start.file"] for facts in agreed)
+    assert first == second != other
 
 
-def test_files_that_are_none_are_refused(home, tmp_path):
+def test_invalid_files_are_refused(home, tmp_path):
     cut, text, empty = (tmp_path / f"{name}.safetensors" for name in ("cut", "text", "empty"))
     cut.write_bytes(home.file.read_bytes()[:-1])
     text.write_text("no weights in here, only words")
@@ -239,7 +241,7 @@ def test_files_that_are_none_are_refused(home, tmp_path):
         (["{run}", "--out", "x" * 300 + ".safetensors"], r"--out: cannot write 'x+\.safetensors': File name too long; choose another file"),
     ],
 )
-def test_exports_that_cannot_be_are_refused_in_a_line(words, message, home, tmp_path, monkeypatch, capsys):
+def test_impossible_exports_are_refused_in_one_line(words, message, home, tmp_path, monkeypatch, capsys):
     names = {"run": home.run, "file": home.file, "text": home.folder / "text.txt", "none": tmp_path / "none"}
     words = [word.format(**names) for word in words]
     monkeypatch.chdir(tmp_path)
@@ -249,7 +251,7 @@ def test_exports_that_cannot_be_are_refused_in_a_line(words, message, home, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_exported(home, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_exported(home, tmp_path, capsys):
     run = shutil.copytree(home.run, tmp_path / "run")
     damaged = max((run / "checkpoints" / "40").rglob("d/*"), key=lambda file: file.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -262,7 +264,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_exported(home, tmp_p
     check_equal(load_file(out), newest(run, 20))
 
 
-def test_layer_state_goes_by_a_name_of_its_own_and_that_of_other_replicas_is_left():
+def test_layer_state_has_its_own_name_and_that_of_other_replicas_is_omitted():
     w, mean = np.ones(2), np.zeros(3)
     layers = {
         "norm.0": {"params": {"0": {"a/b": w}, "1": {"a/b": 2 * w}}, "optimizer": {"mu": {"a/b": w}}, "state": {"mean": mean}},
@@ -277,7 +279,7 @@ def test_layer_state_goes_by_a_name_of_its_own_and_that_of_other_replicas_is_lef
 
 @pytest.mark.slow
 def test_the_average_of_the_weights_is_evaluated_and_exported(home, tmp_path, capsys):
-    """With a decay of 0 it is the weights themselves."""
+    """With a decay of 0 the average equals the weights."""
     sections = {"train": {"steps": 6, "eval_every": 2, "batch_size": 4, "eval_batches": 1, "trace_batches": 0}, "checkpoint": {"every": 3}}
     of_weights = {"eval": {"metrics": {"accuracy": "accuracy"}}, "optimizer": {"ema_decay": 0.0, "accumulate_batches": 2}}
     run = loop.main(changed(home.data | {"run": {"dir": str(tmp_path / "run")}}, **sections, **of_weights)).folder
@@ -308,7 +310,7 @@ def test_an_export_of_the_average_has_the_dtypes_of_the_weights():
     check_equal(export.by_name(export.with_ema(layers, 1)), {"a/w": w * w.dtype.type(0.5)})
 
 
-def test_an_export_has_the_masters_and_not_what_only_looks_like_them():
+def test_an_export_has_the_masters_and_no_other_optimizer_state():
     short, master = np.ones(2, np.float16), np.full(2, 1.25, np.float32)
     layers = {
         "a": {"params": {"0": {"w": short}}, "optimizer": {"masters": {"w": master}, "state": {"mu": {"w": short}}}},
@@ -325,7 +327,7 @@ def test_an_export_holds_arrays_of_any_order(home, tmp_path, monkeypatch):
 
 
 def test_the_pages_snippet_reads_a_checkpoint_without_jpipe(home, tmp_path, monkeypatch):
-    """As it stands there, in a folder in which that run is."""
+    """The snippet runs unchanged in a folder that contains the run."""
     section = PAGE.read_text().split("\n## With Orbax\n")[1].split("\n## ")[0]
     code, _ = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert not re.search(r"\b(jpipe|train)\b", code)
@@ -334,5 +336,5 @@ def test_the_pages_snippet_reads_a_checkpoint_without_jpipe(home, tmp_path, monk
     script.write_text(code)
     monkeypatch.chdir(home.folder)
     params = runpy.run_path(str(script))["params"]
-    found = {f"{layer_id}/{name}": np.asarray(array) for layer_id, tree in params.items() for name, array in export.by_path(tree).items()}
-    check_equal(found, newest(home.run, STEPS))
+    arrays = {f"{layer_id}/{name}": np.asarray(array) for layer_id, tree in params.items() for name, array in export.by_path(tree).items()}
+    check_equal(arrays, newest(home.run, STEPS))

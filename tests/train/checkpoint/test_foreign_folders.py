@@ -1,4 +1,4 @@
-"""Run folders of strangers, and folders that hold something else: nothing outside is written or removed, nothing else overwritten."""
+"""Foreign run folders: nothing outside is written or removed, and nothing of another program is overwritten."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def saved(tiny):
 
 @pytest.fixture
 def outside(tmp_path):
-    """Files of the user's, one named as a start-up file, and a folder of numbered ones."""
+    """Write files of the user: one named like a start-up file, and a folder of numbered ones."""
     folder = tmp_path / "home"
     for name in (".bashrc", "1/photo.jpg", "9/checkpoint.json", "9/photo.jpg"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -43,8 +43,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_links_planted_in_a_run_folder_lead_nowhere(saved, outside, monkeypatch):
-    """The attack: a run folder of a stranger, whose files and names to come are links to files of the user's."""
+def test_links_planted_in_a_run_folder_are_not_followed(saved, outside, monkeypatch):
+    """A foreign run folder contains links to the user's files in place of its own and of future files."""
     before = contents(outside)
     with monkeypatch.context() as patched:
         patched.setattr(loop, "write_report", lambda *_: None)  # the second run's overwrites what was planted
@@ -78,7 +78,7 @@ def test_a_planted_lock_is_refused(saved, outside):
     assert contents(outside) == before
 
 
-def test_a_linked_folder_of_checkpoints_is_refused_and_what_is_behind_it_stays(saved, outside, tmp_path, monkeypatch):
+def test_a_linked_folder_of_checkpoints_is_refused_and_its_target_stays(saved, outside, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     folder = loop.main(changed(saved)).folder
     shutil.move(folder / "checkpoints", outside / "checkpoints")
@@ -97,7 +97,7 @@ def test_a_linked_folder_of_checkpoints_is_refused_and_what_is_behind_it_stays(s
 
 
 @pytest.mark.parametrize("link", [False, True], ids=["folder", "link"])
-def test_numbered_folders_of_somebody_else_stay(saved, outside, link):
+def test_numbered_folders_of_other_programs_stay(saved, outside, link):
     before = contents(outside)
     folder = Path(saved["run"]["dir"])
     folder.mkdir()
@@ -163,9 +163,9 @@ def test_linked_checkpoints_and_items_are_not_read(name, tmp_path):
     linked = tmp_path / "checkpoints" / name
     linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(tmp_path / "elsewhere")
-    told: list[str] = []
-    assert checkpoint_files.newest_good(tmp_path, told.append) == 1
-    assert told == [f"{linked}: is a symbolic link, not a folder that jpipe has written; take another checkpoint"]
+    messages: list[str] = []
+    assert checkpoint_files.newest_good(tmp_path, messages.append) == 1
+    assert messages == [f"{linked}: is a symbolic link, not a folder that jpipe has written; take another checkpoint"]
     for read in (checkpoint_files.read_layers, checkpoint_files.layer_specs):
         with pytest.raises(InputError, match="is a symbolic link"):
             read(tmp_path, 3)
@@ -183,7 +183,7 @@ def test_names_that_only_look_like_those_of_a_checkpoint_are_kept(name, tmp_path
     assert file.read_text() == "mine"
 
 
-def test_a_file_in_place_of_an_old_checkpoint_is_left(tmp_path):
+def test_a_file_in_place_of_an_old_checkpoint_is_not_removed(tmp_path):
     for step in (1, 2, 3):
         checkpoint_files.write_layers(tmp_path, step, {}, 0)
         checkpoint_files.complete(tmp_path, step, 1, {})
@@ -199,13 +199,13 @@ def test_event_files_for_tensorboard_follow_no_planted_link(outside, tmp_path, m
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events.out.tfevents.7").symlink_to(outside / ".bashrc")
     (tmp_path / "linked").symlink_to(outside)
-    told: list[str] = []
+    messages: list[str] = []
     for folder in ("tensorboard", "linked"):
-        with TensorBoard(tmp_path / folder, told.append) as tensorboard:
+        with TensorBoard(tmp_path / folder, messages.append) as tensorboard:
             tensorboard.write(0, {"loss": 1.0})
     assert contents(outside) == before
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    assert [line.partition("': ")[2].partition(",")[0] for line in told] == ["it is a symbolic link"]
+    assert [line.partition("': ")[2].partition(",")[0] for line in messages] == ["it is a symbolic link"]
 
 
 def test_a_folder_with_something_that_a_run_would_overwrite_is_refused(saved):
@@ -220,30 +220,30 @@ def test_a_folder_with_something_that_a_run_would_overwrite_is_refused(saved):
         (folder / name).unlink()
 
 
-def test_a_run_goes_where_its_path_leads_and_resumes_there(saved, tmp_path, monkeypatch, capsys):
-    """`..`, a linked parent, a space, letters that are not ASCII, a slash at the end: each alone broke the first checkpoint or none."""
+def test_a_run_is_written_where_its_path_leads_and_resumes_there(saved, tmp_path, monkeypatch, capsys):
+    """The path has `..`, a linked parent, a space, letters outside ASCII and a slash at the end."""
     for folder in ("here", "real place/deep"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "here" / "läufe").symlink_to(tmp_path / "real place" / "deep")
     monkeypatch.chdir(tmp_path / "here")
-    given = "../here/läufe/../日本 run/"
-    summary = loop.main(changed(saved, run={"dir": given}))
+    run_dir = "../here/läufe/../日本 run/"
+    summary = loop.main(changed(saved, run={"dir": run_dir}))
     assert summary.folder == tmp_path / "real place" / "日本 run"
     assert checkpoint_files.steps(summary.folder) == [4]
     assert f"the run is in {summary.folder}" in capsys.readouterr().out.replace("\n", "")
-    found = find(changed(saved, run={"dir": given}), "must", Together(None), print)
-    assert (found.step, found.folder) == (4, summary.folder)
-    export(given, "../out put.safetensors", None, print)
+    resumed = find(changed(saved, run={"dir": run_dir}), "must", Together(None), print)
+    assert (resumed.step, resumed.folder) == (4, summary.folder)
+    export(run_dir, "../out put.safetensors", None, print)
     assert (tmp_path / "out put.safetensors").exists()
 
 
-def test_a_name_that_is_not_utf8_is_refused_before_anything_is_made(saved, tmp_path, monkeypatch):
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_created(saved, tmp_path, monkeypatch):
     here = os.fsencode(tmp_path) + b"/\xff"
     os.mkdir(here)
     monkeypatch.chdir(here)
-    for given in (None, "run"):
+    for run_dir in (None, "run"):
         with pytest.raises(InputError, match=r"run.dir: expected a path in UTF-8"):
-            loop.main(changed(saved, run={"dir": given}))
+            loop.main(changed(saved, run={"dir": run_dir}))
     assert os.listdir(here) == []
 
 

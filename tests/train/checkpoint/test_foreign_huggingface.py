@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's layout that are damaged, incomplete, of another kind or hostile: each refused in a line, none of it run."""
+"""Hugging Face folders that are damaged, incomplete, unsupported or hostile are refused in one line, without running their code."""
 
 import json
 import os
@@ -21,14 +21,14 @@ SHARD = "model-00002-of-00002.safetensors"
 
 
 def refused(folder: Path, message: str) -> None:
-    """With all of the message, once and in one line."""
+    """Check that a folder is refused with exactly this message in one line."""
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         warm_start._source(folder, True, print)
     assert "\n" not in str(caught.value)
 
 
 def arrays(folder: Path, *, strict: bool = True) -> dict[str, np.ndarray]:
-    """All that is read, by jpipe's names."""
+    """Return all arrays of a folder by jpipe's names."""
     source = huggingface.source(folder, strict=strict)
     return {name: array for part in source.read({"": list(source.specs)}) for name, array in part.items()}
 
@@ -68,20 +68,20 @@ def test_tensors_that_are_missing_additional_or_of_another_shape_are_listed(tmp_
         tensors["score.weight"] = tensors["score.bias"] = np.zeros(3, np.float32)
 
     folder = folders.copied("gpt2", tmp_path / "folder", change)
-    found = ", ".join(f"transformer.h.0.{name}" for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"))
+    missing = ", ".join(f"transformer.h.0.{name}" for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"))
     refused(
         folder,
-        f"expected the 28 tensors of the model in config.json, found that 8 are missing: {found}, transformer.h.1.ln_1.weight, …; 2 are "
+        f"expected the 28 tensors of the model in config.json, found that 8 are missing: {missing}, transformer.h.1.ln_1.weight, …; 2 are "
         "not of this model: score.bias, score.weight; 1 has another shape: transformer.wpe.weight ([8, 16], not [16, 16]); with "
         "warm_start.mode=partial what fits is taken",
     )
-    there = arrays(folder, strict=False)
-    assert "embed/position/embedding" not in there
-    assert "block_0/attention_norm/scale" not in there
-    assert len(there) == 19
+    loaded = arrays(folder, strict=False)
+    assert "embed/position/embedding" not in loaded
+    assert "block_0/attention_norm/scale" not in loaded
+    assert len(loaded) == 19
 
 
-def test_one_tensor_is_told_of_as_one_and_a_long_name_is_cut(tmp_path):
+def test_one_tensor_is_reported_in_the_singular_and_a_long_name_is_shortened(tmp_path):
     def change(tensors):
         del tensors["transformer.ln_f.bias"]
         tensors["a" * 5000] = np.zeros(3, np.float32)
@@ -94,7 +94,7 @@ def test_one_tensor_is_told_of_as_one_and_a_long_name_is_cut(tmp_path):
 
 
 def test_embeddings_that_are_padded_or_too_few_are_refused(tmp_path):
-    """Rows that `vocab_size` does not count, which some programs add, so that a kernel is faster."""
+    """Some programs add rows beyond `vocab_size` to make a kernel faster."""
     for rows in (72, 60):
         folder = folders.copied(
             "llama",
@@ -141,8 +141,8 @@ def test_names_that_no_file_in_the_folder_can_have_are_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["a file", "a folder"])
-def test_weights_that_are_cut_off_while_they_are_read_are_told(whole, tmp_path):
-    """A memory map would end this process by SIGBUS."""
+def test_weights_that_are_cut_off_while_they_are_read_are_reported(whole, tmp_path):
+    """A memory map would end this process with SIGBUS."""
     folder = folders.copied("gpt2", tmp_path / "folder")
     if whole:
         (folder / "config.json").unlink()
@@ -203,7 +203,7 @@ def test_a_link_of_a_download_leads_to_the_blobs_beside_it(tmp_path):
         ('{"weight_map": {"a": 3}}', f"{INDEX}: weight_map.a: expected a valid string, found 3"),
     ],
 )
-def test_an_index_that_is_none_is_refused(content, message, tmp_path):
+def test_an_invalid_index_is_refused(content, message, tmp_path):
     folder = folders.in_shards("llama", tmp_path / "folder")
     (folder / INDEX).write_text(content)
     refused(folder, message)
@@ -226,26 +226,26 @@ def test_numbers_that_are_no_floats_are_refused(tmp_path):
 # Versions and kinds that are read ------------------------------------------------------------------------------------------
 
 
-def test_what_older_versions_wrote_is_read(tmp_path):
-    """Names without the prefix, buffers, a copy of the tied embeddings, gamma and beta."""
+def test_files_of_older_versions_are_read(tmp_path):
+    """They have names without the prefix, buffers, a copy of the tied embeddings, and gamma and beta."""
     expected = arrays(GOLDEN / "gpt2")
 
     def old(tensors):
-        found = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
-        found["h.0.attn.bias"] = np.ones((1, 1, 16, 16), np.float32)
-        return found | {"lm_head.weight": tensors["transformer.wte.weight"]}
+        converted = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+        converted["h.0.attn.bias"] = np.ones((1, 1, 16, 16), np.float32)
+        return converted | {"lm_head.weight": tensors["transformer.wte.weight"]}
 
-    found = arrays(folders.copied("gpt2", tmp_path / "gpt2", old))
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name], array) for name, array in expected.items())
+    actual = arrays(folders.copied("gpt2", tmp_path / "gpt2", old))
+    assert actual.keys() == expected.keys()
+    assert all(np.array_equal(actual[name], array) for name, array in expected.items())
 
     def gamma(tensors):
         renamed = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-        found = {re.sub("|".join(renamed), lambda part: renamed[part[0]], key): tensor for key, tensor in tensors.items()}
-        return found | {"bert.embeddings.position_ids": np.arange(16)[None]}
+        converted = {re.sub("|".join(renamed), lambda part: renamed[part[0]], key): tensor for key, tensor in tensors.items()}
+        return converted | {"bert.embeddings.position_ids": np.arange(16)[None]}
 
-    found, expected = arrays(folders.copied("bert", tmp_path / "bert", gamma)), arrays(GOLDEN / "bert")
-    assert all(np.array_equal(found[name], array) for name, array in expected.items())
+    actual, expected = arrays(folders.copied("bert", tmp_path / "bert", gamma)), arrays(GOLDEN / "bert")
+    assert all(np.array_equal(actual[name], array) for name, array in expected.items())
 
 
 def test_tied_embeddings_that_differ_are_refused(tmp_path):
@@ -256,15 +256,15 @@ def test_tied_embeddings_that_differ_are_refused(tmp_path):
         arrays(folder)
 
 
-def test_a_masked_model_without_the_other_head_begins_with_a_fresh_one(tmp_path):
-    """As transformers writes BertForMaskedLM; part of that head is a mistake."""
-    said = {"architectures": ["BertForMaskedLM"]}
+def test_a_masked_model_without_a_next_sentence_head_gets_a_fresh_one(tmp_path):
+    """Transformers writes BertForMaskedLM without this head; a part of the head is a mistake."""
+    config_changes = {"architectures": ["BertForMaskedLM"]}
     optional = ("bert.pooler.", "cls.seq_relationship.")
 
     def without(tensors):
         return {key: tensor for key, tensor in tensors.items() if not key.startswith(optional)}
 
-    folder = folders.copied("bert", tmp_path / "without", without, said)
+    folder = folders.copied("bert", tmp_path / "without", without, config_changes)
     source = huggingface.source(folder)
     assert source.optional - source.specs.keys() == {
         f"head/{name}/{part}" for name in ("pooler", "next_sentence") for part in ("kernel", "bias")
@@ -273,22 +273,22 @@ def test_a_masked_model_without_the_other_head_begins_with_a_fresh_one(tmp_path)
     assert warm_start.fitting(source, model, strict=True) == source.specs.keys()
     refused(folders.copied("bert", tmp_path / "pre", without), "4 are missing: bert.pooler.dense.weight")
     half = folders.copied(
-        "bert", tmp_path / "half", lambda tensors: without(tensors) | {"bert.pooler.dense.bias": np.zeros(16, np.float32)}, said
+        "bert", tmp_path / "half", lambda tensors: without(tensors) | {"bert.pooler.dense.bias": np.zeros(16, np.float32)}, config_changes
     )
     refused(half, "3 are missing: bert.pooler.dense.weight")
-    assert len(arrays(folders.copied("bert", tmp_path / "both", None, said))) == len(arrays(GOLDEN / "bert"))
+    assert len(arrays(folders.copied("bert", tmp_path / "both", None, config_changes))) == len(arrays(GOLDEN / "bert"))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
-def test_other_floats_are_read_as_they_are(dtype, tmp_path):
+def test_other_float_dtypes_are_read_unchanged(dtype, tmp_path):
     folder = folders.copied("llama", tmp_path / "folder", lambda tensors: {key: tensor.astype(dtype) for key, tensor in tensors.items()})
-    found, expected = arrays(folder), arrays(GOLDEN / "llama")
+    actual, expected = arrays(folder), arrays(GOLDEN / "llama")
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array.astype(dtype), strict=True)
+        np.testing.assert_array_equal(actual[name], array.astype(dtype), strict=True)
 
 
-def test_the_digest_tells_folders_apart(tmp_path):
-    """By what is in a file, too, of which only samples are read."""
+def test_the_digest_differs_between_folders(tmp_path):
+    """The digest depends on the contents of files, of which it reads samples only."""
     digests = {huggingface.source(GOLDEN / "gpt2").digest(), huggingface.source(folders.copied("gpt2", tmp_path / "same")).digest()}
     for i, change in enumerate((lambda tensors: {key: tensor + 1 for key, tensor in tensors.items()}, None)):
         digests.add(huggingface.source(folders.copied("gpt2", tmp_path / str(i), change, {"n_head": 4} if change is None else {})).digest())
@@ -296,7 +296,7 @@ def test_the_digest_tells_folders_apart(tmp_path):
     assert huggingface.source(GOLDEN / "gpt2").digest() == huggingface.source(GOLDEN / "gpt2").digest()
 
 
-def test_a_folder_of_a_run_is_none_in_that_layout(tmp_path):
+def test_a_run_folder_is_not_a_hugging_face_folder(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     save_file({"a": np.ones(3)}, tmp_path / "run" / "model.safetensors")  # an export of the user's
     assert not huggingface.is_meant(tmp_path / "run")

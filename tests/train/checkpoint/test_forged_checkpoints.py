@@ -1,4 +1,4 @@
-"""Checkpoints of strangers, whose hashes all fit: what they say is held against what is there before it costs memory or time."""
+"""Foreign checkpoints with valid hashes: their claims are checked before they cost memory or time."""
 
 import hashlib
 import json
@@ -70,7 +70,7 @@ def rewrite(place: Path, **values: bytes) -> None:
 
 
 def header(**changes: object) -> bytes:
-    """`.zarray` of the array "w" as jpipe writes it, but for these."""
+    """Return the `.zarray` of the array "w" as jpipe writes it, with these changes."""
     data: dict = {"zarr_format": 2, "shape": [2, 3], "chunks": [2, 3], "dtype": "<f8", "order": "C", "fill_value": None, "filters": None}
     return json.dumps(data | {"compressor": None, "dimension_separator": "."} | changes).encode()
 
@@ -96,14 +96,14 @@ HEADERS = {
 
 @pytest.mark.parametrize("kind", HEADERS)
 def test_arrays_that_are_not_what_the_files_hold_are_refused_before_they_are_read(run, place, kind):
-    content, told = HEADERS[kind]
+    content, reason = HEADERS[kind]
     rewrite(place, **{f"{W}.zarray": content})
     seal(place)
-    with pytest.raises(Damaged, match=rf"default: is no Orbax item as jpipe writes it .*{told}"):
+    with pytest.raises(Damaged, match=rf"default: is no Orbax item as jpipe writes it .*{reason}"):
         read_layers(run, 20)
 
 
-def test_a_chunk_that_is_more_than_was_declared_is_refused(run, place):
+def test_a_chunk_larger_than_declared_is_refused(run, place):
     rewrite(place, **{f"{W}0.0": b"\0" * 3_000_000})
     seal(place)
     with pytest.raises(Damaged, match="End of data expected; remaining length: 2999952"):
@@ -111,7 +111,7 @@ def test_a_chunk_that_is_more_than_was_declared_is_refused(run, place):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         (lambda data: data | {"use_zarr3": True}, "expected Zarr arrays, version 2, in an OCDBT store"),
         (lambda data: data | {"use_ocdbt": False}, "expected Zarr arrays, version 2, in an OCDBT store"),
@@ -130,15 +130,15 @@ def test_a_chunk_that_is_more_than_was_declared_is_refused(run, place):
         (lambda data: data | {"tree_metadata": {"x": entry(["layer"], "Dict"), "y": entry(["layer", "x"], "Dict")}}, None),
     ],
 )
-def test_trees_that_jpipe_does_not_write_are_refused(run, place, change, told):
+def test_trees_that_jpipe_does_not_write_are_refused(run, place, change, reason):
     file = place / "default" / "_METADATA"
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     seal(place)
-    if told is None:
+    if reason is None:
         assert read_layers(run, 20) == {"layer": {"x": {}}}
         return
     for read in (read_layers, layer_specs):
-        with pytest.raises(Damaged, match=rf"default: is no Orbax item as jpipe writes it \(.*{told}"):
+        with pytest.raises(Damaged, match=rf"default: is no Orbax item as jpipe writes it \(.*{reason}"):
             read(run, 20)
 
 
@@ -156,7 +156,7 @@ def test_metadata_nested_without_end_is_refused(run, place):
         read_layers(run, 20)
 
 
-def test_what_is_no_file_keeps_nobody_waiting(run, place):
+def test_a_path_that_is_not_a_file_fails_at_once(run, place):
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         make(place / "default" / "d" / "more")
         with pytest.raises(Damaged, match=r"default/d/more: is no regular file, was not written by jpipe"):
@@ -171,11 +171,11 @@ def test_what_is_no_file_keeps_nobody_waiting(run, place):
 
 
 @pytest.mark.parametrize(("name", "size"), [("checkpoint.json", 2**23), ("process-0.json", 2**23), ("metrics.jsonl", 2**30)])
-def test_records_without_end_are_not_read(run, place, name, size):
+def test_endless_records_are_not_read(run, place, name, size):
     os.truncate(place / name, size + 1)  # no blocks on the disk
-    told: list[str] = []
-    assert newest_good(run, told.append) is None
-    assert told[0].startswith(f"{place / name}: is larger than {size:,} bytes, was not written by jpipe")
+    messages: list[str] = []
+    assert newest_good(run, messages.append) is None
+    assert messages[0].startswith(f"{place / name}: is larger than {size:,} bytes, was not written by jpipe")
 
 
 ROWS = {
@@ -191,7 +191,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_rows_that_are_no_numbers_are_refused(run, place, kind):
+def test_rows_that_are_not_numbers_are_refused(run, place, kind):
     (place / "metrics.jsonl").write_text(f'{{"step": 0, "loss": 1.5}}\n{ROWS[kind]}\n')
     seal(place)
     with pytest.raises(jpipe.InputError, match=r"step 20, line 2: expected numbers by their names, found .*; take another checkpoint$"):
@@ -216,20 +216,20 @@ CONFIGS = {
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_configs_in_checkpoints_are_read_as_carefully_as_those_of_users(run, place, kind):
-    config, told = CONFIGS[kind]
+    config, reason = CONFIGS[kind]
     seal(place, FACTS | {"config": config})
-    with pytest.raises(jpipe.InputError, match=rf"checkpoints: step 20: facts: config: .*{told}"):
+    with pytest.raises(jpipe.InputError, match=rf"checkpoints: step 20: facts: config: .*{reason}"):
         find(Config.model_validate({"run": {"dir": str(run)}}), "auto", Together(None), print)
 
 
 @pytest.mark.parametrize("devices", [-1, 10**400, True, 1.5])
-def test_numbers_of_devices_that_cannot_be_are_refused(run, place, devices):
+def test_impossible_numbers_of_devices_are_refused(run, place, devices):
     seal(place, FACTS | {"devices": devices})
     with pytest.raises(jpipe.InputError, match="checkpoints: step 20: facts: devices: expected"):
         find(Config.model_validate({"run": {"dir": str(run)}}), "auto", Together(None), print)
 
 
-def test_names_that_are_too_long_for_a_file_are_told_as_damaged(run, place):
+def test_names_that_are_too_long_for_a_file_are_reported_as_damaged(run, place):
     record = json.loads((place / "process-0.json").read_text())
     record["files"]["a" * 300] = {"size": 1, "sha256": "0"}
     text = json.dumps(record)
@@ -240,12 +240,12 @@ def test_names_that_are_too_long_for_a_file_are_told_as_damaged(run, place):
         verify(run, 20)
 
 
-def test_a_checkpoint_without_a_plan_in_its_config_is_compared_all_the_same(run):
+def test_a_checkpoint_without_a_plan_in_its_config_is_still_compared(run):
     resumed = Resumed(run, 20, Facts(**FACTS | {"config": "train: {steps: 3}\nseed: [[]]\n"}), (20,))
     assert resumed.changes(Config()) == ["plan", "seed", "train.steps"]
 
 
-def test_a_key_of_a_plan_that_was_not_there_then_is_no_change(run):
+def test_a_new_key_of_a_plan_is_no_change(run):
     before = to_yaml(Config()).replace("  mesh: {}\n", "").replace("  rules: {}\n", "")
     assert "mesh" not in before
     resumed = Resumed(run, 20, Facts(**FACTS | {"config": before}), (20,))
@@ -253,7 +253,7 @@ def test_a_key_of_a_plan_that_was_not_there_then_is_no_change(run):
     assert resumed.changes(Config(plan=PlanConfig(mesh={"model": 2}))) == ["plan"]
 
 
-def test_shapes_are_held_against_the_model_before_anything_is_read(tiny, monkeypatch, tmp_path):
+def test_shapes_are_checked_against_the_model_before_anything_is_read(tiny, monkeypatch, tmp_path):
     config = changed(tiny)
     pipe, batches = build(config, Reporter(1, 1, "tokens", Console(quiet=True)))
     specs = {layer_id: to_plain(specs) for layer_id, specs in param_specs(pipe.stack, pipe.plan, batches.train[0]).items()}
@@ -265,7 +265,7 @@ def test_shapes_are_held_against_the_model_before_anything_is_read(tiny, monkeyp
         read_checkpoint(config, pipe, batches, Together(None), Resumed(tmp_path, 20, Facts(**FACTS), (20,)))
 
 
-def test_a_refused_export_is_one_message_and_nothing_else(run, place, capfd):
+def test_a_refused_export_prints_one_message_and_writes_nothing(run, place, capfd):
     rewrite(place, **{f"{W}.zarray": HEADERS["terabytes"][0]})
     seal(place)
     lines = list[str]()
@@ -277,7 +277,7 @@ def test_a_refused_export_is_one_message_and_nothing_else(run, place, capfd):
     assert not (run / "new.safetensors").exists()
 
 
-def test_what_the_writer_writes_the_reader_takes(run):
-    found = read_layers(run, 20)["layer"]["params"]["0"]
-    assert jnp.array_equal(found["w"], LAYERS["layer"]["params"]["0"]["w"])
+def test_the_reader_reads_what_the_writer_writes(run):
+    restored = read_layers(run, 20)["layer"]["params"]["0"]
+    assert jnp.array_equal(restored["w"], LAYERS["layer"]["params"]["0"]["w"])
     assert yaml.safe_load(Facts(**FACTS).config) == {"train": {}, "plan": {}}

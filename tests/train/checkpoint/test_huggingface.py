@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's layout read and written: numbers as transformers has them, each process reads its layers, bit for bit back."""
+"""Hugging Face folders: numbers equal transformers', each process reads its layers, and exports are equal bit for bit."""
 
 import json
 import re
@@ -49,10 +49,10 @@ def test_logits_loss_and_a_step_of_sgd_are_those_of_transformers(name):
 def check_folder(folder: Path, name: str, expected: dict[str, np.ndarray], same: Any = np.testing.assert_array_equal) -> None:
     """Check that a folder describes the model of a golden folder and that its files have the expected tensors."""
     files = sorted(path.name for path in folder.glob("*.safetensors"))
-    found = {key: tensor for file in files for key, tensor in load_file(folder / file).items()}
-    assert found.keys() == expected.keys()
+    tensors = {key: tensor for file in files for key, tensor in load_file(folder / file).items()}
+    assert tensors.keys() == expected.keys()
     for key, tensor in expected.items():
-        same(found[key], tensor, err_msg=key, strict=True)
+        same(tensors[key], tensor, err_msg=key, strict=True)
     assert config_json.read(folder) == config_json.read(GOLDEN / name)
     theirs, ours = (json.loads((place / "config.json").read_text()) for place in (GOLDEN / name, folder))
     assert [ours[key] for key in SPECIAL] == [theirs.get(key) for key in SPECIAL]
@@ -63,8 +63,8 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @pytest.mark.parametrize("limit", [10**9, 4000])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_run_read_it_writes_bit_for_bit(name, limit, tmp_path, monkeypatch, capsys):
-    """In one file, or in several with an index, which are written and read alike."""
+def test_an_export_equals_the_imported_folder_bit_for_bit(name, limit, tmp_path, monkeypatch, capsys):
+    """The folder has one file, or several with an index, and is written in the same form."""
     begin = folders.in_shards(name, tmp_path / "begin")
     config = folders.config(tmp_path, name, file=begin)
     stack, arrays = folders.read(begin)
@@ -87,8 +87,8 @@ def test_what_a_run_read_it_writes_bit_for_bit(name, limit, tmp_path, monkeypatc
         }
         assert index["metadata"] == {"total_size": size}
         assert all(sum(tensor.nbytes for tensor in load_file(out / file).values()) <= max(limit, 64 * 16 * 4) for file in names)
-    _, again = folders.read(out)
-    assert all(np.array_equal(again[key], array) for key, array in arrays.items())
+    _, rewritten = folders.read(out)
+    assert all(np.array_equal(rewritten[key], array) for key, array in arrays.items())
 
 
 def test_the_average_of_the_weights_is_written(tmp_path):
@@ -107,14 +107,14 @@ def test_the_config_of_a_run_has_all_keys_and_is_read_without_the_folder(tmp_pat
     assert config_file.load_resolved(tmp_path / "resolved.yaml") == config
     keys = config.model.model_dump()
     assert keys["rope_scaling"] == {"factor": 4.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 16}
-    shown = ("vocab_size", "depth", "width", "heads", "kv_heads", "head_size", "mlp_width", "seq_len", "max_positions", "norm_epsilon")
-    assert [keys[key] for key in shown] == [64, 2, 16, 4, 2, 8, 24, 12, 32, 1e-5]
+    names = ("vocab_size", "depth", "width", "heads", "kv_heads", "head_size", "mlp_width", "seq_len", "max_positions", "norm_epsilon")
+    assert [keys[key] for key in names] == [64, 2, 16, 4, 2, 8, 24, 12, 32, 1e-5]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule", "stages"), [("llama", "pipedream_2bw", 4)])
 def test_a_run_learns_in_a_pipeline_what_transformers_learns(name, schedule, stages, tmp_path, monkeypatch, capsys):
-    """From a folder to another one, a step of SGD between them."""
+    """Import a folder, take a step of SGD and export another folder."""
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     plan = f"plan={{schedule: {schedule}, num_stages: {stages}, microbatches: 4}}"
     rate = f"optimizer={{name: sgd, learning_rate: {folders.RATE}, lr_schedule: constant, warmup_steps: 0}}"
@@ -127,12 +127,12 @@ def test_a_run_learns_in_a_pipeline_what_transformers_learns(name, schedule, sta
     out = tmp_path / "out"
     assert cli.main(["export", str(run), str(out), "--layout", "huggingface"]) == 0
     after = {key.removeprefix("after/"): tensor for key, tensor in golden.items() if key.startswith("after/")}
-    check_folder(out, name, after, lambda found, expected, **_: folders.close(found, expected))
+    check_folder(out, name, after, lambda actual, expected, **_: folders.close(actual, expected))
 
 
 @pytest.mark.slow
 def test_processes_read_their_layers_and_write_them_bit_for_bit(tmp_path):
-    """Two processes of two stages each; the embeddings are in the first and in the last stage. Steps that small change nothing."""
+    """Two processes have two stages each, with the embeddings in the first and last stage; the steps are too small to change weights."""
     folders.config(tmp_path, "gpt2", "plan.num_stages=4")
     words = ["launch", "-n", "2", "--", "train", str(tmp_path / "config.yaml"), "--allow-code", "--set", "plan.num_stages=4"]
     command = [sys.executable, "-m", "jpipe_train.cli", *words]
@@ -144,23 +144,23 @@ def test_processes_read_their_layers_and_write_them_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize(("name", "expected"), [("gpt2", [2, 12, 12, 2]), ("llama", [1, 9, 9, 2])])
 def test_each_process_reads_the_tensors_of_its_own_layers(name, expected, tmp_path, monkeypatch):
-    """Each once. Names of processes are those that they would have in a run of four."""
-    taken: list[str] = []
+    """Each tensor is read once; the layers are those of a run with four processes."""
+    read_names: list[str] = []
     whole = Folder.read
-    monkeypatch.setattr(Folder, "read", lambda self, names: taken.extend(names) or whole(self, names))
+    monkeypatch.setattr(Folder, "read", lambda self, names: read_names.extend(names) or whole(self, names))
     config = folders.config(tmp_path, name, "plan.num_stages=4")
     for layer_id, number in zip(("embed", "block_0", "block_1", "head"), expected, strict=True):
-        monkeypatch.setattr(warm_start, "own_layers", lambda pipe, own=layer_id: [own])
-        taken.clear()
-        given = loaded(config)
-        assert list(given) == [layer_id]
-        assert len(taken) == len(set(taken)) == number, taken
+        monkeypatch.setattr(warm_start, "own_layers", lambda pipe, own_layer=layer_id: [own_layer])
+        read_names.clear()
+        params = loaded(config)
+        assert list(params) == [layer_id]
+        assert len(read_names) == len(set(read_names)) == number, read_names
 
 
 # Export -------------------------------------------------------------------------------------------------------------------
 
 
-def test_fresh_weights_are_those_that_the_run_begins_with(tmp_path):
+def test_fresh_weights_equal_the_initial_weights_of_the_run(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("model: {preset: gpt2-tiny, depth: 1}\nseed: 5\n")
     writing.main(str(config), str(tmp_path / "out"), None, print)
@@ -172,15 +172,15 @@ def test_fresh_weights_are_those_that_the_run_begins_with(tmp_path):
         fresh = jax.jit(
             lambda key, i=layer_id, x=spec.x: ours.init_layer(i, key, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x))[0]
         )
-        found = folders.nested(stack, arrays, inputs)[layer_id]
-        made = fresh(jax.random.key(5))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+        loaded_params = folders.nested(stack, arrays, inputs)[layer_id]
+        fresh_params = fresh(jax.random.key(5))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(fresh_params):
             if layer_id != "head" or "token" not in str(path):
-                np.testing.assert_array_equal(dict(jax.tree_util.tree_leaves_with_path(found))[path], leaf)
+                np.testing.assert_array_equal(dict(jax.tree_util.tree_leaves_with_path(loaded_params))[path], leaf)
 
 
 def test_an_export_has_the_tokenizer_and_the_end_of_text_of_the_run(tmp_path, capsys):
-    """Of a config whose data are tokens, and one whose tokenizer has gone."""
+    """The data are tokens, or the tokenizer has been removed."""
     (tmp_path / "text.txt").write_bytes(SENTENCE * 40)
     tokenizer, tokens = tmp_path / "tokenizer.json", tmp_path / "tokens"
     assert cli.main(["data", "tokenizer", str(tmp_path / "text.txt"), "--vocab-size", "300", "--out", str(tokenizer)]) == 0
@@ -196,8 +196,8 @@ def test_an_export_has_the_tokenizer_and_the_end_of_text_of_the_run(tmp_path, ca
     capsys.readouterr()
     tokenizer.unlink()
     writing.main(str(tmp_path / "config.yaml"), str(tmp_path / "without"), None, print, overrides=of_text)
-    told = capsys.readouterr().out
-    assert f"without: without the tokenizer of the run, '{tokenizer}', which cannot be read: No such file or directory\n" in told
+    output = capsys.readouterr().out
+    assert f"without: without the tokenizer of the run, '{tokenizer}', which cannot be read: No such file or directory\n" in output
     assert not (tmp_path / "without" / "tokenizer.json").exists()
 
 
@@ -209,18 +209,18 @@ def run(tmp_path) -> Path:
 
 
 def refused(words: list[str], message: str, capsys, code: int = 2) -> None:
-    """`jpipe export` ends with that line."""
+    """Check that `jpipe export` prints this line and exits with this code."""
     assert cli.main(["export", *words, "--layout", "huggingface"]) == code
     assert capsys.readouterr().err.startswith(f"jpipe: {message}")
 
 
-def test_an_export_makes_the_folders_that_it_is_to_be_in(run, tmp_path):
+def test_an_export_creates_its_parent_folders(run, tmp_path):
     out = tmp_path / "new" / "newer" / "out"
     assert cli.main(["export", str(run), str(out), "--layout", "huggingface"]) == 0
     assert (out / "config.json").is_file()
 
 
-def test_an_export_that_cannot_be_is_refused_and_nothing_is_written(run, tmp_path, monkeypatch, capsys):
+def test_an_impossible_export_is_refused_and_nothing_is_written(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
@@ -266,10 +266,10 @@ def test_simulations_of_a_config_know_the_model_of_its_folder(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.exhaustive  # the README's are run in `make check`
 def test_the_commands_of_the_page_lead_from_a_folder_to_a_folder(tmp_path, monkeypatch, capsys):
-    """First those that make one; on a short text, for two steps."""
+    """The commands that create a folder run first, on a short text, for two steps."""
     page = (ROOT / "docs" / "huggingface.md").read_text()
-    shown = [shlex.split(words.replace("\\\n", " ")) for words in re.findall(r"^    jpipe ((?:[^\n]*\\\n)*[^\n]*)$", page, re.MULTILINE)]
-    assert [words[0] for words in shown] == ["data", "train", "generate", "export", "data", "data", "export"]
+    commands = [shlex.split(words.replace("\\\n", " ")) for words in re.findall(r"^    jpipe ((?:[^\n]*\\\n)*[^\n]*)$", page, re.MULTILINE)]
+    assert [words[0] for words in commands] == ["data", "train", "generate", "export", "data", "data", "export"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loop, "write_report", lambda *_: None)
     shutil.copytree(ROOT / "configs", "configs")
@@ -278,7 +278,7 @@ def test_the_commands_of_the_page_lead_from_a_folder_to_a_folder(tmp_path, monke
         (tmp_path / "texts" / f"{i}.txt").write_bytes(SENTENCE * 100)
     sizes = [f"--set={size}" for size in ("train.steps=2", "train.batch_size=4", "train.trace_batches=0", "model.seq_len=16")]
     more = {"train": sizes, "generate": ["--tokens", "3"]}
-    for words in (shown[4], shown[5], shown[6], *shown[:4]):
+    for words in (commands[4], commands[5], commands[6], *commands[:4]):
         source = ["texts"] if words[0] == "data" and "texts/" not in words else []
         if words[:2] == ["data", "prepare"]:
             shutil.rmtree("tokens", ignore_errors=True)

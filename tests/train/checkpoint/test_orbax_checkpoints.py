@@ -1,4 +1,4 @@
-"""A run begins with the parameters of any Orbax checkpoint, and an export is one that Orbax restores without jpipe."""
+"""A run starts from the parameters of any Orbax checkpoint, and Orbax restores an export without jpipe."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_parameters_of_any_tree_by_a_name_map(kind, tmp_path):
     assert not arrays
 
 
-def test_a_step_of_a_manager_or_the_newest_of_all(tmp_path):
+def test_a_warm_start_reads_a_step_of_a_manager_or_the_newest(tmp_path):
     with ocp.CheckpointManager(tmp_path / "single") as manager:
         for step in (2, 10):
             manager.save(step, args=ocp.args.StandardSave({"w": W + step}))
@@ -73,7 +73,7 @@ def test_a_step_of_a_manager_or_the_newest_of_all(tmp_path):
     assert orbax_checkpoint.source(tmp_path / "single").digest() != orbax_checkpoint.source(tmp_path / "single" / "2").digest()
 
 
-def test_what_is_no_parameters_is_refused_in_words(tmp_path):
+def test_invalid_parameters_are_refused(tmp_path):
     item = saved(tmp_path / "a", {"w": W})
     saved(tmp_path / "b", {"w": W})
     with pytest.raises(InputError, match="expected one item, or one called params, found a, b; give the folder of one"):
@@ -104,7 +104,7 @@ def test_shapes_are_compared_with_the_model_before_an_array_is_read(tmp_path, mo
         fitting(source, MODEL, strict=True)
 
 
-def test_a_name_that_the_file_lacks_is_told_as_the_map_has_it(tmp_path):
+def test_a_name_missing_in_the_file_is_reported_as_the_map_spells_it(tmp_path):
     item, names = saved(tmp_path / "item", PLAIN), NAMES | {"block_{n}/dense/b": "layers/{n}/offset"}
     source = renamed(orbax_checkpoint.source(item), names, [name for specs in MODEL.values() for name in specs])
     with pytest.raises(InputError, match=r"expected 'block_0/dense/b' .*, found no 'layers/0/offset', its name by warm_start\.names"):
@@ -157,10 +157,10 @@ def test_a_run_begins_with_parameters_of_other_names(kind, tiny, tmp_path):
     else:
         file = tmp_path / "file.safetensors"
         save_file(arrays, file)
-    said = []
+    messages = []
     section = WarmStartConfig(file=str(file), names=renaming)
-    params = warm_start.load(section, pipe, batches.train[0], Together(None), said.append)
+    params = warm_start.load(section, pipe, batches.train[0], Together(None), messages.append)
     for i, name in enumerate(names):
         layer_id, _, path = name.partition("/")
         assert (params[layer_id][path] == i).all()
-    assert said[0].startswith("warm start: 3 of 3 layers from ")
+    assert messages[0].startswith("warm start: 3 of 3 layers from ")

@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on: the same losses and weights as if they had not been, or a line that says why not."""
+"""Runs that stop and resume have the same losses and weights as undisturbed ones, or report why they cannot."""
 
 import fcntl
 import json
@@ -27,20 +27,20 @@ from tests.train.run.test_loop import changed, rows_of
 
 
 class Killed(Exception):
-    """What stands for a kill: the run ends between two steps."""
+    """An error in place of a kill, which ends the run between two steps."""
 
 
 def stop_before(monkeypatch, step):
     """Let the next run end before it feeds this batch, once all checkpoints begun are written."""
     real = checkpoints.Checkpoints.schedule_snapshot
 
-    def arm(self, at):
+    def schedule_snapshot(self, at):
         if at == step:
             self.finish()
             raise Killed
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", schedule_snapshot)
 
 
 def run_in_two(config, monkeypatch, step, **later):
@@ -80,7 +80,7 @@ def saved(tiny):
     ],
     ids=lambda plan: plan["schedule"],
 )
-def test_a_run_that_was_stopped_is_the_run_that_went_on(plan, saved, tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_resumes_with_equal_results(plan, saved, tmp_path, monkeypatch):
     config = saved | {"plan": plan, "model": saved["model"] | {"dropout": 0.3}, "eval": {"metrics": {"accuracy": "accuracy"}}}
     config["plan"].setdefault("microbatches", 2)
     whole = loop.main(changed(config, run={"dir": str(tmp_path / "whole")}))
@@ -92,14 +92,14 @@ def test_a_run_that_was_stopped_is_the_run_that_went_on(plan, saved, tmp_path, m
 
 
 @pytest.mark.slow
-def test_another_plan_goes_on_with_the_same_weights(saved, monkeypatch, capsys):
+def test_another_plan_resumes_with_the_same_weights(saved, monkeypatch, capsys):
     summary = run_in_two(saved, monkeypatch, 5, plan={"schedule": "gpipe", "num_stages": 3}, train={"steps": 8})
     assert [row["step"] for row in rows_of(summary.folder)] == list(range(8))
     assert "resumes at step 4, with other values for plan, train.steps" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(saved, tmp_path, monkeypatch, capsys):
+def test_a_run_resumes_on_another_mesh(saved, tmp_path, monkeypatch, capsys):
     whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
     on_mesh = saved | {"plan": saved["plan"] | {"mesh": {"data": 2}, "fsdp": True}}
     parts = run_in_two(on_mesh, monkeypatch, 5, plan={"mesh": [{"model": 2}, {}], "fsdp": False})
@@ -108,7 +108,7 @@ def test_a_run_goes_on_on_another_mesh(saved, tmp_path, monkeypatch, capsys):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_what_is_damaged_is_told_and_the_one_before_is_used(saved, monkeypatch, capsys):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(saved, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         stop_before(patched, 6)
         with pytest.raises(Killed):
@@ -118,14 +118,14 @@ def test_what_is_damaged_is_told_and_the_one_before_is_used(saved, monkeypatch, 
     damaged = max((folder / "checkpoints" / "4").rglob("d/*"), key=lambda file: file.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     summary = loop.main(changed(saved))
-    told = " ".join(capsys.readouterr().out.split())
-    assert damaged.name in told
-    assert "resumes at step 2" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert damaged.name in output
+    assert "resumes at step 2" in output
     assert [row["step"] for row in rows_of(summary.folder)] == list(range(7))
 
 
 @pytest.mark.slow
-def test_whether_to_resume_is_for_the_user_to_say(saved, capsys):
+def test_the_user_decides_whether_to_resume(saved, capsys):
     with pytest.raises(InputError, match="--resume must: expected checkpoints in"):
         loop.main(changed(saved), resume="must")
     with pytest.raises(InputError, match=r"--resume must: expected a run\.dir"):
@@ -145,7 +145,7 @@ def test_whether_to_resume_is_for_the_user_to_say(saved, capsys):
 
 
 def files_of(folder):
-    """All files but the pictures of the run, and the lock."""
+    """Return all files of a run except its pictures and its lock."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in path.parts}
 
 
@@ -165,7 +165,7 @@ def test_another_model_is_refused_by_its_first_difference(saved):
 
 
 @pytest.mark.slow
-def test_another_optimizer_is_refused_unless_it_may_begin_anew(saved):
+def test_another_optimizer_is_refused_unless_its_state_may_be_fresh(saved):
     loop.main(changed(saved, train={"steps": 2}))
     with pytest.raises(InputError, match=r"layer .embed., optimizer state: .*; is it of another optimizer or .*resume.optimizer: reset\)"):
         loop.main(changed(saved, optimizer={"name": "sgd"}))
@@ -173,7 +173,7 @@ def test_another_optimizer_is_refused_unless_it_may_begin_anew(saved):
 
 
 @pytest.mark.parametrize("policy", ["stop", "train"])
-def test_a_full_disk_ends_the_run_or_not_as_configured(policy, saved, monkeypatch, capsys):
+def test_a_full_disk_ends_the_run_only_if_configured(policy, saved, monkeypatch, capsys):
     real = checkpoint_files.write_layers
 
     def write(folder, step, layers, process):
@@ -193,7 +193,7 @@ def test_a_full_disk_ends_the_run_or_not_as_configured(policy, saved, monkeypatc
 
 
 class AlmostFull:
-    """A file that has room for some bytes more."""
+    """A file with room for a few more bytes."""
 
     def __init__(self, file, room):
         self.file, self.room = file, room
@@ -213,8 +213,8 @@ class AlmostFull:
 
 
 @pytest.mark.slow
-def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, capsys):
-    """The disk has no more than half of row 3, until there is room again for row 6; the checkpoint of step 4 is written in between."""
+def test_rows_are_written_later_when_the_disk_is_full(saved, monkeypatch, capsys):
+    """The disk has room for half of row 3 until row 6; the checkpoint of step 4 is written in between."""
     log = RunFolder.log
 
     def fuller(self, *rows):
@@ -232,9 +232,9 @@ def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, c
     monkeypatch.setattr(RunFolder, "log", fuller)
     folder = loop.main(changed(saved, checkpoint={"on_full_disk": "train"})).folder
     assert [row["step"] for row in rows_of(folder)] == list(range(7))
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("cannot be written: No space left on device; the run continues, and keeps its rows") == 1
-    assert told.count("has all rows again") == 1
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("cannot be written: No space left on device; the run continues, and keeps its rows") == 1
+    assert output.count("has all rows again") == 1
     assert [json.loads(line)["step"] for line in checkpoint_files.read_metrics(folder, 4).splitlines()][:4] == [0, 1, 2, 3]
     monkeypatch.setattr(RunFolder, "log", log)
     monkeypatch.setattr(RunFolder, "go_on", fills)
@@ -246,8 +246,8 @@ def test_rows_for_which_there_is_no_room_are_written_later(saved, monkeypatch, c
 
 
 @pytest.mark.slow
-def test_what_another_process_has_written_meanwhile_is_not_lost(saved, monkeypatch):
-    """It has trained in the folder after this one has looked for the checkpoint, and has left by now."""
+def test_concurrent_writes_of_another_process_are_not_lost(saved, monkeypatch):
+    """Another process trains in the folder and exits after this one has looked for the checkpoint."""
     folder = loop.main(changed(saved, train={"steps": 4})).folder
 
     def another_trains(*arguments):
@@ -265,7 +265,7 @@ def test_what_another_process_has_written_meanwhile_is_not_lost(saved, monkeypat
     assert loop.main(changed(saved)).steps == 7
 
 
-def test_a_checkpoint_that_is_completed_while_the_one_before_is_read_is_not_lost(saved, monkeypatch):
+def test_a_checkpoint_completed_while_the_previous_one_is_read_is_not_lost(saved, monkeypatch):
     folder = loop.main(changed(saved, train={"steps": 4})).folder
     marker = folder / "checkpoints" / "4" / "checkpoint.json"
     content = marker.read_bytes()
@@ -273,9 +273,9 @@ def test_a_checkpoint_that_is_completed_while_the_one_before_is_read_is_not_lost
     newest_good = checkpoint_files.newest_good
 
     def slowly(*arguments):
-        found = newest_good(*arguments)
+        step = newest_good(*arguments)
         marker.write_bytes(content)
-        return found
+        return step
 
     monkeypatch.setattr(checkpoint_files, "newest_good", slowly)
     with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile, its last checkpoint is of step 4 now"):
@@ -283,17 +283,17 @@ def test_a_checkpoint_that_is_completed_while_the_one_before_is_read_is_not_lost
     assert checkpoint_files.steps(folder) == [2, 4]
 
 
-def test_what_is_unfinished_makes_room_before_anything_is_written(saved, monkeypatch):
+def test_unfinished_checkpoints_are_removed_before_anything_is_written(saved, monkeypatch):
     folder = loop.main(changed(saved, train={"steps": 4})).folder
     unfinished = folder / "checkpoints" / "6"
     unfinished.mkdir()
-    go_on, there = RunFolder.go_on, []
-    monkeypatch.setattr(RunFolder, "go_on", lambda self, rows: there.append(unfinished.exists()) or go_on(self, rows))
+    go_on, existed = RunFolder.go_on, []
+    monkeypatch.setattr(RunFolder, "go_on", lambda self, rows: existed.append(unfinished.exists()) or go_on(self, rows))
     loop.main(changed(saved))
-    assert there == [False]
+    assert existed == [False]
 
 
-def test_checkpoints_that_may_not_be_read_are_told(saved, monkeypatch):
+def test_checkpoints_that_may_not_be_read_are_reported(saved, monkeypatch):
     folder = loop.main(changed(saved, train={"steps": 2})).folder
 
     def forbidden(path):
@@ -314,7 +314,7 @@ def test_a_folder_that_not_all_processes_see_is_refused(saved, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut off", "not text", "gone"])
-def test_rows_are_those_of_the_checkpoint_whatever_became_of_them(damage, saved, monkeypatch):
+def test_rows_are_restored_from_the_checkpoint_even_if_their_file_was_damaged(damage, saved, monkeypatch):
     with monkeypatch.context() as patched:
         stop_before(patched, 5)
         with pytest.raises(Killed):
@@ -333,7 +333,7 @@ def test_rows_are_those_of_the_checkpoint_whatever_became_of_them(damage, saved,
     assert rows[:4] == before
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(saved, monkeypatch, capsys):
+def test_a_run_that_ended_before_its_first_checkpoint_starts_from_step_0(saved, monkeypatch, capsys):
     config = saved | {"checkpoint": {"every": 4}, "train": saved["train"] | {"steps": 4}}
     with monkeypatch.context() as patched:
         stop_before(patched, 2)
@@ -355,7 +355,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(saved, monkeyp
     assert "ended before its first checkpoint; it begins anew" in " ".join(capsys.readouterr().out.split())
 
 
-def test_where_there_are_no_locks_a_new_run_is_still_alone(saved, tmp_path, monkeypatch):
+def test_without_file_locks_a_new_run_is_still_alone(saved, tmp_path, monkeypatch):
     plan = jpipe.Plan.even(("embed", "block_0", "head"), 2, "gpipe", 2)
 
     def no_locks(*_):
@@ -376,19 +376,19 @@ def test_a_file_in_the_place_of_the_checkpoints_leaves_nothing_of_the_run(saved)
     assert [path.name for path in folder.iterdir()] == ["checkpoints"]
 
 
-def test_what_other_versions_wrote_is_told(tmp_path):
+def test_files_of_other_versions_are_reported(tmp_path):
     versions = {"JAX": "0.1", "jpipe": jpipe.__version__, "a library of later": "1.0"}
     facts = Facts(config="train: {}\nplan: {}\n", plan="{}", devices=1, val_loss_before=1.0, versions=versions)
     assert Resumed(tmp_path, 3, facts, (3,)).other_versions() == [f"JAX 0.1, now {jax.__version__}"]
 
 
-def test_settings_that_change_numbers_and_were_other_ones_are_told(tmp_path, monkeypatch):
+def test_changed_settings_that_affect_numbers_are_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     facts = Facts(config="train: {}\nplan: {}\n", plan="{}", devices=1, val_loss_before=1.0, versions=numeric_settings())
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     with jax.default_prng_impl("rbg"):
-        told = Resumed(tmp_path, 3, facts, (3,)).other_versions()
-    assert told == ["jax_default_prng_impl threefry2x32, now rbg", "XLA_FLAGS unset, now --xla_cpu_enable_fast_math=true"]
+        changes = Resumed(tmp_path, 3, facts, (3,)).other_versions()
+    assert changes == ["jax_default_prng_impl threefry2x32, now rbg", "XLA_FLAGS unset, now --xla_cpu_enable_fast_math=true"]
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -405,7 +405,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_two_at_once_do_not_train_in_one_folder(saved):
+def test_two_runs_do_not_train_in_one_folder(saved):
     folder = loop.main(changed(saved, train={"steps": 2})).folder
     before = files_of(folder)
     with (folder / ".lock").open("ab") as lock:
@@ -415,7 +415,7 @@ def test_two_at_once_do_not_train_in_one_folder(saved):
     assert files_of(folder) == before
 
 
-def test_a_job_that_was_not_to_resume_goes_on_with_what_it_has_written_itself(saved, monkeypatch, capsys):
+def test_a_restarted_job_with_resume_never_resumes_its_own_run(saved, monkeypatch, capsys):
     monkeypatch.setenv(JOB, "this one")
     with monkeypatch.context() as patched:
         stop_before(patched, 5)
@@ -429,10 +429,10 @@ def test_a_job_that_was_not_to_resume_goes_on_with_what_it_has_written_itself(sa
 
 
 @pytest.mark.slow
-def test_a_plan_found_once_is_kept(saved, monkeypatch):
-    found = jpipe.Plan.even(("embed", "block_0", "head"), 3, "pipedream", 2)
+def test_a_plan_is_searched_once(saved, monkeypatch):
+    plan = jpipe.Plan.even(("embed", "block_0", "head"), 3, "pipedream", 2)
     calls = []
-    monkeypatch.setattr(loop, "find_plan", lambda *_: calls.append(1) or found)
+    monkeypatch.setattr(loop, "find_plan", lambda *_: calls.append(1) or plan)
     summary = run_in_two(saved | {"plan": {"file": "auto"}}, monkeypatch, 5)
     assert calls == [1]
     assert json.loads((summary.folder / "plan.json").read_text())["schedule"] == "pipedream"

@@ -1,4 +1,4 @@
-"""A run whose model shares a parameter between stages: stopped and resumed, exported, and what begins with it."""
+"""A run with a parameter shared between stages: it resumes, is exported, and starts another run."""
 
 import itertools
 import re
@@ -50,8 +50,8 @@ def config(tiny, monkeypatch) -> dict:
 
 
 @pytest.mark.parametrize("pattern", ["head/table/embedding", "!head/table/*"])
-def test_a_pattern_of_a_second_place_is_refused(config, pattern):
-    """It would match, and choose nothing: the parameter has the name of its first place."""
+def test_a_pattern_that_matches_only_a_tied_copy_is_refused(config, pattern):
+    """The pattern would match but have no effect, because the parameter has the name of its first place."""
     with pytest.raises(jpipe.InputError, match=f"optimizer.decay: no parameter matches '{re.escape(pattern)}'; the nearest are "):
         build(changed(config, optimizer={"name": "adamw", "decay": ["embed/*", pattern]}), Reporter(1, 1, "bytes"))
 
@@ -70,16 +70,16 @@ def test_it_is_resumed_exported_and_begins_another(config, tmp_path, monkeypatch
     check_equal(newest["embed/embedding"], table["params"]["0"]["array"])
     check_equal(average["embed/embedding"], table["optimizer"]["weights_ema"])
 
-    said = []
+    messages = []
     for source in ("newest.safetensors", "run"):
         fields = config | {"plan": {"schedule": "gpipe", "num_stages": 3, "microbatches": 2}}
         started = changed(fields, warm_start={"file": str(tmp_path / source), "mode": "strict"})
         pipe, batches = build(started, Reporter(1, 1, "bytes"))
-        given = warm_start.load(started.warm_start, pipe, batches.train[0], Together(None), said.append)
-        params = pipe.params(pipe.init(jax.random.key(3), batches.train[0], given))
+        initial = warm_start.load(started.warm_start, pipe, batches.train[0], Together(None), messages.append)
+        params = pipe.params(pipe.init(jax.random.key(3), batches.train[0], initial))
         check_equal(np.asarray(params["embed"]["embedding"][...]), newest["embed/embedding"])
         check_equal(np.asarray(params["head"]["table"]["embedding"][...]), newest["embed/embedding"])
-    assert all("warm start: 3 of 3 layers" in line for line in said)
+    assert all("warm start: 3 of 3 layers" in line for line in messages)
 
 
 @pytest.mark.slow

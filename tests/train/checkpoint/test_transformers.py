@@ -1,4 +1,4 @@
-"""Folders that transformers wrote give jpipe the same numbers, and folders that jpipe wrote give them to transformers."""
+"""Folders of transformers give jpipe the same numbers, and folders of jpipe give them to transformers."""
 
 import subprocess
 from pathlib import Path
@@ -31,7 +31,7 @@ def run(*words: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory) -> Path:
-    """Folders that transformers wrote, each with what it computes."""
+    """Return folders that transformers wrote, each with its computed outputs."""
     folder = tmp_path_factory.mktemp("theirs")
     run("write", folder)
     return folder
@@ -44,20 +44,20 @@ def test_a_folder_of_transformers_computes_and_learns_the_same(name, theirs):
 
 @pytest.mark.parametrize("name", ["masked", "bfloat16"])
 def test_logits_of_masked_models_and_of_short_floats(name, theirs):
-    """Those of the first lack the head for the next sentence, whatever stands there; those of the second are exact in float32."""
+    """Masked models lack the head for the next sentence; short floats are exact in float32."""
     expected = load_file(theirs / name / "golden.safetensors")
     stack, arrays = folders.read(theirs / name)
     inputs = jnp.asarray(expected["tokens"].astype(np.int32))
     if name == "masked":
-        made = folders.read(theirs / "bert")[1]
-        arrays = {key: arrays.get(key, array) for key, array in made.items()}
+        stored_arrays = folders.read(theirs / "bert")[1]
+        arrays = {key: arrays.get(key, array) for key, array in stored_arrays.items()}
     params = folders.nested(stack, {key: array.astype(np.float32) for key, array in arrays.items()}, inputs)
     outputs = applied(stack, stack.ties.split(params), inputs)
     folders.close(outputs["tokens"] if name == "masked" else outputs, expected["logits"])
 
 
 def test_folders_of_jpipe_compute_and_learn_the_same_in_transformers(tmp_path, monkeypatch):
-    """Of fresh weights, those of the config that `make train` uses among them; in shards, with a tokenizer."""
+    """The weights are fresh, in shards, with a tokenizer, and include the config of `make train`."""
     monkeypatch.setattr(writing, "LIMIT", 10_000)
     tokenizer = tmp_path / "tokenizer.json"
     make_tokenizer(tokenizer)

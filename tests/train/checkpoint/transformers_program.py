@@ -30,14 +30,14 @@ from tests.train.checkpoint.golden.write_golden import (
 
 def changed(config: transformers.PreTrainedConfig, **keys: object) -> transformers.PreTrainedConfig:
     """Return a copy of a config with other values for some keys."""
-    found = copy.deepcopy(config)
+    new_config = copy.deepcopy(config)
     for key, value in keys.items():
-        setattr(found, key, value)
-    return found
+        setattr(new_config, key, value)
+    return new_config
 
 
 def write_all(folder: Path) -> None:
-    """Folders of each architecture: tied and not, in shards, of grouped queries with and without a scaling, in bfloat16."""
+    """Write folders of each architecture: tied and untied, in shards, with grouped queries, with and without a scaling, in bfloat16."""
     untied = changed(GPT2, tie_word_embeddings=False, activation_function="gelu", layer_norm_epsilon=1e-3, n_inner=None)
     write(folder / "gpt2", spread(transformers.GPT2LMHeadModel(untied), 1), decoder_batch(2), max_shard_size="6KB")
     rope = {"rope_type": "default", "rope_theta": 500.0}
@@ -58,8 +58,8 @@ def write_all(folder: Path) -> None:
 def load(folder: Path) -> None:
     """Load the model of a folder, check that no weights are missing or unexpected, and save its results."""
     architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
-    model, told = getattr(transformers, architecture).from_pretrained(folder, output_loading_info=True)
-    assert not any(told.values()), told
+    model, loading_info = getattr(transformers, architecture).from_pretrained(folder, output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
     batch = {key: value.long() for key, value in load_file(folder / "batch.safetensors").items()}
     save_file(results(model.eval(), batch), folder / "results.safetensors")
     if (folder / "tokenizer.json").exists():

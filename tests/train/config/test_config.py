@@ -37,20 +37,20 @@ def write(tmp_path):
     return write
 
 
-def test_what_is_written_is_read_back(write, tiny):
+def test_written_arrays_are_read_back(write, tiny):
     config = Config.model_validate(tiny | {"plan": {"recompute": ["none", "full"], "num_stages": 2}})
     assert config_file.load(write(config_file.to_yaml(config))) == config
 
 
 def test_keys_of_arguments_stay_the_numbers_they_are(write):
-    given = {"model": {"target": "a:b", "arguments": {"sizes": {1: 0.5, "1": "one", 2.5: True}}}}
-    written = config_file.to_yaml(Config.model_validate(given))
-    assert config_file.load(write(written), allow_code=True).model.arguments == given["model"]["arguments"]
+    content = {"model": {"target": "a:b", "arguments": {"sizes": {1: 0.5, "1": "one", 2.5: True}}}}
+    written = config_file.to_yaml(Config.model_validate(content))
+    assert config_file.load(write(written), allow_code=True).model.arguments == content["model"]["arguments"]
 
 
 def test_the_shipped_config_names_every_key():
-    given = yaml.safe_load(GPT_BYTES.read_text())
-    assert config_file.load(GPT_BYTES).model_dump() == given
+    content = yaml.safe_load(GPT_BYTES.read_text())
+    assert config_file.load(GPT_BYTES).model_dump() == content
 
 
 def test_the_small_llama_is_one():
@@ -61,9 +61,11 @@ def test_the_small_llama_is_one():
 
 def test_the_options_of_a_plan_are_those_of_a_config_in_the_same_order():
     options = {name: field for name, field in Plan.model_fields.items() if not field.is_required()}
-    own = {name: field for name, field in PlanConfig.model_fields.items() if name in options}
-    assert list(own) == [name for name in options if name not in ("format", "ranks", "order", "order_limit", "placement", "predicted")]
-    for name, field in own.items():
+    config_fields = {name: field for name, field in PlanConfig.model_fields.items() if name in options}
+    assert list(config_fields) == [
+        name for name in options if name not in ("format", "ranks", "order", "order_limit", "placement", "predicted")
+    ]
+    for name, field in config_fields.items():
         assert field.default == options[name].default
         if name in ("rules", "param_axes"):  # in a config a mapping like any other, in a plan one that cannot change
             continue
@@ -93,7 +95,7 @@ def test_every_spelling_of_a_number_is_one(number):
 @pytest.mark.parametrize(
     "word", ["010", "08", "00", "-010", "0o10", "1:30", "1:30.5", "2001-01-01", "2001-1-1T10:00:00", "yes", "No", "ON", "off", "<<", "="]
 )
-def test_a_word_that_can_be_read_in_two_ways_is_refused_without_quotes(word):
+def test_an_ambiguous_yaml_word_is_refused_without_quotes(word):
     message = f"here, line 1, column 5: this YAML cannot be read: '{word}' can be read in two ways; write true, false or a plain"
     with pytest.raises(InputError, match=re.escape(message)):
         parse(f"[1, {word}]", "here")
@@ -107,7 +109,7 @@ def test_a_number_beyond_64_bits_is_refused(text):
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, 2**64 - 1, 1 - 2**64, 1e308])
-def test_what_64_bits_hold_is_read(number):
+def test_numbers_up_to_64_bits_are_read(number):
     assert parse(yaml.safe_dump(number).splitlines()[0], "here") == number
 
 
@@ -182,7 +184,7 @@ def test_what_64_bits_hold_is_read(number):
         ("optimizer: {name: adamm}", "config.yaml: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'?"),
     ],
 )
-def test_a_mistake_in_the_file_is_told_with_its_place(write, text, message):
+def test_a_mistake_in_the_file_is_reported_with_its_place(write, text, message):
     with pytest.raises(InputError, match=re.escape(message)):
         config_file.load(write(text))
 
@@ -209,7 +211,7 @@ def test_an_empty_section_is_its_defaults(write, section):
     assert config_file.load(write(f"{section}:\n")) == config_file.load(write(""), [f"{section}=null"]) == Config()
 
 
-def test_all_mistakes_are_told_at_once(write):
+def test_all_mistakes_are_reported_at_once(write):
     with pytest.raises(InputError, match=r"train\.step.*\n.*model\.depth"):
         config_file.load(write("train: {step: 3}\nmodel: {depth: x}"))
 
@@ -228,13 +230,13 @@ def test_all_mistakes_are_told_at_once(write):
         ("data.path=*.txt", "--set data.path=*.txt, line 1, column 2: this YAML cannot be read"),
     ],
 )
-def test_a_mistake_in_an_override_is_told_with_the_override(write, override, message):
+def test_a_mistake_in_an_override_is_reported_with_the_override(write, override, message):
     with pytest.raises(InputError, match=re.escape(message)):
         config_file.load(write(""), [override])
 
 
 @pytest.mark.parametrize("key", ["seed", "plan.recompute"])
-def test_a_value_where_a_section_is_needed(write, key):
+def test_a_value_in_place_of_a_section(write, key):
     message = f"--set {key}.0=full: '{key}' is a value, not a section; give the whole of it, as {key}=…"
     with pytest.raises(InputError, match=re.escape(message)):
         config_file.load(write("seed: 1\nplan: {recompute: [none, none]}"), [f"{key}.0=full"])
@@ -254,7 +256,7 @@ def test_an_override_may_refine_another(write):
     assert config.optimizer.arguments == {"b1": 0.5, "b2": 0.5}
 
 
-def test_a_file_that_is_no_text(tmp_path):
+def test_a_file_that_is_not_text(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"binary.yaml: expected YAML text in UTF-8"):
         config_file.load(tmp_path / "binary.yaml")

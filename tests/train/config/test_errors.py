@@ -1,4 +1,4 @@
-"""What `jpipe train` and `jpipe simulate` say of the same mistake: one line, exit code 2, no run begun, nothing written."""
+"""`jpipe train` and `jpipe simulate` report a mistake in the same way: one line, exit code 2, nothing written."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ import jpipe
 from jpipe import files
 from jpipe_train import cli
 
-OWN = """
+OWN_PARTS = """
 import jax.numpy as jnp
 
 import jpipe
@@ -67,7 +67,7 @@ def refused(request, tiny, tmp_path, capsys, monkeypatch):
         "two.yaml": "seed: 1\n---\nseed: 2\n",
         "odd.yaml": "plan:\n  vertical_sync: yes\n",
         "deep.yaml": "[" * 60,
-        "own_parts.py": OWN,
+        "own_parts.py": OWN_PARTS,
         "locked.json": PLAN,
         "empty.json": "",
         "half.json": PLAN[: len(PLAN) // 2],
@@ -114,7 +114,7 @@ def refused(request, tiny, tmp_path, capsys, monkeypatch):
         ("deep.yaml", r"deep\.yaml, line 1, column 51: this YAML cannot be read: nested too deeply"),
     ],
 )
-def test_a_file_that_is_no_config(refused, file, message):
+def test_a_file_that_is_not_a_config(refused, file, message):
     assert re.match(f"jpipe: {message}", refused(file))
 
 
@@ -159,6 +159,21 @@ def test_a_file_that_is_no_config(refused, file, message):
         ("optimizer.arguments={beta: 0.5}", r"optimizer.arguments: 'adamw' has no argument 'beta'; its arguments, the nearest first: "),
         ("optimizer.arguments={b1: high}", r"optimizer.arguments: 'b1' of 'adamw': expected a number, found 'high'"),
         ("optimizer.clip_global_norm=0", r"tiny.yaml --set \S+: optimizer.clip_global_norm: expected greater than 0, found 0"),
+        (
+            "optimizer.delay_correction=predicted",
+            r"tiny.yaml --set \S+: optimizer.delay_correction: expected predict, or a number of at least 0 such as 0.5, found 'predicted'",
+        ),
+        ("optimizer.delay_correction=-1", r"tiny.yaml --set \S+: optimizer.delay_correction: expected predict, or a number .*, found -1"),
+        (
+            "optimizer={delay_correction: predict, accumulate_batches: 2}",
+            r"tiny.yaml --set .*: optimizer: delay_correction: expected accumulate_batches 1, found 2; an update would be predicted to ",
+        ),
+        ("optimizer={name: sgd, delay_correction: 0.5}", r"optimizer: delay_correction needs one with momentum, found one that keeps"),
+        ("optimizer.clip_stage_norm=-1", r"tiny.yaml --set \S+: optimizer.clip_stage_norm: expected greater than 0, found -1"),
+        (
+            "optimizer={clip_global_norm: 1, clip_stage_norm: 2}",
+            r"tiny.yaml --set .*: optimizer: clip_stage_norm: expected null with clip_global_norm 1, found 2; leave out one of them",
+        ),
         ("model={target: 'own_parts:layers'}", r"tiny.yaml --set .*: expected built-in parts only, found code of its own to import and "),
     ],
 )
@@ -167,13 +182,13 @@ def test_an_override_that_does_not_fit(refused, override, message):
 
 
 @pytest.mark.parametrize("override", ["optimizer.clip_global_norm=1", "optimizer.skip_nonfinite=true"])
-def test_an_option_that_weight_stashing_cannot_have(refused, override):
+def test_an_option_that_weight_stashing_does_not_support(refused, override):
     line = refused("tiny.yaml", "--set", "plan.schedule=pipedream", "--set", override)
     assert re.match(rf"jpipe: {override.split('=')[0]}: under weight stashing the last stage updates before .*; use vertical_sync, ", line)
 
 
 @pytest.mark.parametrize("override", ["plan.schedule=gpipe", "plan={file: other.json, schedule: gpipe}"])
-def test_an_override_that_a_plan_file_makes_idle(refused, override):
+def test_an_override_without_effect_because_of_a_plan_file(refused, override):
     message = f"jpipe: --set {override}: would mean nothing beside plan.file 'other.json'; leave it out, or change the plan file\n"
     assert refused("tiny.yaml", "--set", override, *(() if "file" in override else ("--set", "plan.file=other.json"))) == message
 
@@ -207,7 +222,7 @@ def test_an_override_twice(refused):
         ("optimizer={name: 'own_parts:nothing'}", r"optimizer.name: expected .* to return an optax.GradientTransformation, found NoneType"),
     ],
 )
-def test_code_of_ones_own_that_does_not_fit(refused, override, message):
+def test_users_code_that_does_not_fit(refused, override, message):
     assert re.match(f"jpipe: {message}", refused("tiny.yaml", "--allow-code", "--set", override))
 
 
@@ -218,7 +233,7 @@ def test_an_optimizer_that_cannot_be_split_over_stages(refused):
     )
 
 
-def test_a_plan_given_as_a_config(refused, capsys, request):
+def test_a_config_in_place_of_a_plan(refused, capsys, request):
     if "train" in request.node.name:
         line = "jpipe: other.json: expected a config, found a plan; name it in a config, as plan.file, or look at it with jpipe simulate\n"
         assert refused("other.json") == line

@@ -1,4 +1,4 @@
-"""Configs, plans and command lines spoiled at random: each is refused in words, or means what an independent reading says it does."""
+"""Randomly corrupted configs, plans and command lines are refused, or read as an independent reader reads them."""
 
 import copy
 import json
@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import pytest
 import yaml
-from hypothesis import HealthCheck, settings
-from hypothesis import given as examples
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jpipe
@@ -44,10 +43,10 @@ KEYS = [f"{section}.{key}" for section, keys in Config().model_dump().items() if
 PATHS = ["seed", *KEYS, "model.arguments.rate", "optimizer.arguments.b"]
 
 
-def some(number: int) -> settings:
-    """So many examples, the same ones in every run."""
-    ours = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large)
-    return settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=ours)
+def number_of_examples(number: int) -> settings:
+    """Return settings for this number of examples, the same ones in every run."""
+    suppressed = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large)
+    return settings(max_examples=number, derandomize=True, deadline=None, database=None, suppress_health_check=suppressed)
 
 
 # What a file may hold -----------------------------------------------------------------------------------------------------
@@ -86,10 +85,10 @@ SNIPPETS = st.sampled_from(
 ) | st.text(max_size=3)
 
 
-def places(data: Any, above: tuple = ()) -> list[tuple]:
+def paths(data: Any, above: tuple = ()) -> list[tuple]:
     """Return the paths of all items inside nested data."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [place for key, value in items for place in ((*above, key), *places(value, (*above, key)))]
+    return [place for key, value in items for place in ((*above, key), *paths(value, (*above, key)))]
 
 
 @st.composite
@@ -110,10 +109,10 @@ def respelled(draw, key: Any) -> Any:
 
 @st.composite
 def spoiled_data(draw, data: Any) -> Any:
-    """Plain data with a value or a key dropped, renamed, replaced, of another type, swapped or doubled in up to three places."""
+    """Draw plain data with a value or key dropped, renamed, replaced, retyped, swapped or doubled in up to three places."""
     data = copy.deepcopy(data)
     for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
-        if not (inside := places(data)):
+        if not (inside := paths(data)):
             return data
         *above, last = draw(st.sampled_from(inside))
         holder = data
@@ -144,7 +143,7 @@ def spoiled_data(draw, data: Any) -> Any:
 
 @st.composite
 def spoiled_text(draw, text: str) -> str:
-    """Text cut off, or with characters, lines, values, tabs or marks put in or taken out in up to three places."""
+    """Draw text that is cut off, or has characters, lines, values, tabs or marks added or removed in up to three places."""
     for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
         a, b = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
         b = min(b, a + 20)
@@ -160,7 +159,7 @@ def spoiled_text(draw, text: str) -> str:
             case "insert":
                 text = text[:a] + draw(SNIPPETS) + text[a:]
             case "value":
-                lines[i] = re.sub(r"(: *)[^,}#]*", lambda found: found[1] + draw(SNIPPETS), lines[i], count=1)
+                lines[i] = re.sub(r"(: *)[^,}#]*", lambda match: match[1] + draw(SNIPPETS), lines[i], count=1)
                 text = "\n".join(lines)
             case "repeat":
                 at = draw(st.sampled_from([i, j, j]))
@@ -217,7 +216,7 @@ def override_words(draw) -> str:
 
 @st.composite
 def command_lines(draw) -> list[str]:
-    """None, one or two overrides; two may be of the same key."""
+    """Draw no, one or two overrides; two may be of the same key."""
     words = draw(st.lists(override_words(), max_size=2))
     return words if len(words) < 2 or draw(st.booleans()) else [words[0], words[0]]
 
@@ -225,8 +224,8 @@ def command_lines(draw) -> list[str]:
 # What it means ------------------------------------------------------------------------------------------------------------
 
 
-class Unclear(Exception):
-    """Not everybody reads this in the same way."""
+class Ambiguous(Exception):
+    """An error for YAML that readers interpret differently."""
 
 
 def plain(node: yaml.Node | None) -> Any:
@@ -250,43 +249,43 @@ def plain(node: yaml.Node | None) -> Any:
         return int(number, 0)
     if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", number) and not re.fullmatch(r"[-+]?\d+", number):
         if math.isinf(float(number)):
-            raise Unclear(word)
+            raise Ambiguous(word)
         return float(number)
     if re.fullmatch(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", word):
         return float(word.replace(".", ""))
     if node.tag != "tag:yaml.org,2002:str" or re.fullmatch(r"[-+]?(0[xbo])?\d+", number):
-        raise Unclear(word)
+        raise Ambiguous(word)
     return word
 
 
 def unique(pairs: list[tuple]) -> dict:
     """Return a dict of these pairs, checking that no key occurs twice."""
     if any(key == other for i, (key, _) in enumerate(pairs) for other, _ in pairs[:i]):
-        raise Unclear("a key occurs twice")
+        raise Ambiguous("a key occurs twice")
     return dict(pairs)
 
 
 def refuse(constant: str) -> Any:
-    raise Unclear(constant)
+    raise Ambiguous(constant)
 
 
-def same(found: Any, meant: Any) -> bool:
-    """Equal, and of the same type; only a whole number may stand for a float."""
-    match found, meant:
+def same(actual: Any, meant: Any) -> bool:
+    """Return whether data are equal and of the same type; only a whole number may stand for a float."""
+    match actual, meant:
         case (dict(), dict()):
-            return found.keys() == meant.keys() and all(same(found[key], meant[key]) for key in found)
+            return actual.keys() == meant.keys() and all(same(actual[key], meant[key]) for key in actual)
         case (list(), list()):
-            return len(found) == len(meant) and all(map(same, found, meant))
+            return len(actual) == len(meant) and all(map(same, actual, meant))
         case (float(), int() | float()) if not isinstance(meant, bool):
-            return found == meant or found != found != meant != meant
-    return type(found) is type(meant) and found == meant
+            return actual == meant or actual != actual != meant != meant
+    return type(actual) is type(meant) and actual == meant
 
 
-def filled(given: dict, fields: dict, empty: tuple[str, ...] = ()) -> dict:
+def filled(section: dict, fields: dict, empty: tuple[str, ...] = ()) -> dict:
     """Add the defaults of missing fields, checking that there are no other keys; null may stand for {} in `empty`."""
-    assert given.keys() <= fields.keys()
+    assert section.keys() <= fields.keys()
     usual = {key: dict(field.default) if isinstance(field.default, Mapping) else field.default for key, field in fields.items()}
-    return {key: {} if key in empty and given.get(key, 0) is None else given.get(key, usual[key]) for key in fields}
+    return {key: {} if key in empty and section.get(key, 0) is None else section.get(key, usual[key]) for key in fields}
 
 
 def assert_means(config: Config, content: bytes, overrides: list[str]) -> None:
@@ -306,11 +305,11 @@ def assert_means(config: Config, content: bytes, overrides: list[str]) -> None:
     for scalar in scalars:
         assert same(getattr(config, scalar), sections.pop(scalar))
     for name, section in sections.items():
-        held = getattr(config, name)
+        parsed = getattr(config, name)
         if name == "model" and isinstance(section, dict) and section.get("preset"):
             section = {**PRESETS[section["preset"]], **section}
-        meant = filled(section, type(held).model_fields, ("arguments", "lr_arguments")) if isinstance(section, dict) else dict(section)
-        assert same(dict(held), meant)
+        meant = filled(section, type(parsed).model_fields, ("arguments", "lr_arguments")) if isinstance(section, dict) else dict(section)
+        assert same(dict(parsed), meant)
 
 
 @pytest.fixture
@@ -355,19 +354,19 @@ def accepted(monkeypatch) -> list[Config]:
 
 
 @pytest.mark.slow
-@some(700)
-@examples(
+@number_of_examples(700)
+@given(
     content=config_files() | st.sampled_from(CONFIGS).map(str.encode),
     overrides=command_lines(),
     command=st.sampled_from(["train", "simulate"]),
 )
-def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, tmp_path, content, overrides, command):
+def test_a_corrupted_config_is_refused_or_read_exactly(answered, accepted, tmp_path, content, overrides, command):
     file = tmp_path / "config.yaml"
     file.write_bytes(content)
     accepted.clear()
     flags = [word for override in overrides for word in ("--set", override)]
-    taken = answered(command, str(file), "--allow-code", *flags)
-    assert len(accepted) == taken
+    is_accepted = answered(command, str(file), "--allow-code", *flags)
+    assert len(accepted) == is_accepted
     for config in accepted:
         assert_means(config, content, overrides)
         file.write_text(config_file.to_yaml(config), encoding="utf-8")
@@ -376,16 +375,16 @@ def test_a_spoiled_config_is_refused_or_means_what_it_says(answered, accepted, t
 
 
 @pytest.mark.slow
-@some(700)
-@examples(content=plan_files())
-def test_a_spoiled_plan_is_refused_or_means_what_it_says(answered, monkeypatch, tmp_path, content):
+@number_of_examples(700)
+@given(content=plan_files())
+def test_a_corrupted_plan_is_refused_or_read_exactly(answered, monkeypatch, tmp_path, content):
     plans, real = [], jpipe.lower
     with monkeypatch.context() as patch:
         patch.setattr(jpipe_train.plan.simulate, "MOST_FORWARDS", 200)
         patch.setattr(jpipe, "lower", lambda plan, batches, **options: (plans.append(plan), real(plan, batches, **options))[1])
         (tmp_path / "plan.json").write_bytes(content)
-        taken = answered("simulate", "plan.json")
-    assert bool(plans) == taken
+        is_accepted = answered("simulate", "plan.json")
+    assert bool(plans) == is_accepted
     for plan in plans:
         data = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
         stages = [filled(stage, jpipe.Stage.model_fields) for stage in data["stages"]]
@@ -402,12 +401,12 @@ def argument(name: str, key: str, functions: dict) -> st.SearchStrategy[list[str
 
 
 @pytest.mark.slow
-@some(60)
-@examples(
+@number_of_examples(60)
+@given(
     overrides=argument("name", "arguments", optax_names.optimizers())
     | argument("lr_schedule", "lr_arguments", optax_names.schedules())
     | override_words().map(lambda word: [word])
 )
-def test_a_spoiled_value_is_refused_where_the_run_is_built_if_not_before(answered, tmp_path, tiny, overrides):
+def test_a_corrupted_value_is_refused_no_later_than_when_the_run_is_built(answered, tmp_path, tiny, overrides):
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny))
     answered("simulate", "tiny.yaml", *(word for override in overrides for word in ("--set", override)))

@@ -1,4 +1,4 @@
-"""`config.json` of a folder in Hugging Face's layout: what it says of the model, what of it is refused, and what is written."""
+"""`config.json` of a Hugging Face folder: the model that it describes, unsupported keys, and the one that an export writes."""
 
 import json
 import re
@@ -17,14 +17,14 @@ SCALED = {"rope_type": "llama3", **LLAMA3}
 OURS = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 8192}
 
 
-def said(name: str, **changes) -> dict:
+def content_of(name: str, **changes) -> dict:
     """Return a golden `config.json` with other values; `...` removes a key."""
-    found = json.loads((GOLDEN / name / "config.json").read_text()) | changes
-    return {key: value for key, value in found.items() if value is not ...}
+    content = json.loads((GOLDEN / name / "config.json").read_text()) | changes
+    return {key: value for key, value in content.items() if value is not ...}
 
 
 def keys(name: str, **changes) -> dict:
-    return huggingface.parse(said(name, **changes)).keys
+    return huggingface.parse(content_of(name, **changes)).keys
 
 
 @pytest.mark.parametrize(
@@ -47,18 +47,18 @@ def keys(name: str, **changes) -> dict:
     ],
 )  # fmt: skip
 def test_it_says_the_keys_of_the_model(name, changes, expected):
-    found = keys(name, **changes)
-    assert {key: found[key] for key in expected} == expected
-    ModelConfig(**found, seq_len=8)
+    model_keys = keys(name, **changes)
+    assert {key: model_keys[key] for key in expected} == expected
+    ModelConfig(**model_keys, seq_len=8)
 
 
-OTHERS = "expected one of GPT2LMHeadModel, LlamaForCausalLM, BertForPreTraining, BertForMaskedLM, found "
+SUPPORTED = "expected one of GPT2LMHeadModel, LlamaForCausalLM, BertForPreTraining, BertForMaskedLM, found "
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gpt2", {"architectures": ["MistralForCausalLM"]}, f"config.json: architectures: {OTHERS}'MistralForCausalLM'"),
+        ("gpt2", {"architectures": ["MistralForCausalLM"]}, f"config.json: architectures: {SUPPORTED}'MistralForCausalLM'"),
         ("gpt2", {"architectures": []}, "config.json: architectures: "),
         ("gpt2", {"architectures": None}, "config.json: architectures: "),
         ("gpt2", {"architectures": ...}, "config.json: key 'architectures' is missing; add it"),
@@ -87,7 +87,7 @@ OTHERS = "expected one of GPT2LMHeadModel, LlamaForCausalLM, BertForPreTraining,
         ("bert", {"is_decoder": True}, "config.json: is_decoder: expected False, found True"),
     ],
 )  # fmt: skip
-def test_a_model_that_is_none_of_jpipes_is_refused(name, changes, message):
+def test_a_model_that_jpipe_does_not_have_is_refused(name, changes, message):
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         keys(name, **changes)
     line = str(caught.value)
@@ -107,7 +107,7 @@ def test_a_model_that_is_none_of_jpipes_is_refused(name, changes, message):
     ],
     ids=["cut off", "a list", "not UTF-8", "NaN", "deep", "huge"],
 )
-def test_a_file_that_is_no_config_is_refused(content, message, tmp_path):
+def test_a_file_that_is_not_a_config_is_refused(content, message, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(InputError, match=re.escape(message)):
         huggingface.read(tmp_path)
@@ -160,14 +160,14 @@ def test_a_folder_may_be_relative_and_linked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "default"])
-def test_what_is_written_says_the_same_model(name):
+def test_a_written_config_describes_the_same_model(name):
     model = ModelConfig() if name == "default" else ModelConfig(preset=name)
     content = json.loads(json.dumps(huggingface.to_json_keys(model)))
-    found = huggingface.parse(content)
-    for key, value in found.keys.items():
+    parsed = huggingface.parse(content)
+    for key, value in parsed.keys.items():
         ours = getattr(model, f"{key}_used", getattr(model, key))
         assert (ours.model_dump() if key == "rope_scaling" and ours else ours) == value, key
-    assert content["model_type"] == {"G": "gpt2", "L": "llama", "B": "bert"}[found.architecture[0]]
+    assert content["model_type"] == {"G": "gpt2", "L": "llama", "B": "bert"}[parsed.architecture[0]]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,6 @@ def test_what_is_written_says_the_same_model(name):
         ({"target": "a:b"}, "expected a built-in model, found one of 'a:b'; leave out --layout"),
     ],
 )  # fmt: skip
-def test_a_mix_that_no_architecture_has_is_refused(model, message):
+def test_a_combination_that_no_architecture_has_is_refused(model, message):
     with pytest.raises(InputError, match=re.escape(message)):
         huggingface.to_json_keys(ModelConfig(**model))

@@ -1,4 +1,4 @@
-"""Keys of the model that contradict each other or what reads them are refused in words."""
+"""Keys of the model that contradict each other, or their readers, are refused."""
 
 import re
 
@@ -58,7 +58,7 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path, text, message):
         ("loss: {chunk: 8}\nmodel: {target: 'a:b'}", "loss.chunk would mean nothing beside model.target"),
     ],
 )
-def test_a_chunk_that_means_nothing_is_refused(tmp_path, text, message):
+def test_a_chunk_without_an_effect_is_refused(tmp_path, text, message):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(InputError, match=re.escape(message)):
         config_file.load(tmp_path / "config.yaml", allow_code=True)
@@ -83,7 +83,7 @@ def test_the_size_of_chunks_follows_the_vocabulary(tmp_path, symbols, chunk, exp
 
 
 def test_a_preset_of_the_command_line_replaces_the_shape_in_the_file(tmp_path):
-    """The shipped config says all keys, which would leave nothing of a preset."""
+    """The shipped config sets all keys, which would override the whole preset."""
     (tmp_path / "config.yaml").write_text("model: {depth: 3, seq_len: 9, norm: rms, dropout: 0.5, compute_dtype: bfloat16, heads: 2}")
     model = config_file.load(tmp_path / "config.yaml", ["model.preset=gpt2-tiny", "model.heads=8"]).model
     expected = {"depth": 2, "heads": 8, "seq_len": 16, "norm": "layer", "dropout": 0.5, "compute_dtype": "bfloat16"}

@@ -1,4 +1,4 @@
-"""Targets that were built in are named as the examples that they are now."""
+"""Targets that were built in before are reported with their new names."""
 
 import importlib
 
@@ -10,7 +10,7 @@ from jpipe_train.config.section import MOVED
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_each_is_there_under_its_new_name(name):
+def test_each_moved_model_has_a_new_name(name):
     module, _, function = MOVED[name].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
     with pytest.raises(ValidationError, match=f"'{name}' is an example now; write {MOVED[name]}, .* add --allow-code"):

@@ -1,4 +1,4 @@
-"""Optimizers by config: all of optax's, with what decays, their learning rates, and every mistake told before anything runs."""
+"""Optimizers by config: all of optax's, their decay masks and learning rates, and every mistake before anything runs."""
 
 import inspect
 import re
@@ -36,7 +36,7 @@ MORE_THAN_GRADIENTS = {  # what a pipeline cannot give, so that jpipe.Pipeline r
 }
 
 
-def made(steps: int = 10, **keys) -> optax.GradientTransformation:
+def build(steps: int = 10, **keys) -> optax.GradientTransformation:
     with jax.numpy_dtype_promotion("standard"):
         return lenient(optimizer(OptimizerConfig(**keys), steps, PARAMS))
 
@@ -47,9 +47,9 @@ def update_of(rule: optax.GradientTransformation, gradients=PARAMS):
 
 def decayed(**keys) -> set[str]:
     """Return the paths that change where all gradients are zero."""
-    updates = update_of(made(**({"learning_rate": 1.0} | keys)), jax.tree.map(jnp.zeros_like, PARAMS))
-    found = jax.tree_util.tree_leaves_with_path(updates)
-    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in found if np.any(leaf)}
+    updates = update_of(build(**({"learning_rate": 1.0} | keys)), jax.tree.map(jnp.zeros_like, PARAMS))
+    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if np.any(leaf)}
 
 
 def test_the_rule_finds_what_optax_calls_its_aliases():
@@ -60,27 +60,13 @@ def test_the_rule_finds_what_optax_calls_its_aliases():
         and "GradientTransformation" in str(getattr(inspect.unwrap(getattr(optax, name)), "__annotations__", {}).get("return", ""))
     }
     assert len(aliases) > 25
-    found = set(optax_names.optimizers())
-    assert {name for name in found if "." not in name} - set(jpipe.optimizers.__all__) == aliases | {
-        "nadam",
-        "nadamw",
-    }  # those two are partials of adam and adamw
-    assert {f"contrib.{name}" for name in ("muon", "prodigy", "schedule_free_sgd", "adopt", "ademamix")} <= found
-    assert {"compensated_sgd", "compensated_adamw", "compensated_muon", "torch_nadam", "soap"} <= found
-    assert (
-        not {
-            "contrib.schedule_free",
-            "contrib.sam",
-            "chain",
-            "scale_by_adam",
-            "scale_by_learning_rate",
-            "clip",
-            "ema",
-            "per_stage",
-            "scale_by_soap",
-        }
-        & found
-    )
+    names = set(optax_names.optimizers())
+    partials = {"nadam", "nadamw"}  # of adam and adamw
+    assert {name for name in names if "." not in name} - set(jpipe.optimizers.__all__) == aliases | partials
+    assert {f"contrib.{name}" for name in ("muon", "prodigy", "schedule_free_sgd", "adopt", "ademamix")} <= names
+    assert {"compensated_sgd", "compensated_adamw", "compensated_muon", "torch_nadam", "soap"} <= names
+    transformations = {"contrib.schedule_free", "contrib.sam", "chain", "scale_by_adam", "scale_by_learning_rate", "clip", "ema"}
+    assert not (transformations | {"per_stage", "scale_by_soap"}) & names
 
 
 def test_the_rule_finds_the_schedules_of_optax():
@@ -93,7 +79,7 @@ def test_the_rule_finds_the_schedules_of_optax():
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated", 'ignore:"seed" is deprecated')
 @pytest.mark.parametrize("name", optax_names.optimizers())
 def test_every_optimizer_of_optax_makes_an_update(name):
-    rule = made(name=name, arguments=NEEDED.get(name, {}))
+    rule = build(name=name, arguments=NEEDED.get(name, {}))
     if name in MORE_THAN_GRADIENTS:
         with pytest.raises((TypeError, ValueError), match=MORE_THAN_GRADIENTS[name]):
             update_of(rule)
@@ -138,7 +124,7 @@ def test_every_optimizer_of_optax_makes_an_update(name):
 def test_it_is_the_optimizer_that_python_would_build(keys, by_hand):
     with jax.numpy_dtype_promotion("standard"):
         expected = update_of(lenient(by_hand()))
-    check_equal(update_of(made(**keys)), expected)
+    check_equal(update_of(build(**keys)), expected)
 
 
 MATRICES = jax.tree.map(lambda leaf: leaf.ndim >= 2, PARAMS)
@@ -164,8 +150,8 @@ def test_patterns_choose_what_decays(patterns, expected):
     assert decayed(decay=patterns, arguments={"weight_decay": 0.5}) == expected
 
 
-def test_layers_that_are_elsewhere_are_left_alone():
-    rule = made(decay=["*/kernel"], learning_rate=1.0, arguments={"weight_decay": 0.5})
+def test_layers_of_other_processes_are_not_read():
+    rule = build(decay=["*/kernel"], learning_rate=1.0, arguments={"weight_decay": 0.5})
     here = jax.tree.map(lambda _: optax.MaskedNode(), PARAMS) | {"head": PARAMS["head"]}
     zeros = jax.tree.map(jnp.zeros_like, here)
     updates, _ = rule.update(zeros, rule.init(here), here)
@@ -175,19 +161,19 @@ def test_layers_that_are_elsewhere_are_left_alone():
 
 def rates(steps: int, **keys) -> list[float]:
     """Return the learning rate of each update, measured by plain gradient descent."""
-    rule, ones = made(steps, **({"name": "sgd"} | keys)), jax.tree.map(jnp.ones_like, PARAMS)
-    state, found = rule.init(PARAMS), []
+    rule, ones = build(steps, **({"name": "sgd"} | keys)), jax.tree.map(jnp.ones_like, PARAMS)
+    state, values = rule.init(PARAMS), []
     for _ in range(steps + 1):
         updates, state = rule.update(ones, state, PARAMS)
-        found.append(-float(updates["head"]["kernel"][0, 0]))
-    return found
+        values.append(-float(updates["head"]["kernel"][0, 0]))
+    return values
 
 
 def test_the_learning_rate_warms_up_and_falls():
-    found = rates(14, learning_rate=1.0, lr_schedule="cosine", warmup_steps=4)
-    np.testing.assert_allclose(found[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
-    assert found[4:] == sorted(found[4:], reverse=True)
-    np.testing.assert_allclose([found[9], found[14]], [0.55, 0.1], rtol=1e-6)
+    values = rates(14, learning_rate=1.0, lr_schedule="cosine", warmup_steps=4)
+    np.testing.assert_allclose(values[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+    assert values[4:] == sorted(values[4:], reverse=True)
+    np.testing.assert_allclose([values[9], values[14]], [0.55, 0.1], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -274,9 +260,9 @@ def test_a_rate_beyond_float32_is_the_largest():
 
 def test_hyperparameters_can_be_seen_in_the_state():
     arguments = {"b1": 0.8, "nesterov": True}
-    rule = made(name="adamw", learning_rate=0.5, arguments=arguments, inject_hyperparams=True)
+    rule = build(name="adamw", learning_rate=0.5, arguments=arguments, inject_hyperparams=True)
     assert {name: float(value) for name, value in rule.init(PARAMS).hyperparams.items()} == pytest.approx({"learning_rate": 0.5, "b1": 0.8})
-    plain = update_of(made(name="adamw", learning_rate=0.5, arguments=arguments))
+    plain = update_of(build(name="adamw", learning_rate=0.5, arguments=arguments))
     chex.assert_trees_all_close(update_of(rule), plain, rtol=1e-5, strict=True)
 
 
@@ -382,9 +368,9 @@ def test_hyperparameters_can_be_seen_in_the_state():
         ),
     ],
 )
-def test_a_mistake_is_told_in_one_line(keys, message):
+def test_a_mistake_is_reported_in_one_line(keys, message):
     with pytest.raises(InputError, match=re.escape(message)) as caught:
-        made(**keys)
+        build(**keys)
     assert "\n" not in str(caught.value)
 
 
@@ -408,7 +394,7 @@ def test_a_name_that_optax_does_not_have_is_refused(keys, message):
         OptimizerConfig(**keys)
 
 
-OWN = """
+OWN_OPTIMIZERS = """
 import optax
 
 def mine(learning_rate, mask, momentum=0.0):
@@ -423,13 +409,13 @@ def nothing(learning_rate):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "own_optimizers.py").write_text(OWN)
+def own_optimizers(tmp_path, monkeypatch):
+    (tmp_path / "own_optimizers.py").write_text(OWN_OPTIMIZERS)
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.usefixtures("own")
-def test_an_optimizer_of_ones_own():
+@pytest.mark.usefixtures("own_optimizers")
+def test_a_users_optimizer():
     keys = {"name": "own_optimizers:mine", "learning_rate": 0.5, "arguments": {"momentum": 0.5}}
     assert decayed(**keys | {"decay": ["head/*"]}) == {"head/kernel"}
     np.testing.assert_allclose(rates(1, **keys), [1.5, 2.25])  # the gradient 1, the weight 2; then the momentum
@@ -438,7 +424,7 @@ def test_an_optimizer_of_ones_own():
     np.testing.assert_allclose(rates(1, **keys, per_stage={"momentum": [0.5]}), [1.5, 2.25])
 
 
-@pytest.mark.usefixtures("own")
+@pytest.mark.usefixtures("own_optimizers")
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -451,25 +437,25 @@ def test_an_optimizer_of_ones_own():
         ),
     ],
 )
-def test_a_mistake_in_an_optimizer_of_ones_own(keys, message):
+def test_a_mistake_in_a_users_optimizer(keys, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        made(**keys)
+        build(**keys)
 
 
 def test_two_batches_accumulated_are_one_of_twice_the_size():
     keys = {"name": "sgd", "learning_rate": 0.5, "lr_schedule": "cosine", "arguments": {"momentum": 0.9}}
-    rule, whole = made(8, accumulate_batches=2, **keys), made(4, **keys)
+    rule, whole = build(8, accumulate_batches=2, **keys), build(4, **keys)
     generator = np.random.default_rng(0)
-    params = found = jax.tree.map(jnp.asarray, PARAMS)
+    params = accumulated = jax.tree.map(jnp.asarray, PARAMS)
     state, state_of_whole = rule.init(params), whole.init(params)
     for _ in range(4):
         both = [jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), jnp.float32), PARAMS) for _ in range(2)]
         for gradient in both:
-            updates, state = rule.update(gradient, state, found)
-            found = optax.apply_updates(found, updates)
+            updates, state = rule.update(gradient, state, accumulated)
+            accumulated = optax.apply_updates(accumulated, updates)
         updates, state_of_whole = whole.update(jax.tree.map(lambda a, b: (a + b) / 2, *both), state_of_whole, params)
         params = optax.apply_updates(params, updates)
-        chex.assert_trees_all_close(found, params, rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_close(accumulated, params, rtol=1e-5, atol=1e-6)
 
 
 def test_the_rate_that_is_logged_is_that_of_the_update():

@@ -1,4 +1,4 @@
-"""SIGTERM: a run saves at one step in all its processes and ends well; what goes on is the run that was not stopped."""
+"""SIGTERM: all processes of a run save at one step and exit; the resumed run equals an undisturbed one."""
 
 import os
 import random
@@ -22,7 +22,7 @@ from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.run import loop
 from tests.jpipe.running import check_equal
 from tests.train.conftest import changed
-from tests.train.launch.test_launch import launched, pids, wait_until_gone
+from tests.train.launch.test_launch import launched, pids, wait_for_exit
 from tests.train.launch.test_together import by_hand
 from tests.train.run.test_loop import rows_of
 
@@ -33,7 +33,7 @@ ENDLESS = 10**6  # steps, of a run that a signal ends
 
 @pytest.fixture(autouse=True)
 def ends_by_default():
-    """As in a program by itself; and as it was before, afterwards."""
+    """Check that SIGTERM has its default action before and after a test."""
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     yield
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -48,16 +48,16 @@ def preempt_at(monkeypatch, step):
     """Let it do so in this step of a run."""
     real = checkpoints.Checkpoints.schedule_snapshot
 
-    def arm(self, at):
+    def schedule_snapshot(self, at):
         if at == step:
             preempt()
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", schedule_snapshot)
 
 
 class Mailbox(jpipe.processes.Processes):
-    """Processes whose words arrive at once; nobody waits, so asking for what was not told yet is a mistake."""
+    """Processes whose messages arrive at once; receiving a message before it is sent is an error."""
 
     def __init__(self, index, everyone):
         self.index, self._everyone, self._mail = index, everyone, {}
@@ -84,7 +84,7 @@ def test_all_processes_save_at_one_step_and_leave_at_one_step(seed):
         for preemption in {moment: [chance.choice(preemptions)], moment + 20: [chance.choice(preemptions)]}.get(now, []):
             with preemption:
                 preempt()
-        steps = [len(own) for own in orders]
+        steps = [len(process_orders) for process_orders in orders]
         able = [k for k in (1, 2) if steps[k] <= steps[0]] + ([0] if steps[0] < min(steps) + 3 else [])
         if left := [k for k in able if "leave" not in orders[k]]:
             k = chance.choice(left)
@@ -95,7 +95,7 @@ def test_all_processes_save_at_one_step_and_leave_at_one_step(seed):
     assert {preemption.signal for preemption in preemptions} == {signal.SIGTERM}
 
 
-def test_only_what_saves_and_is_not_watched_by_others_watches():
+def test_only_a_run_that_saves_handles_sigterm():
     with Preemption(None, saves=False) as preemption:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert preemption.decide(0, bool) == "continue"
@@ -158,7 +158,7 @@ def test_children_of_a_program_are_ended_by_their_own_signal_and_count_for_nothi
     assert (done.returncode, done.stdout) == (0, "-15\n-15\nsave\n"), done.stderr
 
 
-def test_who_was_woken_by_signals_before_is_again():
+def test_the_previous_wakeup_fd_is_restored():
     with socket.socket() as ours:
         ours.setblocking(False)
         before = signal.set_wakeup_fd(ours.fileno())
@@ -181,7 +181,7 @@ def saved(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, monkeypatch, capsys):
+def test_a_preempted_run_resumes_with_equal_results(saved, tmp_path, monkeypatch, capsys):
     whole = loop.main(changed(saved, run={"dir": str(tmp_path / "whole")}))
     with monkeypatch.context() as patched:
         preempt_at(patched, 2)
@@ -200,12 +200,12 @@ def test_a_run_that_is_preempted_goes_on_as_if_it_had_not_been(saved, tmp_path, 
     assert (parts.folder / "report.html").exists(), "the run came to its own end"
     assert (parts.steps, parts.val_loss_before, parts.val_loss_after) == (12, whole.val_loss_before, whole.val_loss_after)
     assert checkpoint_files.steps(parts.folder) == [4, 12]
-    found, expected = (checkpoint_files.read_layers(summary.folder, 12) for summary in (parts, whole))
-    check_equal(found, expected)
+    actual, expected = (checkpoint_files.read_layers(summary.folder, 12) for summary in (parts, whole))
+    check_equal(actual, expected)
 
 
 @pytest.mark.slow
-def test_what_cannot_be_saved_is_no_success(saved, monkeypatch):
+def test_a_checkpoint_that_cannot_be_saved_is_not_a_success(saved, monkeypatch):
     def write(folder, step, layers, process):
         raise OSError(28, "No space left on device")
 
@@ -215,14 +215,14 @@ def test_what_cannot_be_saved_is_no_success(saved, monkeypatch):
         loop.main(changed(saved, checkpoint={"on_full_disk": "train"}, train={"steps": ENDLESS}))
 
 
-def test_a_launcher_that_is_asked_to_end_ends_as_its_processes_do():
-    asked = "signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\nready()\ntime.sleep(60)"
+def test_a_launcher_that_gets_sigterm_exits_like_its_processes():
+    program = "signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\nready()\ntime.sleep(60)"
     for code, expected in ("0", 0), ("me", 128 + signal.SIGTERM):
-        with launched(2, asked.replace("{code}", code), restarts=5) as process:
+        with launched(2, program.replace("{code}", code), restarts=5) as process:
             numbers = pids(process, 2)
             process.send_signal(signal.SIGTERM)
             _, err = process.communicate(timeout=LIMIT)
-            wait_until_gone(numbers)
+            wait_for_exit(numbers)
         assert (process.returncode, err) == (expected, "jpipe: SIGTERM received; not starting again\n" if expected else "")
 
 
@@ -238,9 +238,9 @@ def test_where_one_process_gets_the_signal_all_save_at_one_step(saved, tmp_path,
             assert time.monotonic() < deadline
             time.sleep(0.05)
         processes[1].send_signal(signal.SIGTERM)
-        told = [process.communicate(timeout=LIMIT) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    step = int(re.search(r"stopped by SIGTERM; the checkpoint of step (\d+) is written", told[0][0])[1])
+        outputs = [process.communicate(timeout=LIMIT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    step = int(re.search(r"stopped by SIGTERM; the checkpoint of step (\d+) is written", outputs[0][0])[1])
     assert checkpoint_files.steps(metrics.parent) == [step]
     more = {"steps": step + 3, "eval_every": ENDLESS}
     parts = loop.main(changed(saved, train=more), resume="must")

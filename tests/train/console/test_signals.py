@@ -1,4 +1,4 @@
-"""Signals in every phase of a process, process 1 of a container too; and output that goes away."""
+"""Signals in every phase of a process, also as process 1 of a container, and output that is closed."""
 
 import errno
 import io
@@ -39,12 +39,12 @@ def raise_at(monkeypatch, number, step):
     """Let the run get this signal in this step."""
     real = checkpoints.Checkpoints.schedule_snapshot
 
-    def arm(self, at):
+    def schedule_snapshot(self, at):
         if at == step:
             signal.raise_signal(number)
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", schedule_snapshot)
 
 
 @pytest.mark.slow
@@ -71,9 +71,9 @@ def test_where_sighup_is_ignored_it_stays_ignored(monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_hangup_is_no_second_signal_and_under_launch_nothing_is(monkeypatch):
-    left = []
-    monkeypatch.setattr(signals, "leave", left.append)
+def test_a_hangup_is_not_a_second_signal_and_launch_ignores_second_signals(monkeypatch):
+    exits = []
+    monkeypatch.setattr(signals, "leave", exits.append)
     with Preemption(None, saves=True) as one:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
@@ -85,15 +85,15 @@ def test_a_hangup_is_no_second_signal_and_under_launch_nothing_is(monkeypatch):
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
         assert one.decide(0, bool) == "save"
-    assert left == []
+    assert exits == []
 
 
-def test_the_launcher_says_that_it_is_one_and_takes_hangups_for_one_signal():
+def test_the_launcher_marks_its_processes_and_counts_hangups_as_one_signal():
     assert process_group._environment(0, one_thread=False)[preemption.LAUNCHER] == str(os.getpid())
-    with launch._recorded_signals() as heard:
+    with launch._recorded_signals() as received:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
-    assert heard == [signal.SIGHUP, signal.SIGTERM]
+    assert received == [signal.SIGHUP, signal.SIGTERM]
 
 
 WAITS = """
@@ -142,7 +142,7 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize(("ends", "code"), [(False, 7), (True, 141)])
-def test_a_pipe_that_closes_ends_what_prints_and_no_training(tmp_path, ends, code):
+def test_a_closed_pipe_ends_printing_commands_but_not_training(tmp_path, ends, code):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-c", PRINTS.replace("ENDS", str(ends)), str(tmp_path / "done")]
@@ -156,7 +156,7 @@ def test_a_pipe_that_closes_ends_what_prints_and_no_training(tmp_path, ends, cod
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("command", [["simulate", "plan.json"], ["--version"]])
-def test_what_cannot_be_printed_is_told(tmp_path, command):
+def test_text_that_cannot_be_printed_is_reported(tmp_path, command):
     (tmp_path / "plan.json").write_text(Plan.even(["a", "b"], schedule="gpipe", num_stages=2, microbatches=2).to_json())
     with open("/dev/full", "w") as full:
         program = [sys.executable, "-c", "import sys; from jpipe_train import cli; sys.exit(cli.main(sys.argv[1:]))", *command]
@@ -178,7 +178,7 @@ def test_a_run_trains_on_when_its_output_goes_away(tiny, tmp_path, monkeypatch):
     assert (Path(tiny["run"]["dir"]) / "metrics.jsonl").read_text().count("\n") == 5
 
 
-def test_a_process_without_output_has_one_that_goes_nowhere(monkeypatch):
+def test_a_process_without_stdout_writes_to_devnull(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     with output.steady(ends=False):
         print("nobody reads it")
@@ -186,9 +186,9 @@ def test_a_process_without_output_has_one_that_goes_nowhere(monkeypatch):
     sys.stdout.close()
 
 
-def test_a_night_in_which_all_processes_are_stopped_is_no_loss(monkeypatch):
-    given = {}
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
+def test_the_heartbeat_timeout_covers_hours_of_suspension(monkeypatch):
+    arguments = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: arguments.update(options))
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     jax_runtime.start(Address("10.0.0.1", 9876), 2, 0, None, None, 60.0)
-    assert given["heartbeat_timeout_seconds"] >= 12 * 3600
+    assert arguments["heartbeat_timeout_seconds"] >= 12 * 3600

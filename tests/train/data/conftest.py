@@ -1,4 +1,4 @@
-"""A small tokenizer, which is made once, and what tests of data have in common."""
+"""A small tokenizer, trained once, and common fixtures of the data tests."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def quiet() -> Reporter:
 
 
 def whole(batch) -> list[np.ndarray]:
-    """All rows of all arrays of a batch."""
+    """Return all rows of all arrays of a batch."""
     return [rows[:] for rows in jax.tree.leaves(batch)]
 
 

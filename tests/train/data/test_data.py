@@ -1,4 +1,4 @@
-"""Text is found, split by file, cut into windows, and batch t is a pure function of (seed, t)."""
+"""Text is found, split by file and cut into windows, and batch t is a pure function of (seed, t)."""
 
 import errno
 import itertools
@@ -35,17 +35,17 @@ def test_labels_are_the_inputs_moved_on_by_one(tiny, text):
 def test_a_batch_depends_on_seed_and_index_only(tiny):
     forwards, other = data.load(changed(tiny)).train, data.load(changed(tiny)).train
     far = 1000  # many times round the text
-    late = whole(forwards[far])
+    repeated = whole(forwards[far])
     for t in (3, 0, far):
         np.testing.assert_array_equal(whole(forwards[t]), whole(other[t]))
-    np.testing.assert_array_equal(late, whole(forwards[far]))
+    np.testing.assert_array_equal(repeated, whole(forwards[far]))
     assert not np.array_equal(whole(forwards[0]), whole(forwards[1]))
     assert not np.array_equal(whole(forwards[0]), whole(data.load(changed(tiny | {"seed": 1})).train[0]))
 
 
 def test_validation_does_not_depend_on_the_seed(tiny):
-    batches, others = data.load(changed(tiny)), data.load(changed(tiny | {"seed": 1}))
-    np.testing.assert_array_equal(whole(batches.validation[0]), whole(others.validation[0]))
+    batches, reseeded = data.load(changed(tiny)), data.load(changed(tiny | {"seed": 1}))
+    np.testing.assert_array_equal(whole(batches.validation[0]), whole(reseeded.validation[0]))
 
 
 def text_of(documents: Documents) -> bytes:
@@ -87,16 +87,16 @@ def test_an_epoch_holds_every_window_once():
 
 
 def test_a_single_file_is_split_by_position(text):
-    found = splits.read_bytes(str(text), 0.25)
-    assert text_of(found.train) + text_of(found.validation) == text.read_bytes()
-    assert found.validation.size == text.stat().st_size // 4
+    split = splits.read_bytes(str(text), 0.25)
+    assert text_of(split.train) + text_of(split.validation) == text.read_bytes()
+    assert split.validation.size == text.stat().st_size // 4
 
 
 def test_files_are_split_whole(tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_bytes(bytes([i]) * 10)
-    found = splits.read_bytes(str(tmp_path), 0.3)
-    train, validation = set(text_of(found.train)), set(text_of(found.validation))
+    split = splits.read_bytes(str(tmp_path), 0.3)
+    train, validation = set(text_of(split.train)), set(text_of(split.validation))
     assert train | validation == set(range(40))
     assert not train & validation
     assert 4 < len(validation) < 20
@@ -110,8 +110,8 @@ def test_the_split_is_stable_and_never_one_sided(names, fraction, random):
     assert held_out == sources.validation_names(shuffled, fraction)
     assert 0 < len(held_out) < len(names)
     if len(held_out) > 1 and len(names) > len(held_out) + 1:  # not at either limit: any other file may go, and nothing moves
-        gone = next(iter(names - held_out))
-        assert sources.validation_names(sorted(names - {gone}), fraction) == held_out
+        removed = next(iter(names - held_out))
+        assert sources.validation_names(sorted(names - {removed}), fraction) == held_out
 
 
 def test_the_standard_library_is_read_without_tests_and_packages():
@@ -122,7 +122,7 @@ def test_the_standard_library_is_read_without_tests_and_packages():
     assert not {"site-packages", "test", "tests", "__pycache__"} & set(itertools.chain(*(Path(name).parts for name in names)))
 
 
-def test_hidden_files_links_and_pipes_are_passed_over(tmp_path):
+def test_hidden_files_links_and_pipes_are_skipped(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / ".hidden").write_text("b")
     (tmp_path / ".git").mkdir()
@@ -150,7 +150,7 @@ def test_a_text_that_is_too_short_says_how_much_is_missing(tiny, text):
 
 
 @pytest.mark.parametrize("kind", ["empty folder", "device", "no match"])
-def test_a_path_without_a_regular_file_is_refused(kind, tmp_path):
+def test_a_path_that_is_not_a_regular_file_is_refused(kind, tmp_path):
     path = {"empty folder": str(tmp_path), "device": os.devnull, "no match": str(tmp_path / "*.txt")}[kind]
     with pytest.raises(InputError, match=r"found no regular file at .* so 0 bytes"):
         splits.read_bytes(path, 0.5)
@@ -159,7 +159,7 @@ def test_a_path_without_a_regular_file_is_refused(kind, tmp_path):
 @pytest.mark.parametrize(
     ("module", "function"), [("pathlib.Path", "is_dir"), ("os", "open"), ("os", "scandir")], ids=["look", "read", "list"]
 )
-def test_what_may_not_be_read_is_named(module, function, tmp_path, text, monkeypatch):
+def test_an_unreadable_file_is_named(module, function, tmp_path, text, monkeypatch):
     def refuse(path, *_):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -173,8 +173,8 @@ def test_a_path_too_long_is_refused():
         splits.read_bytes("a" * 400, 0.5)
 
 
-def test_names_that_are_not_utf8_are_read_as_others(tmp_path):
+def test_names_that_are_not_utf8_are_read_like_others(tmp_path):
     for name in (b"a", b"\xff.txt"):
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(b"text")
-    found = splits.read_bytes(str(tmp_path), 0.5)
-    assert (found.train.size, found.validation.size) == (4, 4)
+    split = splits.read_bytes(str(tmp_path), 0.5)
+    assert (split.train.size, split.validation.size) == (4, 4)

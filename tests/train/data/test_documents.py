@@ -1,4 +1,4 @@
-"""Documents in shards, windows and packed examples, against the same computed the long way."""
+"""Documents in shards, windows and packed examples equal a direct computation."""
 
 import numpy as np
 import pytest
@@ -11,17 +11,17 @@ from jpipe_train.data.windows import Examples, Windows
 
 
 def sharded(shards: list[list[int]]) -> tuple[Documents, list[int]]:
-    """Documents of these lengths, shard by shard, their tokens counted from 0; and the document that each token is in."""
-    found, number, owners, at = [], 0, [], 0
+    """Return documents of these lengths by shard, their tokens counted from 0, and the document of each token."""
+    parts, number, owners, at = [], 0, [], 0
     for i, lengths in enumerate(shards):
         tokens = np.arange(at, at + sum(lengths), dtype=np.uint16)
         ends = np.cumsum(lengths).astype(np.uint64)
-        found.append(Shard(f"shard {i}", tokens.size, lambda tokens=tokens: tokens, lambda ends=ends: ends))
+        parts.append(Shard(f"shard {i}", tokens.size, lambda tokens=tokens: tokens, lambda ends=ends: ends))
         for length in lengths:
             owners += [number] * length
             number += 1
         at += tokens.size
-    return Documents(found, 2**16), owners
+    return Documents(parts, 2**16), owners
 
 
 @settings(max_examples=60, deadline=None)
@@ -35,12 +35,12 @@ def test_windows_know_which_document_each_token_is_in(shards, seq_len):
         tokens, labels = windows[i]
         assert tokens.tolist() == list(range(start, start + seq_len))
         assert labels.tolist() == list(range(start + 1, start + seq_len + 1))
-        inputs, kept = apart[i]
+        inputs, targets = apart[i]
         assert inputs["tokens"].tolist() == tokens.tolist()
-        own = owners[start : start + seq_len]
-        assert inputs["segments"].tolist() == [owner - own[0] + 1 for owner in own]
+        window_owners = owners[start : start + seq_len]
+        assert inputs["segments"].tolist() == [owner - window_owners[0] + 1 for owner in window_owners]
         follows = [owners[p] == owners[p + 1] for p in range(start, start + seq_len)]
-        assert kept.tolist() == [p + 1 if same else -1 for p, same in zip(range(start, start + seq_len), follows, strict=True)]
+        assert targets.tolist() == [p + 1 if same else -1 for p, same in zip(range(start, start + seq_len), follows, strict=True)]
 
 
 def packed(lengths: list[int], prompts: list[int], seq_len: int, *, cut: bool = False) -> Examples:
@@ -66,10 +66,10 @@ def test_examples_are_packed_whole_in_their_order_and_answers_alone_are_learned(
     assert len(rows) == len(expected)
     for i, row in enumerate(expected):
         inputs, labels = rows[i]
-        rest = seq_len - sum(len(tokens) for tokens, _ in row)
-        assert inputs["tokens"].tolist() == [token for tokens, _ in row for token in tokens] + [0] * rest
-        assert inputs["segments"].tolist() == [k for k, (tokens, _) in enumerate(row, 1) for _ in tokens] + [0] * rest
-        assert labels.tolist() == [label for _, own in row for label in own] + [-1] * rest
+        padding = seq_len - sum(len(tokens) for tokens, _ in row)
+        assert inputs["tokens"].tolist() == [token for tokens, _ in row for token in tokens] + [0] * padding
+        assert inputs["segments"].tolist() == [k for k, (tokens, _) in enumerate(row, 1) for _ in tokens] + [0] * padding
+        assert labels.tolist() == [label for _, example_labels in row for label in example_labels] + [-1] * padding
 
 
 def test_examples_that_are_too_long_are_refused_or_cut():

@@ -1,4 +1,4 @@
-"""Files that are no regular ones, that are damaged, or that change while they are read: a message, no hang and no signal."""
+"""Files that are not regular, damaged, or changed while they are read: a message, no hang and no signal."""
 
 import contextlib
 import os
@@ -69,7 +69,7 @@ def folder_of_images(tmp_path):
     return tmp_path / "images"
 
 
-def test_what_is_only_named_like_an_image_is_told_before_the_first_step(tmp_path):
+def test_a_false_image_is_reported_before_the_first_step(tmp_path):
     folder = folder_of_images(tmp_path)
     os.mkfifo(folder / "b" / "3.png")
     (folder / "a" / "4.png").symlink_to("nowhere")
@@ -77,9 +77,9 @@ def test_what_is_only_named_like_an_image_is_told_before_the_first_step(tmp_path
     message = rf"data\.arguments\.folder: expected a file, found something else as '{folder}/a/4\.png', such as a FIFO or a link that leads"
     with pytest.raises(InputError, match=message):
         images.load(0, 1, **arguments)
-    found = images.load(0, 1, **arguments, skip_broken=True)
-    assert len(found.validation) >= 1
-    assert found.remarks == (f"2 images left out that is no regular file, the first is '{folder}/a/4.png'",)
+    dataset = images.load(0, 1, **arguments, skip_broken=True)
+    assert len(dataset.validation) >= 1
+    assert dataset.remarks == (f"2 images left out that is no regular file, the first is '{folder}/a/4.png'",)
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
@@ -99,7 +99,7 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
 SIZES = captions.Sizes(frames=4, words=4, features=5)
 
 
-def of_features(path, compression: int = zipfile.ZIP_STORED) -> bytes:
+def write_features(path, compression: int = zipfile.ZIP_STORED) -> bytes:
     np.savez(path, features=np.arange(15, dtype=np.float16).reshape(3, 5))
     if compression != zipfile.ZIP_STORED:
         with zipfile.ZipFile(path) as archive:
@@ -111,9 +111,9 @@ def of_features(path, compression: int = zipfile.ZIP_STORED) -> bytes:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of NumPy, about headers of Python 2
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_whatever_is_damaged_in_features_is_told(compression, tmp_path):
+def test_any_damage_in_features_is_reported(compression, tmp_path):
     path, chance, messages = tmp_path / "video.npz", random.Random(compression), set()
-    content = of_features(path, compression)
+    content = write_features(path, compression)
     np.testing.assert_array_equal(captions.features_of(path, SIZES)[:3], np.arange(15).reshape(3, 5))
     for _ in range(150):
         path.write_bytes(damaged(content, chance))
@@ -127,20 +127,20 @@ def test_whatever_is_damaged_in_features_is_told(compression, tmp_path):
 
 
 def spoiled(path, flag: tuple[int, int] = (0, 0), header: str = "") -> None:
-    """Features with a bit set in both headers of the archive, or with another header of the array."""
+    """Write features with a bit set in both headers of the archive, or with another header of the array."""
     if header:
         content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("features.npy", content)
         return
-    content = bytearray(of_features(path, zipfile.ZIP_DEFLATED))
+    content = bytearray(write_features(path, zipfile.ZIP_DEFLATED))
     for magic, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         content[content.index(magic) + at + flag[0]] = flag[1]
     path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("changes", "message"),
     [
         ({"flag": (0, 1)}, "cannot read '{}': File .* is encrypted, password required"),  # RuntimeError
         ({"flag": (2, 93)}, "cannot read '{}': That compression method is not supported"),  # NotImplementedError
@@ -156,46 +156,46 @@ def spoiled(path, flag: tuple[int, int] = (0, 0), header: str = "") -> None:
     ],
     ids=["encrypted", "method", "tokens", "brackets", "many", "negative", "short", "objects"],
 )
-def test_features_that_lie_are_told(given, found, tmp_path):
+def test_features_with_false_headers_are_reported(changes, message, tmp_path):
     path = tmp_path / "video.npz"
-    spoiled(path, **given)
-    with pytest.raises(InputError, match=found.format(re.escape(str(path)))):
+    spoiled(path, **changes)
+    with pytest.raises(InputError, match=message.format(re.escape(str(path)))):
         captions.features_of(path, SIZES)
 
 
-def test_tokens_that_are_cut_off_while_they_are_read_are_told(documents, tokenizer, tmp_path):
-    """A memory map would end this process by SIGBUS."""
+def test_tokens_that_are_cut_off_while_they_are_read_are_reported(documents, tokenizer, tmp_path):
+    """A memory map would end this process with SIGBUS."""
     prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
     folder, index = token_files.read_index(str(tmp_path / "tokens"), "data.path")
-    found = token_files.documents(folder, index, index.train)
-    found.read(0, 8)
-    found.begins(0, 8)
+    reader = token_files.documents(folder, index, index.train)
+    reader.read(0, 8)
+    reader.begins(0, 8)
     for name in ("train-00000.bin", "train-00000.ends"):
         os.truncate(folder / name, 4)
-    for read, name in ((found.read, "train-00000.bin"), (found.begins, "train-00000.ends")):
+    for read, name in ((reader.read, "train-00000.bin"), (reader.begins, "train-00000.ends")):
         message = rf"data: expected at least .* bytes in '{folder / name}', found 4: it was cut off while it was read; copy it again"
         with pytest.raises(InputError, match=message):
-            read(0, found.size)
+            read(0, reader.size)
 
 
-def test_ends_are_found_in_a_file_as_in_memory(tmp_path):
+def test_document_ends_in_a_file_equal_those_in_memory(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 4, 3000)
     ends = np.cumsum(lengths).astype("<u8")
     (tmp_path / "ends").write_bytes(b"skipped!" + ends.tobytes())
-    there = FileArray(tmp_path / "ends", ends.dtype, 8)
-    assert there.size == len(there) == ends.size
+    on_disk = FileArray(tmp_path / "ends", ends.dtype, 8)
+    assert on_disk.size == len(on_disk) == ends.size
     tokens = np.zeros(int(ends[-1]), np.uint16)
-    found, expected = (Documents([Shard("s", tokens.size, lambda: tokens, lambda each=each: each)], 9) for each in (there, ends))
+    actual, expected = (Documents([Shard("s", tokens.size, lambda: tokens, lambda each=each: each)], 9) for each in (on_disk, ends))
     starts = np.zeros(tokens.size, bool)
     starts[np.concatenate([[0], ends[:-1].astype(int)])] = True
     for start in range(0, tokens.size - 60, 501):
-        np.testing.assert_array_equal(found.begins(start, start + 60), starts[start : start + 60])
-        assert found.number(start) == expected.number(start) == (0, int(starts[: start + 1].sum()) - 1)
-    assert found.digest() == expected.digest()
+        np.testing.assert_array_equal(actual.begins(start, start + 60), starts[start : start + 60])
+        assert actual.number(start) == expected.number(start) == (0, int(starts[: start + 1].sum()) - 1)
+    assert actual.digest() == expected.digest()
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_bytes_that_take_too_much_memory_are_read_where_they_are_needed(files, tiny, tmp_path, monkeypatch):
+def test_a_large_text_is_read_on_demand(files, tiny, tmp_path, monkeypatch):
     folder = tmp_path / "texts"
     folder.mkdir()
     for i in range(files):
@@ -207,8 +207,8 @@ def test_bytes_that_take_too_much_memory_are_read_where_they_are_needed(files, t
     monkeypatch.setattr(splits, "_MOST_IN_MEMORY", 100)
     lazy = data.load(config)
     assert lazy.amount == in_memory.amount
-    found = [whole(lazy.train[t]) for t in range(3)] + [whole(lazy.validation[0])]
-    for one, other in zip(found, expected, strict=True):
+    actual = [whole(lazy.train[t]) for t in range(3)] + [whole(lazy.validation[0])]
+    for one, other in zip(actual, expected, strict=True):
         for mine, theirs in zip(one, other, strict=True):
             np.testing.assert_array_equal(mine, theirs)
     digest = lazy.digest()
@@ -219,14 +219,14 @@ def test_bytes_that_take_too_much_memory_are_read_where_they_are_needed(files, t
     assert data.load(config).digest() != digest
 
 
-def test_a_file_larger_than_memory_is_no_more_than_named(tiny, tmp_path):
+def test_a_file_larger_than_memory_is_not_read_at_once(tiny, tmp_path):
     with open(tmp_path / "large.txt", "wb") as file:
         file.truncate(2**42)  # no blocks on the disk
-    found = data.load(Config.model_validate(tiny | {"data": {"path": str(tmp_path / "large.txt")}}))
-    assert not found.train[10**6][0][:1].any()
+    dataset = data.load(Config.model_validate(tiny | {"data": {"path": str(tmp_path / "large.txt")}}))
+    assert not dataset.train[10**6][0][:1].any()
 
 
-def test_too_little_memory_is_told(tiny, tmp_path, monkeypatch):
+def test_too_little_memory_is_reported(tiny, tmp_path, monkeypatch):
     def no_memory(*_):
         raise MemoryError
 

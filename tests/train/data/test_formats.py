@@ -1,4 +1,4 @@
-"""Batches of each format: what is in them, that they depend on (seed, step) only, and which mistakes are told."""
+"""Batches of each format: their contents, their dependence on (seed, step) only, and reported mistakes."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def tokens(documents, tokenizer, tmp_path) -> Path:
 
 @pytest.fixture
 def prompts(tmp_path) -> Path:
-    """JSON lines of questions and answers."""
+    """Write JSON lines of questions and answers."""
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"what is {i}?", "answer": f"{i} is {i}"}) + "\n" for i in range(80)))
     return path
@@ -51,16 +51,16 @@ def of_format(tiny, kind: str, request) -> dict:
             return {"format": "prompts", "path": path, "tokenizer": values["tokenizer"], "validation_fraction": 0.3}
 
 
-def configured(tiny, given: dict, seed: int = 0, **sections):
-    longer = {"seq_len": 40} if given.get("format") == "prompts" else {}
+def configured(tiny, fields: dict, seed: int = 0, **sections):
+    longer = {"seq_len": 40} if fields.get("format") == "prompts" else {}
     model = tiny["model"] | MODEL | longer | sections.pop("model", {})
-    return changed(tiny | {"data": given, "model": model, "seed": seed}, **sections)
+    return changed(tiny | {"data": fields, "model": model, "seed": seed}, **sections)
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens", "prompts"])
 def test_a_batch_depends_on_seed_and_step_only_and_its_rows_are_read_alone(kind, tiny, request):
-    given = of_format(tiny, kind, request)
-    one, other = data.load(configured(tiny, given)), data.load(configured(tiny, given))
+    fields = of_format(tiny, kind, request)
+    one, other = data.load(configured(tiny, fields)), data.load(configured(tiny, fields))
     assert one.digest() == other.digest()
     later = whole(one.train[10**6])
     for step in (5, 0, 10**6):
@@ -72,7 +72,7 @@ def test_a_batch_depends_on_seed_and_step_only_and_its_rows_are_read_alone(kind,
             np.testing.assert_array_equal(rows[2:3], rows[:][2:3])
     for array, again in zip(later, whole(one.train[10**6]), strict=True):
         np.testing.assert_array_equal(array, again)
-    seeded = data.load(configured(tiny, given, seed=1))
+    seeded = data.load(configured(tiny, fields, seed=1))
     assert not same(one.train[0], seeded.train[0])
     assert same(one.validation[0], seeded.validation[0])
 
@@ -91,8 +91,8 @@ def test_text_and_its_tokens_in_files_give_the_same_batches(tiny, documents, tok
 
 def test_prompts_and_their_tokens_in_files_give_the_same_batches(tiny, prompts, tokenizer, tmp_path):
     prepare.prepare(Files([str(prompts)], "prompts"), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 200)
-    given = {"format": "prompts", "path": str(prompts), "tokenizer": tokenizer, "validation_fraction": 0.3}
-    one = data.load(configured(tiny, given))
+    fields = {"format": "prompts", "path": str(prompts), "tokenizer": tokenizer, "validation_fraction": 0.3}
+    one = data.load(configured(tiny, fields))
     other = data.load(configured(tiny, {"format": "tokens", "path": str(tmp_path / "tokens")}, model={"seq_len": 40}))
     assert all(same(one.train[i], other.train[i]) for i in range(4))
     rules = library.Tokenizer.from_file(tokenizer)
@@ -106,16 +106,16 @@ def test_prompts_and_their_tokens_in_files_give_the_same_batches(tiny, prompts, 
 
 
 def test_documents_may_be_held_out_by_a_path_of_their_own(tiny, documents, tokenizer, tokens, text):
-    for given, other in (
+    for fields, other in (
         ({"format": "tokens", "path": str(tokens)}, tokens),
         ({"format": "text", "path": str(documents), "tokenizer": tokenizer}, text),
         ({"format": "bytes", "path": str(documents)}, text),
     ):
-        found = data.load(configured(tiny, given | {"validation_path": str(other)}))
-        every = found.digest()
-        assert every == data.load(configured(tiny, given | {"validation_path": str(other)})).digest()
-        held_out = data.load(configured(tiny, given | ({} if given["format"] == "tokens" else {"validation_fraction": 0.3}))).validation
-        assert not same(found.validation[0], held_out[0])
+        dataset = data.load(configured(tiny, fields | {"validation_path": str(other)}))
+        every = dataset.digest()
+        assert every == data.load(configured(tiny, fields | {"validation_path": str(other)})).digest()
+        held_out = data.load(configured(tiny, fields | ({} if fields["format"] == "tokens" else {"validation_fraction": 0.3}))).validation
+        assert not same(dataset.validation[0], held_out[0])
 
 
 @pytest.fixture
@@ -188,9 +188,9 @@ def high_token(folder: Path) -> None:
 
 
 def batches_of(config, number: int) -> None:
-    found = data.load(config)
+    dataset = data.load(config)
     for i in range(number):
-        whole(found.train[i])
+        whole(dataset.train[i])
 
 
 def spoiled_ends(change):
@@ -280,14 +280,14 @@ def other_tokenizer(folder: Path) -> None:
         "two ends",
     ],
 )
-def test_a_damaged_or_foreign_folder_is_told(spoil, message, tiny, tokens):
+def test_a_damaged_or_foreign_folder_is_reported(spoil, message, tiny, tokens):
     spoil(tokens)
     config = configured(tiny, {"format": "tokens", "path": str(tokens)})
     with pytest.raises(InputError, match=message):
         batches_of(config, 8)
 
 
-def test_the_digest_knows_changes_but_not_times(tokens, tmp_path):
+def test_the_digest_depends_on_contents_but_not_on_times(tokens, tmp_path):
     def digest(folder: Path) -> str:
         return token_files.digest(*token_files.read_index(str(folder), "data.path"))
 
@@ -299,17 +299,17 @@ def test_the_digest_knows_changes_but_not_times(tokens, tmp_path):
     assert digest(tokens) != digest(tmp_path / "copy")
 
 
-def test_a_folder_that_does_not_say_where_documents_end_is_a_running_text(tiny, tokens):
+def test_a_folder_without_document_ends_is_a_running_text(tiny, tokens):
     index = json.loads((tokens / "tokens.json").read_text())
     for part in ("train", "validation"):
         index[part] = [shard | {"documents": None} for shard in index[part]]
     spoiled(tokens, **index)
-    given = {"format": "tokens", "path": str(tokens)}
-    assert data.load(configured(tiny, given)).train[0][0].shape == (4, 16)
+    fields = {"format": "tokens", "path": str(tokens)}
+    assert data.load(configured(tiny, fields)).train[0][0].shape == (4, 16)
     with pytest.raises(
         InputError, match=r"data\.boundaries: expected '.*' to say where documents end, for keep, found a tokens\.json that"
     ):
-        data.load(configured(tiny, given | {"boundaries": "keep"}))
+        data.load(configured(tiny, fields | {"boundaries": "keep"}))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_keys_that_contradict_each_other_are_refused(keys, message, tiny):
         changed(tiny | {"data": keys})
 
 
-def test_a_resolved_config_is_one_again(tiny, tokenizer):
+def test_a_resolved_config_is_a_valid_config(tiny, tokenizer):
     config = changed(tiny | {"data": {"format": "text", "tokenizer": tokenizer}})
     assert type(config).model_validate(config.model_dump()) == config
 
@@ -376,7 +376,7 @@ def test_a_resolved_config_is_one_again(tiny, tokenizer):
         ),
     ],
 )
-def test_what_does_not_fit_the_model_is_told(kind, keys, sections, message, tiny, request):
+def test_a_checkpoint_that_does_not_fit_the_model_is_reported(kind, keys, sections, message, tiny, request):
     with pytest.raises(InputError, match=message):
         data.load(configured(tiny, of_format(tiny, kind, request) | keys, **sections))
 
@@ -384,17 +384,17 @@ def test_what_does_not_fit_the_model_is_told(kind, keys, sections, message, tiny
 def test_examples_that_are_cut_to_nothing_are_counted(tiny, prompts, tokenizer):
     lines = [{"prompt": "x" * 100, "answer": "y"}, {"prompt": "short", "answer": "y" * 100}]
     prompts.write_text(prompts.read_text() + "\n".join(map(json.dumps, lines * 5)))
-    given = {"format": "prompts", "path": str(prompts), "tokenizer": tokenizer, "validation_fraction": 0.3, "too_long": "cut"}
-    found = data.load(configured(tiny, given, model={"seq_len": 30}))
-    assert found.remarks == ("5 examples left out: prompts so long that nothing of the answer remains",)
+    fields = {"format": "prompts", "path": str(prompts), "tokenizer": tokenizer, "validation_fraction": 0.3, "too_long": "cut"}
+    dataset = data.load(configured(tiny, fields, model={"seq_len": 30}))
+    assert dataset.remarks == ("5 examples left out: prompts so long that nothing of the answer remains",)
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_tokens_are_those_of_the_weights_that_a_run_begins_with(kind, tiny, tokenizer, made_tokenizers, request, tmp_path):
-    """Other tokens behind theirs are no difference."""
-    beside, given = tmp_path / "weights" / "tokenizer.json", of_format(tiny, kind, request)
+def test_a_warm_start_determines_the_tokenizer(kind, tiny, tokenizer, made_tokenizers, request, tmp_path):
+    """Additional tokens after those of the weights make no difference."""
+    beside, fields = tmp_path / "weights" / "tokenizer.json", of_format(tiny, kind, request)
     beside.parent.mkdir()
-    config = configured(tiny | {"warm_start": {"file": str(beside.parent)}}, given)
+    config = configured(tiny | {"warm_start": {"file": str(beside.parent)}}, fields)
     rules = library.Tokenizer.from_file(tokenizer)
     rules.add_special_tokens(["<|one more|>"])
     rules.save(str(beside))

@@ -1,4 +1,4 @@
-"""What is evaluated: all that a run is validated on, or all that is at another path in the same form, down to a single row."""
+"""Validation data: the held-out rows of a run, or all rows at another path, down to a single row."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def keys_of(tokenizer, made_tokenizers, documents, prompts, tmp_path):
-    """Keys of `data` in each form."""
+    """Return the keys of `data` in each form."""
 
     def of(form):
         if form == "tokens":
@@ -43,11 +43,11 @@ def keys_of(tokenizer, made_tokenizers, documents, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["bytes", "text", "tokens", "prompts", "masked"])
-def test_all_is_there_once(tiny, keys_of, form):
+def test_every_validation_batch_is_read_once(tiny, keys_of, form):
     keys = keys_of(form)
     config = configured(tiny, keys, **({"kind": "bert"} if form == "masked" else {}))
     held_out, all_there = data.held_out(config), data.held_out(config, keys["path"])
-    assert all(same(held_out.validation[i], found) for i, found in enumerate(data.load(config).validation[i] for i in range(2)))
+    assert all(same(held_out.validation[i], batch) for i, batch in enumerate(data.load(config).validation[i] for i in range(2)))
     assert len(all_there.validation.elements) > len(held_out.validation.elements) >= 8
     elements = all_there.validation.elements
     labels = np.concatenate([np.ravel(leaf) for i in range(len(elements)) for leaf in jax.tree.leaves(elements[i][1])])
@@ -74,10 +74,10 @@ def test_the_rest_of_all_rows_fills_microbatches(tiny, tmp_path, rows, batch_siz
     seen = np.zeros(rows)
     tokens = [batches.elements[i][0] for i in range(rows)]
     for i in range(len(everything)):
-        found = everything[i][0][:]
-        assert len(found) % microbatch == 0
-        assert len(found) == everything.rows_of(i) * everything.copies_of(i)
-        for row in found:
+        microbatches = everything[i][0][:]
+        assert len(microbatches) % microbatch == 0
+        assert len(microbatches) == everything.rows_of(i) * everything.copies_of(i)
+        for row in microbatches:
             seen[[np.array_equal(row, each) for each in tokens].index(True)] += 1 / everything.copies_of(i)
     assert np.array_equal(seen, np.ones(rows))
     assert everything.rows == rows == sum(everything.rows_of(i) for i in range(len(everything)))
@@ -99,7 +99,7 @@ def test_the_rest_of_all_rows_fills_microbatches(tiny, tmp_path, rows, batch_siz
         ("tokens", None, r"data.path: cannot read '.*tokens.json': No such file"),
     ],
 )
-def test_less_than_a_row_is_told(tiny, keys_of, tmp_path, form, content, message):
+def test_a_text_shorter_than_a_row_is_reported(tiny, keys_of, tmp_path, form, content, message):
     other = tmp_path / "other"
     other.mkdir()
     if content is not None:
@@ -119,7 +119,7 @@ def test_tokens_of_another_tokenizer_are_refused_where_that_can_be_seen(tiny, ke
     assert data.held_out(config, other).validation.elements[0]
 
 
-def test_data_that_come_from_a_function_have_no_path(tiny):
+def test_data_from_a_function_have_no_path(tiny):
     config = changed(tiny | {"data": {"target": "tests.nothing:load"}})
     with pytest.raises(InputError, match=r"the data come from 'tests.nothing:load' \(data.target\), found the path 'text'"):
         data.held_out(config, "text")

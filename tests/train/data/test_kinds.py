@@ -1,4 +1,4 @@
-"""Files are known by their content: data of other kinds are not learned byte by byte without a word, and text is never refused."""
+"""Files are recognized by their content: other kinds of data are not read as bytes silently, and text is never refused."""
 
 import bz2
 import csv
@@ -69,7 +69,7 @@ def image(form: str) -> bytes:
 
 
 def tfrecord() -> bytes:
-    """As TensorBoard's event files begin, too: a length, and its checksum."""
+    """Return the start of a TFRecord file, as in TensorBoard's event files: a length and its checksum."""
     length = struct.pack("<Q", 20)
     checksum = crc32c(length)
     masked = ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
@@ -77,7 +77,7 @@ def tfrecord() -> bytes:
 
 
 ARRAY = {"weight": np.ones((3, 4), np.float32)}
-OTHERS = {
+NOT_TEXT = {
     "jsonl": (lines(ROWS), "JSON lines with prompt, answer, n; set data.format: prompts and data.tokenizer, or set data.format: bytes"),
     "text.jsonl": (
         lines([{"text": "a"}, {"text": "b"}]),
@@ -129,9 +129,9 @@ def configured(tiny, path: Path, **keys: str) -> Config:
     return Config.model_validate(tiny | {"data": {"path": str(path), "validation_fraction": 0.5, **keys}})
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_data_of_another_kind_are_refused_with_what_to_do(kind, tiny, tmp_path):
-    content, message = OTHERS[kind]
+@pytest.mark.parametrize("kind", NOT_TEXT)
+def test_data_of_another_kind_are_refused_with_advice(kind, tiny, tmp_path):
+    content, message = NOT_TEXT[kind]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "0.txt").write_text("some text\n")
     file = tmp_path / "data" / "1"  # its name says nothing
@@ -202,13 +202,13 @@ def test_bytes_without_a_known_form_may_be_learned(tiny, tmp_path):
     assert data.load(configured(tiny, tmp_path / "genome")).train[0][0].shape == (4, 8)
 
 
-def test_a_folder_of_tokens_is_known(tiny, documents, tokenizer, tmp_path):
+def test_a_folder_of_tokens_is_recognized(tiny, documents, tokenizer, tmp_path):
     prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3)
     with pytest.raises(InputError, match=r"data\.path: '.*/tokens' is a folder of tokens, .*; set data\.format: tokens, or set data"):
         data.load(configured(tiny, tmp_path / "tokens"))
 
 
-def test_what_is_prepared_as_text_is_text_or_asked_for(tokenizer, tmp_path):
+def test_only_text_files_are_prepared_unless_requested(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
     (tmp_path / "a.csv").write_bytes(table(ROWS))
     for name, message in (

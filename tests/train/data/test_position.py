@@ -1,4 +1,4 @@
-"""Which rows a run reads that goes on with another batch size: each exactly once in an epoch, whatever kind of data they are."""
+"""The rows that a run resumed with another batch size reads: each exactly once in an epoch, for every kind of data."""
 
 import sys
 import types
@@ -45,30 +45,30 @@ def resized(batches, size: int, step: int):
     if isinstance(batches, TrainingBatches):
         other = TrainingBatches(tuple(BatchesOfRows(Numbered(k), size, SPEC) for k in range(len(batches.rows))), batches.rows, batches.seed)
     elif isinstance(batches, TargetBatches):
-        other = own(size)
+        other = own_batches(size)
     else:
         other = BatchesOfRows(batches.elements, size, SPEC)
     return other.continued(batches.position(step))
 
 
-def own(size: int, count: int = 200) -> TargetBatches:
+def own_batches(size: int, count: int = 200) -> TargetBatches:
     rows = np.arange(count * size).reshape(count, size)
     return TargetBatches([(each, each) for each in rows], "train", size)
 
 
 def read(batches, first: int, end: int) -> list[tuple[int, int]]:
     """Return the rows of these batches, each as its number and its bucket."""
-    found = []
+    rows = []
     for t in range(first, end):
         inputs, labels = (np.asarray(part[: len(part)]) for part in batches[t])
-        found += zip(inputs.tolist(), labels.tolist(), strict=True)
-    return found
+        rows += zip(inputs.tolist(), labels.tolist(), strict=True)
+    return rows
 
 
 @pytest.mark.parametrize(("before", "after"), SIZES)
 @pytest.mark.parametrize("kind", ["rows", "own"])
 def test_no_row_is_read_twice_or_left_out(kind, before, after):
-    first = BatchesOfRows(Numbered(), before, SPEC) if kind == "rows" else own(before)
+    first = BatchesOfRows(Numbered(), before, SPEC) if kind == "rows" else own_batches(before)
     then = resized(first, after, 10)
     last = resized(then, before, 17)  # and once more, back to the size before
     rows = [number for number, _ in read(first, 0, 10) + read(then, 10, 17) + read(last, 17, 20)]
@@ -81,40 +81,40 @@ def test_no_row_of_a_bucket_is_read_twice_or_left_out(before, after):
     first = TrainingBatches(tuple(BatchesOfRows(Numbered(k), before, SPEC) for k in range(3)), rows, 5)
     for step in (0, 7, 30):
         then = resized(first, after, step)
-        places = Counter(read(first, 0, step) + read(then, step, step + 60))
-        assert set(places.values()) == {1}
+        reads = Counter(read(first, 0, step) + read(then, step, step + 60))
+        assert set(reads.values()) == {1}
         for bucket in range(3):
-            numbers = sorted(number for number, of in places if of == bucket)
+            numbers = sorted(number for number, of in reads if of == bucket)
             assert numbers == list(range(len(numbers)))
         again = TrainingBatches(then.buckets, rows, 5).continued(then.first_position)  # the next resume, with the same size
         assert read(again, step + 5, step + 60) == read(then, step + 5, step + 60)
         # Each epoch has its rows in its time, but for those that fill no batch.
         total = step * before + 60 * after
-        assert all(abs(count - total * rows[of] / sum(rows)) <= rows[of] + 3 * max(before, after) for of, count in counts(places).items())
+        assert all(abs(count - total * rows[of] / sum(rows)) <= rows[of] + 3 * max(before, after) for of, count in counts(reads).items())
 
 
-def counts(places) -> Counter:
-    return Counter(bucket for _, bucket in places)
+def counts(reads) -> Counter:
+    return Counter(bucket for _, bucket in reads)
 
 
-def test_an_order_that_begins_at_the_first_row_is_that_of_a_new_run():
+def test_an_order_that_begins_at_the_first_row_equals_that_of_a_new_run():
     rows = (37, 101)
     new = TrainingBatches(tuple(BatchesOfRows(Numbered(k), 4, SPEC) for k in range(2)), rows, 5)
     assert read(new.continued(start(4, 2)), 0, 50) == read(new, 0, 50)
     assert new.position(50) == Position(batch=50, rows=tuple(counts(read(new, 0, 50))[k] for k in range(2)), pieces=4)
 
 
-def test_a_position_of_other_buckets_counts_all_rows():
+def test_a_position_from_other_buckets_counts_all_rows():
     plain = BatchesOfRows(Numbered(), 4, SPEC)
     bucketed = TrainingBatches(tuple(BatchesOfRows(Numbered(k), 8, SPEC) for k in range(2)), (37, 101), 5)
-    found = bucketed.continued(plain.position(20))
-    assert found.first_position.batch == 20
-    assert found.first_position.total == 80
+    continued = bucketed.continued(plain.position(20))
+    assert continued.first_position.batch == 20
+    assert continued.first_position.total == 80
     assert plain.continued(bucketed.position(10)).first_position.total == 80
 
 
 @pytest.mark.parametrize("after", [2, 5])
-def test_a_running_text_keeps_its_pieces(after):
+def test_a_running_text_keeps_its_windows(after):
     words = np.arange(4 * 25, dtype=np.int32)
     spec = ({"tokens": jax.ShapeDtypeStruct((3,), words.dtype), "continues": SPEC[0]}, jax.ShapeDtypeStruct((3,), words.dtype))
     first = BatchesOfRows(Streams(words, 4, 3, True), 4, spec)
@@ -130,7 +130,7 @@ def facts_of(batch_size: int, place: DataFacts | None) -> Facts:
     return Facts(config=config, plan="", devices=1, val_loss_before=1.0, data=place)
 
 
-def test_where_a_resumed_run_reads(tmp_path):
+def test_the_first_row_of_a_resumed_run(tmp_path):
     order, here = Position(batch=4, rows=(40,), pieces=8), Position(batch=10, rows=(88,), pieces=8)
     resumed = Resumed(tmp_path, 10, facts_of(8, DataFacts(batch_size=8, order=order, position=here)), ())
     assert resumed.position(8) == order
@@ -163,12 +163,12 @@ def of_length(tiny, monkeypatch):
     def make(count: int, *, again: bool = False) -> Config:
         module.batches = lambda seed, batch_size: (Short(batch_size, count, again=again), Short(batch_size, 1, again=False))
         monkeypatch.setitem(sys.modules, "short_data", module)
-        own = {
+        fields = {
             "data": {"target": "short_data:batches"},
             "model": {"target": "short_data:batches"},
             "loss": {"target": "short_data:batches"},
         }
-        return changed(tiny | own, train={"steps": 7})
+        return changed(tiny | fields, train={"steps": 7})
 
     return make
 

@@ -1,4 +1,4 @@
-"""Folders of tokens are written whole or not at all, and hold what the tokenizer makes of the text."""
+"""Folders of tokens are written completely or not at all, and contain the tokenizer's tokens."""
 
 import errno
 import hashlib
@@ -33,13 +33,13 @@ def test_a_folder_holds_the_tokens_of_every_text(documents, tokenizer, tmp_path,
     rules = library.Tokenizer.from_file(tokenizer)
     end = rules.token_to_id("<|endoftext|>")
     every = [[*rules.encode(file.read_text()).ids, end] for file in sorted(documents.iterdir()) if file.stat().st_size]
-    found = []
+    texts = []
     for part in (index.train, index.validation):
         read = token_files.documents(folder, index, part)
         ends = np.flatnonzero(read.begins(0, read.size)).tolist()
-        found += [read.read(a, b).tolist() for a, b in zip(ends, [*ends[1:], read.size], strict=True)]
-    assert sorted(found) == sorted(every)
-    assert len(found) == 58
+        texts += [read.read(a, b).tolist() for a, b in zip(ends, [*ends[1:], read.size], strict=True)]
+    assert sorted(texts) == sorted(every)
+    assert len(texts) == 58
     for shard in index.train[:-1]:
         assert shard.tokens >= 100 > shard.tokens - max(map(len, every))
     for shard in (*index.train, *index.validation):
@@ -86,7 +86,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("at", ["add", "close"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), InputError("line 3")])
-def test_nothing_is_left_of_a_folder_that_is_not_finished(error, at, documents, tokenizer, tmp_path, monkeypatch):
+def test_an_unfinished_folder_leaves_nothing(error, at, documents, tokenizer, tmp_path, monkeypatch):
     def fail(*_):
         raise error
 
@@ -122,17 +122,17 @@ def test_nothing_is_left_of_a_folder_that_is_not_finished(error, at, documents, 
 )
 def test_a_mistake_in_preparing_is_one_line(words, message, documents, tokenizer, tmp_path, capsys):
     words = [word.format(documents=documents) for word in words]
-    given = {"--tokenizer": tokenizer, "--out": str(tmp_path / "new")}
-    usual = [part for name, value in given.items() if name not in words for part in (name, value)]
-    own = [] if any(not word.startswith("--") for word in words[::2]) or "--format" in words else [str(documents)]
-    assert cli.main(["data", "prepare", *words, *usual, *own]) == 2
+    options = {"--tokenizer": tokenizer, "--out": str(tmp_path / "new")}
+    usual = [part for name, value in options.items() if name not in words for part in (name, value)]
+    sources = [] if any(not word.startswith("--") for word in words[::2]) or "--format" in words else [str(documents)]
+    assert cli.main(["data", "prepare", *words, *usual, *sources]) == 2
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
     assert re.search(message, printed), printed
     assert not (tmp_path / "new").exists()
 
 
-def test_a_tokenizer_is_made_from_text(documents, tmp_path, capsys):
+def test_a_tokenizer_is_trained_from_text(documents, tmp_path, capsys):
     out = tmp_path / "tokenizer.json"
     assert cli.main(["data", "tokenizer", str(documents), "--vocab-size", "270", "--out", str(out)]) == 0
     assert capsys.readouterr().out.endswith(f"{out}: 270 tokens\n")
@@ -158,9 +158,9 @@ def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "_BATCH", 4000)
     alive, most = 0, 0
 
-    def counted(found, _):
+    def counted(pieces, _):
         nonlocal alive, most
-        for batch in texts._batches(found):
+        for batch in texts._batches(pieces):
             alive = sum(len(piece.text) for piece in batch)
             most = max(most, alive)
             yield from ((piece, np.ones(5, np.uint32)) for piece in batch)
@@ -172,19 +172,19 @@ def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
 
 
 def test_sources_may_have_the_same_names_or_no_letters(tokenizer, tmp_path):
-    given = [str(tmp_path / name / "x.txt") for name in ("a", os.fsdecode(b"\xff"))]
-    for path in given:
+    paths = [str(tmp_path / name / "x.txt") for name in ("a", os.fsdecode(b"\xff"))]
+    for path in paths:
         Path(path).parent.mkdir()
         Path(path).write_text("some words")
-    index = prepare.prepare(Files(given), tokenizer, str(tmp_path / "out"), quiet())
+    index = prepare.prepare(Files(paths), tokenizer, str(tmp_path / "out"), quiet())
     assert [sum(shard.documents for shard in part) for part in (index.train, index.validation)] == [1, 1]
     assert index.source.endswith("/?/x.txt")
 
 
 def test_a_file_in_several_sources_is_read_once(documents, tokenizer, tmp_path, capsys):
     os.symlink(documents / "00.txt", tmp_path / "link.txt")
-    given = [str(documents), str(documents / "0*.txt"), str(documents / "00.txt"), str(tmp_path / "link.txt")]
-    assert cli.main(["data", "prepare", *given, "--tokenizer", tokenizer, "--out", str(tmp_path / "out")]) == 0
+    paths = [str(documents), str(documents / "0*.txt"), str(documents / "00.txt"), str(tmp_path / "link.txt")]
+    assert cli.main(["data", "prepare", *paths, "--tokenizer", tokenizer, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "SOURCE: 10 files found more than once; each is read once\n" in printed
     assert "out: 58 documents" in printed
@@ -206,7 +206,7 @@ def test_links_are_not_followed_when_a_folder_is_written(documents, tokenizer, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=["Ctrl-C", "killed"])
-def test_a_process_that_ends_early_leaves_nothing_that_is_taken_for_whole(number, code, tokenizer, tmp_path):
+def test_a_process_that_ends_early_leaves_no_folder_that_looks_complete(number, code, tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"some words, {i}\n" for i in range(10**6)))
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from jpipe_train import cli; sys.exit(cli.main())"

@@ -1,4 +1,4 @@
-"""Which rows and files are read: those of the batch that is asked for, and of it the rows that are sliced, wherever in a run that is."""
+"""Only the requested rows and their files are read, at any step of a run."""
 
 import json
 from pathlib import Path
@@ -45,16 +45,16 @@ def sliced(batch, rows: slice) -> None:
 
 def test_a_batch_far_into_a_run_is_reached_at_once_and_only_its_rows_are_read(tiny, documents, tokenizer, tmp_path, reads):
     index = prepare.prepare(Files([str(documents)]), tokenizer, str(tmp_path / "tokens"), quiet(), 0.3, 100)
-    found = load(tiny, tmp_path / "tokens", seq_len=8)
+    dataset = load(tiny, tmp_path / "tokens", seq_len=8)
     assert reads == {"spans": [], "files": []}, "what is in the files is not read before it is needed"
-    batch = found.train[10**12]
+    batch = dataset.train[10**12]
     assert reads == {"spans": [], "files": []}
     sliced(batch, slice(1, 3))
     assert len(index.train) > 6
     assert [stop - start for start, stop in reads["spans"]] == [9, 9]
     assert 1 <= len({name.split(".")[0] for name in reads["files"]}) <= 4, "each of the two may go on in the next shard"
     reads["spans"].clear()
-    sliced(found.train[10**12], slice(0, 0))
+    sliced(dataset.train[10**12], slice(0, 0))
     assert reads["spans"] == []
 
 
@@ -74,16 +74,16 @@ def test_examples_and_masked_rows_are_read_alone(tiny, documents, made_tokenizer
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     prompts = Files([str(tmp_path / "a.jsonl")], "prompts")
     prepare.prepare(prompts, str(made_tokenizers["decoder"]), str(tmp_path / "prompts"), quiet(), 0.3, 100)
-    found = load(tiny, tmp_path / "prompts", seq_len=64)
+    dataset = load(tiny, tmp_path / "prompts", seq_len=64)
     assert reads["spans"] == []
-    inputs, labels = found.train[10**9]
+    inputs, labels = dataset.train[10**9]
     sliced((inputs, labels), slice(2, 3))
     assert len(reads["spans"]) == inputs["segments"][2:3].max(), "as many as there are examples in the row"
     assert sum(stop - start - 1 for start, stop in reads["spans"]) == (inputs["segments"][2:3] > 0).sum()
 
     prepare.prepare(Files([str(documents)]), str(made_tokenizers["bert"]), str(tmp_path / "masked"), quiet(), 0.3, 100)
-    found = load(tiny, tmp_path / "masked", seq_len=19, objective="masked")
+    dataset = load(tiny, tmp_path / "masked", seq_len=19, objective="masked")
     reads["spans"].clear()
-    sliced(found.train[10**9], slice(2, 4))
+    sliced(dataset.train[10**9], slice(2, 4))
     assert 2 <= len(reads["spans"]) <= 4, "a window for each row, and for some a second part from elsewhere"
     assert all(stop - start <= 16 for start, stop in reads["spans"])

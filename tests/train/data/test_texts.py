@@ -1,4 +1,4 @@
-"""Tokenizers are read within limits; text is parted and put together to documents without a change."""
+"""Tokenizers are read within limits; texts are split and joined to documents without changes."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def load(path, end_of_text="auto"):
     return tokenizers.load(str(path), "data.tokenizer", end_of_text)
 
 
-def test_a_tokenizer_says_how_many_tokens_it_has_and_what_ends_a_text(made_tokenizers):
+def test_a_tokenizer_determines_the_vocabulary_size_and_the_end_of_text(made_tokenizers):
     decoder, bert = (load(made_tokenizers[kind]) for kind in ("decoder", "bert"))
     assert decoder.vocab_size == decoder.rules.get_vocab_size() <= 300
     assert (decoder.begin, decoder.end) == ((), decoder.id_of("<|endoftext|>"))
@@ -33,7 +33,7 @@ def test_a_tokenizer_says_how_many_tokens_it_has_and_what_ends_a_text(made_token
         decoder.id_of("[MASK]", "<mask>")
 
 
-def test_what_begins_a_text_by_the_tokenizers_rules_begins_a_document(tokenizer, tmp_path):
+def test_special_tokens_at_the_start_of_a_text_start_each_document(tokenizer, tmp_path):
     rules = library.Tokenizer.from_file(tokenizer)
     rules.add_special_tokens(["<|begin|>", "<|end|>"])
     begin, end = rules.token_to_id("<|begin|>"), rules.token_to_id("<|end|>")
@@ -41,10 +41,10 @@ def test_what_begins_a_text_by_the_tokenizers_rules_begins_a_document(tokenizer,
     rules.enable_truncation(3)
     rules.enable_padding(length=10)
     rules.save(str(tmp_path / "tokenizer.json"))
-    found = load(tmp_path / "tokenizer.json")
-    assert (found.begin, found.end) == ((begin,), end)
-    (tokens,) = found.encoded(["the quick brown fox"])
-    assert found.rules.decode(tokens.tolist()) == "the quick brown fox"
+    loaded = load(tmp_path / "tokenizer.json")
+    assert (loaded.begin, loaded.end) == ((begin,), end)
+    (tokens,) = loaded.encoded(["the quick brown fox"])
+    assert loaded.rules.decode(tokens.tolist()) == "the quick brown fox"
 
 
 def words_of(vocabulary: dict[str, int]) -> bytes:
@@ -53,10 +53,10 @@ def words_of(vocabulary: dict[str, int]) -> bytes:
     return json.dumps({"version": "1.0", "added_tokens": [], "model": model}).encode()
 
 
-def test_a_tokenizer_says_which_ids_it_has(tmp_path):
+def test_a_tokenizer_lists_its_ids(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(words_of({"b": 7, "a": 2}))
-    found = load(tmp_path / "tokenizer.json")
-    assert (found.ids.tolist(), found.vocab_size) == ([2, 7], 8)
+    loaded = load(tmp_path / "tokenizer.json")
+    assert (loaded.ids.tolist(), loaded.vocab_size) == ([2, 7], 8)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_tokenizer_says_which_ids_it_has(tmp_path):
     ],
     ids=["empty", "no keys", "bytes", "deep", "no tokens", "large id", "large"],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(content, message, tmp_path):
+def test_a_file_that_is_not_a_tokenizer_is_refused(content, message, tmp_path):
     path = tmp_path / "tokenizer.json"
     if content is None:
         with open(path, "wb") as file:
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(content, message, tmp_path):
         load(path)
 
 
-def test_whatever_fails_in_the_library_becomes_a_message(tokenizer, monkeypatch):
+def test_any_error_in_the_library_becomes_a_message(tokenizer, monkeypatch):
     class Panic(BaseException):
         pass
 
@@ -91,24 +91,24 @@ def test_whatever_fails_in_the_library_becomes_a_message(tokenizer, monkeypatch)
         def encode_batch_fast(self, *_, **__):
             raise Panic("index out of bounds")
 
-    found = load(tokenizer)
+    loaded = load(tokenizer)
     with pytest.raises(InputError, match=r"cannot tokenize, found one that fails: it panics"):
-        tokenizers.Tokenizer(Broken(), b"", found.where, (), None).encoded(["a"])
+        tokenizers.Tokenizer(Broken(), b"", loaded.where, (), None).encoded(["a"])
 
 
-def test_a_long_text_is_parted_where_the_tokenizer_parts_it(tokenizer, tmp_path, monkeypatch):
+def test_a_long_text_is_split_where_the_tokenizer_splits_it(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "PIECE", 40)
     monkeypatch.setattr(texts, "_BLOCK", 7)
     lines = [f"word{'s' * (i % 5)}; ünï\n" + ("    indented\n" if i % 3 == 0 else "") + ("\n\n" if i % 7 == 0 else "") for i in range(200)]
     text = "".join(lines)
     (tmp_path / "a").write_text(text)
-    found = list(texts.pieces(["a"], [tmp_path / "a"], "text", 0.0, Keys(), "data.path"))
-    assert "".join(piece.text for piece in found) == text
-    assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True]
-    assert sum(piece.size for piece in found) == len(text.encode())
-    assert len(found) > 30
+    pieces = list(texts.pieces(["a"], [tmp_path / "a"], "text", 0.0, Keys(), "data.path"))
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert sum(piece.size for piece in pieces) == len(text.encode())
+    assert len(pieces) > 30
     loaded = load(tokenizer)
-    parts = [tokens for _, tokens in texts.tokenized(found, loaded)]
+    parts = [tokens for _, tokens in texts.tokenized(pieces, loaded)]
     np.testing.assert_array_equal(np.concatenate(parts), loaded.encoded([text])[0])
 
 
@@ -122,21 +122,23 @@ def prefixing(kind: str) -> library.Tokenizer:
     if kind == "prepend":
         rules.normalizer = parts.Sequence([parts.Prepend("▁"), parts.Replace(" ", "▁")])
     else:
-        made = library.pre_tokenizers
-        rules.pre_tokenizer = made.ByteLevel(add_prefix_space=True) if kind == "bytes" else made.Metaspace(prepend_scheme=kind)
+        pre_tokenizers = library.pre_tokenizers
+        rules.pre_tokenizer = (
+            pre_tokenizers.ByteLevel(add_prefix_space=True) if kind == "bytes" else pre_tokenizers.Metaspace(prepend_scheme=kind)
+        )
     return rules
 
 
 @pytest.mark.parametrize("kind", ["prepend", "first", "always", "bytes"])
 @pytest.mark.parametrize("line", ["word; ünï\n    indented\nwide\n", "word ünï wide "], ids=["lines", "words"])
-def test_a_space_that_a_tokenizer_puts_before_a_text_is_only_where_it_begins(kind, line, tmp_path, monkeypatch):
+def test_a_space_that_a_tokenizer_prepends_is_only_at_the_start_of_a_text(kind, line, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "PIECE", 40)
     prefixing(kind).save(str(tmp_path / "tokenizer.json"))
     loaded = load(tmp_path / "tokenizer.json")
     (tmp_path / "a").write_text(line * 30)
-    found = list(texts.pieces(["a"], [tmp_path / "a"], "text", 0.0, Keys(), "data.path"))
-    assert len(found) > 5
-    parts = [tokens for _, tokens in texts.tokenized(found, loaded)]
+    pieces = list(texts.pieces(["a"], [tmp_path / "a"], "text", 0.0, Keys(), "data.path"))
+    assert len(pieces) > 5
+    parts = [tokens for _, tokens in texts.tokenized(pieces, loaded)]
     np.testing.assert_array_equal(np.concatenate(parts), loaded.encoded([line * 30])[0])
     (tmp_path / "p").write_text('{"prompt": "word:", "answer": "wide"}\n{"prompt": "", "answer": "wide"}')
     answers = [tokens.tolist() for _, tokens in texts.tokenized(texts.pieces(["p"], [tmp_path / "p"], "prompts", 0, Keys(), ""), loaded)]
@@ -152,7 +154,7 @@ def test_a_text_without_lines_is_parted_between_words_or_anywhere(monkeypatch):
 
 
 def assembled(pieces: list[Piece], tokenizer: str) -> tuple[Assembler, list[list[str]]]:
-    """Documents as the text of their tokens."""
+    """Return an assembler and the documents that it wrote, decoded to text."""
     loaded, done = load(tokenizer), []
 
     class Sink:
@@ -166,10 +168,10 @@ def assembled(pieces: list[Piece], tokenizer: str) -> tuple[Assembler, list[list
             done.append(words if answer is None else (loaded.rules.decode(self.under_way[:answer]), words))
             self.under_way = []
 
-    made = Assembler(loaded, {False: Sink(), True: Sink()})
+    assembler = Assembler(loaded, {False: Sink(), True: Sink()})
     for piece, tokens in texts.tokenized(pieces, loaded):
-        made.add(piece, tokens)
-    return made, done
+        assembler.add(piece, tokens)
+    return assembler, done
 
 
 def text_piece(text: str, *, last: bool = True) -> Piece:
@@ -186,19 +188,19 @@ def test_each_document_ends_with_the_end_of_text_once(tokenizer):
         text_piece(f"{end}{end}"),
         text_piece("four"),
     ]
-    made, found = assembled(pieces, tokenizer)
-    assert found == [f"one more{end}", f"two{end}", f"three{end}", f"four{end}"]
-    assert (made.documents, made.empty) == (4, 2)
-    assert made.left_out() == "2 empty documents left out, the first is 'a.txt'"
+    assembler, documents = assembled(pieces, tokenizer)
+    assert documents == [f"one more{end}", f"two{end}", f"three{end}", f"four{end}"]
+    assert (assembler.documents, assembler.empty) == (4, 2)
+    assert assembler.left_out() == "2 empty documents left out, the first is 'a.txt'"
 
 
 def test_prompts_and_answers_are_one_document(tokenizer, tmp_path):
     lines = [{"prompt": "2 + 2 = ", "answer": "4"}, {"prompt": "nothing", "answer": ""}, {"prompt": "", "answer": "all"}]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
     pieces = list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "prompts", 0.0, Keys(), "data.path"))
-    made, found = assembled(pieces, tokenizer)
-    assert found == [("2 + 2 = ", "2 + 2 = 4<|endoftext|>"), ("", "all<|endoftext|>")]
-    assert made.left_out().endswith("a.jsonl', line 3")
+    assembler, documents = assembled(pieces, tokenizer)
+    assert documents == [("2 + 2 = ", "2 + 2 = 4<|endoftext|>"), ("", "all<|endoftext|>")]
+    assert assembler.left_out().endswith("a.jsonl', line 3")
 
 
 @pytest.mark.parametrize(
@@ -225,16 +227,18 @@ def test_wrong_lines_are_counted_and_the_first_five_named(tmp_path):
     lines = [json.dumps({"prompt": "good", "answer": "line"}) if i % 2 else "{" for i in range(14)]
     for name in "ab":
         (tmp_path / name).write_text("\n".join(lines))
-    found = texts.pieces(["a", "b"], [tmp_path / "a", tmp_path / "b"], "prompts", 0.0, Keys(), "data.path")
+    pieces = texts.pieces(["a", "b"], [tmp_path / "a", tmp_path / "b"], "prompts", 0.0, Keys(), "data.path")
     with pytest.raises(InputError) as caught:
-        list(found)
-    told = str(caught.value)
-    assert re.findall(r"/([ab])', line (\d+): expected an object of JSON, found '", told) == [("a", str(line)) for line in (1, 3, 5, 7, 9)]
-    assert told.startswith("data.path: 14 lines are wrong: '")
-    assert told.endswith("; and 9 more; correct them, or name other keys")
+        list(pieces)
+    message = str(caught.value)
+    assert re.findall(r"/([ab])', line (\d+): expected an object of JSON, found '", message) == [
+        ("a", str(line)) for line in (1, 3, 5, 7, 9)
+    ]
+    assert message.startswith("data.path: 14 lines are wrong: '")
+    assert message.endswith("; and 9 more; correct them, or name other keys")
 
 
-def test_a_line_may_not_be_endless(tmp_path, monkeypatch):
+def test_an_endless_line_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "_LONGEST_LINE", 10)
     (tmp_path / "a.jsonl").write_bytes(b"x" * 12)
     with pytest.raises(InputError, match="line 1: expected at most 10 bytes, found more"):
@@ -242,7 +246,7 @@ def test_a_line_may_not_be_endless(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [2**20, 3])
-def test_a_byte_that_is_no_utf8_is_found(block, tmp_path, monkeypatch):
+def test_invalid_utf8_is_found(block, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "_BLOCK", block)
     (tmp_path / "a.txt").write_bytes("ünï".encode() + b"x\xfe")
     with pytest.raises(InputError, match=r"expected text in UTF-8 in '.*a\.txt', found the byte 0xfe at 6; convert the file"):
@@ -259,7 +263,7 @@ def test_a_byte_that_is_no_utf8_is_found(block, tmp_path, monkeypatch):
     ],
     ids=["pickle", "zip", "parquet", "gzip"],
 )
-def test_files_that_are_no_text_are_known(content, words, tmp_path):
+def test_files_that_are_not_text_are_recognized(content, words, tmp_path):
     (tmp_path / "a").write_bytes(content)
     for form in ("text", "prompts"):
         with pytest.raises(InputError, match=rf"found the byte .* \(it seems to be {words}"):
@@ -283,7 +287,7 @@ def test_which_json_lines_are_held_out_depends_on_their_text_only(tmp_path):
         (tmp_path / name).write_text("\n".join(some))
         return {piece.text for piece in texts.pieces([name], [tmp_path / name], "jsonl-text", 0.2, Keys(), "") if piece.held_out}
 
-    found = held_out("a", lines)
-    assert 20 < len(found) < 60
-    assert held_out("b", lines[50:] + lines[:50]) == found
-    assert held_out("c", lines[:100]) == found & {f"line {i}" for i in range(100)}
+    selected = held_out("a", lines)
+    assert 20 < len(selected) < 60
+    assert held_out("b", lines[50:] + lines[:50]) == selected
+    assert held_out("c", lines[:100]) == selected & {f"line {i}" for i in range(100)}

@@ -1,4 +1,4 @@
-"""Each format trains through a pipeline of two stages: what it learns, and that it is what one stage learns."""
+"""Each format trains through a pipeline of two stages and learns what one stage learns."""
 
 import json
 import math
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def lines(tmp_path):
-    """Questions, each with its answer; one answer is much longer than the others."""
+    """Write questions and answers; one answer is much longer than the others."""
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": f"what is {i}?", "answer": f"{i} is {i}" + " and so on" * (i % 8 == 0)} for i in range(80)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -41,14 +41,14 @@ def of_format(tiny, documents, lines, made_tokenizers, tmp_path):
         return {"format": "tokens", "path": str(tmp_path / "tokens")}
 
     def config(kind: str, **sections) -> Config:
-        given = {
+        fields = {
             "text": lambda: text,
             "tokens": lambda: folder("decoder"),
             "prompts": lambda: text | {"format": "prompts", "path": str(lines)},
             "masked": lambda: folder("bert") | {"objective": "masked"},
         }[kind]()
         model = tiny["model"] | {"vocab_size": 300, "seq_len": 32, "kind": "bert" if kind == "masked" else "decoder"}
-        return changed(tiny | {"data": given, "model": model}, **sections)
+        return changed(tiny | {"data": fields, "model": model}, **sections)
 
     return config
 
@@ -60,7 +60,7 @@ def losses(config: Config) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prompts", "masked", pytest.param("tokens", marks=pytest.mark.exhaustive)])
-def test_a_format_trains_through_two_stages(kind, of_format):
+def test_each_format_trains_with_two_stages(kind, of_format):
     run = {"steps": 12, "eval_every": 11, "eval_batches": 1, "trace_batches": 0}
     rows = losses(of_format(kind, train=run, optimizer={"learning_rate": 0.03}))
     assert abs(rows[0]["val_loss"] - math.log(300) - math.log(2) * (kind == "masked")) < 0.7
@@ -69,7 +69,7 @@ def test_a_format_trains_through_two_stages(kind, of_format):
 
 @pytest.mark.slow
 def test_two_stages_learn_of_prompts_what_one_learns(of_format, tmp_path):
-    """Their microbatches have different numbers of labels that count."""
+    """The microbatches have different numbers of counted labels."""
     run = {"steps": 3, "eval_every": 2, "trace_batches": 0}
     two = losses(of_format("prompts", train=run, plan={"schedule": "gpipe"}))
     (tmp_path / "run").rename(tmp_path / "two")
@@ -80,16 +80,16 @@ def test_two_stages_learn_of_prompts_what_one_learns(of_format, tmp_path):
 
 
 def test_only_answers_are_learned(of_format):
-    found = data.load(of_format("prompts"))
+    dataset = data.load(of_format("prompts"))
     for i in range(3):
-        inputs, labels = found.train[i]
+        inputs, labels = dataset.train[i]
         counted = labels[:] >= 0
         assert 0.2 < counted.sum() / (inputs["segments"][:] > 0).sum() < 0.9
         assert not (counted & (inputs["segments"][:] == 0)).any()
 
 
 @pytest.mark.slow
-def test_a_run_on_prompts_resumes_where_it_was(of_format, tmp_path):
+def test_a_run_on_prompts_resumes_at_its_position(of_format, tmp_path):
     config = of_format("prompts", train={"steps": 6, "eval_every": 6, "trace_batches": 0}, checkpoint={"every": 3})
     whole = losses(config)
     (tmp_path / "run").rename(tmp_path / "whole")

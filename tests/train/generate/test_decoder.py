@@ -1,4 +1,4 @@
-"""A decoder that keeps keys and values gives what the whole model gives: that of transformers, and our own."""
+"""A decoder with a key-value cache equals the whole model, of transformers and of jpipe."""
 
 from pathlib import Path
 
@@ -24,32 +24,32 @@ LENGTHS = 8, 1, 12, 4  # of the prompts in a batch
 
 def of_folder(name: str, devices: int = 1) -> Decoder:
     """Return a decoder of the model of a golden folder, on `devices` devices."""
-    found = origin.find(str(GOLDEN / name), None, "newest", None, None, print)
-    places = place(bytes_of(found.config, len(LENGTHS), 16), jax.devices(), devices)
-    assert len(set(places.values())) == devices
-    return Decoder(found.config, origin.parameters(found, places, lambda: None), places)
+    source = origin.find(str(GOLDEN / name), None, "newest", None, None, print)
+    placement = place(bytes_of(source.config, len(LENGTHS), 16), jax.devices(), devices)
+    assert len(set(placement.values())) == devices
+    return Decoder(source.config, origin.parameters(source, placement, lambda: None), placement)
 
 
 def all_logits(model: Decoder, tokens: np.ndarray, lengths=LENGTHS) -> np.ndarray:
-    """Of each position from the end of its prompt on, where the tokens say what follows; NaN before."""
-    found = np.full((*tokens.shape, 1), np.nan, np.float32)
+    """Return the logits of each position from the end of its prompt on, given the next tokens, and NaN before."""
+    result = np.full((*tokens.shape, 1), np.nan, np.float32)
     logits = model.begin([row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)], tokens.shape[1])
     for step in range(tokens.shape[1] - min(lengths) + 1):
-        found = np.broadcast_to(found, (*tokens.shape, logits.shape[-1])).copy() if step == 0 else found
+        result = np.broadcast_to(result, (*tokens.shape, logits.shape[-1])).copy() if step == 0 else result
         following = np.zeros(len(tokens), np.int32)
         for row, length in enumerate(lengths):
             if length + step <= tokens.shape[1]:
-                found[row, length + step - 1] = np.asarray(logits[row], np.float32)
+                result[row, length + step - 1] = np.asarray(logits[row], np.float32)
             if length + step < tokens.shape[1]:
                 following[row] = tokens[row, length + step]
         logits = model.follow(jnp.asarray(following))
-    return found
+    return result
 
 
-def check(found: np.ndarray, expected: np.ndarray, tolerance: float = 2e-5) -> None:
-    there = ~np.isnan(found[..., 0])
-    assert there.sum() == sum(found.shape[1] - length + 1 for length in LENGTHS)
-    np.testing.assert_allclose(found[there], expected[there], rtol=tolerance, atol=tolerance)
+def check(actual: np.ndarray, expected: np.ndarray, tolerance: float = 2e-5) -> None:
+    is_computed = ~np.isnan(actual[..., 0])
+    assert is_computed.sum() == sum(actual.shape[1] - length + 1 for length in LENGTHS)
+    np.testing.assert_allclose(actual[is_computed], expected[is_computed], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("name", "devices"), [("gpt2", 3), ("llama", 1)])

@@ -1,4 +1,4 @@
-"""`jpipe generate` as a person meets it: text on standard output, all else on standard error, one clear message for each mistake."""
+"""`jpipe generate`: text on standard output, all else on standard error, one clear message for each mistake."""
 
 import io
 import json
@@ -43,25 +43,25 @@ def folder(tmp_path) -> Path:
     """Return a Hugging Face folder with a tokenizer of whole words."""
     place = tmp_path / "llama"
     shutil.copytree(GOLDEN / "llama", place)
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(place / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(place / "tokenizer.json"))
     return place
 
 
 def likeliest(folder: Path, rows: list[list[int]]) -> np.ndarray:
     """Return the likeliest token after each token, computed by the whole model."""
-    found = origin.find(str(folder), None, "newest", None, None, print)
-    stack = layers(found.config)
-    params = origin.parameters(found, dict.fromkeys(stack.ids, jax.devices()[0]), lambda: None)
-    tokens = np.zeros((len(rows), found.config.max_positions_used), np.int32)
-    for row, own in zip(tokens, rows, strict=True):
-        row[: len(own)] = own
+    source = origin.find(str(folder), None, "newest", None, None, print)
+    stack = layers(source.config)
+    params = origin.parameters(source, dict.fromkeys(stack.ids, jax.devices()[0]), lambda: None)
+    tokens = np.zeros((len(rows), source.config.max_positions_used), np.int32)
+    for row, prompt in zip(tokens, rows, strict=True):
+        row[: len(prompt)] = prompt
     return np.argmax(applied(stack, stack.ties.split(params), tokens), axis=-1)
 
 
 @pytest.mark.slow
-def test_a_folder_of_transformers_several_prompts_as_json(run, folder):
+def test_a_hugging_face_folder_answers_several_prompts_as_json(run, folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [LAST, 99999]}))
     code, out, err = run(str(folder), "--prompt", "w3 w10 w60", "--prompt", "", "--tokens", "14", "--json")
     assert code == 0, err
@@ -80,18 +80,20 @@ def test_a_folder_of_transformers_several_prompts_as_json(run, folder):
 
 
 def test_tokens_that_the_tokenizer_does_not_have_are_never_chosen(run, folder):
-    """Nor those in holes between its ids, which the model likes best."""
+    """Neither are unused ids between those of the tokenizer, which the model prefers."""
     arrays = load_file(folder / "model.safetensors")
     arrays["lm_head.weight"][1::2] *= 100
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS) if i % 2 == 0}, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS) if i % 2 == 0}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
     for options in ((), ("--top-p", "0.9"), ("--top-k", "40")):
         _, out, _ = run(str(folder), "--prompt", "w4", "--tokens", "12", "--json", *options)
-        said = json.loads(out)
-        assert said["tokens"] == 12
-        assert len(said["text"].split()) == 12
+        answer = json.loads(out)
+        assert answer["tokens"] == 12
+        assert len(answer["text"].split()) == 12
 
 
 def test_a_run_of_bytes_from_standard_input_and_a_pipe(run, monkeypatch):
@@ -121,7 +123,7 @@ def test_several_texts_come_one_after_the_other_under_their_prompts(run):
     assert re.findall(r"^jpipe: (prompt .*)$", err, re.MULTILINE) == ["prompt 1: 'a'", "prompt 2: 'fox'"]
 
 
-def test_ctrl_c_ends_the_text_and_not_in_a_traceback(run, folder, monkeypatch, interruptible):
+def test_ctrl_c_ends_the_text_without_a_traceback(run, folder, monkeypatch, interruptible):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
     written = []
@@ -139,7 +141,7 @@ def test_ctrl_c_ends_the_text_and_not_in_a_traceback(run, folder, monkeypatch, i
     assert written[-1].endswith("\n")
 
 
-def test_what_a_model_says_does_not_control_a_terminal(monkeypatch):
+def test_generated_text_does_not_control_a_terminal(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", screen)
@@ -190,7 +192,7 @@ def test_a_terminal_without_a_prompt_and_input_without_end_are_refused(run, monk
     assert re.search("expected a text to continue, found none; give --prompt TEXT, or pipe one in", run(HERE)[2])
 
 
-def test_runs_of_other_models_and_data_are_told_from_those_that_generate(run, tmp_path):
+def test_runs_that_cannot_generate_are_recognized(run, tmp_path):
     shutil.copytree(RUN, tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     text = config.read_text()
@@ -198,12 +200,12 @@ def test_runs_of_other_models_and_data_are_told_from_those_that_generate(run, tm
     assert re.search(r"trained on data of your own \(data\.target\); give --tokenizer FILE", run(str(tmp_path / "run"), *FOX)[2])
     config.write_text(text.replace("width: 8", "width: 16"))
     assert re.search(r"expected 'embed/\S+' of shape \[\d+, 16\], as its config says, found it of", run(str(tmp_path / "run"), *FOX)[2])
-    own = re.sub(r"model:\n.*?\nloss:", "model: {target: 'mine:model', seq_len: 8}\nloss:", text, flags=re.DOTALL)
-    config.write_text(own)
+    config_text = re.sub(r"model:\n.*?\nloss:", "model: {target: 'mine:model', seq_len: 8}\nloss:", text, flags=re.DOTALL)
+    config.write_text(config_text)
     assert re.search(r"expected a model of jpipe's own, found 'mine:model' \(model\.target\)", run(str(tmp_path / "run"), *FOX)[2])
 
 
-def test_a_model_that_has_diverged_is_told(run, folder):
+def test_a_diverged_model_is_reported(run, folder):
     arrays = load_file(folder / "model.safetensors")
     arrays["model.norm.weight"][0] = np.nan
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})

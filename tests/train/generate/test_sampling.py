@@ -1,4 +1,4 @@
-"""Choosing the next token, against NumPy, and by counting what is drawn."""
+"""The choice of the next token equals NumPy's, and samples have the right frequencies."""
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ def test_greedy_takes_the_first_of_the_largest():
 
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 3.0])
 def test_temperature_divides_the_logits(temperature):
-    found = probabilities(np.asarray(with_temperature(jnp.asarray(LOGITS), temperature)))
-    np.testing.assert_allclose(found, probabilities(LOGITS / temperature), rtol=1e-5)
+    actual = probabilities(np.asarray(with_temperature(jnp.asarray(LOGITS), temperature)))
+    np.testing.assert_allclose(actual, probabilities(LOGITS / temperature), rtol=1e-5)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1e-45), Sampling(1e-320), Sampling(1.0, top_p=1e-50), Sampling(1e-45, 3, 1e-320)])
@@ -42,8 +42,8 @@ def test_the_smallest_temperature_and_top_p_leave_the_likeliest(sampling):
 def test_top_k_leaves_the_k_largest_the_first_of_equal_ones(k):
     expected = np.full_like(LOGITS, -np.inf)
     for row, logits in enumerate(LOGITS):
-        kept = sorted(range(len(logits)), key=lambda symbol: -logits[symbol])[:k]
-        expected[row, kept] = logits[kept]
+        largest = sorted(range(len(logits)), key=lambda symbol: -logits[symbol])[:k]
+        expected[row, largest] = logits[largest]
     np.testing.assert_array_equal(np.asarray(with_top_k(jnp.asarray(LOGITS), k)), expected)
 
 
@@ -60,10 +60,10 @@ def test_top_p_leaves_the_fewest_that_have_the_probability(p):
     np.testing.assert_array_equal(np.asarray(with_top_p(jnp.asarray(LOGITS), p)), expected)
 
 
-def test_what_is_drawn_has_the_probabilities_that_the_options_leave():
+def test_samples_follow_the_truncated_probabilities():
     logits = np.log(np.asarray([0.4, 0.1, 0.3, 0.2], np.float32))
-    found = drawn(Sampling(1.0, top_k=3, top_p=0.7), np.tile(logits, (8000, 1)))  # of 0.4, 0.3, 0.2 the first two have 7/9
-    np.testing.assert_allclose(np.bincount(found, minlength=4) / 8000, [4 / 7, 0, 3 / 7, 0], atol=0.03)
+    samples = drawn(Sampling(1.0, top_k=3, top_p=0.7), np.tile(logits, (8000, 1)))  # of 0.4, 0.3, 0.2 the first two have 7/9
+    np.testing.assert_allclose(np.bincount(samples, minlength=4) / 8000, [4 / 7, 0, 3 / 7, 0], atol=0.03)
 
 
 def test_draws_depend_on_seed_row_and_count_and_not_on_other_rows():
@@ -75,7 +75,7 @@ def test_draws_depend_on_seed_row_and_count_and_not_on_other_rows():
         assert (drawn(sampling, logits, **other) != together).sum() >= 5
 
 
-def test_what_is_no_number_is_told_from_a_token():
+def test_nan_logits_give_no_token():
     logits = LOGITS.copy()
     logits[3, 0] = np.nan
     for sampling in (Sampling(), Sampling(1.0, 4, 0.5)):

@@ -1,4 +1,4 @@
-"""Text from tokens that are still coming."""
+"""Text from a stream of tokens."""
 
 import pytest
 import tokenizers
@@ -11,49 +11,49 @@ from jpipe_train.generate.words import Stream
 TEXT = "naïve  – 🙂🙃 日本\n end"
 
 
-def of_bytes(tmp_path) -> words.Words:
+def byte_tokenizer(tmp_path) -> words.Words:
     return words.of_bytes()
 
 
 def byte_level(tmp_path) -> words.Words:
-    """As of GPT-2: tokens of one byte, and of two that are in different characters."""
+    """Build a tokenizer like GPT-2's, with tokens of one byte and of two bytes from different characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     first, second = (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("🙂🙃")[0][0][i] for i in (3, 4))
-    made = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, first + second])}, [(first, second)]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
-    return loaded(made, tmp_path)
+    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, first + second])}, [(first, second)]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    return loaded(tokenizer, tmp_path)
 
 
 def with_fallback(tmp_path) -> words.Words:
-    """As of Llama 2: spaces are ▁, which is left out at the beginning; characters that are unknown are bytes."""
+    """Build a tokenizer like Llama 2's: spaces are ▁, dropped at the start, and unknown characters are bytes."""
     known = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "n", "a", "v", "e", "d", "–"]
-    made = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(known)}, [], byte_fallback=True, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return loaded(made, tmp_path)
+    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(known)}, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return loaded(tokenizer, tmp_path)
 
 
-def loaded(made: tokenizers.Tokenizer, tmp_path) -> words.Words:
-    made.save(str(tmp_path / "tokenizer.json"))
+def loaded(library_tokenizer: tokenizers.Tokenizer, tmp_path) -> words.Words:
+    library_tokenizer.save(str(tmp_path / "tokenizer.json"))
     return words.of_tokenizer(tokenizer.load(tmp_path / "tokenizer.json", "--tokenizer"))
 
 
-@pytest.mark.parametrize("kind", [of_bytes, byte_level, with_fallback])
+@pytest.mark.parametrize("kind", [byte_tokenizer, byte_level, with_fallback])
 @pytest.mark.parametrize("start", [0, 3, 8])
 def test_text_comes_piece_by_piece_and_characters_whole(kind, start, tmp_path):
-    own = kind(tmp_path)
-    tokens = own.encode(TEXT)
-    assert own.decode(tokens) == TEXT
+    tokenizer = kind(tmp_path)
+    tokens = tokenizer.encode(TEXT)
+    assert tokenizer.decode(tokens) == TEXT
     assert len(tokens) > 20
-    before = next(n for n in range(len(tokens)) if own.decode(tokens[:n]) == TEXT[:start])
-    stream = Stream(own.decode, tokens[:before])
+    before = next(n for n in range(len(tokens)) if tokenizer.decode(tokens[:n]) == TEXT[:start])
+    stream = Stream(tokenizer.decode, tokens[:before])
     pieces = [stream.add(token) for token in tokens[before:]]
     assert "".join(pieces) == TEXT[start:]
     assert stream.remainder() == ""
     assert max(map(len, pieces)) <= 2  # nothing waits that need not
 
 
-def test_what_is_no_text_comes_as_replacement_characters_at_the_latest_in_the_end():
+def test_bytes_that_are_not_text_become_replacement_characters_by_the_end():
     tokens = [*b"a\xff\xff\xff\xff\xffb\xf0\x9f\x99"]
     stream = Stream(words.of_bytes().decode, [])
     pieces = [stream.add(token) for token in tokens]
@@ -62,6 +62,6 @@ def test_what_is_no_text_comes_as_replacement_characters_at_the_latest_in_the_en
 
 
 def test_the_last_token_of_a_long_prompt_matters_and_the_first_does_not(tmp_path):
-    own = with_fallback(tmp_path)
-    stream = Stream(own.decode, own.encode(TEXT * 9))
-    assert stream.add(own.encode("d")[0]) == " "
+    tokenizer = with_fallback(tmp_path)
+    stream = Stream(tokenizer.decode, tokenizer.encode(TEXT * 9))
+    assert stream.add(tokenizer.encode("d")[0]) == " "

@@ -1,4 +1,4 @@
-"""Processes that find each other, or say why not: first the meeting, over sockets in threads, then JAX in processes of its own."""
+"""Processes find each other or report why not: first by sockets in threads, then with JAX in separate processes."""
 
 import contextlib
 import inspect
@@ -38,7 +38,7 @@ SLURM = {
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    """Whatever these tests run in."""
+    """Remove the variables of the cluster that these tests may run in."""
     of_launchers = {name for names in distributed._LAUNCHERS.values() for name in names}
     prefixes = "SLURM_", "OMPI_", "KUBERNETES_", "JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL"
     for name in os.environ:
@@ -48,7 +48,7 @@ def no_cluster(monkeypatch):
 
 @pytest.fixture
 def address() -> Address:
-    """Of this machine, where nobody listens."""
+    """Return an address of this machine where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return Address("127.0.0.1", listener.getsockname()[1])
 
@@ -84,12 +84,12 @@ def test_flags_that_do_not_fit_are_refused(flags, message):
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_limit_that_is_none_is_refused(limit):
+def test_an_invalid_limit_is_refused(limit):
     with pytest.raises(InputError, match=f"--connect-limit: expected seconds, more than 0, found {limit:g}"):
         distributed.start("host:1", 2, 0, limit)
 
 
-def test_a_wait_limit_that_is_none_is_refused_before_anybody_is_waited_for(tiny, tmp_path, capsys):
+def test_an_invalid_wait_limit_is_refused_before_any_wait(tiny, tmp_path, capsys):
     config = tmp_path / "tiny.yaml"
     config.write_text(yaml.safe_dump(tiny))
     assert main(["train", str(config), "--wait-limit", "0", "--coordinator", "host:1", "--num-processes", "2", "--process-id", "1"]) == 2
@@ -105,12 +105,12 @@ def test_an_address_is_read_and_written(text, address):
     assert str(Address.parse(text, "here")) == text
 
 
-def test_flags_say_who_a_process_is():
+def test_flags_set_the_process_id():
     assert membership("host:1", 3, 2) == Membership(Address("host", 1), 3, 2, None)
 
 
 @pytest.mark.oldest
-def test_a_process_alone_waits_for_nobody(monkeypatch):
+def test_a_single_process_waits_for_nobody(monkeypatch):
     distributed.start(None, None, None)
     assert membership(None, None, None) is None
     set_all(monkeypatch, SLURM)
@@ -126,7 +126,7 @@ def test_a_process_alone_waits_for_nobody(monkeypatch):
 
 
 @pytest.mark.oldest
-def test_the_environment_says_who_a_process_is(monkeypatch):
+def test_the_environment_sets_the_process_id(monkeypatch):
     set_all(monkeypatch, SLURM)
     assert membership(None, None, None) == Membership(Address("node07", 61441), 4, 3, [1])
     assert membership("host:1", 3, 2) == Membership(Address("host", 1), 3, 2, None), "flags say it all"
@@ -166,17 +166,17 @@ def test_an_environment_that_does_not_fit_is_refused(variables, message, monkeyp
 SECRET = b"of these processes"
 
 
-def meet(address, *others, num_processes: int = 3, limit: float = LIMIT, host_limit: float | None = None) -> list:
+def meet(address, *members, num_processes: int = 3, limit: float = LIMIT, host_limit: float | None = None) -> list:
     """Connect process 0 and `others`, each (process_id, num_processes), and return the links or the error message of each."""
     with ThreadPoolExecutor() as pool:
         outcomes = [
             pool.submit(lambda: host(address, num_processes, host_limit or limit, SECRET).links),
-            *(pool.submit(join, address, *o, limit, SECRET) for o in others),
+            *(pool.submit(join, address, *o, limit, SECRET) for o in members),
         ]
     return [str(error) if (error := outcome.exception()) else outcome.result() for outcome in outcomes]
 
 
-def test_all_go_on_when_all_are_there_and_feel_each_others_end(address):
+def test_all_continue_when_all_have_joined_and_notice_when_one_ends(address):
     links, *theirs = meet(address, (2, 3), (1, 3))
     assert len(links) == 2
     theirs[0].close()
@@ -193,41 +193,41 @@ def test_all_go_on_when_all_are_there_and_feel_each_others_end(address):
     theirs[1].close()
 
 
-def test_a_port_is_free_again_after_the_meeting(address):
+def test_a_port_is_free_after_the_rendezvous(address):
     for _ in range(2):
         for link in meet(address, (1, 2), num_processes=2):
             rendezvous.wait_until_closed(link if isinstance(link, list) else [link], 0.01)
 
 
-def test_those_who_do_not_come_are_named_by_all_the_others(address):
-    told = meet(address, (2, 4), num_processes=4, host_limit=0.5)
-    assert set(told) == {
+def test_processes_that_do_not_join_are_named_by_all_others(address):
+    results = meet(address, (2, 4), num_processes=4, host_limit=0.5)
+    assert set(results) == {
         f"processes 1, 3 of 4 did not connect to {address} within 0.5 s; check that they were started, with the same coordinator, "
         "and can reach it; --connect-limit waits longer"
     }
 
 
-def test_a_process_0_that_waits_longer_is_no_other_program(address, monkeypatch):
+def test_a_process_0_with_a_longer_limit_is_not_mistaken_for_another_program(address, monkeypatch):
     monkeypatch.setattr(rendezvous, "_ANSWER_LIMIT", 0.1)
-    told = meet(address, (1, 3), limit=1.0, host_limit=2.0)
-    assert told[0].startswith(f"processes 1, 2 of 3 did not connect to {address} within 2 s; ")
-    assert told[1] == (
+    results = meet(address, (1, 3), limit=1.0, host_limit=2.0)
+    assert results[0].startswith(f"processes 1, 2 of 3 did not connect to {address} within 2 s; ")
+    assert results[1] == (
         f"process 1 had no answer from {address} within 1.1 s; if process 0 runs there, it still waits for others: give all the same "
         "--connect-limit; if another program uses that port, choose another one"
     )
 
 
 def test_two_processes_with_one_number_are_refused(address):
-    told = meet(address, (1, 3), (1, 3))
-    assert set(told) == {"--process-id: two processes were started with 1; give each its own, from 0 to 2"}
+    results = meet(address, (1, 3), (1, 3))
+    assert set(results) == {"--process-id: two processes were started with 1; give each its own, from 0 to 2"}
 
 
 def test_counts_that_differ_are_refused(address):
-    told = meet(address, (1, 4))
-    assert set(told) == {"--num-processes: process 1 was started with 4, process 0 with 3; give all the same"}
+    results = meet(address, (1, 4))
+    assert set(results) == {"--num-processes: process 1 was started with 4, process 0 with 3; give all the same"}
 
 
-def test_a_coordinator_that_nobody_is_cannot_be_reached(address):
+def test_a_missing_coordinator_cannot_be_reached(address):
     with pytest.raises(InputError) as caught:
         distributed.start(str(address), 2, 1, 0.3)
     assert str(caught.value) == (
@@ -236,12 +236,12 @@ def test_a_coordinator_that_nobody_is_cannot_be_reached(address):
     )
 
 
-def test_a_host_that_is_none_is_told():
+def test_an_invalid_host_is_reported():
     with pytest.raises(InputError, match=re.escape("at no-such-host.invalid:1 within 0.1 s (")):
         distributed.start("no-such-host.invalid:1", 2, 1, 0.1)
 
 
-def test_another_program_at_the_port_is_told_to_both():
+def test_another_program_at_the_port_is_reported_by_both_sides():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = Address("127.0.0.1", listener.getsockname()[1])
 
@@ -260,7 +260,7 @@ def test_another_program_at_the_port_is_told_to_both():
             distributed.start(str(address), 2, 0, LIMIT)
 
 
-def test_the_command_says_it_in_one_line_and_exits_with_1(address, tiny, tmp_path, capsys):
+def test_the_command_reports_an_internal_error_in_one_line_and_exits_with_1(address, tiny, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tiny))
     flags = ["--coordinator", str(address), "--num-processes", "2", "--connect-limit", "0.2", "--process-id"]
@@ -273,7 +273,7 @@ def test_the_command_says_it_in_one_line_and_exits_with_1(address, tiny, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_the_limit_holds_for_joining_too_and_no_device_is_asked_before(tiny, tmp_path, capsys, monkeypatch):
+def test_the_limit_includes_joining_and_no_device_is_queried_before(tiny, tmp_path, capsys, monkeypatch):
     def join(*, limit, **_):
         raise PeerLost(f"nobody came within {limit:g} s")
 
@@ -281,8 +281,8 @@ def test_the_limit_holds_for_joining_too_and_no_device_is_asked_before(tiny, tmp
     monkeypatch.setattr(Processes, "join", join)
     monkeypatch.setattr(distributed, "start", lambda *_: 2)
     monkeypatch.setattr(distributed, "leave_at_once", lambda code: None)
-    for asked in ("devices", "local_devices", "process_count", "process_index"):
-        monkeypatch.setattr(jax, asked, None)
+    for name in ("devices", "local_devices", "process_count", "process_index"):
+        monkeypatch.setattr(jax, name, None)
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tiny))
     assert main(["train", str(config), "--connect-limit", "7"]) == 1
@@ -314,7 +314,7 @@ print("left", flush=True)
 
 @pytest.mark.oldest
 def test_jax_runs_across_processes_and_survives_one(address):
-    """SIGTERM ends one at once, as without JAX; the others live on, and leave, whoever is first, without a word of JAX's."""
+    """SIGTERM ends one process at once, as without JAX; the others continue and exit in any order without a message of JAX."""
     command = [sys.executable, "-c", PROGRAM, str(address)]
     with contextlib.ExitStack() as stack:
         processes = []
@@ -328,9 +328,9 @@ def test_jax_runs_across_processes_and_survives_one(address):
             assert all(line.startswith("[Gloo]") for line in lines), process.stderr.read()
         processes[1].send_signal(signal.SIGTERM)
         assert processes[1].wait(LIMIT) == -signal.SIGTERM
-        told = [process.communicate("", timeout=LIMIT) for process in processes]
+        outputs = [process.communicate("", timeout=LIMIT) for process in processes]
     assert [process.returncode for process in processes] == [0, -signal.SIGTERM, 0]
-    assert told == [("left\n", ""), ("", ""), ("later than process 0\nleft\n", "")]
+    assert outputs == [("left\n", ""), ("", ""), ("later than process 0\nleft\n", "")]
 
 
 @pytest.mark.parametrize("waits", [distributed.start, distributed.membership, loop.main, train.train, join_processes])

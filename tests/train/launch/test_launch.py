@@ -1,4 +1,4 @@
-"""`jpipe launch`, run as a process of its own, mostly with small programs in place of `jpipe train`."""
+"""`jpipe launch` in a process of its own, mostly with small programs in place of `jpipe train`."""
 
 import contextlib
 import json
@@ -58,20 +58,20 @@ def launched(
 
 
 def pids(process: subprocess.Popen, number: int) -> list[int]:
-    """Of all the processes, once all are ready."""
+    """Return the ids of all processes once all are ready."""
     lines = [process.stdout.readline() for _ in range(number)]
     return [int(re.fullmatch(r"(?:\[\d+\] )?ready (\d+)\n", line)[1]) for line in lines]
 
 
-def wait_until_gone(numbers: list[int]) -> None:
+def wait_for_exit(numbers: list[int]) -> None:
     """Wait until the processes are gone, which includes one whose parent has not asked for its exit code."""
     left, deadline = numbers, time.monotonic() + LIMIT
-    while left := [number for number in left if lives(number)]:
+    while left := [number for number in left if is_alive(number)]:
         assert time.monotonic() < deadline, f"{left} live on"
         time.sleep(0.01)
 
 
-def lives(number: int) -> bool:
+def is_alive(number: int) -> bool:
     try:
         os.kill(number, 0)
         stat = Path(f"/proc/{number}/stat")
@@ -107,13 +107,13 @@ os.write(1, b"no end")
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "told"),
+    ("end", "code", "message"),
     [
         ("sys.exit(3)", 3, "process 1 ended with exit code 3; ending the other processes"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 was ended by SIGKILL; ending the other processes"),
     ],
 )
-def test_the_first_failure_ends_all_and_is_named(end, code, told, tmp_path):
+def test_the_first_failure_ends_all_and_is_named(end, code, message, tmp_path):
     script = f"""
 if me == 2: signal.signal(signal.SIGTERM, signal.SIG_IGN)
 ready()
@@ -126,11 +126,11 @@ time.sleep({LIMIT})
         numbers = pids(process, 3)
         (tmp_path / "now").touch()
         _, err = process.communicate(timeout=LIMIT)
-        wait_until_gone(numbers)
-    assert (process.returncode, err) == (code, f"jpipe: {told}\n")
+        wait_for_exit(numbers)
+    assert (process.returncode, err) == (code, f"jpipe: {message}\n")
 
 
-def test_somebody_who_has_left_the_tree_keeps_nobody_waiting():
+def test_the_launcher_does_not_wait_for_a_detached_process():
     script = 'subprocess.Popen(["yes"], start_new_session=True)'  # ends when nobody reads what it prints
     with launched(1, script, grace=0.2) as process:
         out, err = process.communicate(timeout=LIMIT / 2)
@@ -157,7 +157,7 @@ time.sleep({LIMIT})
         numbers = pids(process, 4)
         process.send_signal(number)
         _, err = process.communicate(timeout=LIMIT / 2)
-        wait_until_gone(numbers)
+        wait_for_exit(numbers)
     assert (process.returncode, err) == (128 + number, "")
 
 
@@ -167,10 +167,10 @@ def test_a_second_signal_waits_for_nobody():
         numbers = pids(process, 2)
         process.send_signal(signal.SIGINT)
         assert {process.stdout.readline(), process.stdout.readline()} == {"heard\n", "[1] heard\n"}
-        assert all(map(lives, numbers))
+        assert all(map(is_alive, numbers))
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=LIMIT / 2)
-        wait_until_gone(numbers)
+        wait_for_exit(numbers)
     assert process.returncode == 130
 
 
@@ -208,8 +208,8 @@ sys.exit(7 + count)
     assert len(set(keys)) == 1, "the processes of a job have one secret"
 
 
-@pytest.mark.parametrize(("last", "told"), [(0, ""), (2, "jpipe: process 0 ended with exit code 2\n")])
-def test_what_has_succeeded_or_would_fail_again_is_not_started_again(last, told, tmp_path):
+@pytest.mark.parametrize(("last", "message"), [(0, ""), (2, "jpipe: process 0 ended with exit code 2\n")])
+def test_processes_that_succeeded_or_would_fail_again_are_not_restarted(last, message, tmp_path):
     script = f"""
 {ATTEMPT}
 open(sys.argv[1] + f"/{{count}}", "x").close()
@@ -217,17 +217,17 @@ sys.exit({last} if count else 1)
 """
     with launched(1, script, str(tmp_path), restarts=5) as process:
         _, err = process.communicate(timeout=LIMIT)
-    assert err == f"jpipe: process 0 ended with exit code 1; starting all again in 0 s (1 of 5)\n{told}"
+    assert err == f"jpipe: process 0 ended with exit code 1; starting all again in 0 s (1 of 5)\n{message}"
     assert (process.returncode, len(list(tmp_path.iterdir()))) == (last, 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_a_signal_ends_is_not_started_again(number):
+def test_processes_ended_by_a_signal_are_not_restarted(number):
     with launched(2, f"signal.signal(signal.SIGINT, signal.SIG_DFL); ready(); time.sleep({LIMIT})", restarts=5) as process:
         numbers = pids(process, 2)
         process.send_signal(number)
         out, err = process.communicate(timeout=LIMIT / 2)
-        wait_until_gone(numbers)
+        wait_for_exit(numbers)
     assert (process.returncode, out, err) == (128 + number, "", f"jpipe: {number.name} received; not starting again\n")
 
 
@@ -240,13 +240,13 @@ def test_a_signal_ends_the_wait_before_the_next_attempt():
 
 
 def test_each_wait_is_twice_as_long_and_a_minute_at_most(monkeypatch):
-    waits, told = [], []
+    waits, messages = [], []
     monkeypatch.setattr(launch, "_wait", lambda seconds, signals: waits.append(seconds))
     monkeypatch.setattr(ProcessGroup, "start", lambda *arguments: None)
-    monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again: told.append(again) or 1)
+    monkeypatch.setattr(ProcessGroup, "watch", lambda tree, signals, again: messages.append(again) or 1)
     assert launch.main(1, [], max_restarts=4) == 1
     assert waits == [1, 2, 4, 8]
-    assert told[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", ""]
+    assert messages[2:] == ["starting all again in 4 s (3 of 4)", "starting all again in 8 s (4 of 4)", ""]
     waits.clear()
     assert launch.main(1, [], max_restarts=4, pause=20.0) == 1
     assert waits == [20, 40, 60, 60]
@@ -259,7 +259,7 @@ def test_no_process_outlives_a_launcher_that_is_killed():
         numbers = pids(process, 2)
         process.kill()
         process.wait(LIMIT)
-        wait_until_gone(numbers)
+        wait_for_exit(numbers)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no way to give a process a core")
@@ -268,9 +268,9 @@ def test_pinned_processes_have_one_core_by_turns():
     script = "print(me, os.sched_getaffinity(0), os.environ['XLA_FLAGS'], os.environ['JAX_LOCAL_DEVICE_IDS'])"
     with launched(3, script, "--pin") as process:
         out, _ = process.communicate(timeout=LIMIT)
-    shown = sorted(line.removeprefix("[1] ").removeprefix("[2] ") for line in out.splitlines())
+    lines = sorted(line.removeprefix("[1] ").removeprefix("[2] ") for line in out.splitlines())
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
-    assert shown == [f"{i} {{{cores[i % len(cores)]}}} {flags} {i}" for i in range(3)]
+    assert lines == [f"{i} {{{cores[i % len(cores)]}}} {flags} {i}" for i in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_pinned_processes_have_one_core_by_turns():
         ("-n 2 -- train x --process_id=1", "launch: --process-id after -- is given to each process by launch; leave it out there"),
     ],
 )
-def test_what_cannot_be_launched_is_refused_in_one_line(arguments, message, capsys):
+def test_an_impossible_launch_is_refused_in_one_line(arguments, message, capsys):
     assert main(["launch", *arguments.split()]) == 2
     assert capsys.readouterr().err == f"jpipe: {message}\n"
 
@@ -303,7 +303,7 @@ def test_a_bad_config_is_refused_by_the_processes(tmp_path):
     assert len(lines) >= 2
 
 
-def test_the_next_attempt_of_a_job_finds_its_folder_and_begins_it_anew(tiny, tmp_path, monkeypatch):
+def test_the_next_attempt_of_a_job_reuses_its_folder(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan, numbered = Plan.even("ab", num_stages=2, schedule="gpipe", microbatches=2), changed(tiny, run={"dir": None})
     assert of_same_job(numbered) == numbered, "a run by itself takes the next number"
@@ -313,18 +313,18 @@ def test_the_next_attempt_of_a_job_finds_its_folder_and_begins_it_anew(tiny, tmp
         with RunFolder(numbered, plan) as folder:
             folder.log({"step": 0})
     monkeypatch.setenv(launch.JOB, "one")
-    again = of_same_job(numbered)
-    assert again == changed(tiny, run={"dir": "runs/0001"})
-    with RunFolder(again, plan) as folder:
+    next_attempt = of_same_job(numbered)
+    assert next_attempt == changed(tiny, run={"dir": "runs/0001"})
+    with RunFolder(next_attempt, plan) as folder:
         assert folder.rows() == []
         folder.log({"step": 1})
-    assert of_same_job(again) == again
+    assert of_same_job(next_attempt) == next_attempt
     with pytest.raises(InputError, match="found another run in 'runs/0002'"):
         RunFolder(changed(tiny, run={"dir": "runs/0002"}), plan)
     monkeypatch.delenv(launch.JOB)
     Path("runs/0001/.job").write_text("")
     with pytest.raises(InputError, match="found another run in 'runs/0001'"):
-        RunFolder(again, plan)
+        RunFolder(next_attempt, plan)
     assert [json.loads(path.read_text()) for path in sorted(Path("runs").glob("*/metrics.jsonl"))] == [{"step": 1}, {"step": 0}]
 
 
@@ -362,7 +362,7 @@ def squares(outputs, labels):
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_path, monkeypatch):
+def test_a_run_that_loses_a_process_ends_with_the_results_of_an_undisturbed_run(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text(PARTS)
     config = {
         **{section: {"target": f"parts:{name}"} for section, name in (("model", "model"), ("data", "batches"), ("loss", "squares"))},
@@ -386,9 +386,9 @@ def test_a_run_that_loses_a_process_ends_as_one_that_did_not_by_one_process(tmp_
         alone = loop.main(Config.model_validate(config | {"run": {"dir": "alone"}})).folder
     finally:
         sys.modules.pop("parts", None)
-    found = end_of(tmp_path / "runs" / "0001")
-    assert [row["step"] for row in found.rows] == [0, 1, 2, 3, 4, 5]
-    assert difference(found, end_of(alone)) is None
+    resumed = end_of(tmp_path / "runs" / "0001")
+    assert [row["step"] for row in resumed.rows] == [0, 1, 2, 3, 4, 5]
+    assert difference(resumed, end_of(alone)) is None
     # Only process 0 has a layer that is another one now: that is bad input, not a run that failed and is started again.
     shutil.rmtree(tmp_path / "runs" / "0001" / "checkpoints" / "6")
     (tmp_path / "parts.py").write_text(PARTS.replace("Linear(2, 2,", "Linear(2, 2, use_bias=False,"))

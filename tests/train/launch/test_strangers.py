@@ -1,4 +1,4 @@
-"""What a stranger may try who reaches the ports at which the processes of a run meet and talk, and that it harms nobody."""
+"""Attacks on the ports of a run's processes are harmless."""
 
 import contextlib
 import json
@@ -44,12 +44,12 @@ GARBAGE = (
 )
 
 
-class Left:
-    """How processes find each other that are threads of this one."""
+class SharedStore:
+    """A store by which processes that are threads of this one find each other."""
 
     value: str | None = None
 
-    def __init__(self, index: int, first: "Left | None" = None) -> None:
+    def __init__(self, index: int, first: "SharedStore | None" = None) -> None:
         self.index, self.count, self.host, self.first = index, COUNT, "127.0.0.1", first
 
     def put(self, value: str) -> None:
@@ -59,7 +59,7 @@ class Left:
         return self.first.value
 
 
-class Meets:
+class BeforeJax:
     """Process 0 waits for the others where they meet before JAX."""
 
     purpose = "meeting"
@@ -87,19 +87,19 @@ class Meets:
         return meeting.dropped
 
 
-class Talks:
+class OwnChannel:
     """Process 0 waits for the others on jpipe's own channel."""
 
     purpose = "channel"
 
     def __init__(self, secret: bytes | None) -> None:
-        self.secret, self.left = secret, Left(0)
+        self.secret, self.left = secret, SharedStore(0)
         self.channels, self.ends = [], [threading.Event() for _ in range(COUNT)]
         self.join(0, self.left)
         host, port, token = json.loads(self.left.value)
         self.place, self.key = (host, port), handshake.key(secret, token)
 
-    def join(self, index: int, store: Left) -> None:
+    def join(self, index: int, store: SharedStore) -> None:
         def take(message):
             if "met" in message:
                 self.ends[index].set()
@@ -111,7 +111,7 @@ class Talks:
 
     def all_join(self) -> None:
         for number in (1, 2):
-            self.join(number, Left(number, self.left))
+            self.join(number, SharedStore(number, self.left))
         for channel in self.channels:
             channel.post({"meet": "the end", "facts": {}})
         for end, channel in zip(self.ends, self.channels, strict=True):
@@ -119,21 +119,21 @@ class Talks:
             channel.join()
 
 
-def say(place, *texts: bytes) -> bytes:
-    """All that is answered to a stranger that says this, until it is dropped."""
+def send_and_read(place, *texts: bytes) -> bytes:
+    """Send these bytes from a foreign connection, and return the answer until the connection is dropped."""
     with socket.create_connection(place, LIMIT) as stranger:
-        heard = b""
+        reply = b""
         with contextlib.suppress(ConnectionError):  # dropped while it still talks
             for text in texts:
                 stranger.sendall(text)
             while data := stranger.recv(1000):
-                heard += data
-        return heard
+                reply += data
+        return reply
 
 
 def garbage(run):
     for text in GARBAGE:
-        assert say(run.place, text) == b"", "nothing is said to a stranger"
+        assert send_and_read(run.place, text) == b"", "nothing is said to a stranger"
     return {"without a hello of jpipe's": len(GARBAGE)}
 
 
@@ -152,27 +152,27 @@ def another_purpose(run):
 
 def replay(run):
     """Replay on a new connection the messages with which another process proved that it knows the secret."""
-    said, nonce = [], b"0" * 32
+    messages, nonce = [], b"0" * 32
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor() as pool:
         calling = pool.submit(handshake.call, theirs, run.key, run.purpose, 1, COUNT, LIMIT)
-        said.append(ours.recv(1000))
+        messages.append(ours.recv(1000))
         ours.sendall(nonce + b"\n")
-        said.append(ours.recv(1000))
+        messages.append(ours.recv(1000))
         ours.close()
         assert calling.result(LIMIT) is None
-    heard = say_in_turn(run.place, said)
-    assert heard.endswith(b"\nunknown\n")
+    reply = send_in_turn(run.place, messages)
+    assert reply.endswith(b"\nunknown\n")
     return {"with another secret": 1}
 
 
-def say_in_turn(place, texts) -> bytes:
-    heard = b""
+def send_in_turn(place, texts) -> bytes:
+    reply = b""
     with socket.create_connection(place, LIMIT) as stranger:
         for text in texts:
             stranger.sendall(text)
-            heard += stranger.recv(1000)
-        return heard + stranger.recv(1000)
+            reply += stranger.recv(1000)
+        return reply + stranger.recv(1000)
 
 
 def slow(run):
@@ -187,7 +187,7 @@ def slow(run):
 
 
 def many(run):
-    """More than may wait at a time: those that came first go."""
+    """Open more connections than may wait at a time; the oldest ones are dropped."""
     with contextlib.ExitStack() as stack:
         links = [stack.enter_context(socket.create_connection(run.place, LIMIT)) for _ in range(12)]
         assert [link.recv(1) for link in links[:4]] == [b""] * 4
@@ -195,7 +195,7 @@ def many(run):
 
 
 def leaves(run):
-    """In the middle of a hello, and by a reset."""
+    """Disconnect in the middle of a hello, and by a reset."""
     socket.create_connection(run.place, LIMIT).close()
     with socket.create_connection(run.place, LIMIT) as link:
         link.sendall(b"jpipe 1")
@@ -210,8 +210,8 @@ ATTACKS = [garbage, another_secret, another_purpose, replay, slow, many, leaves]
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-@pytest.mark.parametrize("place", [Meets, Talks])
-def test_strangers_are_dropped_and_counted_and_harm_nobody(place, attack, monkeypatch, capfd):
+@pytest.mark.parametrize("place", [BeforeJax, OwnChannel])
+def test_foreign_connections_are_dropped_and_counted(place, attack, monkeypatch, capfd):
     monkeypatch.setattr(handshake, "_MOST", 8)
     if attack is slow:
         monkeypatch.setattr(handshake, "_PATIENCE", 0.3)
@@ -219,16 +219,16 @@ def test_strangers_are_dropped_and_counted_and_harm_nobody(place, attack, monkey
     expected = attack(run)
     returned = run.all_join()
     printed = capfd.readouterr().err
-    told = returned or printed
-    if place is Meets:  # and the one that looked whether process 0 listens
+    warning = returned or printed
+    if place is BeforeJax:  # and the one that looked whether process 0 listens
         expected["that closed early"] = expected.get("that closed early", 0) + 1
-    found = {reason: int(number) for number, reason in re.findall(r"(\d+) ([^,()]+)[,)]", told)}
-    assert found == expected or (attack is many and found["beyond the most at a time"] >= 4)
-    assert printed.count("\n") == (place is Talks), "told once"
+    counts = {reason: int(number) for number, reason in re.findall(r"(\d+) ([^,()]+)[,)]", warning)}
+    assert counts == expected or (attack is many and counts["beyond the most at a time"] >= 4)
+    assert printed.count("\n") == (place is OwnChannel), "told once"
 
 
-def test_a_process_that_leaves_before_all_are_there_may_come_again():
-    run = Meets(SECRET)
+def test_a_process_that_leaves_early_may_join_again():
+    run = BeforeJax(SECRET)
     ours = socket.create_connection(run.place, LIMIT)
     calling = run.pool.submit(handshake.call, ours, run.key, run.purpose, 1, COUNT, LIMIT)
     time.sleep(0.2)  # it is counted in, and waits
@@ -239,15 +239,15 @@ def test_a_process_that_leaves_before_all_are_there_may_come_again():
 
 
 @pytest.mark.parametrize(("number", "count"), [(1, 4), (0, 3), (7, 3)])
-def test_without_a_secret_a_forged_hello_ends_nobody_but_its_own_sender(number, count):
-    run = Meets(None)
+def test_without_a_secret_a_forged_hello_ends_only_its_sender(number, count):
+    run = BeforeJax(None)
     with socket.create_connection(run.place, LIMIT) as link:
         assert handshake.call(link, run.key, run.purpose, number, count, LIMIT).startswith("no --")
     assert f"1 as process {number} of {count}" in run.all_join()
 
 
-def test_without_a_secret_the_first_of_two_with_one_number_stays():
-    run = Meets(None)
+def test_without_a_secret_the_first_of_two_equal_process_ids_stays():
+    run = BeforeJax(None)
     with socket.create_connection(run.place, LIMIT) as first, socket.create_connection(run.place, LIMIT) as second:
         waiting = run.pool.submit(handshake.call, first, run.key, run.purpose, 1, COUNT, LIMIT)
         time.sleep(0.2)
@@ -261,11 +261,11 @@ def test_without_a_secret_the_first_of_two_with_one_number_stays():
         link.close()
 
 
-@pytest.mark.parametrize("own", [None, b"another of these"])
-def test_a_process_with_another_secret_says_so_at_once_and_the_others_go_on(own):
-    run = Meets(SECRET)
+@pytest.mark.parametrize("secret", [None, b"another of these"])
+def test_a_process_with_another_secret_fails_at_once_and_the_others_continue(secret):
+    run = BeforeJax(SECRET)
     with pytest.raises(InputError) as caught:
-        rendezvous.join(run.address, 1, COUNT, LIMIT, own)
+        rendezvous.join(run.address, 1, COUNT, LIMIT, secret)
     assert str(caught.value) == (
         f"process 1 and process 0 at {run.address} have different secrets; give all processes of the run the same JPIPE_SECRET or "
         "--secret-file, or none of them any"
@@ -273,7 +273,7 @@ def test_a_process_with_another_secret_says_so_at_once_and_the_others_go_on(own)
     assert "1 with another secret" in run.all_join()
 
 
-def test_those_who_wait_in_vain_are_told_what_was_dropped(monkeypatch):
+def test_a_timeout_reports_the_dropped_connections(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = Address(*listener.getsockname())
     with ThreadPoolExecutor() as pool:
@@ -302,9 +302,9 @@ def test_nobody_else_can_be_process_0(answer):
         pretending.result(LIMIT)
 
 
-def test_what_stands_in_jaxs_store_lets_only_those_in_who_know_the_secret():
+def test_the_contents_of_jaxs_store_do_not_replace_the_secret():
     for secret, raises in (SECRET, pytest.raises(handshake.UnknownHere)), (None, contextlib.nullcontext()):
-        run = Talks(secret)
+        run = OwnChannel(secret)
         host, port, token = json.loads(run.left.value)
         assert SECRET.decode() not in run.left.value
         with raises, socket.create_connection((host, port), LIMIT) as link:
@@ -313,19 +313,19 @@ def test_what_stands_in_jaxs_store_lets_only_those_in_who_know_the_secret():
 
 
 @pytest.mark.parametrize("word", ['["127.0.0.1", 99999, "t"]', "[]", "{", '["h", "1", "t"]', "[" * 100_000])
-def test_a_word_in_jaxs_store_that_is_not_process_0s_is_told(word):
-    store = Left(1, Left(0))
+def test_a_foreign_value_in_jaxs_store_is_reported(word):
+    store = SharedStore(1, SharedStore(0))
     store.first.value = word
     with pytest.raises(InputError, match="expected the address of process 0 in JAX's store"):
         Channel(1, COUNT, Limits(), print, lambda: Beat("")).open(store, LIMIT)
 
 
-def test_a_place_in_jaxs_store_that_is_taken_is_told(monkeypatch):
-    class Taken:
+def test_a_key_of_jaxs_store_that_is_in_use_is_reported(monkeypatch):
+    class FullClient:
         def key_value_set(self, key, value):
             raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: Config key jpipe/processes/0 already exists.\nmore")
 
-    state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address="node7:1", client=Taken())
+    state = types.SimpleNamespace(process_id=0, num_processes=2, coordinator_address="node7:1", client=FullClient())
     monkeypatch.setattr(jax_internals, "distributed_state", lambda: state)
     with pytest.raises(InputError, match=r"process 0 cannot leave word of where it can be reached \(ALREADY_EXISTS\)"):
         JaxStore().put("word")
@@ -349,8 +349,10 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     if bind is not None:
         monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bind)
     calls = []
-    monkeypatch.setattr(rendezvous, "host", lambda *given: calls.append(given) or Meeting([], "2 connections were dropped (2 slow)"))
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **given: calls.append(given["coordinator_bind_address"]))
+    monkeypatch.setattr(
+        rendezvous, "host", lambda *arguments: calls.append(arguments) or Meeting([], "2 connections were dropped (2 slow)")
+    )
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **arguments: calls.append(arguments["coordinator_bind_address"]))
     monkeypatch.setattr(jax_internals, "keep_gloo_at", lambda host: calls.append(f"gloo at {host}"))
     monkeypatch.setattr(distributed._until_stop, "callback", lambda *_: None)
     for name in "jax_cpu_collectives_implementation", "jax_enable_preemption_service", "jax_enable_recoverability":
@@ -362,34 +364,34 @@ def test_all_listen_at_a_loopback_address_where_the_coordinator_is_one(coordinat
     assert calls[0][-2:] == (listens, False)
     assert calls[1] == (None if listens is None else str(Address(*listens)))
     assert calls[2:] == ["gloo at 127.7.7.7"] * local
-    told = capsys.readouterr().err.splitlines()
-    assert told.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes connected"
-    assert len(told) == (not local)
-    assert all(line.startswith("jpipe: no secret is set: whoever reaches port 7 of this host") for line in told)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.pop() == "jpipe: 2 connections were dropped (2 slow) while the processes connected"
+    assert len(lines) == (not local)
+    assert all(line.startswith("jpipe: no secret is set: whoever reaches port 7 of this host") for line in lines)
 
 
 def test_certificates_that_do_not_fit_are_refused_before_jax_aborts(tmp_path, monkeypatch):
     names = "JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE"
 
-    def given(*files, **others):
-        values = dict(zip(map(str.lower, names), files, strict=True)) | others
+    def set_certificates(*files, **overrides):
+        values = dict(zip(map(str.lower, names), files, strict=True)) | overrides
         monkeypatch.setattr(jax_runtime, "jax", types.SimpleNamespace(config=types.SimpleNamespace(values=values), __version__="0.12.0"))
 
     def refused(message):
         with pytest.raises(InputError, match=message):
             jax_runtime.uses_certificates()
 
-    given(None, None, None)
+    set_certificates(None, None, None)
     assert not jax_runtime.uses_certificates()
-    given(None, None, None, jax_distributed_verify_secure_credentials=True)
+    set_certificates(None, None, None, jax_distributed_verify_secure_credentials=True)
     refused("JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS: expected certificates, found none; set JAX_MTLS_CERT_FILE, ")
-    given("chain", None, "authority")
+    set_certificates("chain", None, "authority")
     refused("JAX_MTLS_KEY_FILE: missing; JAX needs all of JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE, JAX_MTLS_CA_FILE")
     files = [tmp_path / name for name in ("chain", "key", "authority")]
     for text in None, "no certificate":
         for file in files if text else ():
             file.write_text(text)
-        given(*map(str, files))
+        set_certificates(*map(str, files))
         refused("expected PEM files of a certificate, its key and its authority, found .*chain', .*key', .*authority': ")
     monkeypatch.setattr(ssl, "create_default_context", lambda cafile: types.SimpleNamespace(load_cert_chain=lambda *_, password: None))
     assert jax_runtime.uses_certificates()
@@ -400,18 +402,18 @@ def test_certificates_that_do_not_fit_are_refused_before_jax_aborts(tmp_path, mo
 
 
 def test_certificates_may_differ_between_processes():
-    own = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file", "jax_mtls_peer_uri_prefix"
-    assert all(_MAY_DIFFER.fullmatch(name) for name in (*own, "jax_distributed_verify_secure_credentials"))
-    assert not {*own} & {*numeric_settings()}
+    names = "jax_mtls_cert_file", "jax_mtls_key_file", "jax_mtls_ca_file", "jax_mtls_peer_uri_prefix"
+    assert all(_MAY_DIFFER.fullmatch(name) for name in (*names, "jax_distributed_verify_secure_credentials"))
+    assert not {*names} & {*numeric_settings()}
 
 
 def test_processes_with_and_without_certificates_do_not_start_jax(monkeypatch):
-    run = Meets(SECRET)
+    run = BeforeJax(SECRET)
     with ThreadPoolExecutor() as pool:
-        own = [pool.submit(rendezvous.join, run.address, number, COUNT, LIMIT, SECRET, number == 1) for number in (1, 2)]
+        joins = [pool.submit(rendezvous.join, run.address, number, COUNT, LIMIT, SECRET, number == 1) for number in (1, 2)]
         with pytest.raises(InputError, match="process 1 has certificates, process 0 has none; set JAX_MTLS_CERT_FILE, JAX_MTLS_KEY_FILE"):
-            own[0].result(LIMIT)
-        for link in (own[1].result(LIMIT), *run.hosting.result(LIMIT).links):
+            joins[0].result(LIMIT)
+        for link in (joins[1].result(LIMIT), *run.hosting.result(LIMIT).links):
             link.close()
     run.pool.shutdown()
 
@@ -444,12 +446,12 @@ def test_gloo_listens_at_a_loopback_address(monkeypatch):
     from jax._src import xla_bridge
     from jaxlib import _jax
 
-    registered, made = {}, []
+    registered, hostnames = {}, []
     monkeypatch.setattr(backend, "register_backend_factory", lambda name, make, **_: registered.update({name: make}))
-    monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", lambda **given: made.append(given["hostname"]) or "gloo")
+    monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", lambda **options: hostnames.append(options["hostname"]) or "gloo")
     monkeypatch.setattr(xla_bridge, "make_cpu_client", lambda collectives: collectives)
     jax_internals.keep_gloo_at("127.0.0.1")
-    assert (registered["cpu"](), made) == ("gloo", ["127.0.0.1"])
+    assert (registered["cpu"](), hostnames) == ("gloo", ["127.0.0.1"])
 
 
 def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
@@ -477,7 +479,7 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
         ("fifo", 0o600, "expected a regular file"),
     ],
 )
-def test_a_secret_file_that_will_not_do_is_refused(content, mode, message, tmp_path):
+def test_an_invalid_secret_file_is_refused(content, mode, message, tmp_path):
     file = tmp_path / "secret"
     if content == "folder":
         file.mkdir()

@@ -1,4 +1,4 @@
-"""`jpipe train` in several processes: the same losses as in one, the same end for all, and one process that speaks."""
+"""`jpipe train` in several processes: the losses of one process, a common exit, and output from one process only."""
 
 import contextlib
 import errno
@@ -118,7 +118,7 @@ FOREVER = {"train": {"steps": 10**6, "batch_size": 8, "eval_every": 10**6, "trac
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where they run: code of their own, and a text."""
+    """Change to a folder with the user's code and a text."""
     monkeypatch.chdir(tmp_path)
     Path("parts.py").write_text(PARTS)
     Path("text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog; " * 100)
@@ -126,7 +126,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def command(config: dict, *more: str, name: str = "config.yaml", **sections) -> list[str]:
-    """Arguments of `jpipe` that train `config`, some keys of some sections of it replaced."""
+    """Return arguments of `jpipe` that train `config`, with some keys of some sections replaced."""
     whole = config | {section: config.get(section, {}) | keys for section, keys in sections.items()}
     Path(name).write_text(yaml.safe_dump(whole))
     return ["train", name, "--allow-code", "--set", "run.dir=run", *more]
@@ -159,7 +159,7 @@ def jpipe(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
 
 
 def done(*arguments: str) -> tuple[int, list[str], list[str]]:
-    """Exit code and the lines of standard output and error."""
+    """Run the command line and return its exit code, output lines and error lines."""
     with jpipe(*arguments) as process:
         out, err = process.communicate(timeout=LIMIT)
     return process.returncode, out.splitlines(), err.splitlines()
@@ -189,7 +189,7 @@ def by_hand(*commands: list[str], **of_last: str) -> Iterator[list[subprocess.Po
 
 
 def endings(processes: list[subprocess.Popen]) -> list[tuple[int, str]]:
-    """Exit code and standard error of each, once all have ended by themselves."""
+    """Return the exit code and standard error of each process once all have ended."""
     return [(process.returncode, err) for process, err in [(p, p.communicate(timeout=LIMIT)[1]) for p in processes]]
 
 
@@ -199,8 +199,8 @@ def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_w
     code, out, err = done("launch", "-n", "4", "--", *arguments)
     assert (code, err) == (0, []), "\n".join(err)
     assert sorted(path.name for path in Path.cwd().glob("read-*")) == ["read-0", "read-3"]  # inputs and labels
-    places = {place for path in Path.cwd().glob("read-*") for place in path.read_text().split()}
-    assert all(place.endswith("7F") or place == "0" * 24 + "01000000" for place in places)  # 127.0.0.0/8, or ::1
+    addresses = {place for path in Path.cwd().glob("read-*") for place in path.read_text().split()}
+    assert all(place.endswith("7F") or place == "0" * 24 + "01000000" for place in addresses)  # 127.0.0.0/8, or ::1
     assert sys.platform != "linux" or Path("read-0").read_text(), "JAX's coordinator is there, and gloo"
     assert not [line for line in out if line.startswith("[")], "only process 0 speaks"
     assert [line.split() for line in out if line.startswith("stage ")] == [
@@ -249,32 +249,32 @@ def test_replicas_in_two_processes_log_what_one_process_logs():
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_named_by_the_others_and_nothing_is_half_written():
+def test_a_killed_process_is_named_by_the_others_and_no_file_is_incomplete():
     arguments = command(CURVES | FOREVER, plan={"num_stages": 3})
     with by_hand(arguments, arguments, arguments) as processes:
         wait_for_rows(3)
         processes[2].kill()
-        told = endings(processes[:2])
-    for index, (code, err) in enumerate(told):
+        results = endings(processes[:2])
+    for index, (code, err) in enumerate(results):
         assert code == 1
         how = "process 2 disconnected unexpectedly: it was killed or crashed, see its own output"
         assert err.startswith(f"jpipe: {how}; process {index} stops"), err
         assert err.count("\n") == 1
-    assert re.search(r"stops while waiting for the (activation|gradient) of microbatch \d+ from worker \d of process [12]", told[0][1])
+    assert re.search(r"stops while waiting for the (activation|gradient) of microbatch \d+ from worker \d of process [12]", results[0][1])
     assert [row["step"] for row in rows("run")] == list(range(len(rows("run"))))
     assert not [path for path in Path("run").rglob("*") if "unfinished" in path.name]
 
 
 @pytest.mark.slow
-def test_configs_and_platforms_that_differ_are_refused_and_the_difference_is_told():
+def test_configs_and_platforms_that_differ_are_refused_with_the_difference():
     commands = command(CURVES), command(CURVES, name="other.yaml", optimizer={"learning_rate": 0.02})
     with by_hand(*commands, JAX_PLATFORMS="cuda") as processes:  # JAX, if it looked for its devices, would never find them
-        told = endings(processes)
-    own = os.environ.get("JAX_PLATFORMS", "")
-    assert told == [
+        results = endings(processes)
+    mine = os.environ.get("JAX_PLATFORMS", "")
+    assert results == [
         (2, "jpipe: config differs between processes 0 and 1: '  learning_rate: 0.01' against '  learning_rate: 0.02' "
             f"(line {line_of('learning_rate')}); start all processes with the same config\n"
-            f"JAX_PLATFORMS differs between processes 0 and 1: '{own}' against 'cuda'; start all processes with the same JAX_PLATFORMS\n"),
+            f"JAX_PLATFORMS differs between processes 0 and 1: '{mine}' against 'cuda'; start all processes with the same JAX_PLATFORMS\n"),
         (2, "jpipe: process 1 ends; process 0 says why\n"),
     ]  # fmt: skip
     assert not Path("run").exists()
@@ -283,15 +283,18 @@ def test_configs_and_platforms_that_differ_are_refused_and_the_difference_is_tol
 @pytest.mark.slow
 def test_a_process_that_cannot_start_its_devices_says_why_and_ends_the_others():
     with by_hand(*[command(CURVES)] * 2, PJRT_NAMES_AND_LIBRARY_PATHS="none:/no-such-plugin.so") as processes:
-        (waiting, others), (failing, own) = endings(processes)
+        (waiting, waiting_output), (failing, failing_output) = endings(processes)
     assert (waiting, failing) == (1, 2)
-    assert re.fullmatch("jpipe: JAX has no devices to use: [^\n]*no-such-plugin.so[^\n]*; see its variable JAX_PLATFORMS\n", own)
-    reason = own.removeprefix("jpipe: ").rstrip()
-    assert others == f"jpipe: process 1 stopped: {reason}; process 0 stops while waiting for the devices of all processes, of one kind\n"
+    assert re.fullmatch("jpipe: JAX has no devices to use: [^\n]*no-such-plugin.so[^\n]*; see its variable JAX_PLATFORMS\n", failing_output)
+    reason = failing_output.removeprefix("jpipe: ").rstrip()
+    assert (
+        waiting_output
+        == f"jpipe: process 1 stopped: {reason}; process 0 stops while waiting for the devices of all processes, of one kind\n"
+    )
 
 
 def line_of(key: str) -> int:
-    """Of the resolved config."""
+    """Return the line number of a key in the resolved config."""
     lines = config_file.to_yaml(config_file.load("config.yaml", ["run.dir=run"], allow_code=True)).splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.startswith(f"  {key}:"))
 
@@ -301,13 +304,13 @@ def test_a_folder_that_holds_a_run_ends_all_with_one_message():
     Path("run").mkdir()
     Path("run/metrics.jsonl").touch()
     with by_hand(*[command(CURVES)] * 2) as processes:
-        told = endings(processes)
+        results = endings(processes)
     refusal = "expected a new or empty folder, found another run in 'run'; choose another, or move that run away"
-    assert told == [(2, f"jpipe: run.dir: {refusal}\n"), (2, "jpipe: process 1 ends; another process says why\n")]
+    assert results == [(2, f"jpipe: run.dir: {refusal}\n"), (2, "jpipe: process 1 ends; another process says why\n")]
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_ends_all_with_one_message():
+def test_a_nan_loss_ends_all_processes_with_one_message():
     code, _, err = done("launch", "-n", "2", "--", *command(CURVES, data={"arguments": {"poisoned": 3}}))
     assert code == 1
     hint = "lower optimizer.learning_rate or raise optimizer.warmup_steps; the steps logged so far are in run"
@@ -362,7 +365,7 @@ def jax_setting(name, value):
         lambda patch: patch.setenv("XLA_FLAGS", "--xla_dump_to=elsewhere --xla_force_host_platform_device_count=2"),
     ],
 )
-def test_what_changes_no_number_each_process_may_have_its_own(difference, tiny, monkeypatch):
+def test_settings_that_change_no_number_may_differ_between_processes(difference, tiny, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     first = together.facts(changed(tiny))
     with difference(monkeypatch) or contextlib.nullcontext():
@@ -395,7 +398,7 @@ def code_of_own_parts(patch):
         (lambda patch: patch.setenv("FLAX_FIX_RNG_SEPARATOR", "1"), "FLAX_FIX_RNG_SEPARATOR"),
     ],
 )
-def test_what_differs_between_processes_is_refused_and_named(difference, name, tiny, monkeypatch):
+def test_differences_between_processes_are_refused_and_named(difference, name, tiny, monkeypatch):
     Path("own").mkdir()
     Path("own/parts.py").write_text("def model(): return 1")
     config = changed(tiny | {"model": {"target": "own.parts:model"}})
@@ -403,12 +406,12 @@ def test_what_differs_between_processes_is_refused_and_named(difference, name, t
     desk.answer(0, {"meet": "agreement", "facts": together.facts(config)})
     with difference(monkeypatch) or contextlib.nullcontext():
         answer = desk.answer(1, {"meet": "agreement", "facts": together.facts(config)})
-    (told,) = answer["differences"]
-    assert told.startswith(f"{name} differs between processes 0 and 1: ")
-    assert told.endswith(f"; start all processes with the same {name}")
+    (message,) = answer["differences"]
+    assert message.startswith(f"{name} differs between processes 0 and 1: ")
+    assert message.endswith(f"; start all processes with the same {name}")
 
 
-class Noted(Processes):
+class RecordingProcesses(Processes):
     """Process 0 of two, which only notes what it would have to agree with the other."""
 
     def __init__(self):
@@ -450,34 +453,34 @@ class Pair(Processes):
 def in_both(work):
     """Return the result or the exception of `work(together)` for each of two processes, simulated by threads."""
     shared = {"facts": {}, "messages": {}, "barrier": threading.Barrier(2)}
-    found = {}
+    results = {}
 
     def run(index):
         try:
-            found[index] = work(together.Together(Pair(index, shared)))
+            results[index] = work(together.Together(Pair(index, shared)))
         except Exception as error:
-            found[index] = error
+            results[index] = error
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
-    return found[0], found[1]
+    return results[0], results[1]
 
 
-class Lost(InputError):
-    """What both go on after."""
+class PassedOn(InputError):
+    """An error after which both processes continue."""
 
 
-def test_all_processes_know_what_one_of_them_cannot_read():
+def test_all_processes_report_what_one_of_them_cannot_read():
     def work(one):
         def read():
             if one.index == 1:
-                raise Lost("process-1/d: is missing")
+                raise PassedOn("process-1/d: is missing")
             return "layers"
 
-        return one.attempt("the layers", read, Lost), one.attempt("other layers", lambda: one.index, Lost)
+        return one.attempt("the layers", read, PassedOn), one.attempt("other layers", lambda: one.index, PassedOn)
 
     lost = None, "process-1/d: is missing"
     assert in_both(work) == ((lost, (0, "")), (lost, (1, "")))
@@ -501,8 +504,8 @@ def test_all_processes_end_with_the_code_of_the_one_that_fails(number, code):
     assert (str(second), code_of(second)) == (f"data.path: {os.strerror(number)}", code)
 
 
-def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
-    noted = Noted()
+def test_the_plan_and_the_data_must_be_equal_in_all_processes(tiny, monkeypatch):
+    noted = RecordingProcesses()
 
     @contextlib.contextmanager
     def joined(*_):
@@ -517,18 +520,18 @@ def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
     monkeypatch.setattr(loop, "build_and_check", ready)
     monkeypatch.setattr(loop, "find_resumed", lambda *_, **__: None)
     monkeypatch.setattr(together.Together, "start_devices", lambda *_: None)
-    found = []
+    all_facts = []
     for microbatches in 2, 4:
         noted.facts = {}
         with pytest.raises(InputError, match="enough"):
             loop.main(changed(tiny, plan={"microbatches": microbatches}))
-        found.append(noted.facts)
-    assert [facts["data"] for facts in found] == ["of the text"] * 2
-    assert found[0]["plan"] != found[1]["plan"]
+        all_facts.append(noted.facts)
+    assert [facts["data"] for facts in all_facts] == ["of the text"] * 2
+    assert all_facts[0]["plan"] != all_facts[1]["plan"]
 
 
 @pytest.mark.parametrize(
-    ("reason", "code", "told"),
+    ("reason", "code", "message"),
     [
         (KeyboardInterrupt("interrupted; the steps are in run"), 130, "interrupted; the steps are in run\n"),
         (AssertionError("a slip of ours"), 1, "AssertionError: a slip of ours\n"),
@@ -537,25 +540,25 @@ def test_the_plan_and_the_data_have_to_be_the_same(tiny, monkeypatch):
         (PeerLost("process 1 crashed"), 1, "jpipe: process 1 crashed\n"),
     ],
 )
-def test_the_last_words_are_said_and_the_end_is_sure_before_jax_waits(reason, code, told, tiny, monkeypatch, capfd):
+def test_the_last_message_is_printed_before_jax_waits(reason, code, message, tiny, monkeypatch, capfd):
     Path("config.yaml").write_text(yaml.safe_dump(tiny))
-    ended, said, codes = threading.Event(), [], []
+    ended, outputs, codes = threading.Event(), [], []
 
     def main(*_):
         raise reason
 
     def stop():  # as long as JAX waits for others that hang
-        said.append("".join(capfd.readouterr()))
+        outputs.append("".join(capfd.readouterr()))
         assert ended.wait(LIMIT)
 
     monkeypatch.setattr(distributed, "start", lambda *_: 2)
     monkeypatch.setattr(distributed, "stop", stop)
     monkeypatch.setattr(distributed, "leave_at_once", lambda code: None)
     monkeypatch.setattr(loop, "main", main)
-    monkeypatch.setattr(together, "_joined", Noted())
+    monkeypatch.setattr(together, "_joined", RecordingProcesses())
     monkeypatch.setattr(together, "_LEAVE", (0.01, 1000.0))
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
     assert cli.main(["train", "config.yaml"]) == code
-    assert said[0].endswith(told)
+    assert outputs[0].endswith(message)
     assert codes == [code]
     assert capfd.readouterr() == ("", "")

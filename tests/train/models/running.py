@@ -34,7 +34,7 @@ def applied(stack: jpipe.LayerStack, params: Any, inputs: Any) -> Any:
 
 
 def params_of(stack: jpipe.LayerStack, inputs: Any, seed: int = 0) -> Any:
-    """Its parameters as a pipeline begins with them: shared ones are entries of their own."""
+    """Return the initial parameters of a pipeline, in which shared ones are separate entries."""
     specs = stack.specs(inputs)
 
     @jax.jit
@@ -47,7 +47,7 @@ def params_of(stack: jpipe.LayerStack, inputs: Any, seed: int = 0) -> Any:
 
 
 def trained(stack: jpipe.LayerStack, plan: jpipe.Plan, batches: Any, **options: Any) -> tuple[list[float], Any]:
-    """(loss of each batch, parameters in the end) of training with plain SGD."""
+    """Train by plain SGD and return (loss of each batch, final parameters)."""
     pipe = jpipe.Pipeline(stack, plan, loss, optax.sgd(0.5), **options)
     state, losses = pipe.init(jax.random.key(0), batches[0]), []
     for batch in batches:

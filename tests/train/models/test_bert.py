@@ -1,4 +1,4 @@
-"""BERT: both of its losses, what it reads, and that a pipeline trains it."""
+"""BERT: both losses, the visible inputs, and training in a pipeline."""
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,14 @@ CONFIG = ModelConfig(preset="bert-tiny", width=8, heads=2, depth=1)
 
 
 def batch(rows: int = 4, masked: int = 3):
-    """Two sentences and padding in each row, `masked` of whose tokens have labels."""
+    """Return two sentences and padding in each row, with labels for `masked` tokens."""
     rng = np.random.default_rng(0)
     tokens, types, segments = rng.integers(0, 256, (rows, 16)), np.arange(16) // 8 * np.ones((rows, 1)), np.ones((rows, 16))
     segments[:, 14:] = 0
     labels = np.full((rows, 16), -1)
     labels[:, 2 : 2 + masked] = rng.integers(0, 256, (rows, masked))
-    found = {"tokens": tokens, "types": types, "segments": segments}, {"tokens": labels, "next": rng.integers(0, 2, rows)}
-    return jax.tree.map(lambda leaf: leaf.astype(np.int32), found)
+    arrays = {"tokens": tokens, "types": types, "segments": segments}, {"tokens": labels, "next": rng.integers(0, 2, rows)}
+    return jax.tree.map(lambda leaf: leaf.astype(np.int32), arrays)
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_the_loss_is_the_mean_of_masked_tokens_plus_that_of_pairs(chunk):
 
 
 def test_accuracy_counts_masked_tokens_only():
-    """Neither tokens without a label nor the labels of pairs count, all of which are guessed right here."""
+    """Neither tokens without a label nor the labels of pairs count; all pairs are predicted correctly here."""
     guessed = jnp.asarray([[3, 1, 5, 7], [2, 2, 0, 4]])
     labels = {"tokens": jnp.asarray([[-1, 1, 6, -1], [-1, -1, 0, -1]]), "next": jnp.asarray([0, 1])}
     outputs = {"tokens": jax.nn.one_hot(guessed, 8), "next": jax.nn.one_hot(labels["next"], 2)}
@@ -72,7 +72,7 @@ def test_it_reads_what_comes_before_and_after_which_sentence_it_is_and_no_paddin
 
 
 @pytest.mark.slow
-def test_a_pipeline_trains_it():
+def test_a_pipeline_trains_the_module():
     one = batch()
     stack = layers(CONFIG, chunk=7)
     losses, params = trained(stack, jpipe.Plan.even(stack.ids, 2, "zb_h1", 2), [one] * 2)

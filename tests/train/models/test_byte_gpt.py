@@ -1,4 +1,4 @@
-"""The default model is the GPT over bytes of version 0.1: its names and shapes, and as numbers its first weights and what it learns."""
+"""The default model is the GPT over bytes of version 0.1: names, shapes, initial weights and losses."""
 
 import jax
 import numpy as np
@@ -41,8 +41,8 @@ def test_its_layers_have_these_parameters():
 def test_it_begins_with_these_weights():
     params = params_of(layers(ModelConfig(**SMALL)), TOKENS[0, :, :-1])
     for layer_id, sums in SUMS.items():
-        found = named(params[layer_id])
-        np.testing.assert_allclose([np.abs(found[name]).sum(dtype="float64") for name in sums], list(sums.values()), rtol=1e-6)
+        weights = named(params[layer_id])
+        np.testing.assert_allclose([np.abs(weights[name]).sum(dtype="float64") for name in sums], list(sums.values()), rtol=1e-6)
     first = named(params["block_1"])["qkv/kernel"][0, :3]
     np.testing.assert_allclose(first, [-0.1958677, -0.3739683, -0.2675280], rtol=1e-5)
 
@@ -77,5 +77,5 @@ def test_a_pipeline_learns_these_losses_with_dropout():
 
 
 def named(tree):
-    """Its arrays by name."""
+    """Return the arrays of a tree by name."""
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}

@@ -1,4 +1,4 @@
-"""Logits made chunk by chunk: the loss and gradients of all at once, in every schedule, without ever holding all of them."""
+"""Logits in chunks: the loss and gradients of all logits, in every schedule, without storing all of them."""
 
 import math
 import re
@@ -20,7 +20,7 @@ ROWS, POSITIONS, WIDTH, SYMBOLS = 2, 5, 4, 11
 
 
 def parts(dtype="float32", by_symbol=False, bias=False):
-    """Arrays for an `Unprojected`, and labels, of which some are not counted."""
+    """Return arrays for an `Unprojected`, and labels, of which some are not counted."""
     keys = jax.random.split(jax.random.key(0), 4)
     hidden, kernel = jax.random.normal(keys[0], (ROWS, POSITIONS, WIDTH), dtype), jax.random.normal(keys[1], (WIDTH, SYMBOLS), dtype)
     labels = jax.random.randint(keys[2], (ROWS, POSITIONS), 0, SYMBOLS, "int32").at[0, 1:3].set(jnp.asarray([-1, -100], "int32"))
@@ -49,10 +49,10 @@ def test_chunks_give_the_loss_and_gradients_of_all_logits_at_once(chunk, by_symb
         total, weight = loss(make(*arrays), labels)
         assert int(weight) == 8
         np.testing.assert_allclose(total, by_hand(*arrays, np.asarray(labels), by_symbol), rtol=1e-13)
-        given = tuple(range(3 if bias else 2))
-        found = jax.jit(jax.grad(lambda *arrays: 3 * loss(make(*arrays), labels)[0], given))(*arrays)
-        expected = jax.jit(jax.grad(lambda *arrays: 3 * loss(make(*arrays).logits(), labels)[0], given))(*arrays)
-        for one, other in zip(found, expected, strict=True):
+        argnums = tuple(range(3 if bias else 2))
+        actual = jax.jit(jax.grad(lambda *arrays: 3 * loss(make(*arrays), labels)[0], argnums))(*arrays)
+        expected = jax.jit(jax.grad(lambda *arrays: 3 * loss(make(*arrays).logits(), labels)[0], argnums))(*arrays)
+        for one, other in zip(actual, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
@@ -65,7 +65,7 @@ def test_labels_below_zero_are_not_counted_by_plain_logits_either():
 
 
 def test_the_gradient_of_a_kernel_is_summed_in_float32():
-    """Over a thousand chunks a sum in bfloat16 would stop growing."""
+    """A bfloat16 sum over a thousand chunks would stop growing."""
     hidden, labels = jnp.ones((1, 1000, 2), jnp.bfloat16), jnp.zeros((1, 1000), jnp.int32)
     kernel = jnp.zeros((2, 2), jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
@@ -77,10 +77,10 @@ def test_accuracy_is_that_of_all_logits():
     *arrays, labels = parts()
     outputs = in_chunks(3, False)(*arrays)
     labels = labels.at[1].set(outputs.logits().argmax(-1)[1].astype(jnp.int32))
-    found = tuple(map(int, correct(outputs, labels)))
-    assert found == tuple(map(int, correct(outputs.logits(), labels)))
-    assert found[0] >= 5
-    assert found[1] == 8
+    counts = tuple(map(int, correct(outputs, labels)))
+    assert counts == tuple(map(int, correct(outputs.logits(), labels)))
+    assert counts[0] >= 5
+    assert counts[1] == 8
     assert vocab_size(outputs) == vocab_size(outputs.logits()) == SYMBOLS
     np.testing.assert_array_equal(all_logits({"tokens": outputs})["tokens"], outputs.logits())
 
@@ -104,7 +104,7 @@ def test_no_buffer_holds_the_logits_of_all_positions(chunk):
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_a_split_backward_keeps_no_logits_between_its_halves(recompute):
+def test_a_split_backward_stores_no_logits_between_its_halves(recompute):
     config, rows = ModelConfig(**SMALL, vocab_size=500, tied=True), 8
     labels = jax.ShapeDtypeStruct((rows, 8), "int32")
     stages = {}
@@ -123,7 +123,7 @@ def test_a_split_backward_keeps_no_logits_between_its_halves(recompute):
 
 
 def largest_array(compiled) -> int:
-    """How many numbers the largest array in a program has."""
+    """Return the size of the largest array in a program."""
     shapes = re.findall(r"\w+\[([\d,]*)\]", compiled.as_text())
     return max(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes)
 
@@ -151,13 +151,13 @@ def test_a_pipeline_learns_the_same_with_chunks(schedule, keys, options):
     options = dict(options)
     precision = {"precision": options.pop("precision")} if "precision" in options else {}
     is_rough = keys.get("compute_dtype") == "bfloat16"
-    found = []
+    results = []
     with jax.numpy_dtype_promotion("standard" if is_rough else "strict"):
         for chunk in (5, None):
             stack = layers(config, chunk)
             plan = jpipe.Plan.even(stack.ids, 2, schedule, 4, **options)
-            found.append(trained(stack, plan, batches, **precision))
-    (losses, params), (plain_losses, plain_params) = found
+            results.append(trained(stack, plan, batches, **precision))
+    (losses, params), (plain_losses, plain_params) = results
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-3 if is_rough else 1e-6)
     assert len(set(losses)) == 3
     near = {"rtol": 0.05, "atol": 2e-3} if is_rough else {"rtol": 1e-4, "atol": 1e-6}

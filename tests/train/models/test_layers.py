@@ -1,4 +1,4 @@
-"""The built-in models: what their layers are, what each position sees, that documents in one row are apart, and what is counted."""
+"""The built-in models: their layers, the positions that each position reads, separate documents in a row, and parameter counts."""
 
 import re
 from functools import cache
@@ -47,7 +47,7 @@ def test_the_page_has_every_preset_with_its_parameters():
 
 @cache
 def count_of(name: str) -> int:
-    """Parameters of a preset, from shapes alone."""
+    """Count the parameters of a preset from shapes alone."""
     stack = layers(ModelConfig(preset=name))
     specs = stack.specs(jax.ShapeDtypeStruct((1, 8), np.int32))
     return sum(leaf.size for leaf in jax.tree.leaves(stack.ties.split({i: spec.params for i, spec in specs.items()})))
@@ -77,13 +77,13 @@ def test_a_symbol_changes_no_logits_before_it(keys, compute_dtype, promotion):
 @pytest.mark.parametrize("preset", ["gpt2-tiny", "bert-tiny"])
 def test_attention_computes_in_float16_on_cpus(preset):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4, 16))
-    found, exact = (attend(*(x.astype(dtype) for x in (q, k, v)), None, ModelConfig(preset=preset)) for dtype in ("float16", "float32"))
-    assert found.dtype == "float16"
-    np.testing.assert_allclose(found.astype("float32"), exact, atol=5e-3)
+    actual, exact = (attend(*(x.astype(dtype) for x in (q, k, v)), None, ModelConfig(preset=preset)) for dtype in ("float16", "float32"))
+    assert actual.dtype == "float16"
+    np.testing.assert_allclose(actual.astype("float32"), exact, atol=5e-3)
 
 
 @pytest.mark.parametrize("preset", ["llama-tiny", "bert-tiny"])
-def test_what_flows_is_in_the_dtype_of_the_computations_and_parameters_are_float32(preset):
+def test_activations_have_the_compute_dtype_and_parameters_are_float32(preset):
     stack = layers(ModelConfig(preset=preset, compute_dtype="bfloat16"))
     with jax.numpy_dtype_promotion("standard"):
         specs = stack.specs({"tokens": jax.ShapeDtypeStruct((2, 8), np.int32), "segments": jax.ShapeDtypeStruct((2, 8), np.int32)})
@@ -113,7 +113,7 @@ def test_a_sequence_longer_than_the_positions_is_refused():
 # Positions ----------------------------------------------------------------------------------------------------------------
 
 
-def test_positions_begin_anew_with_each_segment():
+def test_positions_restart_with_each_segment():
     segments = jnp.asarray([[1, 1, 1, 2, 2, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2]], jnp.int32)
     np.testing.assert_array_equal(positions_of(segments), [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]])
 
@@ -127,10 +127,10 @@ def test_turned_numbers_are_complex_products():
     np.testing.assert_allclose(rotated(jnp.asarray(x), jnp.arange(8)[None], config), expected, atol=1e-5)
 
 
-def test_slow_waves_are_stretched_and_fast_ones_kept():
+def test_low_frequencies_are_stretched_and_high_ones_unchanged():
     scaling = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 64}
     keys = {"width": 32, "heads": 1, "seq_len": 8, "positions": "rope"}
-    plain, scaled = (frequencies(ModelConfig(**keys, rope_scaling=given)) for given in (None, RopeScaling(**scaling)))
+    plain, scaled = (frequencies(ModelConfig(**keys, rope_scaling=rope_scaling)) for rope_scaling in (None, RopeScaling(**scaling)))
     turns = 64 * plain / (2 * np.pi)
     np.testing.assert_allclose(scaled[turns > 4], plain[turns > 4], rtol=1e-12)
     np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / 8, rtol=1e-12)

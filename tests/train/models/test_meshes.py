@@ -1,4 +1,4 @@
-"""The logical axes of the built-in models, and what XLA makes of them on a mesh."""
+"""The logical axes of the built-in models, and the collectives that XLA compiles on a mesh."""
 
 import re
 
@@ -70,7 +70,7 @@ def test_all_parameters_but_those_of_norms_name_logical_axes(keys, axes):
     "keys", [{"heads": 4}, pytest.param({**LLAMA, "heads": 4, "kv_heads": 2}, marks=pytest.mark.slow)], ids=["gpt", "llama"]
 )
 def test_on_a_mesh_nothing_is_gathered(keys):
-    """Neither weights nor logits nor activations, forward and backward; the numbers are those of one device."""
+    """Forward and backward gather neither weights nor logits nor activations; the numbers equal those of one device."""
     stack = layers(ModelConfig(**GPT | {"depth": 1} | keys), chunk=8)
     params, labels = params_of(stack, TOKENS), TOKENS[:, ::-1]
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -97,7 +97,7 @@ def test_on_a_mesh_nothing_is_gathered(keys):
     assert "all-gather" not in collectives
 
     here = jax.device_put((params, TOKENS, labels), (of_params, rows, rows))
-    found, expected = program(*here), jax.jit(jax.value_and_grad(mean_loss))(params, TOKENS, labels)
-    jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6), found, expected)
+    actual, expected = program(*here), jax.jit(jax.value_and_grad(mean_loss))(params, TOKENS, labels)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), actual, expected)
     share = here[0]["block_0"]["qkv"]["kernel"].addressable_shards[0].data.size
     assert 2 * share == params["block_0"]["qkv"]["kernel"].size

@@ -1,4 +1,4 @@
-"""Blocks against the same in NumPy, position by position: RoPE, RMSNorm, grouped queries, SwiGLU, segments; and GPT-2's and BERT's."""
+"""Blocks equal NumPy implementations, position by position: RoPE, RMSNorm, grouped queries, SwiGLU, segments, GPT-2 and BERT."""
 
 import math
 
@@ -22,18 +22,18 @@ BASE = 100.0
     {"activation": "gelu"},
     {"kind": "bert", "activation": "gelu_exact"},
 ], ids=["llama", "gpt", "bert"])  # fmt: skip
-def test_a_block_is_that_of_numpy(keys):
+def test_a_block_equals_a_numpy_implementation(keys):
     config = ModelConfig(width=16, heads=4, seq_len=8, norm_epsilon=1e-2, **keys)
     block = Block(config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     graph, params = nnx.split(block)
     params = jax.tree.map(lambda leaf: leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32), params)  # norms and biases that count
     x = rng.normal(size=(2, 8, 16)).astype(np.float32)
-    found = jax.jit(lambda params, stream: nnx.merge(graph, params)(stream))(params, {"x": x, "segments": SEGMENTS})
+    actual = jax.jit(lambda params, stream: nnx.merge(graph, params)(stream))(params, {"x": x, "segments": SEGMENTS})
     arrays = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(params))
-    np.testing.assert_array_equal(found["segments"], SEGMENTS)
+    np.testing.assert_array_equal(actual["segments"], SEGMENTS)
     for row in range(2):
-        np.testing.assert_allclose(found["x"][row], by_hand(arrays, x[row].astype(np.float64), SEGMENTS[row], config), atol=3e-5)
+        np.testing.assert_allclose(actual["x"][row], by_hand(arrays, x[row].astype(np.float64), SEGMENTS[row], config), atol=3e-5)
 
 
 def by_hand(params, x, segments, config):
@@ -63,26 +63,26 @@ def by_hand(params, x, segments, config):
 
 
 def heads_of(qkv, segments, config):
-    """(s, heads · numbers): of each position and head the mean of the values it may see, by the softmax of products."""
-    heads, others, size = config.heads, config.kv_heads_used, config.head_size_used
-    vectors = qkv.reshape(len(qkv), heads + 2 * others, size)
+    """Return the attention output (s, heads · head size): for each position and head, the softmax-weighted mean of the visible values."""
+    heads, kv_heads, size = config.heads, config.kv_heads_used, config.head_size_used
+    vectors = qkv.reshape(len(qkv), heads + 2 * kv_heads, size)
     place = [int((segments[:i] == segments[i]).sum()) for i in range(len(qkv))]
     result = np.zeros((len(qkv), heads, size))
     for i in range(len(qkv)):
         seen = [j for j in range(len(qkv)) if segments[j] == segments[i] and (config.kind == "bert" or j <= i)]
         for head in range(heads):
-            group = head // (heads // others)
+            group = head // (heads // kv_heads)
             query, keys = vectors[i, head], [vectors[j, heads + group] for j in seen]
             if config.positions == "rope":
                 query, keys = turned(query, place[i]), [turned(key, place[j]) for key, j in zip(keys, seen, strict=True)]
             weights = np.exp([query @ key / math.sqrt(size) for key in keys])
-            values = [vectors[j, heads + others + group] for j in seen]
+            values = [vectors[j, heads + kv_heads + group] for j in seen]
             result[i, head] = sum(weight * value for weight, value in zip(weights / weights.sum(), values, strict=True))
     return result.reshape(len(qkv), -1)
 
 
 def turned(vector, position):
-    """Its pairs, one number from either half, turned."""
+    """Rotate the pairs of a vector, each of one number from either half."""
     half = len(vector) // 2
     result = np.empty_like(vector)
     for i in range(half):

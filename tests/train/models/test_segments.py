@@ -1,4 +1,4 @@
-"""Documents packed into one row are kept apart: in a pipeline they give the loss and the gradients of each in a row of its own."""
+"""Documents packed into one row are separate: in a pipeline they give the loss and gradients of separate rows."""
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +31,13 @@ def rows():
 @pytest.mark.parametrize(("keys", "schedule"), [({}, "pipedream_flush"), (LLAMA, "zb_h1")], ids=["gpt", "llama"])
 def test_packed_documents_teach_what_they_teach_alone(keys, schedule):
     packed, alone = rows()
-    found = []
+    results = []
     for batch in (packed, alone):
         stack = layers(ModelConfig(**SMALL | {"depth": 1}, **keys))
-        found.append(trained(stack, jpipe.Plan.even(stack.ids, 2, schedule, 2), [batch, batch]))
-    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
-    assert found[0][0][1] < found[0][0][0]
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6), found[0][1], found[1][1])
+        results.append(trained(stack, jpipe.Plan.even(stack.ids, 2, schedule, 2), [batch, batch]))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6)
+    assert results[0][0][1] < results[0][0][0]
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6), results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("kind", ["decoder", pytest.param("bert", marks=pytest.mark.slow)])

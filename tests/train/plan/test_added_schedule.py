@@ -1,4 +1,4 @@
-"""A schedule in a file and a line in the registry, and nothing else: it is planned, drawn, simulated, trained and reported."""
+"""A schedule needs a file and a line in the registry to be planned, drawn, simulated, trained and reported."""
 
 import random
 
@@ -23,7 +23,7 @@ def schedule(two_by_two):
 
 # In 400 rows are more microbatches than are walked through.
 @pytest.mark.parametrize("batch", [12, pytest.param(400, marks=pytest.mark.slow)])
-def test_it_is_priced_like_its_simulation(schedule, batch):
+def test_its_price_equals_its_simulation(schedule, batch):
     profile = gpt(6, head=0.5)
     candidates = search_parallel(profile, TOPOLOGY, batch, schedules=[schedule])
     assert {candidate.depth for candidate in candidates} == {2, 4}  # data parallelism is another schedule's
@@ -32,8 +32,8 @@ def test_it_is_priced_like_its_simulation(schedule, batch):
 
 
 def test_the_price_of_very_many_microbatches_is_found_at_once(schedule):
-    found = search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 10**6, exact=True, schedules=[schedule, "pipedream_flush"])
-    seconds = {c.schedule: c.seconds for c in found if c.microbatches == 10**6 and c.depth == 4}
+    candidates = search_parallel(gpt(), levels((4, 20_000.0, 0.0)), 10**6, exact=True, schedules=[schedule, "pipedream_flush"])
+    seconds = {c.schedule: c.seconds for c in candidates if c.microbatches == 10**6 and c.depth == 4}
     assert seconds[schedule] == pytest.approx(seconds["pipedream_flush"], rel=1e-4)  # the slowest stage is always busy in both
 
 
@@ -42,17 +42,17 @@ def test_it_is_ranked_and_drawn_among_the_others(schedule):
     candidates = find_candidates(profile, TOPOLOGY, 8, schedules=planned_schedules())
     assert {candidate.schedule for candidate in candidates} == set(planned_schedules())
     choice = choose(profile, TOPOLOGY, [c for c in candidates if c.schedule in (schedule, "gpipe")], most=2)
-    own = next(ranked for ranked in choice.ranked if ranked.candidate.schedule == schedule)
-    assert own.samples_per_second > 0
+    added = next(ranked for ranked in choice.ranked if ranked.candidate.schedule == schedule)
+    assert added.samples_per_second > 0
     assert any(schedule in row for row in table.rows(choice, len(choice.ranked)))
-    scatter = draw_choice(choice, candidates, own).axes[0]
+    scatter = draw_choice(choice, candidates, added).axes[0]
     labels = [text.get_text() for text in scatter.get_legend().get_texts()]
     assert set(planned_schedules()) <= set(labels)
     colours = {tuple(points.get_facecolor()[0][:3]) for points in scatter.collections if points.get_label() in jpipe.schedules.SCHEDULES}
     assert len(colours) == len(planned_schedules())
 
 
-def test_a_config_may_name_it(schedule, tiny, tmp_path, capsys):
+def test_a_config_may_name_an_added_schedule(schedule, tiny, tmp_path, capsys):
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(tiny))
     picture = tmp_path / "grid.png"

@@ -1,4 +1,4 @@
-"""`jpipe plan` and `jpipe train --plan auto`: what they print, write and draw; every mistake is one message, exit code 2."""
+"""`jpipe plan` and `jpipe train --plan auto`: their output, files and pictures; mistakes give one message and exit code 2."""
 
 import dataclasses
 import io
@@ -30,7 +30,7 @@ TOPOLOGY = {"format": "jpipe-topology/1", "name": "two", "levels": [{"count": 2,
 
 
 def profile(ids=IDS, seconds=0.01, weights=10**6) -> Profile:
-    """Every layer the same."""
+    """Return a profile of equal layers."""
     at = [
         {"forward": seconds * n, "backward": 2 * seconds * n, "outputs": 100 * n, "residuals": {"none": 10**6 * n, "full": 100 * n}}
         for n in (1, 2)
@@ -56,7 +56,7 @@ def planned(capsys, *arguments: str) -> str:
     return printed.out
 
 
-def test_the_best_plan_is_told_written_and_drawn(files, capsys):
+def test_the_best_plan_is_printed_written_and_drawn(files, capsys):
     out = planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--png=p.png", "--explain")
     head = next(line for line in out.splitlines() if line.startswith("rank"))
     for column in (
@@ -78,8 +78,8 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
     assert re.search(rf"stage 0 × 2: embed … head; recompute none; {parts}, estimated [\d.]+ MB \([+-][\d,.]+%\)", out)
     assert "all kinds of plans fit" in out
     assert "train with it: jpipe train tiny.yaml --plan plan.json" in out
-    held = re.search(r"recompute none; peak memory ([\d.]+ kB) ", out)[1]
-    assert re.search(rf"^1 .* {re.escape(held)} \(", out, re.MULTILINE)  # the table has what XLA says
+    peak = re.search(r"recompute none; peak memory ([\d.]+ kB) ", out)[1]
+    assert re.search(rf"^1 .* {re.escape(peak)} \(", out, re.MULTILINE)  # the table has what XLA says
     assert re.search(r"compiled in the first (row|\d rows), estimated in the other rows", out)
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
     assert plan.layers == IDS
@@ -90,12 +90,12 @@ def test_the_best_plan_is_told_written_and_drawn(files, capsys):
 
 
 def sharded_profile(heads: int = 2) -> Profile:
-    """Layers of which all can be sharded."""
+    """Return a profile of layers that can all be sharded."""
     tensor = {"weights": 1.0, "compute": 1.0, "residuals": {"none": 1.0}, "reduced": 8.0, "reductions": 2, "divides": heads}
     return Profile(**profile().model_dump(exclude={"layers"}), layers=[{**one.model_dump(), "tensor": tensor} for one in profile().layers])
 
 
-def test_a_plan_on_a_mesh_is_told_compiled_and_written(files, capsys):
+def test_a_plan_on_a_mesh_is_printed_compiled_and_written(files, capsys):
     Path("profile.json").write_text(sharded_profile().to_json())
     out = planned(capsys, "tiny.yaml", *BOTH, "--mesh=model=2", "--schedules=pipedream_flush", "--out=plan.json", "--explain")
     assert re.search(r"^rank +schedule +stages +mesh ", out, re.MULTILINE)
@@ -111,12 +111,12 @@ def test_meshes_are_tried_for_machines_of_a_file_and_can_be_left_out(files, caps
     assert "model 2" in planned(capsys, *alone)
     without = planned(capsys, *alone, "--mesh=none")
     Path("profile.json").write_text(profile().to_json())  # which knows nothing of shards
-    timeless = [re.sub(r"[\d.]+ s$", "", found, flags=re.MULTILINE) for found in (without, planned(capsys, *alone))]
+    timeless = [re.sub(r"[\d.]+ s$", "", text, flags=re.MULTILINE) for text in (without, planned(capsys, *alone))]
     assert timeless[0] == timeless[1]
     assert "mesh" not in without
 
 
-def test_a_mesh_larger_than_a_server_has_its_price(files, capsys):
+def test_a_mesh_larger_than_a_server_costs_more(files, capsys):
     Path("profile.json").write_text(sharded_profile(4).to_json())
     levels = [{"count": 2, "bandwidth": "10 GB/s", "name": "NVLink"}, {"count": 2, "bandwidth": "2 GB/s"}]
     Path("two.yaml").write_text(yaml.safe_dump({**TOPOLOGY, "levels": levels}))
@@ -144,13 +144,13 @@ def test_a_mesh_that_does_not_fit_is_refused(files, capsys, mesh, words):
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_the_memory_of_attention_is_told(files):
+def test_the_memory_of_attention_is_printed(files):
     config = Config.model_validate({"model": {"heads": 8, "width": 128, "seq_len": 1024}})
-    found = search(sharded_profile(), Topology.flat(2, 1e9, memory=1e9), 4, Request(meshes=("model=2",)), False, Reporter(1, 1, "samples"))
-    rows = found.choice.ranked[0].candidate.rows
-    assert f"a device holds {rows * 16.8:.3g} MB for all pairs of positions" in attention_words(config, found.choice)
+    result = search(sharded_profile(), Topology.flat(2, 1e9, memory=1e9), 4, Request(meshes=("model=2",)), False, Reporter(1, 1, "samples"))
+    rows = result.choice.ranked[0].candidate.rows
+    assert f"a device holds {rows * 16.8:.3g} MB for all pairs of positions" in attention_words(config, result.choice)
     small = config.model_copy(update={"model": config.model.model_copy(update={"seq_len": 16})})
-    assert attention_words(small, found.choice) == ""
+    assert attention_words(small, result.choice) == ""
 
 
 def test_how_many_plans_were_left_out_is_explained(files, capsys, monkeypatch):
@@ -163,26 +163,26 @@ def test_how_many_plans_were_left_out_is_explained(files, capsys, monkeypatch):
     )
 
 
-def test_on_a_narrow_terminal_the_table_goes_on_below():
+def test_on_a_narrow_terminal_the_table_continues_below():
     screen = io.StringIO()
     reporter = Reporter(1, 1, "samples", Console(file=screen, width=24))
     reporter.table(
         ("rank", "word", "number", "last words"), [("1", "a", "22", "one"), ("10", "b", "3", "the others")], ("word", "last words")
     )
-    shown = [line.rstrip() for line in screen.getvalue().splitlines()]
-    assert shown == ["rank  word  number", "1     a         22", "10    b          3", "rank  last words", "1     one", "10    the others"]
+    lines = [line.rstrip() for line in screen.getvalue().splitlines()]
+    assert lines == ["rank  word  number", "1     a         22", "10    b          3", "rank  last words", "1     one", "10    the others"]
 
 
 @pytest.mark.slow
-def test_the_plan_that_was_written_trains_and_is_held_against_its_prediction(files, capsys):
+def test_the_written_plan_trains_and_is_compared_with_its_prediction(files, capsys):
     planned(capsys, "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--out=plan.json", "--schedules=pipedream_2bw")
     assert cli.main(["train", "tiny.yaml", "--plan=plan.json", *MEASURED]) == 0
     out = capsys.readouterr().out
     assert re.search(r"planned +measured +ratio", out)
     assert re.search(r"peak memory, stage 0 ", out)
-    kept = json.loads((files / "run" / "planned.json").read_text())
-    assert kept["predicted"] == jpipe.Plan.from_json(Path("plan.json").read_text()).predicted.model_dump(mode="json")
-    assert kept["measured"]["batch_seconds"] > 0
+    recorded = json.loads((files / "run" / "planned.json").read_text())
+    assert recorded["predicted"] == jpipe.Plan.from_json(Path("plan.json").read_text()).predicted.model_dump(mode="json")
+    assert recorded["measured"]["batch_seconds"] > 0
 
 
 def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
@@ -214,7 +214,7 @@ def test_a_graph_of_the_original_is_planned(files, capsys):
     assert jpipe.Plan.from_json(Path("plan.json").read_text()).layers == ("node1", "node2")
 
 
-def test_rows_of_a_graph_that_are_not_said_are_one_and_it_is_told(files, capsys):
+def test_a_graph_without_rows_has_one_row_with_a_warning(files, capsys):
     Path("graph.txt").write_text(
         "node1 -- Dense -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=40.0\n"
     )
@@ -222,13 +222,13 @@ def test_rows_of_a_graph_that_are_not_said_are_one_and_it_is_told(files, capsys)
     assert "microbatches of 1 row: say how many with --rows\n" in out
 
 
-def test_more_devices_than_can_be_used_stay_idle_and_it_is_said(files, capsys):
+def test_unused_devices_stay_idle_and_are_reported(files, capsys):
     Path("many.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 16, "bandwidth": "1 GB/s"}]}))
     out = planned(capsys, "--profile=profile.json", "--topology=many.yaml", "--batch=2")
     assert re.search(r"it uses \d of 16 devices; the remaining devices", out)
 
 
-def test_clipping_leaves_out_weight_stashing(files, capsys):
+def test_clipping_excludes_weight_stashing(files, capsys):
     arguments = "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--set", "optimizer.clip_global_norm=1.0", "--out=plan.json"
     out = planned(capsys, *arguments, "--schedules=all")
     assert (
@@ -255,7 +255,7 @@ def test_shared_parameters_leave_out_weight_stashing(files, capsys):
     assert "profile: expected layers that share a parameter: none; found embed, head; profile this model" in capsys.readouterr().err
 
 
-def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, capsys):
+def test_a_model_that_does_not_fit_reports_the_missing_bytes_and_advice(files, capsys):
     Path("big.json").write_text(profile(weights=10**9).to_json())
     assert cli.main(["plan", "--profile=big.json", "--topology=two.yaml", "--batch=4", "--out=plan.json"]) == 2
     err = capsys.readouterr().err
@@ -305,7 +305,7 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help(files, c
         ),
     ],
 )
-def test_mistakes_are_told_in_a_line(files, capsys, arguments, message):
+def test_mistakes_are_reported_in_one_line(files, capsys, arguments, message):
     code = cli.main(["plan", *arguments])
     printed = capsys.readouterr()
     assert code == 2
@@ -323,15 +323,15 @@ def test_sizes_are_divisors_of_the_batch_up_to_twice_the_share_of_a_device():
 
 
 @pytest.mark.slow
-def test_what_is_printed_to_train_with_says_all_that_the_plan_was_made_for(files, capsys):
+def test_the_printed_command_has_all_options_of_the_plan(files, capsys):
     arguments = "tiny.yaml", *BOTH, "--batch=8", "--set", "optimizer.learning_rate=0.02", "--out=plan.json", "--schedules=gpipe"
     out = planned(capsys, *arguments)
     assert "train with it: jpipe train tiny.yaml --plan plan.json --set optimizer.learning_rate=0.02 --set train.batch_size=8\n" in out
 
 
 @pytest.mark.slow
-def test_clipping_leaves_weight_stashing_one_stage(files, capsys):
-    """Where nothing is late; the pipeline takes that plan."""
+def test_clipping_allows_weight_stashing_with_one_stage(files, capsys):
+    """With one stage nothing is delayed, and the pipeline accepts the plan."""
     arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream", "--out=plan.json"
     out = planned(capsys, *arguments)
     assert "left out: pipedream with more than one stage cannot be used with optimizer.clip_global_norm, " in " ".join(out.split())
@@ -342,27 +342,27 @@ def test_clipping_leaves_weight_stashing_one_stage(files, capsys):
 
 def test_no_device_may_stay_idle_where_each_is_a_process():
     topology = Topology.flat(7, 1e9)
-    found = search(profile(), topology, 8, Request(), False, Reporter(1, 1, "samples"))
-    assert any(ranked.candidate.devices < 7 for ranked in found.choice.ranked)
-    most = max(candidate.devices for candidate in found.candidates)
+    result = search(profile(), topology, 8, Request(), False, Reporter(1, 1, "samples"))
+    assert any(ranked.candidate.devices < 7 for ranked in result.choice.ranked)
+    most = max(candidate.devices for candidate in result.candidates)
     refusal = f"no plan has a batch of 8 rows on all of 7 devices, only on {most}; use {most} devices, or allow other batches"
     with pytest.raises(jpipe.InputError, match=refusal):
         search(profile(), topology, 8, Request(all_devices=True), False, Reporter(1, 1, "samples"))
 
 
-def test_a_model_without_replicas_on_more_processes_than_layers_is_told_so():
+def test_a_model_without_replicas_on_more_processes_than_layers_is_reported():
     layers, topology = len(profile().layers), Topology.flat(7, 1e9)
     alone = Request(replicas=False, meshes=("none",))
-    found = search(profile(), topology, 8, alone, False, Reporter(1, 1, "samples"))
-    assert {max(candidate.replicas) for candidate in found.candidates} == {1}
-    assert max(candidate.devices for candidate in found.candidates) == layers < 7
+    result = search(profile(), topology, 8, alone, False, Reporter(1, 1, "samples"))
+    assert {max(candidate.replicas) for candidate in result.candidates} == {1}
+    assert max(candidate.devices for candidate in result.candidates) == layers < 7
     refusal = f"on all of 7 devices, only on {layers}: layers carry their state .*, so stages have no replicas, and {layers} layers make"
     with pytest.raises(jpipe.InputError, match=refusal) as refused:
         search(profile(), topology, 8, dataclasses.replace(alone, all_devices=True), False, Reporter(1, 1, "samples"))
     assert str(refused.value).endswith(f"use {layers} devices, or a model of more layers")
 
 
-def test_a_faster_plan_with_delayed_weights_is_one_line_unless_it_is_asked_for(files, capsys):
+def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, capsys):
     Path("three.yaml").write_text(yaml.safe_dump(TOPOLOGY | {"levels": [{"count": 3, "bandwidth": "10 GB/s"}], "device": {}}))
     slow = [layer.model_copy(update={"weights": 10**10, "accumulators": 10**10, "optimizer": 0}) for layer in profile().layers]
     Path("heavy.json").write_text(Profile(**dict(profile()) | {"layers": slow, "dispatch": 0.05}).to_json())  # too heavy to replicate

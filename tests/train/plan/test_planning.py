@@ -1,4 +1,4 @@
-"""The parts of `jpipe plan`: what a search leaves out, and which plans are compiled."""
+"""The parts of `jpipe plan`: candidates that are left out, and plans that are compiled."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ TWO = Topology.flat(2, 1e9)
 
 
 def profile(weights: int = 10**6, dispatch: float = 0.0) -> Profile:
-    """Equal layers, three for two devices: data parallelism is fastest and holds most; `dispatch` makes large microbatches faster."""
+    """Return equal layers, three for two devices: data parallelism is fastest and holds most memory."""
     at = [
         {"forward": 0.01 * n, "backward": 0.02 * n, "outputs": 100 * n, "residuals": {"none": 10**6 * n, "full": 100 * n}} for n in (1, 2)
     ]
@@ -57,47 +57,49 @@ def searched(topology: Topology, weights: int = 10**6, dispatch: float = 0.0) ->
 
 @pytest.fixture
 def fits(monkeypatch):
-    """Says which plans fit when compiled, in place of XLA; the list has those that were asked about."""
+    """Return a function that replaces compilation by `answer`, and returns the list of compiled plans."""
 
     def use(answer):
-        asked = []
+        requests = []
 
         def compiled(choice, ranked, *_):
-            asked.append(ranked.candidate)
+            requests.append(ranked.candidate)
             return Compiled(ranked, ranked.candidate.memory, 0.0 if answer(ranked.candidate) else 2000.0, ())
 
         monkeypatch.setattr(confirming, "compile_stages", compiled)
-        return asked
+        return requests
 
     return use
 
 
 def test_plans_of_too_many_microbatches_are_counted(monkeypatch):
     monkeypatch.setattr(searching, "MOST_MICROBATCHES", 4)
-    reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
-    found = search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
+    reporter = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200))
+    result = search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
     planned = find_candidates(profile(), TWO, 8)
     everything = [*planned, *find_variants(profile(), TWO, 8, planned=planned).simulated]
     assert {candidate.rows for candidate in everything} == {1, 2}
     left_out = sum(candidate.rows == 1 for candidate in everything)
-    assert told.getvalue() == f"{left_out} candidates left out, with more than 4 microbatches\n"
-    assert {candidate.rows for candidate in found.candidates} == {2}
+    assert output.getvalue() == f"{left_out} candidates left out, with more than 4 microbatches\n"
+    assert {candidate.rows for candidate in result.candidates} == {2}
 
 
-def test_a_search_for_thousands_of_devices_says_that_it_takes_long(monkeypatch):
+def test_a_search_for_thousands_of_devices_warns_that_it_takes_minutes(monkeypatch):
     monkeypatch.setattr(searching, "MANY_DEVICES", 2)
-    reporter = Reporter(1, 1, "samples", Console(file=(told := io.StringIO()), width=200))
+    reporter = Reporter(1, 1, "samples", Console(file=(output := io.StringIO()), width=200))
     search(profile(), TWO, 8, Request(schedules=("all",)), False, reporter)
-    assert told.getvalue().startswith("PipeDream's stages are searched exactly, which can take minutes for 2 devices; --schedules without")
-    told.truncate(0)
+    assert output.getvalue().startswith(
+        "PipeDream's stages are searched exactly, which can take minutes for 2 devices; --schedules without"
+    )
+    output.truncate(0)
     search(profile(), TWO, 8, Request(schedules=("pipedream_2bw",)), False, reporter)
-    assert "minutes" not in told.getvalue()
+    assert "minutes" not in output.getvalue()
 
 
-def test_only_schedules_that_flush_are_considered_unless_others_are_asked_for():
-    def schedules(**asked) -> set[str]:
-        found = search(profile(), TWO, 8, Request(replicas=False, **asked), False, silent())
-        return {candidate.schedule for candidate in found.candidates}
+def test_only_schedules_that_flush_are_considered_by_default():
+    def schedules(**options) -> set[str]:
+        result = search(profile(), TWO, 8, Request(replicas=False, **options), False, silent())
+        return {candidate.schedule for candidate in result.candidates}
 
     rules = jpipe.schedules.SCHEDULES
     flushing = schedules()
@@ -108,43 +110,45 @@ def test_only_schedules_that_flush_are_considered_unless_others_are_asked_for():
     assert schedules(pipedream="replicas") - flushing == {"pipedream"}
 
 
-def test_what_delayed_weights_would_gain_is_known_where_they_were_not_asked_for():
-    def delayed(devices: int, **asked):
+def test_the_gain_of_delayed_weights_is_known_where_they_were_not_requested():
+    def delayed(devices: int, **options):
         topology = Topology.flat(devices, 1e9)
-        return search(profile(dispatch=0.05), topology, 4, Request(replicas=False, **asked), False, silent())
+        return search(profile(dispatch=0.05), topology, 4, Request(replicas=False, **options), False, silent())
 
-    found = delayed(3)
-    assert found.delayed is not None
-    assert not jpipe.schedules.SCHEDULES[found.delayed.schedule].flushes
-    assert found.delayed.samples_per_second > 1.5 * found.choice.ranked[0].samples_per_second
+    result = delayed(3)
+    assert result.delayed is not None
+    assert not jpipe.schedules.SCHEDULES[result.delayed.schedule].flushes
+    assert result.delayed.samples_per_second > 1.5 * result.choice.ranked[0].samples_per_second
     assert delayed(3, schedules=("all",)).delayed is None
     assert delayed(1).delayed is None  # one stage has no bubble
 
 
-def test_a_batch_of_too_many_microbatches_says_how_many_there_may_be():
+def test_a_batch_of_too_many_microbatches_is_refused_with_the_limit():
     with pytest.raises(jpipe.InputError, match="no plan has a batch of 10000000 rows in at most 1,024 microbatches of 1, 2 rows"):
         search(profile(), TWO, 10_000_000, Request(), False, silent())
 
 
 def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_its_kind(fits):
-    found, told = searched(TWO, dispatch=0.02), []
-    best = found.choice.ranked[0].candidate
+    result, attempts = searched(TWO, dispatch=0.02), []
+    best = result.choice.ranked[0].candidate
     assert best.rows == 2
-    own = tuple(candidate for candidate in found.candidates if candidate.rows == 2 or candidate.kind == best.kind)
-    asked = fits(lambda candidate: candidate.rows == 1)
-    after, confirmed = confirm(dataclasses.replace(found, candidates=own), parts(), lambda attempt: told.append(attempt.ranked.candidate))
+    candidates = tuple(candidate for candidate in result.candidates if candidate.rows == 2 or candidate.kind == best.kind)
+    compiled = fits(lambda candidate: candidate.rows == 1)
+    after, confirmed = confirm(
+        dataclasses.replace(result, candidates=candidates), parts(), lambda attempt: attempts.append(attempt.ranked.candidate)
+    )
     first = after.choice.ranked[0]
-    assert told == asked[:-1]
-    assert told
-    assert all(candidate.rows == 2 for candidate in told)
+    assert attempts == compiled[:-1]
+    assert attempts
+    assert all(candidate.rows == 2 for candidate in attempts)
     assert first is confirmed.ranked
-    assert first.candidate == asked[-1]
+    assert first.candidate == compiled[-1]
     assert (first.candidate.kind, first.candidate.rows) == (best.kind, 1)
-    assert not {ranked.candidate for ranked in after.choice.ranked} & set(told)
-    assert set(told) <= set(after.known)
+    assert not {ranked.candidate for ranked in after.choice.ranked} & set(attempts)
+    assert set(attempts) <= set(after.known)
 
 
-def test_where_nothing_fits_when_compiled_it_is_said_by_how_much(fits):
+def test_where_nothing_fits_when_compiled_the_missing_bytes_are_reported(fits):
     fits(lambda candidate: False)
     with pytest.raises(jpipe.InputError, match=r"stages of .* plans need too much memory(.|\n)*: stage 0 lacks 2 kB when compiled"):
         confirm(searched(TWO), parts(), lambda _: None)
@@ -153,26 +157,26 @@ def test_where_nothing_fits_when_compiled_it_is_said_by_how_much(fits):
 @pytest.mark.parametrize(("memory", "near", "does"), [(1.15e9, True, True), (1.15e9, True, False), (1.0e9, False, True)])
 def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, does):
     weights = 10**8  # a device of data parallelism holds 12 times that, one of two stages 8 times
-    found = searched(Topology.flat(2, 1e12, memory=memory), weights)
-    parallel = [candidate for candidate in found.candidates if candidate.depth == 1]
+    result = searched(Topology.flat(2, 1e12, memory=memory), weights)
+    parallel = [candidate for candidate in result.candidates if candidate.depth == 1]
     assert parallel
     assert all(candidate.over is not None for candidate in parallel)
-    assert all(ranked.candidate.depth == 2 for ranked in found.choice.ranked)
-    asked = fits(lambda candidate: candidate.depth == 2 or does)
-    after, confirmed = confirm(found, parts(), lambda *_: None)
-    assert (asked[0].depth == 1) == near
+    assert all(ranked.candidate.depth == 2 for ranked in result.choice.ranked)
+    compiled = fits(lambda candidate: candidate.depth == 2 or does)
+    after, confirmed = confirm(result, parts(), lambda *_: None)
+    assert (compiled[0].depth == 1) == near
     first = after.choice.ranked[0].candidate
     assert first.depth == (1 if near and does else 2)
     assert first.over is None
     assert [ranked.candidate.kind for ranked in after.choice.ranked].count(first.kind) == 1
-    assert any(after.known.get(candidate) is confirmed.ranked for candidate in found.candidates)
+    assert any(after.known.get(candidate) is confirmed.ranked for candidate in result.candidates)
 
 
-def test_nothing_that_could_fit_is_compiled_in_vain(fits):
-    asked = fits(lambda candidate: True)
+def test_nothing_is_compiled_if_no_plan_can_fit(fits):
+    compiled = fits(lambda candidate: True)
     with pytest.raises(jpipe.InputError, match="no plan fits: nearest is"):
         confirm(searched(Topology.flat(2, 1e9, memory=1e6)), parts(), lambda *_: None)
-    assert not asked
+    assert not compiled
 
 
 class Alone(Together):

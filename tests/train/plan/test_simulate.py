@@ -1,4 +1,4 @@
-"""`jpipe simulate`: what it prints agrees with the library and with sizes counted by hand; every mistake is one message, exit code 2."""
+"""`jpipe simulate` agrees with the library and with sizes counted by hand; mistakes give one message and exit code 2."""
 
 import re
 from pathlib import Path
@@ -111,8 +111,8 @@ def test_the_replicas_of_a_config_are_simulated_with_their_sizes(simulated, conf
     columns = table(printed)
     assert columns["layers"] == ["embed block_0", "embed block_0", "head"]
     assert columns["sends a batch"][0] == columns["sends a batch"][1] != columns["sends a batch"][2]
-    for held, temporary, peak in zip(columns["held"], columns["temporary"], columns["peak memory"], strict=True):
-        assert float(held.split()[0]) > 1
+    for held_bytes, temporary, peak in zip(columns["held"], columns["temporary"], columns["peak memory"], strict=True):
+        assert float(held_bytes.split()[0]) > 1
         assert float(temporary.split()[0]) > 0
         assert float(peak.split()[0]) > 1
 
@@ -128,7 +128,7 @@ def test_every_stage_of_a_rank_has_its_row(simulated, plan_file):
     assert [line.split()[:2] for line in lines[first + 1 : first + 5]] == [["0", "0"], ["2", "layer_5"], ["1", "1"], ["3", "layer_7"]]
 
 
-def test_meshes_are_told_with_their_devices_and_the_memory_of_each(simulated, config):
+def test_meshes_are_printed_with_their_devices_and_the_memory_of_each(simulated, config):
     keys = [word for key in ("plan.mesh={data: 2, model: 2}", "plan.replicas=[2, 1]", "plan.schedule=gpipe") for word in ("--set", key)]
     printed = simulated(config, *keys)
     assert "2 stages, 3 ranks, (data 2, model 2), 12 devices, 2 microbatches per batch" in printed
@@ -146,7 +146,7 @@ def test_chunks_of_a_config_are_simulated_with_the_memory_of_their_rank(simulate
     assert lines[first + 2].endswith(" 1")
 
 
-def test_recomputation_is_said_and_counted(simulated, plan_file):
+def test_recomputation_is_reported_and_counted(simulated, plan_file):
     printed = simulated(plan_file("pipedream_2bw", recompute=["full", "none", "none", "none"]))
     assert "a backward takes 2; one that recomputes 3" in printed
     assert "with a batch in 16 units" in printed  # the slowest stage: four times 1 + 3
@@ -170,15 +170,15 @@ def test_a_config_is_shown_with_exact_sizes_and_no_run_is_made(simulated, config
     assert columns["sends a batch"] == ["1.0 kB", "1.0 kB"]
     # At most: two versions, two moments and a count for each layer, sums, what is in flight. The head's weights: a norm and 8 × 256.
     weights = 4 * (2 * 8 + 8 * 256)
-    held, temporary, peak = (float(columns[name][1].removesuffix(" kB")) for name in ("held", "temporary", "peak memory"))
-    assert 5 * weights < 1000 * held < 6 * weights
+    held_kb, temporary, peak = (float(columns[name][1].removesuffix(" kB")) for name in ("held", "temporary", "peak memory"))
+    assert 5 * weights < 1000 * held_kb < 6 * weights
     assert temporary > 0.1
-    assert peak == pytest.approx(held + temporary, abs=0.2)
+    assert peak == pytest.approx(held_kb + temporary, abs=0.2)
     assert "\npeak memory: what a rank holds between its computations, and the temporaries of its largest program" in printed
     assert not Path(tiny["run"]["dir"]).exists()
 
 
-def test_without_compiling_nothing_is_called_peak_memory(simulated, config):
+def test_an_uncompiled_plan_shows_no_peak_memory(simulated, config):
     printed = simulated(config, "--no-compile")
     assert table(printed)["held"] == table(simulated(config))["held"]
     assert "temporary" not in table(printed)
@@ -248,7 +248,7 @@ def test_a_grid_wider_than_the_terminal_is_cut_between_ticks(simulated, plan_fil
         ("tiny.yaml", ["--set", "plan.file=plan.json"], r"plan.json: layer 'embed' of the model is in no stage; add it to one"),
     ],
 )
-def test_mistakes_are_told_in_one_message_and_nothing_is_written(
+def test_mistakes_are_reported_in_one_message_and_nothing_is_written(
     config, plan_file, tmp_path, capsys, monkeypatch, content, arguments, message
 ):
     monkeypatch.chdir(tmp_path)

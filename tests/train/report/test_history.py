@@ -1,4 +1,4 @@
-"""What a run says of itself besides its losses: time, speed, learning rate, and the parts of a run that was resumed."""
+"""Facts of a run besides its losses: time, speed, learning rate, and the parts of a resumed run."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_a_resumed_run_shows_its_whole_history(tiny, monkeypatch):
     assert "command" in text
 
 
-def test_a_checkpoint_without_a_history_is_one_part():
+def test_a_checkpoint_without_a_history_has_one_part():
     plan = jpipe.Plan.even("ab", 2, "pipedream_2bw", 2)
     facts = {"config": "optimizer: {name: lion}\n", "plan": plan.to_json(), "devices": 2, "val_loss_before": 1.0}
     for config, updates in ((facts["config"], 0), (facts["config"] + "resume: {optimizer: reset}\n", None)):
@@ -83,10 +83,10 @@ def test_a_checkpoint_without_a_history_is_one_part():
 def test_a_checkpoint_of_another_precision_is_refused():
     plan = jpipe.Plan.even("ab", 2, "pipedream_2bw", 2)
     facts = {"plan": plan.to_json(), "devices": 2, "val_loss_before": 1.0}
-    for text, kept in (("seed: 0\n", "float32"), ("precision: {params: bfloat16}\n", "bfloat16"), ("precision: [3]\n", "float32")):
+    for text, dtype in (("seed: 0\n", "float32"), ("precision: {params: bfloat16}\n", "bfloat16"), ("precision: [3]\n", "float32")):
         old = resume.Resumed(Path("run"), 6, resume.Facts(config=text, **facts), (6,))
-        old.check_precision(Config(precision={"params": kept, "compute": "bfloat16"}))
-        with pytest.raises(jpipe.InputError, match=f"^precision.params: expected {kept} as in the checkpoint of step 6, found float16; "):
+        old.check_precision(Config(precision={"params": dtype, "compute": "bfloat16"}))
+        with pytest.raises(jpipe.InputError, match=f"^precision.params: expected {dtype} as in the checkpoint of step 6, found float16; "):
             old.check_precision(Config(precision={"params": "float16", "loss_scale": 8.0}))
 
 
@@ -102,14 +102,14 @@ def test_updates_are_counted_as_the_optimizer_counts_them(replicas, every, updat
 def test_a_history_of_thousands_of_parts_stays_small():
     plan = jpipe.Plan.even("a", 1, "gpipe", 1)
     parts = [history.part(plan, {}, 1, step, step + 1, step) for step in range(3000)]
-    told = history.History(parts, history.part(plan, {}, 1, 3000, 3000, 3000), plan, lambda: 2.5)
-    facts = told.facts(3005)
+    run_history = history.History(parts, history.part(plan, {}, 1, 3000, 3000, 3000), plan, lambda: 2.5)
+    facts = run_history.facts(3005)
     assert (len(facts), facts[0]["first"], facts[-1]["end"], facts[-1]["seconds"]) == (history.MOST_PARTS, 2001, 3005, 2.5)
     assert len(resume.Facts(config="seed: 0", plan="", devices=1, val_loss_before=0.0, history=facts).history) == history.MOST_PARTS
 
 
 @pytest.mark.parametrize("name", ["tests.train.own:rule", "noisy_sgd"])
-def test_a_learning_rate_that_is_not_known_is_left_out(name):
+def test_an_unknown_learning_rate_is_left_out(name):
     known = optimizer.learning_rate(OptimizerConfig(name=name), 10)
     assert (known is None) == (":" in name)
 
@@ -117,9 +117,9 @@ def test_a_learning_rate_that_is_not_known_is_left_out(name):
 @pytest.mark.parametrize("steps", [5, 3000])
 def test_learning_rates_are_those_of_the_schedule(steps):
     config = OptimizerConfig(learning_rate=3e-4, lr_schedule="cosine", warmup_steps=3)
-    schedule, found = optimizer.lr_schedule(config, steps, 3e-4), optimizer.learning_rate(config, steps)
+    schedule, rate = optimizer.lr_schedule(config, steps, 3e-4), optimizer.learning_rate(config, steps)
     for update in {0, 1, 2, 3, 4, steps // 2, steps - 1, steps + 10}:
-        assert found(update) == pytest.approx(float(schedule(update)), rel=1e-5)
+        assert rate(update) == pytest.approx(float(schedule(update)), rel=1e-5)
     assert optimizer.learning_rate(OptimizerConfig(), 10)(7) == 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Which steps of a run are measured."""
+"""The steps of a run that are measured."""
 
 import sys
 import threading
@@ -20,35 +20,35 @@ from jpipe_train.run import loop
 from tests.train.conftest import changed
 
 
-class Recorded(jpipe.Tracer):
-    """In place of a tracer: nothing is measured."""
+class NullTracer(jpipe.Tracer):
+    """A tracer that measures nothing."""
 
     def __init__(self, plan):
         pass
 
 
 def windows(monkeypatch, tiny, steps, every, batches, schedule="pipedream_2bw"):
-    """(traced steps, first batch and number of batches) of each window."""
+    """Return (traced steps, first batch and number of batches) of each window."""
     pipe, _ = build.build(changed(tiny, plan={"schedule": schedule}), Reporter(1, 1, "tokens"))
-    measure, found = Measure(pipe, (), steps, every, batches), []
+    measure, result = Measure(pipe, (), steps, every, batches), []
 
     def finish():
         if measure._tracer is not None:
-            found[-1] += ((measure._first, measure._batches),)
+            result[-1] += ((measure._first, measure._batches),)
             measure._tracer, measure._window = None, (measure._first, measure._batches)
 
-    monkeypatch.setattr(jpipe, "Tracer", Recorded)
+    monkeypatch.setattr(jpipe, "Tracer", NullTracer)
     monkeypatch.setattr(measure, "finish", finish)
     last = None
     for step in range(steps):
         tracer = measure.observer(step)
         if tracer is not None and tracer is not last:
-            found.append(([],))
+            result.append(([],))
         if tracer is not None:
-            found[-1][0].append(step)
+            result[-1][0].append(step)
         last = tracer
     finish()
-    return found
+    return result
 
 
 def test_windows_come_when_the_pipeline_is_full_and_after_evaluations(monkeypatch, tiny):
@@ -98,7 +98,7 @@ def test_nothing_is_measured_where_nothing_is_wanted(monkeypatch, tiny):
 @pytest.mark.thinned(most=1)
 @pytest.mark.oldest
 @pytest.mark.parametrize("schedule", sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"}))
-def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
+def test_the_measured_window_is_the_predicted_one(tiny, schedule):
     summary = loop.main(changed(tiny, train={"steps": 9, "eval_every": 50}, plan={"schedule": schedule}))
     predicted, measured = summary.predicted, summary.measured
     assert predicted.batches == measured.batches == 3
@@ -110,7 +110,7 @@ def test_what_was_measured_is_the_window_that_was_predicted(tiny, schedule):
         assert abs(most[0] - most[1]) <= 64
 
 
-def test_what_a_rank_measured_travels_as_numbers():
+def test_measurements_of_a_rank_are_encoded_as_numbers():
     spans = [
         jpipe.programs.Span("FB", 3, 2, 0.1, 0.25, True, 1e-9, 0.5),
         jpipe.programs.Span("F", 2**40, 0, -1.0, 0.0),
@@ -118,12 +118,12 @@ def test_what_a_rank_measured_travels_as_numbers():
         *(jpipe.programs.Span(op, 1, 0, 4.0, 5.0, chunk=2) for op in ("I", "W", "FI")),
     ]
     samples = [jpipe.programs.MemorySample(0.1, {3: 2**40, 4: 0}, 1, 2, 3, 4), jpipe.programs.MemorySample(0.2, {}, 5, 6, 7, 8)]
-    for held in (spans, samples), ([], samples), (spans, []):
-        assert gather.from_numbers(gather.numbers(*held)) == tuple(map(tuple, held))
+    for measured in (spans, samples), ([], samples), (spans, []):
+        assert gather.from_numbers(gather.numbers(*measured)) == tuple(map(tuple, measured))
 
 
-class Told(jpipe.processes.Processes):
-    """One of several processes that are threads: what is told is kept by all until it is asked for."""
+class ThreadProcesses(jpipe.processes.Processes):
+    """One of several processes that are threads; a message is stored until it is received."""
 
     def __init__(self, index, everyone):
         self.index, self.everyone, self.kept, self.changed = index, everyone, {}, threading.Condition()
@@ -142,7 +142,7 @@ class Told(jpipe.processes.Processes):
             return self.kept.pop(name)
 
 
-def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(monkeypatch):
+def test_process_0_gathers_all_traces_in_pieces_and_no_process_keeps_them(monkeypatch):
     monkeypatch.setattr(gather, "_PIECE", 7)
     homes = (0, 2, 1)
     plan = jpipe.Plan.even("abcdef", 6, "zb_v", 6)
@@ -152,14 +152,16 @@ def test_process_0_has_all_traces_told_in_pieces_and_nobody_keeps_them(monkeypat
     vars(pipe)["places"] = tuple(jpipe.meshes.Place((device,)) for device in devices)
     spans = [(jpipe.programs.Span("F", w, 0, 0.5, 1.0),) * w for w in range(3)]
     samples = [(jpipe.programs.MemorySample(0.25, {w: 8}, 1, 2, 3, w),) * 2 for w in range(3)]
-    everyone: list[Told] = []
-    processes = [Told(index, everyone) for index in range(3)]
+    everyone: list[ThreadProcesses] = []
+    processes = [ThreadProcesses(index, everyone) for index in range(3)]
 
-    def own(rows, index):
+    def of_process(rows, index):
         return tuple(row if home == index else () for row, home in zip(rows, homes, strict=True))
 
     def gathered(process):
-        return gather.gather(process, pipe, "a trace", jpipe.runtime.Trace(own(spans, process.index), own(samples, process.index)))
+        return gather.gather(
+            process, pipe, "a trace", jpipe.runtime.Trace(of_process(spans, process.index), of_process(samples, process.index))
+        )
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(gathered, processes)) == [jpipe.runtime.Trace(tuple(spans), tuple(samples)), None, None]

@@ -1,4 +1,4 @@
-"""MFU: FLOPs equal to those of the formula, peaks of the devices that people have, and where it is told."""
+"""MFU: FLOPs equal to the formula, peaks of common devices, and where it is shown."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_the_flops_of_a_gpt_are_those_of_the_formula(tiny):
 
 
 def test_the_flops_of_a_llama_are_those_of_its_products(tiny):
-    """Two heads share keys and values, and the multilayer perceptron has a gate."""
+    """Two heads share keys and values, and the MLP has a gate."""
     depth, width, positions, rows = 2, 16, 8, 4
     of_a_layer = 2 * width * (2 * width + 2 * width // 2) + 3 * 2 * width * 24 + 4 * positions * width
     keys = {
@@ -126,14 +126,14 @@ def test_the_page_shows_the_same_peaks():
 def test_the_peak_of_float32_depends_on_how_it_is_multiplied(monkeypatch):
     for precision, gpu, tpu in (("float32", 66.9, None), ("highest", 66.9, None), ("tensorfloat32", 494.7, 275), ("high", None, None)):
         with jax.default_matmul_precision(precision):
-            found = [mfu.peak_of(kind, "float32") for kind in ("NVIDIA H100 80GB HBM3", "TPU v4")]
-        assert found == [None if expected is None else pytest.approx(expected * 1e12) for expected in (gpu, tpu)], precision
+            peaks = [mfu.peak_of(kind, "float32") for kind in ("NVIDIA H100 80GB HBM3", "TPU v4")]
+        assert peaks == [None if expected is None else pytest.approx(expected * 1e12) for expected in (gpu, tpu)], precision
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert mfu.peak_of("NVIDIA H100 80GB HBM3", "float32") == pytest.approx(66.9e12)
     assert mfu.peak_of("TPU v4", "float32") == pytest.approx(275e12)
 
 
-def test_a_run_tells_it_where_the_peak_is_known(tiny, monkeypatch, capsys):
+def test_a_run_prints_its_mfu_where_the_peak_is_known(tiny, monkeypatch, capsys):
     config = changed(tiny)
     monkeypatch.setattr(mfu, "PEAKS", (("^cpu$", {"float32": 1e-4}),))
     folder = loop.main(config).folder
@@ -150,7 +150,7 @@ def test_a_run_tells_it_where_the_peak_is_known(tiny, monkeypatch, capsys):
     assert "<dt>MFU</dt>" in (folder / "report.html").read_text()
 
 
-def test_a_run_on_devices_whose_peak_is_not_known_tells_nothing(tiny, monkeypatch, capsys):
+def test_a_run_on_devices_with_an_unknown_peak_prints_no_mfu(tiny, monkeypatch, capsys):
     monkeypatch.setattr(mfu, "forward_flops", lambda *_: pytest.fail("counted in vain"))
     folder = loop.main(changed(tiny)).folder
     assert "mfu" not in (folder / "metrics.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: the numbers in the pictures, a page that is whole and safe, and a browser that shows it."""
+"""The report of a run: numbers in the pictures, a complete and safe page, and its view in a browser."""
 
 import base64
 import math
@@ -30,7 +30,7 @@ def rows_of(steps=STEPS) -> list[dict]:
 
 
 def window(slower: float = 1.0, memory: bool = True) -> jpipe.programs.Window:
-    """Three batches of a pipeline of three stages that is `slower` than its costs say."""
+    """Return a window of three batches of three stages that is `slower` than its costs."""
     plan = jpipe.Plan.even("abc", num_stages=3, schedule="pipedream_2bw", microbatches=3)
     cost = {"weights": 12_000_000, "accumulators": 12_000_000, "residuals": 5_000_000, "optimizer": 24_000_000}
     costs = [jpipe.programs.StageCost(forward=0.01 * slower, backward=0.02 * slower, update=0.003, **cost)] * 3
@@ -83,7 +83,7 @@ def test_a_whole_report_is_five_files_and_the_page_needs_only_itself(folder):
     assert (folder / "trace.json").read_text() == jpipe.to_perfetto({"predicted": window().timeline, "measured": window(1.1).timeline})
 
 
-def test_the_page_says_what_was_found(folder):
+def test_the_page_shows_the_results(folder):
     text = Page(folder / "report.html").text
     losses = [row["val_loss"] for row in rows_of() if "val_loss" in row]
     result = f"validation loss, nats per byte{losses[0]:.3f} → {losses[-1]:.3f}"
@@ -93,9 +93,11 @@ def test_the_page_says_what_was_found(folder):
         assert "".join(row) in text  # the cells of a line of the table
 
 
-def parts(many: int = 2) -> list[Part]:
+def parts(count: int = 2) -> list[Part]:
     same = {"optimizer": "adamw", "devices": 3, "seconds": 61}
-    return [Part(first=100 * i, end=100 * i + 100, plan=f"plan {i}", began=f"2026-01-{i % 9 + 1:02} 10:00:00", **same) for i in range(many)]
+    return [
+        Part(first=100 * i, end=100 * i + 100, plan=f"plan {i}", began=f"2026-01-{i % 9 + 1:02} 10:00:00", **same) for i in range(count)
+    ]
 
 
 STAGES = [
@@ -106,7 +108,7 @@ STAGES = [
 
 
 @pytest.mark.slow
-def test_the_page_tells_the_times_of_each_stage_and_the_parts_of_a_run(tmp_path):
+def test_the_page_shows_the_times_of_each_stage_and_the_parts_of_a_run(tmp_path):
     rows = rows_of()
     for row in rows:
         row |= {
@@ -167,7 +169,7 @@ def test_no_word_from_outside_becomes_markup(tmp_path, folder):
     assert "validation loss, <b>$x" in page.text
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_missing_files_are_reported(tmp_path):
     write_report(tmp_path, report(rows=[], predicted=None, measured=None))
     assert written(tmp_path) == {"report.html"}
     text = Page(tmp_path / "report.html").text
@@ -184,45 +186,45 @@ def test_a_prediction_alone_is_shown_as_one(tmp_path):
     assert "bubble, predicted" in text
 
 
-def test_a_comparison_is_of_what_both_know():
+def test_only_figures_known_to_both_are_compared():
     predicted = jpipe.programs.Window(
         ((),), ((jpipe.programs.MemorySample(0.0, {0: 1500}, 0, 0, 0, 0),), ()), seconds=0.5, batches=4, bubble=0.2
     )
     measured = jpipe.programs.Window(
         ((),), ((jpipe.programs.MemorySample(0.0, {0: 1800}, 0, 0, 0, 0),), ()), seconds=0.5, batches=2, bubble=0.25
     )
-    step, bubble, held = compare(predicted, measured)  # nothing is known of the second rank's memory
+    step, bubble, memory = compare(predicted, measured)  # nothing is known of the second rank's memory
     assert step == Comparison("time of a step", "125 ms", "250 ms", "2.00")
     assert bubble == Comparison("bubble (idle share)", "20.0%", "25.0%", "1.25")
-    assert held == Comparison("held memory, rank 0", "1.5 kB", "1.8 kB", "1.20")
+    assert memory == Comparison("held memory, rank 0", "1.5 kB", "1.8 kB", "1.20")
     *_, same, peak = compare(predicted, measured, (500, 100))
-    assert same == held
+    assert same == memory
     assert peak == Comparison("peak memory, rank 0", "2 kB", "2.3 kB", "1.15")
-    assert compare(predicted, measured, (None, 100)) == [step, bubble, held]  # of another process, whose programs are not known here
+    assert compare(predicted, measured, (None, 100)) == [step, bubble, memory]  # of another process, whose programs are not known here
     assert compare(None, measured)[0] == Comparison("time of a step", "–", "250 ms", "–")
     assert compare(predicted, None)[2] == Comparison("held memory, rank 0", "1.5 kB", "–", "–")
 
 
-def test_temporaries_of_other_processes_are_said_to_be_unknown():
+def test_temporaries_of_other_processes_are_reported_as_unknown():
     whole = "peak memory is held memory and the temporaries of the largest program, as compiled: 5 B at rank 0"
     assert comparison.temporary_words([5]) == whole
     assert comparison.temporary_words([5, None]) == f"{whole}; those of other ranks are known in their processes only"
     assert comparison.temporary_words([None, None]) == ""
 
 
-def test_what_was_measured_stands_beside_what_was_planned():
+def test_measurements_are_shown_beside_the_plan():
     plan, measured = jpipe.Plan.even("ab", 2, "gpipe", 2), window()
-    found = as_predicted(plan, measured, [jpipe.programs.StageCost(temporary=1000), jpipe.programs.StageCost(temporary=2000, inputs=300)])
-    assert found.batch_seconds == measured.step_seconds
-    assert found.peak_bytes == (measured.held_bytes[0] + 1000, measured.held_bytes[1] + 2000)
+    actual = as_predicted(plan, measured, [jpipe.programs.StageCost(temporary=1000), jpipe.programs.StageCost(temporary=2000, inputs=300)])
+    assert actual.batch_seconds == measured.step_seconds
+    assert actual.peak_bytes == (measured.held_bytes[0] + 1000, measured.held_bytes[1] + 2000)
     fused = as_predicted(
         plan.model_copy(update={"schedule": "pipedream"}),
         measured,
         [jpipe.programs.StageCost(), jpipe.programs.StageCost(inputs=300, labels=40)],
     )
     assert fused.peak_bytes[1] == measured.held_bytes[1] + 340  # one program takes its inputs and leaves nothing of them
-    planned = jpipe.plan.Predicted(batch_seconds=2 * found.batch_seconds, bubble=found.bubble, peak_bytes=found.peak_bytes)
-    rows = compare_with_plan(plan, planned, found)
+    planned = jpipe.plan.Predicted(batch_seconds=2 * actual.batch_seconds, bubble=actual.bubble, peak_bytes=actual.peak_bytes)
+    rows = compare_with_plan(plan, planned, actual)
     assert [row.ratio for row in rows] == ["0.50", *[row.ratio for row in rows[1:2]], "1.00", "1.00"]
     assert [row.quantity for row in rows][2:] == [f"peak memory, stage {s}" for s in (0, 1)]
 
@@ -232,10 +234,10 @@ def test_a_rank_holds_what_its_stages_hold_and_the_scratch_memory_of_the_program
     sizes = [jpipe.programs.StageCost(temporary=1000 * s, inputs=10, labels=5, weights=10_000) for s in range(4)]
     run = jpipe.simulate(jpipe.lower(plan, 4), sizes)
     measured = jpipe.programs.extract_window(run.timeline, run.memory, 4, first=1, batches=2)
-    found = as_predicted(plan, measured, sizes)
+    actual = as_predicted(plan, measured, sizes)
     assert len(measured.held_bytes) == 4
-    assert found.peak_bytes == (max(measured.held_bytes[:2]) + 3000 + 15, max(measured.held_bytes[2:]) + 2000)
-    rows = compare_with_plan(plan, found, found)
+    assert actual.peak_bytes == (max(measured.held_bytes[:2]) + 3000 + 15, max(measured.held_bytes[2:]) + 2000)
+    rows = compare_with_plan(plan, actual, actual)
     assert [row.quantity for row in rows][2:] == [f"peak memory, stages {stages}" for stages in ("0 3", "1 2")]
 
 
@@ -246,8 +248,8 @@ def test_the_times_of_a_stage_are_those_of_its_chunk_on_its_ranks():
     window = jpipe.programs.extract_window(run.timeline, run.memory, 4, first=1, batches=2)
     stages = [Stage((layer,), 1, ((s % 2, s // 2),)) for s, layer in enumerate("abcd")]
     head, rows = stage_times.table(stages, window)
-    wanted = ("forward, ms", "backward, ms", "backward for inputs, ms", "backward for weights, ms", "forward and backward for inputs, ms")
-    assert head[3:-1] == wanted
+    expected = ("forward, ms", "backward, ms", "backward for inputs, ms", "backward for weights, ms", "forward and backward for inputs, ms")
+    assert head[3:-1] == expected
     assert [row[3:8] for row in rows] == [
         ("10", "300", "–", "–", "–"), ("20", "–", "100", "200", "–"), ("30", "–", "100", "200", "–"), ("–", "–", "–", "200", "140"),
     ]  # fmt: skip
@@ -255,7 +257,7 @@ def test_the_times_of_a_stage_are_those_of_its_chunk_on_its_ranks():
     assert abs(busy / 100 - (1 - window.bubble)) < 0.02
 
 
-def test_why_steps_are_much_slower_than_predicted_is_said(tmp_path):
+def test_an_explanation_of_much_slower_steps_is_shown(tmp_path):
     assert why_slower(window(), window(1.4)) is None
     assert why_slower(None, window()) is None
     assert why_slower(window(), None) is None
@@ -265,8 +267,8 @@ def test_why_steps_are_much_slower_than_predicted_is_said(tmp_path):
     assert short.startswith("Steps take longer than predicted: the computations are so short (median 800 µs) that starting them from")
     for slower, words in ((window(2), "other programs used the cores"), (window(1.4), None)):
         write_report(tmp_path, report(rows=[], measured=slower))
-        said = "Steps take longer than predicted" in Page(tmp_path / "report.html").text
-        assert said == (words is not None)
+        is_reported = "Steps take longer than predicted" in Page(tmp_path / "report.html").text
+        assert is_reported == (words is not None)
 
 
 def test_words_fit_what_was_logged(tmp_path):
@@ -350,8 +352,8 @@ def test_a_run_may_have_one_metric_none_that_is_finite_or_many(tmp_path):
     assert "top5, validation0.5" in Page(tmp_path / "report.html").text
     write_report(tmp_path, report(rows=[rows[0] | {"val_top5": math.inf}], predicted=None, measured=None))
     assert "No metric of this run has a finite value." in Page(tmp_path / "report.html").text
-    many = [f"m{i}" for i in range(100)]
-    assert report_module._metrics_to_draw(report(rows=[rows[0] | {f"val_{name}": 1.0 for name in many}])) == ["top5", *many[:23]]
+    names = [f"m{i}" for i in range(100)]
+    assert report_module._metrics_to_draw(report(rows=[rows[0] | {f"val_{name}": 1.0 for name in names}])) == ["top5", *names[:23]]
     (axes,) = loss_curve.draw_metrics([{"step": 0, "val_" + "n" * 64: 1.0}], ["n" * 64]).axes
     assert len(axes.get_title(loc="left")) == 32
 

@@ -1,4 +1,4 @@
-"""TensorBoard reads what was written, while it is written; and no disk and no Ctrl-C spoils the run or the file."""
+"""TensorBoard reads the events while they are written; a full disk or Ctrl-C damages neither the run nor the file."""
 
 import math
 import resource
@@ -45,14 +45,14 @@ def test_a_live_tensorboard_sees_what_is_written(tmp_path, messages):
         assert read(tmp_path) == {"loss": [(0, 3.0), (1, 2.0)]}
 
 
-def test_a_run_that_goes_on_keeps_what_was_there(tmp_path, messages):
+def test_a_resumed_run_keeps_the_existing_files(tmp_path, messages):
     for step in range(3):
         with TensorBoard(tmp_path, messages.append) as board:
             board.write(step, {"loss": 3.0 - step})
     assert read(tmp_path) == {"loss": [(0, 3.0), (1, 2.0), (2, 1.0)]}
 
 
-def test_a_run_that_goes_on_further_back_takes_the_place_of_what_came_after(tmp_path, messages):
+def test_a_run_resumed_from_an_earlier_step_replaces_the_later_rows(tmp_path, messages):
     for loss, steps in ((3.0, range(6)), (2.0, range(4, 8))):
         with TensorBoard(tmp_path, messages.append) as board:
             for step in steps:
@@ -62,7 +62,7 @@ def test_a_run_that_goes_on_further_back_takes_the_place_of_what_came_after(tmp_
 
 @contextmanager
 def no_room_beyond(size):
-    """Files of this process cannot grow beyond `size` bytes, as on a full disk."""
+    """Limit the files of this process to `size` bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -72,7 +72,7 @@ def no_room_beyond(size):
 
 
 @pytest.mark.parametrize("flush_seconds", [0.0, 1e9])
-def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, messages, flush_seconds):
+def test_a_full_disk_is_reported_once_and_the_run_continues(tmp_path, messages, flush_seconds):
     with no_room_beyond(200), TensorBoard(tmp_path / "full", messages.append, flush_seconds) as board:
         for step in range(20):
             board.write(step, {"loss": 1.0})
@@ -81,7 +81,7 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, messages, flush_
         assert read(tmp_path / "full")["loss"][:2] == [(0, 1.0), (1, 1.0)]  # what found room is there
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path, messages):
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path, messages):
     (tmp_path / "file").write_text("")
     with TensorBoard(tmp_path / "file" / "tensorboard", messages.append) as board:
         board.write(0, {"loss": 1.0})

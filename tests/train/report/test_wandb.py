@@ -1,4 +1,4 @@
-"""Weights & Biases: rows arrive in its own files, a run that is resumed goes on in the same one, and nothing there stops a run."""
+"""Weights & Biases: rows arrive in its files, a resumed run continues the same one, and its failures never stop a run."""
 
 import contextlib
 import importlib.util
@@ -22,7 +22,7 @@ from tests.train.conftest import changed
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    """No network, whatever this machine has, and nobody's login."""
+    """Turn off the network and remove any login."""
     for name, value in {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "NETRC": str(tmp_path / "none")}.items():
         monkeypatch.setenv(name, value)
     for name in ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_NAME", "WANDB_RUN_ID", "WANDB_DIR", "WANDB_BASE_URL"):
@@ -38,7 +38,7 @@ def records(file: Path) -> list:
     """Return the records of a wandb file: protocol buffers in a LevelDB log with blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, at, parts, found = file.read_bytes(), 7, b"", []
+    content, at, parts, result = file.read_bytes(), 7, b"", []
     while at + 7 <= len(content):
         if 2**15 - at % 2**15 < 7:
             at += 2**15 - at % 2**15
@@ -47,31 +47,31 @@ def records(file: Path) -> list:
         parts += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
-            found.append(Record.FromString(parts))
+            result.append(Record.FromString(parts))
             parts = b""
-    return found
+    return result
 
 
-def kept(folder: Path) -> list[dict]:
+def read_runs(folder: Path) -> list[dict]:
     """Return what each part of a run wrote to disk, in order: its id, names, config, rows by step and exit codes."""
-    found = []
+    runs = []
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
-        there = records(file)
-        (run,) = [record.run for record in there if record.HasField("run")]
+        file_records = records(file)
+        (run,) = [record.run for record in file_records if record.HasField("run")]
         config = {item.key: json.loads(item.value_json) for item in run.config.update if item.key != "_wandb"}
         rows = {}
-        for history in (record.history for record in there if record.HasField("history")):
+        for history in (record.history for record in file_records if record.HasField("history")):
             row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item}
             rows[history.step.num] = {name: value for name, value in row.items() if not name.startswith("_")}
-        codes = [record.exit.exit_code for record in there if record.HasField("exit")]
-        found.append({"id": run.run_id, "project": run.project, "name": run.display_name, "config": config, "rows": rows, "codes": codes})
-    return found
+        codes = [record.exit.exit_code for record in file_records if record.HasField("exit")]
+        runs.append({"id": run.run_id, "project": run.project, "name": run.display_name, "config": config, "rows": rows, "codes": codes})
+    return runs
 
 
 def test_a_run_leaves_its_rows_and_its_config(tiny, capsys):
     config = changed(tiny | {"log": ["wandb"]}, train={"steps": 3})
     folder = loop.main(config).folder
-    (run,) = kept(folder)
+    (run,) = read_runs(folder)
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [{"step": step} | row for step, row in run["rows"].items()] == logged
     assert (run["project"], run["name"], run["codes"]) == ("jpipe", folder.name, [0])
@@ -80,7 +80,7 @@ def test_a_run_leaves_its_rows_and_its_config(tiny, capsys):
     assert "wandb: offline; the rows are kept on disk, and wandb sync " in capsys.readouterr().out
 
 
-def test_a_run_that_is_resumed_goes_on_in_the_same_one(tmp_path, messages, monkeypatch):
+def test_a_resumed_run_continues_the_same_wandb_run(tmp_path, messages, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.delenv("WANDB_MODE")  # nobody is logged in
     for code, steps in ((1, range(3)), (0, range(2, 5))):
@@ -88,7 +88,7 @@ def test_a_run_that_is_resumed_goes_on_in_the_same_one(tmp_path, messages, monke
         for step in steps:
             log.write(step, {"loss": 5.0 - step, "val_loss": 0.1})
         log.close(code)
-    parts = kept(tmp_path)
+    parts = read_runs(tmp_path)
     assert [part["rows"] for part in parts] == [{t: {"loss": 5.0 - t, "val_loss": 0.1} for t in steps} for steps in (range(3), range(2, 5))]
     assert [part["codes"] for part in parts] == [[1], [0]]
     assert {part["id"] for part in parts} == {(tmp_path / "wandb" / "id.txt").read_text().strip()}
@@ -111,13 +111,13 @@ def test_a_server_that_never_answers_leaves_the_rows_on_disk(tmp_path, messages,
             monkeypatch.setenv(name, value)
         with Wandb(tmp_path, {"seed": 7}, messages.append) as log:
             log.write(0, {"loss": 1.0})
-    assert [(part["rows"], part["codes"]) for part in kept(tmp_path)] == [({0: {"loss": 1.0}}, [0])]
+    assert [(part["rows"], part["codes"]) for part in read_runs(tmp_path)] == [({0: {"loss": 1.0}}, [0])]
     assert len(messages) == 1
     assert "; the rows are kept on disk, and wandb sync " in messages[0]
 
 
 @pytest.mark.slow
-def test_a_run_for_which_wandb_is_disabled_is_told(tmp_path, messages, monkeypatch):
+def test_a_run_for_which_wandb_is_disabled_is_reported(tmp_path, messages, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with Wandb(tmp_path, {}, messages.append) as log:
         log.write(0, {"loss": 1.0})
@@ -139,7 +139,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_no_process(tmp_path):
-    """And its rows."""
+    """Its rows stay on disk."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     killed = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     process, end = int(killed.stdout), time.monotonic() + 60
@@ -148,11 +148,11 @@ def test_a_run_that_is_killed_leaves_no_process(tmp_path):
             os.kill(process, 0)
             time.sleep(0.1)
     assert time.monotonic() < end
-    assert [(part["rows"], part["codes"]) for part in kept(tmp_path)] == [({0: {"loss": 1.0}}, [1])]
+    assert [(part["rows"], part["codes"]) for part in read_runs(tmp_path)] == [({0: {"loss": 1.0}}, [1])]
 
 
 def served(code: str, tmp_path, messages, limit=30.0) -> Wandb:
-    """One whose process runs this code."""
+    """Return a wandb logger whose process runs this code."""
     return Wandb(tmp_path, {}, messages.append, (sys.executable, "-c", f"import json, os, sys, time\n{code}"), limit)
 
 
@@ -164,7 +164,7 @@ def test_a_process_that_hangs_holds_up_nothing(tmp_path, messages):
     assert messages == [f"wandb: not all was sent in 0.2 s; wandb sync {tmp_path / 'wandb'} sends what is kept there"]
 
 
-def test_rows_that_nobody_takes_are_not_kept_for_ever(tmp_path, messages, monkeypatch):
+def test_rows_that_are_never_sent_are_dropped_eventually(tmp_path, messages, monkeypatch):
     monkeypatch.setattr(wandb, "_MOST_QUEUED", 3)
     with served("time.sleep(1e6)", tmp_path, messages, limit=0.1) as log:
         for step in range(2000):
@@ -181,26 +181,26 @@ def test_rows_that_nobody_takes_are_not_kept_for_ever(tmp_path, messages, monkey
         ("print('not JSON'); print('{'); sys.exit(1)", "wandb: its process has ended; the run continues without it"),
     ],
 )
-def test_a_process_that_ends_is_told_once_and_the_run_goes_on(tmp_path, messages, code, message):
+def test_a_process_that_ends_is_reported_once_and_the_run_continues(tmp_path, messages, code, message):
     with served(code, tmp_path, messages) as log:
         for step in range(100):
             log.write(step, {"loss": 1.0})
     assert messages == [message]
 
 
-def test_the_address_is_told_and_the_end_is_that_of_the_run(tmp_path, messages, monkeypatch):
+def test_the_url_is_printed_and_the_exit_code_is_that_of_the_run(tmp_path, messages, monkeypatch):
     code = "print(json.dumps({'url': 'https://there/run'}), flush=True)\nopen('lines', 'w').writelines(sys.stdin)"
     monkeypatch.chdir(tmp_path)
     with contextlib.suppress(KeyboardInterrupt), served(code, tmp_path, messages) as log:
         log.write(3, {"loss": 1.5})
         raise KeyboardInterrupt
-    about, *rest = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    about, *remaining = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     assert messages == ["wandb: https://there/run"]
     assert about["id"] == (tmp_path / "wandb" / "id.txt").read_text().strip()
-    assert rest == [{"step": 3, "row": {"loss": 1.5}}, {"end": 1}]
+    assert remaining == [{"step": 3, "row": {"loss": 1.5}}, {"end": 1}]
 
 
-def test_a_folder_that_cannot_be_used_is_told(tmp_path, messages):
+def test_a_folder_that_cannot_be_used_is_reported(tmp_path, messages):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "wandb").symlink_to(tmp_path / "elsewhere")
     with Wandb(tmp_path, {}, messages.append) as log:
@@ -210,9 +210,9 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path, messages):
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_library_that_is_missing_is_told_before_anything_is_done(tiny, monkeypatch):
+def test_a_missing_library_is_reported_before_the_run_starts(tiny, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *arguments: None if name == "wandb" else find(name, *arguments))
     with pytest.raises(InputError, match=r"log: wandb is not installed; install it with pip install wandb, or leave"):
         loop.main(changed(tiny | {"log": ["tensorboard", "wandb"]}))
     assert not Path(tiny["run"]["dir"]).exists()

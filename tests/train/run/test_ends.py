@@ -1,4 +1,4 @@
-"""How a run ends that has lost something, or may try again: with a message and exit code 1; 2 is for what the user has to change."""
+"""A run that lost something, or may be retried, exits with a message and code 1; code 2 is for mistakes of the user."""
 
 import errno
 import hashlib
@@ -40,16 +40,16 @@ def before(monkeypatch, step, action):
     """Do something before the run feeds a batch, once all checkpoints begun are written."""
     real = checkpoints.Checkpoints.schedule_snapshot
 
-    def arm(self, at):
+    def schedule_snapshot(self, at):
         if at == step:
             self.finish()
             action()
         real(self, at)
 
-    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", arm)
+    monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", schedule_snapshot)
 
 
-def test_a_run_whose_losses_never_come_does_not_end_well(saved, monkeypatch):
+def test_a_run_whose_losses_never_arrive_fails(saved, monkeypatch):
     step, drain = jpipe.Pipeline.step, jpipe.Pipeline.drain
     nothing = jpipe.Metrics.empty()
     monkeypatch.setattr(jpipe.Pipeline, "step", lambda *args, **options: (step(*args, **options)[0], nothing))
@@ -59,7 +59,7 @@ def test_a_run_whose_losses_never_come_does_not_end_well(saved, monkeypatch):
 
 
 @pytest.mark.parametrize("cause", ["disk", "nobody knows"])
-def test_a_run_without_its_last_checkpoint_does_not_end_well(cause, saved, monkeypatch):
+def test_a_run_without_its_last_checkpoint_fails(cause, saved, monkeypatch):
     write = checkpoint_files.write_layers
 
     def full(folder, step, layers, process):
@@ -70,8 +70,10 @@ def test_a_run_without_its_last_checkpoint_does_not_end_well(cause, saved, monke
     if cause == "disk":
         monkeypatch.setattr(checkpoint_files, "write_layers", full)
     else:
-        arm = checkpoints.Checkpoints.schedule_snapshot
-        monkeypatch.setattr(checkpoints.Checkpoints, "schedule_snapshot", lambda self, step: None if step == 6 else arm(self, step))
+        schedule_snapshot = checkpoints.Checkpoints.schedule_snapshot
+        monkeypatch.setattr(
+            checkpoints.Checkpoints, "schedule_snapshot", lambda self, step: None if step == 6 else schedule_snapshot(self, step)
+        )
     config = changed(saved, checkpoint={"on_full_disk": "train"})
     with pytest.raises(RunStopped, match="the checkpoint of step 7 could not be written; the last good one is of step 6"):
         loop.main(config)
@@ -135,7 +137,7 @@ def test_lost_rows_end_the_run(damage, message, policy, saved, tmp_path, monkeyp
         ("checkpoints/7", r"the checkpoint of step 7 is not in the run folder any more; the last good one is of step 6$"),
     ],
 )
-def test_what_is_lost_at_the_end_is_noticed(lost, message, saved, monkeypatch):
+def test_losses_missing_at_the_end_are_noticed(lost, message, saved, monkeypatch):
     finish = checkpoints.Checkpoints.finish
 
     def then_moved(self):
@@ -148,7 +150,7 @@ def test_what_is_lost_at_the_end_is_noticed(lost, message, saved, monkeypatch):
         loop.main(changed(saved))
 
 
-def test_a_network_that_fails_while_a_checkpoint_is_written_is_no_bad_input(saved, monkeypatch):
+def test_a_network_error_while_a_checkpoint_is_written_is_not_bad_input(saved, monkeypatch):
     real = Path.is_symlink
 
     def stale(self):
@@ -176,7 +178,7 @@ def sealed(place: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore reports requests that are still running
 @pytest.mark.parametrize("lost", ["index", "arrays", "facts"])
-def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, saved, monkeypatch, capsys):
+def test_a_checkpoint_that_cannot_be_restored_is_skipped_with_a_message(lost, saved, monkeypatch, capsys):
     folder = loop.main(changed(saved, train={"steps": 6})).folder
     place = folder / "checkpoints" / "6"
     losses = [row["loss"] for row in rows_of(folder)]
@@ -193,18 +195,18 @@ def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_line(lost, s
         monkeypatch.setattr(checkpoint_files, "layer_specs", lambda folder, step, real=checkpoint_files.layer_specs: real(folder, 4))
     capsys.readouterr()
     assert loop.main(changed(saved)).steps == 7
-    told = capsys.readouterr().out.splitlines()
-    [line] = [line for line in told if line.startswith("checkpoint: ")]
+    lines = capsys.readouterr().out.splitlines()
+    [line] = [line for line in lines if line.startswith("checkpoint: ")]
     assert str(place.relative_to(folder)) in line or "step 6: facts: devices" in line
     assert line.endswith("; the one before is tried")
-    assert any(line.startswith("resumes at step 4") for line in told)
-    assert f"checkpoints of later steps are kept as 6.old in '{folder / 'checkpoints'}'" in told
+    assert any(line.startswith("resumes at step 4") for line in lines)
+    assert f"checkpoints of later steps are kept as 6.old in '{folder / 'checkpoints'}'" in lines
     assert checkpoint_files.steps(folder) == [4, 6, 7]
     assert (folder / "checkpoints" / "6.old" / "checkpoint.json").exists(), "the damaged one is not removed"
     assert [row["loss"] for row in rows_of(folder)][:6] == losses
 
 
-def test_a_run_goes_on_from_the_checkpoint_that_is_named(saved, capsys):
+def test_a_run_resumes_from_the_named_checkpoint(saved, capsys):
     folder = loop.main(changed(saved, train={"steps": 6})).folder
     whole = rows_of(folder)
     with pytest.raises(InputError, match=rf"--from-checkpoint: expected one of 2, 4, 6, those in '{folder}', found 5"):
@@ -220,7 +222,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(saved, capsys):
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"2", "4", "6", "6.old"}
 
 
-def test_a_run_that_goes_on_with_other_batches_reads_each_row_once(saved, monkeypatch, capsys):
+def test_a_run_resumed_with_another_batch_size_reads_each_row_once(saved, monkeypatch, capsys):
     read, windows = documents.Documents.read, set()
 
     def noted(self, start, stop):
@@ -231,14 +233,14 @@ def test_a_run_that_goes_on_with_other_batches_reads_each_row_once(saved, monkey
     monkeypatch.setattr(documents.Documents, "read", noted)
     for steps, size in ((2, 8), (6, 4)):
         loop.main(changed(saved, train={"steps": steps, "batch_size": size, "eval_batches": 1}))
-    found = windows.copy()
+    starts = windows.copy()
     windows.clear()
     inputs, _ = data.load(changed(saved, train={"batch_size": 32}, plan={"microbatches": 1})).train[0]
     inputs[:32]  # the first 32 rows, in one batch
-    assert found == windows
-    assert len(found) == 32
-    told = capsys.readouterr().out
-    assert "the training data continue at row 16" in told
+    assert starts == windows
+    assert len(starts) == 32
+    output = capsys.readouterr().out
+    assert "the training data continue at row 16" in output
     facts = checkpoint_files.read_facts(Path(saved["run"]["dir"]), 6)["data"]
     assert facts["batch_size"] == 4
     assert facts["position"] == {"batch": 6, "rows": [32], "pieces": 8}
@@ -274,7 +276,7 @@ def raised(number: int, kind: type[OSError] = OSError) -> InputError:
         return error
 
 
-def test_the_code_tells_what_another_try_may_cure():
+def test_the_exit_code_tells_whether_a_retry_may_help():
     passing = {"EIO", "ESTALE", "ETIMEDOUT", "ENOSPC", "EDQUOT", "ENOTCONN", "ECONNRESET", "EMFILE", "EAGAIN", "EBUSY", "EADDRINUSE"}
     lasting = {"ENOENT", "EACCES", "EPERM", "ENOTDIR", "EISDIR", "ELOOP", "ENAMETOOLONG", "EINVAL", "EROFS", "EEXIST", "EFBIG"}
     assert {name for name in passing | lasting if code_of(raised(getattr(errno, name))) == 1} == passing
@@ -284,7 +286,7 @@ def test_the_code_tells_what_another_try_may_cure():
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.ENOENT, 2), (errno.EACCES, 2)])
-def test_a_disk_that_is_out_of_order_at_the_start_may_be_tried_again(number, code, saved, tmp_path, monkeypatch, capsys):
+def test_a_disk_error_at_the_start_exits_with_the_code_for_a_retry(number, code, saved, tmp_path, monkeypatch, capsys):
     config, text = tmp_path / "config.yaml", Path(saved["data"]["path"])
     config.write_text(json.dumps(saved))
     opened = os.open
@@ -300,7 +302,7 @@ def test_a_disk_that_is_out_of_order_at_the_start_may_be_tried_again(number, cod
     assert not Path(saved["run"]["dir"]).exists()
 
 
-def test_a_folder_in_which_another_run_still_trains_may_be_tried_again(saved):
+def test_a_folder_in_use_by_another_run_exits_with_the_code_for_a_retry(saved):
     plan = jpipe.Plan.even(("embed", "block_0", "head"), 2, "gpipe", 2)
     with RunFolder(changed(saved), plan), pytest.raises(InputError, match=r"run\.dir: another process is training in") as refused:
         RunFolder(changed(saved), plan, resumes=True)

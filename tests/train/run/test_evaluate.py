@@ -1,4 +1,4 @@
-"""`jpipe evaluate`: equal to the whole model run at once over the same rows, each counted once; the run stays as it is."""
+"""`jpipe evaluate` equals the whole model on all rows, counts each row once, and does not change the run."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ BASE = {
     "eval": {"metrics": {"accuracy": "accuracy"}},
     "model": {"depth": 1, "width": 8, "heads": 2, "seq_len": SEQ},
     "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2},
-    "optimizer": {"learning_rate": 0.05, "ema_decay": 0.9},
+    "optimizer": {"learning_rate": 0.05, "ema_decay": 0.9, "delay_correction": "predict"},
     "checkpoint": {"every": 2},
 }
 
@@ -53,15 +53,15 @@ def home(tmp_path_factory):
         (texts / f"{i}.txt").write_bytes(SENTENCE[: 1 + 7 * (i % 7)])
     other = folder / "other.txt"
     other.write_bytes(SENTENCE[::-1] + b"and more")  # 53 bytes: 6 windows, a batch of 4 and 2 rows
-    given = BASE | {"data": {"path": str(texts), "boundaries": "keep", "validation_fraction": 0.3}, "run": {"dir": str(folder / "run")}}
-    return SimpleNamespace(folder=folder, texts=texts, other=other, run=loop.main(changed(given)).folder)
+    fields = BASE | {"data": {"path": str(texts), "boundaries": "keep", "validation_fraction": 0.3}, "run": {"dir": str(folder / "run")}}
+    return SimpleNamespace(folder=folder, texts=texts, other=other, run=loop.main(changed(fields)).folder)
 
 
 def at_once(run: Path, rows, step: int, weights="newest") -> Result:
     """Evaluate the whole model as one function, on all rows as one batch."""
     config = config_file.load_resolved(run / "config.yaml")
-    kept = checkpoint_files.read_layers(run, step)
-    arrays = export.by_name(kept if weights == "newest" else export.with_ema(kept, step))
+    stored_layers = checkpoint_files.read_layers(run, step)
+    arrays = export.by_name(stored_layers if weights == "newest" else export.with_ema(stored_layers, step))
     stack, params = layers.layers(config.model, config.logits_chunk), {}
     for layer_id, shared in stack.ties.shared.items():
         arrays |= {f"{layer_id}/{path}": arrays["/".join(stack.ties.first[name])] for path, name in shared.items()}
@@ -74,20 +74,20 @@ def at_once(run: Path, rows, step: int, weights="newest") -> Result:
     return Result(step, len(rows), len(rows), float(number), float(total / number), {"accuracy": float(hits / counted)})
 
 
-def check_equal(found: Result, expected: Result):
-    assert (found.step, found.rows, found.total, found.labels) == (expected.step, expected.rows, expected.total, expected.labels)
-    assert found.loss == pytest.approx(expected.loss, rel=2e-6)
-    assert found.metrics == pytest.approx(expected.metrics, rel=1e-6)
+def check_equal(actual: Result, expected: Result):
+    assert (actual.step, actual.rows, actual.total, actual.labels) == (expected.step, expected.rows, expected.total, expected.labels)
+    assert actual.loss == pytest.approx(expected.loss, rel=2e-6)
+    assert actual.metrics == pytest.approx(expected.metrics, rel=1e-6)
 
 
 def windows_of(text: bytes):
-    """By hand: each row's inputs and labels."""
+    """Compute each row's inputs and labels by hand."""
     whole = np.frombuffer(text, np.uint8).astype(np.int32)
     return [(whole[i : i + SEQ], whole[i + 1 : i + SEQ + 1]) for i in range(0, len(whole) - SEQ, SEQ)]
 
 
 def held_out_rows(home):
-    """Of the files that the run is validated on, their documents kept apart: each label that begins one does not count."""
+    """Return the rows of the validation files with documents kept apart: labels that begin a document do not count."""
     names = sorted(path.name for path in home.texts.iterdir())
     parts = [(home.texts / name).read_bytes() for name in names if name in validation_names(names, 0.3)]
     begins = np.cumsum([0, *map(len, parts)])
@@ -113,34 +113,34 @@ def listed(folder: Path):
         ({"schedule": "pipedream", "num_stages": 3, "microbatches": 4, "replicas": [2, 1, 1]}, 2, "newest"),
     ],
 )
-def test_every_row_counts_once_and_the_run_stays_as_it_is(home, plan, step, weights):
+def test_every_row_counts_once_and_the_run_is_unchanged(home, plan, step, weights):
     rows, before = held_out_rows(home), listed(home.run)
     assert len(rows) % 4 == 3, "one microbatch and a half are left"
     assert sum((labels < 0).sum() for _, labels in rows) > 5
     overrides = tuple(f"plan.{key}={value}" for key, value in plan.items())
-    found = main(Request(str(home.run), step=step, weights=weights, overrides=overrides))
-    check_equal(found, at_once(home.run, rows, step or 5, weights))
+    result = main(Request(str(home.run), step=step, weights=weights, overrides=overrides))
+    check_equal(result, at_once(home.run, rows, step or 5, weights))
     assert listed(home.run) == before
 
 
-def test_other_data_and_what_is_printed(home, capsys):
-    """A single document, all of whose labels count."""
+def test_evaluation_on_other_data_and_its_output(home, capsys):
+    """The data are a single document, all of whose labels count."""
     rows = [({"tokens": tokens, "segments": np.ones(SEQ, np.int32)}, labels) for tokens, labels in windows_of(home.other.read_bytes())]
     expected = at_once(home.run, rows, 2)
     check_equal(main(Request(str(home.run), str(home.other), step=2)), expected)
-    said = capsys.readouterr().out
-    assert f"{home.run}, step 2; data: '{home.other}', 6 rows\n" in said
-    assert re.search(rf"over 48 labels\s+loss, nats per byte +{expected.loss:.4f}\d*\s+perplexity +{math.exp(expected.loss):.3f}", said)
+    output = capsys.readouterr().out
+    assert f"{home.run}, step 2; data: '{home.other}', 6 rows\n" in output
+    assert re.search(rf"over 48 labels\s+loss, nats per byte +{expected.loss:.4f}\d*\s+perplexity +{math.exp(expected.loss):.3f}", output)
 
 
 def test_some_batches_are_those_of_the_runs_own_validations(home):
     (last,) = [json.loads(line) for line in (home.run / "metrics.jsonl").read_text().splitlines()][-1:]
-    found = main(Request(str(home.run), batches=2))
-    assert (found.rows, found.loss, found.metrics) == (8, last["val_loss"], {"accuracy": last["val_accuracy"]})
-    assert found.total == len(held_out_rows(home))
+    result = main(Request(str(home.run), batches=2))
+    assert (result.rows, result.loss, result.metrics) == (8, last["val_loss"], {"accuracy": last["val_accuracy"]})
+    assert result.total == len(held_out_rows(home))
 
 
-def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):
+def test_ctrl_c_ends_the_command_with_a_message(home, capsys, monkeypatch, interruptible):
     def press(*_, **__):
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -150,8 +150,8 @@ def test_ctrl_c_ends_it_with_a_word(home, capsys, monkeypatch, interruptible):
 
 
 @pytest.mark.slow
-def test_two_processes_find_the_same(home):
-    """Started as a person does; each reads only the rows and the layers that its stages need."""
+def test_two_processes_find_the_same_plan(home):
+    """The processes start from the command line, and each reads only the rows and layers of its stages."""
     command = [sys.executable, "-m", "jpipe_train.cli", "launch", "-n", "2", "--", "evaluate", str(home.run), "--wait-limit", "60"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=home.folder)
@@ -178,27 +178,27 @@ def test_two_processes_find_the_same(home):
         (["run", "--set", "plan.stages=1"], "config.yaml --set plan.stages=1: unknown key 'plan.stages'"),
     ],
 )
-def test_what_cannot_be_evaluated_is_told_in_a_line(home, monkeypatch, capsys, arguments, message):
+def test_an_impossible_evaluation_is_reported_in_one_line(home, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(home.folder)
     (home.folder / "short.txt").write_bytes(b"8 bytes.")
     before = listed(home.run)
     assert cli.main(["evaluate", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("jpipe: ")
-    assert message in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("jpipe: ")
+    assert message in error
+    assert error.count("\n") == 1
     assert listed(home.run) == before
 
 
 @pytest.mark.slow
-def test_masked_tokens_are_evaluated_as_they_are_learnt(tmp_path):
-    """Each row has a label of its own as well, the embedding is tied to the head, and logits are made in chunks."""
+def test_masked_tokens_are_evaluated_as_in_training(tmp_path):
+    """Each row has its own label as well, the embedding is tied to the head, and logits are computed in chunks."""
     text = str(tmp_path / "text.txt")
     Path(text).write_bytes(SENTENCE * 20)
     prepare.make_tokenizer(prepare.Files([text]), 280, str(tmp_path / "t.json"), Reporter(1, 1, "bytes", Console(quiet=True)), "bert")
     keys = {"format": "text", "path": text, "tokenizer": str(tmp_path / "t.json"), "validation_fraction": 0.3, "objective": "masked"}
-    given = BASE | {"data": keys, "run": {"dir": str(tmp_path / "run")}}
-    config = changed(given, model={"kind": "bert", "vocab_size": 280, "seq_len": 24}, loss={"chunk": 16})
+    fields = BASE | {"data": keys, "run": {"dir": str(tmp_path / "run")}}
+    config = changed(fields, model={"kind": "bert", "vocab_size": 280, "seq_len": 24}, loss={"chunk": 16})
     run = loop.main(config).folder
     elements = data.held_out(config).validation.elements
     rows = [elements[i] for i in range(len(elements))]

@@ -1,4 +1,4 @@
-"""A whole tiny run: what it writes, that it learns, and how it stops."""
+"""A whole tiny run: its files, that it learns, and how it stops."""
 
 import contextlib
 import errno
@@ -40,7 +40,7 @@ def rows_of(folder) -> list[dict]:
 
 
 @pytest.mark.oldest
-def test_a_run_learns_and_writes_what_it_did(tiny):
+def test_a_run_learns_and_writes_its_metrics_and_checkpoints(tiny):
     config = changed(tiny, train={"steps": 60, "eval_every": 20}, model={"width": 16}, optimizer={"learning_rate": 0.02})
     summary = loop.main(config)
     rows = rows_of(summary.folder)
@@ -55,7 +55,7 @@ def test_a_run_learns_and_writes_what_it_did(tiny):
 
 
 @pytest.mark.slow
-def test_the_folder_can_run_again_and_gives_the_same(tiny, tmp_path):
+def test_a_run_repeats_from_its_folder(tiny, tmp_path):
     config = changed(tiny, train={"eval_every": 50})  # room for a window that is measured
     folder = loop.main(config).folder
     assert {entry.name for entry in folder.iterdir()} == FILES
@@ -63,9 +63,9 @@ def test_the_folder_can_run_again_and_gives_the_same(tiny, tmp_path):
     assert resolved == config
     plan = jpipe.Plan.from_json((folder / "plan.json").read_text())
     assert (plan.schedule, plan.depth, plan.microbatches) == ("pipedream_2bw", 2, 2)
-    again = loop.main(changed(resolved.model_dump(), run={"dir": str(tmp_path / "again")}, plan={"file": str(folder / "plan.json")}))
-    assert rows_of(again.folder) == rows_of(folder)
-    assert yaml.safe_load((again.folder / "config.yaml").read_text())["plan"] == {"file": str(folder / "plan.json")}
+    repeated = loop.main(changed(resolved.model_dump(), run={"dir": str(tmp_path / "again")}, plan={"file": str(folder / "plan.json")}))
+    assert rows_of(repeated.folder) == rows_of(folder)
+    assert yaml.safe_load((repeated.folder / "config.yaml").read_text())["plan"] == {"file": str(folder / "plan.json")}
 
 
 @pytest.mark.slow
@@ -76,9 +76,9 @@ def test_metrics_of_a_validation_are_logged_and_shown(tiny, capsys):
         ["step", "loss", *(["val_loss", "val_accuracy"] if step % 2 == 0 else []), "learning_rate"] for step in range(5)
     ]
     assert rows[0]["val_accuracy"] < rows[-1]["val_accuracy"] < 1
-    shown = capsys.readouterr().out
-    assert f"validation loss {rows[-1]['val_loss']:.3f}  validation accuracy {rows[-1]['val_accuracy']:.3f}" in shown
-    assert "step 4: val_lost is nan; metrics.jsonl does not have it" in shown
+    output = capsys.readouterr().out
+    assert f"validation loss {rows[-1]['val_loss']:.3f}  validation accuracy {rows[-1]['val_accuracy']:.3f}" in output
+    assert "step 4: val_lost is nan; metrics.jsonl does not have it" in output
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_validation_loss_is_of_the_newest_weights_that_all_stages_hold(tiny, s
 
 
 def validation_losses_after_each_update(config, steps) -> list[float]:
-    """After 0, 1, … `steps` updates: each that of a copy, drained."""
+    """Return the validation losses of a drained copy after 0, 1, … `steps` updates."""
     plan = build.make_plan(config.plan, ("embed", "block_0", "head"))
     stack, batches = built_in.layers(config.model), data.load(config)
     params = {layer_id: layer.params for layer_id, layer in stack.specs(batches.train[0][0]).items()}
@@ -127,7 +127,7 @@ def validation_losses_after_each_update(config, steps) -> list[float]:
     return losses
 
 
-def test_a_run_of_one_step_tells_both_validation_losses(tiny):
+def test_a_run_of_one_step_prints_both_validation_losses(tiny):
     summary = loop.main(changed(tiny, train={"steps": 1}))
     (row,) = rows_of(summary.folder)
     assert row["val_loss"] == summary.val_loss_after < summary.val_loss_before
@@ -138,7 +138,7 @@ def test_log_every_leaves_out_what_was_not_evaluated(tiny):
     assert [row["step"] for row in rows] == [0, 3, 5, 6, 7]
 
 
-def test_a_row_can_be_read_while_the_run_goes_on(tiny):
+def test_a_row_can_be_read_while_the_run_continues(tiny):
     plan = build.make_plan(changed(tiny).plan, ("embed", "block_0", "head"))
     with RunFolder(changed(tiny), plan) as folder:
         folder.log({"step": 0, "loss": 5.5})
@@ -153,7 +153,7 @@ def test_without_a_folder_runs_are_numbered(tiny, tmp_path, monkeypatch):
     assert yaml.safe_load((folders[0] / "config.yaml").read_text())["run"]["dir"] == "runs/0008"
 
 
-def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
+def test_plain_lines_show_start_progress_and_end(tiny, capsys):
     folder = loop.main(changed(tiny, train={"eval_every": 50})).folder  # room for a window that is measured
     lines = capsys.readouterr().out.splitlines()
     phases, steps, end = lines[:6], lines[6:11], lines[11:]
@@ -188,12 +188,12 @@ def test_plain_lines_tell_start_progress_and_end(tiny, capsys):
     assert end[-1].endswith(f"the run is in {folder}; open its report.html")
 
 
-def test_a_run_that_flushes_says_nothing_about_delays(tiny, capsys):
+def test_a_run_that_flushes_prints_nothing_about_delays(tiny, capsys):
     loop.main(changed(tiny, plan={"schedule": "gpipe"}, train={"steps": 1}))
     assert "update old" not in capsys.readouterr().out
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_rest(tiny, monkeypatch):
+def test_a_nan_loss_stops_the_run_and_keeps_the_other_rows(tiny, monkeypatch):
     monkeypatch.setattr(loop.MetricsLog, "finished", _poisoned(loop.MetricsLog.finished))
     with pytest.raises(loop.NonFiniteLoss, match=r"step 3: the loss is nan; lower optimizer\.learning_rate"):
         loop.main(changed(tiny))
@@ -210,7 +210,7 @@ def test_a_full_disk_stops_the_run_with_a_message(tiny, monkeypatch):
         loop.main(changed(tiny))
 
 
-def test_a_report_that_cannot_be_written_ends_no_run(tiny, monkeypatch, capsys):
+def test_a_report_that_cannot_be_written_does_not_end_the_run(tiny, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -221,7 +221,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(tiny, monkeypatch, capsys):
     assert out.endswith(f"the run is in {tiny_folder(tiny)}\n")  # and no report is promised
 
 
-def test_a_report_that_cannot_be_drawn_ends_no_run(tiny, monkeypatch, capsys):
+def test_a_report_that_cannot_be_drawn_does_not_end_the_run(tiny, monkeypatch, capsys):
     def fails(*_):
         raise ValueError("no such colour\nand more")
 
@@ -231,8 +231,8 @@ def test_a_report_that_cannot_be_drawn_ends_no_run(tiny, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("fails_at", ["metrics.jsonl", "config.yaml", "plan.json"])
-@pytest.mark.parametrize("given", [None, "new/deep", "empty"])
-def test_a_disk_that_is_full_at_once_leaves_nothing_behind(tiny, tmp_path, monkeypatch, given, fails_at):
+@pytest.mark.parametrize("run_dir", [None, "new/deep", "empty"])
+def test_a_disk_that_is_full_from_the_start_leaves_nothing_behind(tiny, tmp_path, monkeypatch, run_dir, fails_at):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -244,21 +244,21 @@ def test_a_disk_that_is_full_at_once_leaves_nothing_behind(tiny, tmp_path, monke
         replace(unfinished, path)
 
     monkeypatch.setattr(os, "replace", full)
-    where = "runs/0001" if given is None else given
+    where = "runs/0001" if run_dir is None else run_dir
     with pytest.raises(jpipe.InputError, match=rf"^run.dir: cannot write '{where}': No space left on device; choose another folder$"):
-        RunFolder(changed(tiny, run={"dir": given}), build.make_plan(changed(tiny).plan, ("embed", "block_0", "head")))
+        RunFolder(changed(tiny, run={"dir": run_dir}), build.make_plan(changed(tiny).plan, ("embed", "block_0", "head")))
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def reported(durations: list[float], steps: int, **console) -> tuple[Reporter, list[str]]:
     """Return a reporter and the lines that it prints for steps of these durations, measured by a simulated clock."""
-    now, shown = [0.0], io.StringIO()
-    reporter = Reporter(steps, 100, "tokens", Console(file=shown, highlight=False, width=200, **console), clock=lambda: now[0])
+    now, screen = [0.0], io.StringIO()
+    reporter = Reporter(steps, 100, "tokens", Console(file=screen, highlight=False, width=200, **console), clock=lambda: now[0])
     with reporter.training():
         for step, seconds in enumerate(durations):
             now[0] += seconds
             reporter.step(step, 1.0, {})
-    return reporter, shown.getvalue().splitlines()
+    return reporter, screen.getvalue().splitlines()
 
 
 def test_speed_and_time_left_are_of_the_recent_steps():
@@ -273,11 +273,11 @@ def test_speed_and_time_left_are_of_the_recent_steps():
     assert reported([1.0], 2)[0].speed is None
 
 
-def test_the_bar_tells_the_same():
+def test_the_progress_bar_shows_the_same():
     assert "25 tokens/s  1:16 left" in reported([1.0] + [4.0] * 10, 30, force_terminal=True)[1][-2]
 
 
-def test_a_device_that_fails_is_told(tiny, monkeypatch):
+def test_a_device_that_fails_is_reported(tiny, monkeypatch):
     def fails(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
 
@@ -297,8 +297,16 @@ def test_clipping_logs_the_norms(tiny, schedule):
     assert all(row["gradient_norm"] > 0.1 for row in rows)
 
 
+def test_clipping_of_each_stage_logs_its_norms(tiny):
+    config = changed(tiny, plan={"schedule": "pipedream", "microbatches": 1}, optimizer={"clip_stage_norm": 0.1})
+    rows = rows_of(loop.main(config).folder)
+    assert [row["step"] for row in rows] == list(range(5))
+    norms = [{name: norm for name, norm in row.items() if name.startswith("gradient_norm")} for row in rows]
+    assert all(found.keys() == {"gradient_norm_stage_0", "gradient_norm_stage_1"} and min(found.values()) > 0 for found in norms)
+
+
 @pytest.mark.slow
-def test_a_batch_that_is_skipped_is_logged(tiny, monkeypatch, capsys):
+def test_a_skipped_batch_is_logged(tiny, monkeypatch, capsys):
     step = jpipe.Pipeline.step
 
     def spoiled(self, state, batch, **options):
@@ -318,7 +326,7 @@ def test_a_batch_that_is_skipped_is_logged(tiny, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_only_skips_ends(tiny, monkeypatch, capsys):
+def test_a_run_that_skips_every_batch_ends(tiny, monkeypatch, capsys):
     step, bad = jpipe.Pipeline.step, {0, 1, 2}
 
     def spoiled(self, state, batch, **options):
@@ -332,8 +340,8 @@ def test_a_run_that_only_skips_ends(tiny, monkeypatch, capsys):
         loop.main(changed(tiny, optimizer={"skip_nonfinite": True}))
     bad.remove(1)
     bad.add(3)  # never three in a row; the rows of skipped steps are always logged
-    again = changed(tiny, precision={"loss_scale": "dynamic"}, train={"log_every": 1000}, run={"dir": str(tiny_folder(tiny)) + "-again"})
-    skipped = [row for row in rows_of(loop.main(again).folder) if "skipped" in row]
+    config = changed(tiny, precision={"loss_scale": "dynamic"}, train={"log_every": 1000}, run={"dir": str(tiny_folder(tiny)) + "-again"})
+    skipped = [row for row in rows_of(loop.main(config).folder) if "skipped" in row]
     assert [(row["step"], row["loss_scale"]) for row in skipped] == [(0, 2**15), (2, 2**15), (3, 2**15)]
     assert (
         "step 2: skipped, because 1 entries of its gradient are NaN or infinite; the loss scale is now 32,768\n" in capsys.readouterr().out
@@ -351,10 +359,10 @@ def test_a_bar_is_shown_on_a_terminal(tiny, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     loop.main(changed(tiny))
-    shown = capsys.readouterr().out
-    assert "training" in shown
-    assert "5/5" in shown
-    assert "tokens/s" in shown
+    output = capsys.readouterr().out
+    assert "training" in output
+    assert "5/5" in output
+    assert "tokens/s" in output
 
 
 @pytest.mark.slow
@@ -364,7 +372,7 @@ def test_dropout_and_bfloat16_run(tiny):
     assert len(rows) == 5
 
 
-def test_too_few_devices_are_no_obstacle():
+def test_a_simulation_needs_no_devices():
     build.force_cpu_devices(1000)  # JAX runs already, with eight: stages would share them
     stack = built_in.layers(config_file.Config().model)
     assert build.devices_of(jpipe.Plan.even(stack.ids, 2, "gpipe", 2)) == 2
@@ -426,7 +434,7 @@ def tiny_folder(tiny):
 
 
 def _poisoned(finished):
-    """Like `MetricsLog.finished`, but the loss of step 3 is not a number."""
+    """Wrap `MetricsLog.finished` so that the loss of step 3 is NaN."""
 
     def poisoned(self, metrics):
         if metrics is not None:

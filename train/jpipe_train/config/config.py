@@ -172,8 +172,9 @@ class OptimizerConfig(Section):
     The learning rate (null: the optimizer's own default, or 1e-3) rises over `warmup_steps`, then follows `lr_schedule`: constant, cosine
     (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` selects the parameters that decay by
     patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1, each update uses the mean gradient of
-    that many batches, and schedules count updates. `ema_decay` is the decay of a moving average of the weights. `delay_correction`, predict
-    or a factor in place of 1, corrects the delay of gradients under schedules that do not flush.
+    that many batches, and schedules count updates. Gradients are clipped by the norm of the whole model or by that of each stage, not by
+    both. `ema_decay` is the decay of a moving average of the weights. `delay_correction`, predict or a factor in place of 1,
+    corrects the delay of gradients under schedules that do not flush.
 
     `per_stage` has a list for each argument that differs from stage to stage, with one number for each stage. For the first
     `lr_delay_steps` updates the learning rate of a stage is divided by the delay of its gradients, by less and less.
@@ -189,6 +190,7 @@ class OptimizerConfig(Section):
     lr_delay_steps: Count | None = None
     decay: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=256)] | None = None
     clip_global_norm: Annotated[float, Field(gt=0)] | None = None
+    clip_stage_norm: Annotated[float, Field(gt=0)] | None = None
     skip_nonfinite: bool = False
     inject_hyperparams: bool = False
     accumulate_batches: Count = 1
@@ -198,7 +200,8 @@ class OptimizerConfig(Section):
     @property
     def of_pipeline(self) -> dict[str, Any]:
         """The keys that are arguments of `jpipe.Pipeline`."""
-        return {name: getattr(self, name) for name in ("clip_global_norm", "skip_nonfinite", "ema_decay", "delay_correction")}
+        names = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction")
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _corrects_each_update(self) -> "OptimizerConfig":
@@ -206,6 +209,15 @@ class OptimizerConfig(Section):
             raise ValueError(
                 f"delay_correction: expected accumulate_batches 1, found {self.accumulate_batches}; an update would be predicted to follow "
                 "in the next batch; use more microbatches instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_clipping(self) -> "OptimizerConfig":
+        if self.clip_global_norm is not None and self.clip_stage_norm is not None:
+            raise ValueError(
+                f"clip_stage_norm: expected null with clip_global_norm {self.clip_global_norm:g}, found {self.clip_stage_norm:g}; "
+                "leave out one of them"
             )
         return self
 

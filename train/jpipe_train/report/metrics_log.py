@@ -60,9 +60,11 @@ class MetricsLog:
         measure: Measure,
         together: Together,
         history: History,
+        num_stages: int,
         utilization: Utilization | None = None,
     ) -> None:
         self._config = config
+        self._clipped_stages = range(0 if config.optimizer.clip_stage_norm is None else num_stages)
         self._needs_disk = config.checkpoint.on_full_disk == "stop"
         self._lacks_rows = False  # whether rows are missing on disk, and the user was informed
         self._folder = folder
@@ -104,15 +106,18 @@ class MetricsLog:
 
     def finished(self, metrics: jpipe.Metrics | None) -> None:
         """Wait for these metrics, and write the rows of all steps whose values are complete; a norm may come later than its loss."""
-        for known, arrived in zip(self._known, metrics or (), strict=False):
-            known.update(arrived)
-        losses, _, norms, *_ = self._known
+        for name, numbers in ({} if metrics is None else metrics._asdict()).items():
+            getattr(self._known, name).update(numbers)
+        losses, _, norms, _, _, stage_norms = self._known
         for step in sorted(losses):
-            if self._config.uses_global_norm and step not in norms:
+            of_stages = {(step, s) for s in self._clipped_stages}
+            if (self._config.uses_global_norm and step not in norms) or not of_stages <= stage_norms.keys():
                 break
             self._write(step)
-            for known in self._known:
+            for known in self._known[:-1]:
                 known.pop(step, None)
+            for key in of_stages:
+                del stage_norms[key]
 
     def _write(self, step: int) -> None:
         """Write the row of a step."""
@@ -132,15 +137,17 @@ class MetricsLog:
             self._logs.write(step, {name: value for name, value in shown.items() if name != "step"})
 
     def _training_values(self, step: int) -> dict[str, int | float]:
-        """Return the loss and the gradient norm of a step; only finite values if the step was skipped."""
-        losses, _, norms, nonfinite, scales = self._known
+        """Return the loss and the gradient norms of a step; only finite values if the step was skipped."""
+        losses, _, norms, nonfinite, scales, stage_norms = self._known
         values = {"loss": float(losses[step])} | ({"gradient_norm": float(norms[step])} if step in norms else {})
+        values |= {f"gradient_norm_stage_{s}": float(stage_norms[step, s]) for s in self._clipped_stages}
         if step in norms and not float(nonfinite[step]) and math.isinf(values["gradient_norm"]):
             del values["gradient_norm"]  # the gradients are finite, but their squares overflow
         scale = {"loss_scale": float(scales[step])} if step in scales else {}
         if not self._config.skips_nonfinite or not float(nonfinite[step]):
             self._skipped = 0
             labels = {"loss": "loss", "gradient_norm": "norm of the gradient"}
+            labels |= {f"gradient_norm_stage_{s}": f"norm of the gradient of stage {s}" for s in self._clipped_stages}
             return {"step": step} | {name: self._finite(step, labels[name], value) for name, value in values.items()} | scale
         self._skipped += 1
         new_scale = f"; the loss scale is now {scale['loss_scale']:,.0f}" if scale else ""

@@ -46,7 +46,7 @@ BERT = BertConfig(
 
 
 def spread(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Weights far from those that models begin with, so that all of them matter; no dropout."""
+    """Set weights that are far from their initial values, so that all of them matter, and turn off dropout."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -57,7 +57,7 @@ def spread(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def decoder_batch(seed: int) -> dict[str, torch.Tensor]:
-    """Tokens and labels, some of which are not counted."""
+    """Return tokens and labels, some of which are not counted."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(0, SYMBOLS, (2, ROWS, LENGTH), generator=generator)
     labels[torch.rand((ROWS, LENGTH), generator=generator) < 0.2] = NEVER
@@ -65,7 +65,7 @@ def decoder_batch(seed: int) -> dict[str, torch.Tensor]:
 
 
 def encoder_batch(seed: int) -> dict[str, torch.Tensor]:
-    """Tokens of two sentences with padding at the end, labels for three positions of each row."""
+    """Return tokens of two sentences with padding at the end, and labels for three positions of each row."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, SYMBOLS, (ROWS, LENGTH), generator=generator)  # 0 is padding
     mask = torch.arange(LENGTH)[None] < torch.tensor([12, 9, 10, 7])[:, None]
@@ -76,7 +76,7 @@ def encoder_batch(seed: int) -> dict[str, torch.Tensor]:
 
 
 def computed(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Logits and loss."""
+    """Return the logits and the loss."""
     if "mask" not in batch:
         logits = model(input_ids=batch["tokens"]).logits
         return {"logits": logits}, cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=NEVER)
@@ -103,7 +103,7 @@ def results(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str,
 
 
 def write(folder: Path, model: torch.nn.Module, batch: dict[str, torch.Tensor], **options: object) -> None:
-    """One folder."""
+    """Write one folder."""
     model.save_pretrained(folder, **options)
     save_file(results(model, batch), folder / "golden.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)

@@ -1,0 +1,138 @@
+"""Optimizers for delayed gradients in pipelines: each equals a sequential run of its stages, one by one, with their delays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from jpipe import Pipeline, Plan
+from jpipe.optimizers import (
+    compensated_adamw,
+    compensated_muon,
+    compensated_sgd,
+    per_stage,
+    scale_by_delay,
+    soap,
+    torch_nadam,
+)
+from tests.jpipe import models, monolith, reference, running
+
+STACK = models.plain_stack()
+PLANS = {
+    "2BW": {"schedule": "pipedream_2bw", "num_stages": 3, "microbatches": 3},
+    "2BW, flushed first": {"schedule": "pipedream_2bw", "num_stages": 3, "microbatches": 3, "flush_first": 2},
+    "PipeDream, m = 1": {"schedule": "pipedream", "num_stages": 3, "microbatches": 1},
+    "PipeDream, m = d": {"schedule": "pipedream", "num_stages": 3, "microbatches": 3},
+    "flush": {"schedule": "pipedream_flush", "num_stages": 3, "microbatches": 3},
+}
+RATE = optax.linear_schedule(0.1, 0.01, 8)
+OPTIMIZERS = {
+    "compensated_sgd": lambda: compensated_sgd(0.05),
+    "compensated_adamw": lambda: compensated_adamw(optax.cosine_decay_schedule(0.05, 20)),
+    "compensated_muon": lambda: compensated_muon(0.02),
+    "torch_nadam": lambda: torch_nadam(0.05, 0.99),
+    "soap": lambda: soap(0.05, precondition_frequency=3),
+    "scale_by_delay": lambda: optax.chain(optax.adam(0.05), scale_by_delay(6)),
+    "per_stage": lambda: per_stage(
+        compensated_sgd, learning_rate=[0.05, optax.linear_schedule(0.1, 0.01, 8), 0.02], momentum=[0.9, 0.8, 0.5]
+    ),
+    "muon": lambda: optax.contrib.muon(0.02),
+    "adan": lambda: optax.adan(0.02),
+}
+
+
+@functools.cache
+def optimizer_of(name):
+    return OPTIMIZERS[name]()
+
+
+def pipeline(plan, optimizer, stack=STACK, **options):
+    devices = [jax.devices()[p] for p, _ in enumerate(plan.pipeline_ranks)]
+    return Pipeline(stack, plan, models.masked_squares, optimizer, devices, **options)
+
+
+def sequential(pipe, batches, start, layer_state):
+    """Return the losses and the last weights: every version is kept, and each stage is updated by itself."""
+    plan, versions, losses = pipe.plan, [start], []
+    m, stage_of = plan.microbatches, {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
+    zero, (gradient_of, _) = jax.tree.map(jnp.zeros_like, start), monolith.compiled(pipe.stack, pipe.loss, pipe.optimizer)
+    optimizer = optax.with_extra_args_support(pipe.optimizer)
+    update = jax.jit(optimizer.update)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        states = [optimizer.init({i: start[i] for i in stage.layers}) for stage in plan.stages]
+    for t, batch in enumerate(batches):
+        microbatches = [jax.tree.map(lambda leaf, j=j: np.split(leaf, m)[j], batch) for j in range(m)]
+        read = [[reference.version(plan, s, t * m + j) for j in range(m)] for s in range(plan.depth)]
+        trees = [{i: versions[read[stage_of[i]][j]][i] for i in start} for j in range(m)]
+        (loss, layer_state), gradient = gradient_of(zero, trees, layer_state, microbatches, t * m, jax.random.key(running.KEY))
+        new = {}
+        for s, stage in enumerate(plan.stages):
+            params = {i: versions[-1][i] for i in stage.layers}
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                delay, part = np.float32(t - np.mean(read[s])), {i: gradient[i] for i in stage.layers}
+                updates, states[s] = update(part, states[s], params, delay=delay, stage=np.int32(s))
+                new |= optax.apply_updates(params, updates)
+        versions.append(new)
+        losses.append(float(loss))
+    return losses, versions[-1]
+
+
+def check(pipe, batches):
+    start = running.fresh(pipe, batches)
+    expected = sequential(pipe, batches, *models.on_first_device((pipe.params(start), running.layer_state(start))))
+    trained = running.train(pipe, batches)
+    running.check_close(trained.losses, expected[0], 1e-11)
+    running.check_close(models.on_first_device(trained.params), expected[1], 1e-11)
+
+
+@pytest.mark.thinned
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_it_is_the_rule_with_the_delay_of_each_stage(plan, optimizer):
+    plan = Plan.even(STACK.ids, **PLANS[plan])
+    check(pipeline(plan, optimizer_of(optimizer)), models.masked_batches(8, plan.microbatches, dtype=np.float64))
+
+
+def test_where_a_schedule_flushes_compensation_changes_no_bit():
+    plan, batches = Plan.even(STACK.ids, **PLANS["flush"]), models.masked_batches(4, 3)
+    plain, compensated = (running.train(pipeline(plan, rule), batches) for rule in (optax.adamw(0.05), compensated_adamw(0.05)))
+    running.check_equal(compensated.params, plain.params)
+
+
+def test_a_shared_parameter_has_the_arguments_of_its_first_stage():
+    stack = models.tied_stack()
+    plan = Plan.even(stack.ids, **PLANS["2BW"])
+    pipe, batches = pipeline(plan, per_stage(optax.adam, learning_rate=[0.01, 0.02, 0.03]), stack), models.masked_batches(5, 3)
+    state, cut = running.fresh(pipe, batches), pipe.snapshot(5)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=cut)
+    pipe.drain(state, observe=cut)
+    assert len({copy.checksum for copy in cut.shared_copies()}) == 1
+
+
+def test_a_run_with_soap_goes_on_from_a_checkpoint(tmp_path):
+    plan, batches = Plan.even(STACK.ids, **PLANS["2BW"]), models.masked_batches(8, 3)
+    pipe = pipeline(plan, optimizer_of("soap"))
+    state, cut = running.fresh(pipe, batches), pipe.snapshot(5)
+    for batch in batches:
+        state, _ = pipe.step(state, batch, observe=cut)
+    state = pipe.drain(state, observe=cut)
+    jpipe.checkpoints.save(tmp_path, cut)
+    again = jpipe.checkpoints.load(pipe, tmp_path, jax.random.key(running.KEY), batches[0])
+    for batch in batches[5:]:
+        again, _ = pipe.step(again, batch)
+    running.check_equal(pipe.params(pipe.drain(again)), pipe.params(state))
+
+
+def test_covariances_and_bases_are_counted_as_optimizer_state():
+    """Of a matrix n × n these are two of each, as large as the matrix."""
+    plan, batch = Plan.even(STACK.ids, **PLANS["2BW"]), models.masked_batches(1, 3)[0]
+    adam, rotated = (pipeline(plan, rule) for rule in (optax.adamw(0.05), soap(0.05)))
+    for before, after, functions in zip(adam.costs(batch), rotated.costs(batch), adam.stage_functions(batch), strict=True):
+        matrices = sum(leaf.size for leaf in jax.tree.leaves(functions.specs.params) if leaf.ndim == 2)
+        assert after.optimizer - before.optimizer == 4 * 4 * matrices
