@@ -38,7 +38,7 @@ from jpipe.programs.lowering import lower
 from jpipe.runtime._executor import Executor, To, Weights
 from jpipe.runtime._interpreter import Observer
 from jpipe.runtime._join import join_processes
-from jpipe.runtime._metrics import Evaluation, Metrics
+from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics
 from jpipe.runtime._placement import checked_devices, place, place_names, place_on
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
@@ -500,6 +500,25 @@ class Pipeline:
         executor, state, _ = self._running(state)
         with self._undivided():
             return executor.params(state, weights)
+
+    @isolated_context()
+    def delay_norms(self, state: State) -> DelayNorms:
+        """Return norms that show what the delay of gradients does to the weights: of the correction, and between weight versions.
+
+        They are computed when this is called, from all weights, so not at every step. In a run of several processes all of them call it.
+
+        Args:
+            state: any state that is not consumed.
+
+        Returns:
+            The norms, over the parameters of all stages; 0 for schedules that flush.
+
+        Raises:
+            InputError: a state that was used already.
+        """
+        executor, state, _ = self._running(state)
+        with self._undivided():
+            return executor.delay_norms(state)
 
     @isolated_context()
     def costs(
