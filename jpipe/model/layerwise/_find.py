@@ -61,7 +61,6 @@ def find_layerwise(
     if not isinstance(transformation, optax.GradientTransformation):
         hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
         raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")
-
     specs = ties.without_seconds(jax.eval_shape(masters_of, dict(specs)) if has_masters else specs)
     with callers_code(partial(_failure, transformation, specs)):
         traced = trace_optimizer(transformation, specs, num_stages)
@@ -76,10 +75,7 @@ def find_layerwise(
     parts = (trained,) if trained.is_all else (trained, EVERYTHING)  # some mask may look at parameters that are not there
     candidates = [replace(first, blank=layers, trained=part) for part in parts for layers in ({}, blank)]
     with optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
-        tiny = {
-            layer_id: jax.tree.map(tiny_array, specs[layer_id])
-            for layer_id in sample_layers([i for i in specs if jax.tree.leaves(specs[i])])
-        }
+        tiny = {i: jax.tree.map(tiny_array, specs[i]) for i in sample_layers([i for i in specs if jax.tree.leaves(specs[i])])}
         for layerwise in candidates:
             if not (reason := difference(layerwise, blank, tiny, ties)):
                 break
