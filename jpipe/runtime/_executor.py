@@ -19,7 +19,7 @@ from jpipe.programs.lowering import lower_evaluation
 from jpipe.runtime._interpreter import Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
-from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
+from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
 from jpipe.runtime._worker import Data, RunResults
 from jpipe.runtime.state import Latest, State, WorkerState, fingerprint, model_of
@@ -32,7 +32,7 @@ from jpipe.stages._shares import shares_of
 from jpipe.stages.functions._evaluation import check_metrics
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import shared_with
-from jpipe.stages.functions._update import average_params, newest_params, squares_spec
+from jpipe.stages.functions._update import average_params, distance, newest_params, prediction_norm, squares_spec
 
 Tree = Any
 Weights = Literal["newest", "ema"]
@@ -290,6 +290,18 @@ class Executor:
             layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in params)  # replicas hold the same
             params |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in layers}
         return copy({layer_id: params[layer_id] for layer_id in self._plan.layers if layer_id in params})
+
+    def delay_norms(self, state: State) -> DelayNorms:
+        """Return the norms of predictions and of distances between versions of this process's stages; see `Pipeline.delay_norms`."""
+        norms = DelayNorms({}, {})
+        for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
+            s, replica = self._plan.workers[w]
+            if replica == 0:
+                norms.correction[s] = prediction_norm(stage.functions, worker.optimizer)
+                if len(worker.weights.versions) > 1:
+                    newest = (worker.weights.read(version) for version in worker.weights.versions[-2:])
+                    norms.distance[s] = distance(stage.functions, *newest)
+        return norms
 
     def _weights(self, state: State, version: int, weights: Weights) -> dict[int, Latest]:
         """Return the weights of one version, in batches, or the average at that version, for each worker of this process."""

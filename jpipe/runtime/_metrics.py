@@ -66,6 +66,18 @@ class Metrics(NamedTuple):
         return cls(*({} for _ in cls._fields))
 
 
+class DelayNorms(NamedTuple):
+    """How far the weights of the stages of this process move, as scalars that may not be ready, by stage.
+
+    Attributes:
+        correction: the norm of the prediction that `delay_correction` has added to the newest weights; 0 at stages without one.
+        distance: the norm of the difference of the two newest weight versions, for the stages that hold two.
+    """
+
+    correction: dict[int, jax.Array]
+    distance: dict[int, jax.Array]
+
+
 class Mean(NamedTuple):
     """A metric over a whole batch; `float(…)` of a number waits for it.
 

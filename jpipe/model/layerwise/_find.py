@@ -97,7 +97,7 @@ def find_layerwise(
     _check_without_parameters(layerwise, specs)
     if predicts and trained.has_any(specs) and not has_momentum(traced, specs):
         raise InputError(
-            "delay_correction: expected an optimizer with momentum, found one that keeps nothing of earlier gradients; without momentum "
+            "optimizer: delay_correction needs one with momentum, found one that keeps nothing of earlier gradients; without momentum "
             "the prediction makes training less stable: leave it out, or use momentum, as optax.sgd(…, momentum=0.9) or optax.adamw(…) do"
         )
     return replace(layerwise, has_masters=has_masters, structured=_placers(ties, specs, layerwise.trained))
