@@ -180,7 +180,7 @@ def run(
         interrupt.check()
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
         together.run_on_all(lambda: check_shared(config, path, together))
-        announce(pipe, batches.source, config.train.steps, folder, reporter, several=together.processes is not None)
+        announce(pipe, batches.source, config, folder, reporter, several=together.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.CacheCount()):
             state = begin(config, pipe, batches, resumed, initial)
             if initial is not None:
@@ -238,15 +238,15 @@ def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: boo
     return sizes, comparison.temporary_bytes(pipe.plan, sizes, range(pipe.plan.depth) if here or alone else local_stages(pipe))
 
 
-def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
+def announce(pipe: jpipe.Pipeline, source: str, config: Config, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
     """Print the data, the plan and the placement of the workers."""
-    plan = pipe.plan
+    plan, steps, batches_per_update = pipe.plan, config.train.steps, config.optimizer.accumulate_batches
     meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
     reporter.say(
         f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(steps, 'step')}"
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
-    if words := delay_words(plan):
+    if words := delay_words(plan, batches_per_update):
         reporter.say(f"{words}; delay correction: {correction_words(pipe.delay_factor)}")
     if several or len(plan.workers) > plan.depth:
         for line in jpipe.runtime.placement_grid(plan, pipe.places).splitlines():
