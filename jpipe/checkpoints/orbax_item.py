@@ -264,15 +264,16 @@ _INLINE = 1024  # bytes of an array that OCDBT may keep in its compressed index;
 
 def _read_metadata(path: Path) -> dict[str, Any]:
     """Read an item's metadata and check that no name leads out of its folder or is nested too deeply for code that walks the tree."""
-    metadata: dict[str, Any] = json.loads(files.read_bytes(path / "_METADATA", _MOST_METADATA))
+    metadata = json.loads(files.read_bytes(path / "_METADATA", _MOST_METADATA))
+    entries = metadata["tree_metadata"].values()
     if metadata.get("use_ocdbt") is None:  # written by an old Orbax
         metadata["use_ocdbt"] = (path / "manifest.ocdbt").exists()
-    for entry in metadata["tree_metadata"].values():
+    for entry in entries:
         if len(entry["key_metadata"]) > _DEEPEST:
             raise ValueError(f"expected at most {_DEEPEST} dicts in each other")
         if metadata["use_ocdbt"] is not True and any("/" in str(part["key"]) for part in entry["key_metadata"]):
             raise ValueError("expected names without '/' for arrays in folders of their own")
-    return metadata
+    return dict(metadata)
 
 
 def _check_arrays(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from jpipe.programs.lowering import lower_evaluation
 from jpipe.runtime._interpreter import Observer, read_data, run
 from jpipe.runtime._join import BatchComparison
 from jpipe.runtime._lanes import arrived
-from jpipe.runtime._metrics import Evaluation, Metrics, MetricsExchange
+from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics, MetricsExchange
 from jpipe.runtime._transport import Sent, Transport, share_rows, to_host
 from jpipe.runtime._worker import Data, RunResults
 from jpipe.runtime.state import Latest, State, WorkerState, fingerprint, model_of
@@ -29,6 +29,7 @@ from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_s
 from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._shares import shares_of
+from jpipe.stages.functions._delay_norms import delay_squares
 from jpipe.stages.functions._evaluation import check_metrics
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import shared_with
@@ -290,6 +291,17 @@ class Executor:
             layers = (layer_id for layer_id in f.stage.layers if layer_id in entries and layer_id not in params)  # replicas hold the same
             params |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in layers}
         return copy({layer_id: params[layer_id] for layer_id in self._plan.layers if layer_id in params})
+
+    def delay_norms(self, state: State) -> DelayNorms:
+        """Return the norms of the prediction and of the distance of the newest versions, over the first replica of each stage."""
+        squares = {}
+        for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
+            s, replica = self._plan.workers[w]
+            if not replica:
+                versions = worker.weights.versions
+                newest, before = (worker.weights.read(version) for version in (versions[-1], versions[-2:][0]))
+                squares[s] = delay_squares(stage.functions, *jax.tree.map(arrived, (newest, before, worker.optimizer)))
+        return self._exchange.delay_norms(squares)
 
     def _weights(self, state: State, version: int, weights: Weights) -> dict[int, Latest]:
         """Return the weights of one version, in batches, or the average at that version, for each worker of this process."""

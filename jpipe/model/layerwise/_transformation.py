@@ -36,8 +36,10 @@ def instead_of(transformation: Any) -> str:
 
 
 def has_nesterov(transformation: Any) -> bool:
-    """Return whether a part of a transformation looks ahead with Nesterov's momentum, as its closed-over variables say."""
+    """Return whether a part of a transformation looks ahead with Nesterov's momentum, as its functions and closed-over variables say."""
     functions = list(_functions(transformation))
+    if any(function.__qualname__.startswith(("scale_by_compensated_", "scale_by_torch_nadam.")) for function in functions):
+        return True
     named = [pair for function in functions for pair in _variables(function)]
     for _, value in list(named):  # of optax.inject_hyperparams
         named += (getattr(value, "keywords", {}) if not isinstance(value, Mapping) else value).items()

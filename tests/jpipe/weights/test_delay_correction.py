@@ -12,6 +12,7 @@ import pytest
 from jpipe import InputError, Pipeline, Plan, Precision
 from jpipe._arguments import checked_delay_factor
 from jpipe.model.layerwise._transformation import has_nesterov
+from jpipe.optimizers import compensated_adamw, soap, torch_nadam
 from tests.jpipe import models, monolith, reference, running
 
 STACK = models.rich_stack()
@@ -121,6 +122,7 @@ def check(pipe, batches, drained=()):
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=4)
 @pytest.mark.parametrize("name", [name for name in PLANS if name not in ("2-1, paper", "2-1")])
 def test_it_is_the_rule_applied_to_the_whole_model(name):
     plan = plan_of(name)
@@ -169,6 +171,7 @@ def test_copies_of_a_shared_parameter_stay_equal_bit_for_bit():
 BITS = [name for name in PLANS if name not in ("flush", "chunks")]
 
 
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("optimizer", [models.momentum(), optax.adamw(0.05)], ids=["momentum", "adamw"])
 def test_a_factor_of_zero_changes_no_bit(name, optimizer):
@@ -279,6 +282,7 @@ def plan_cut(name, sizes=None):
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=5)
 @pytest.mark.parametrize("ema", [None, 0.75])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema):
@@ -426,7 +430,7 @@ def test_an_optimizer_that_does_not_read_them_is_compiled_as_before():
 )
 def test_an_optimizer_without_momentum_is_refused(optimizer):
     batch = models.masked_batches(1, 3)[0]
-    with pytest.raises(InputError, match="delay_correction: expected an optimizer with momentum, found one that keeps nothing"):
+    with pytest.raises(InputError, match="optimizer: delay_correction needs one with momentum, found one that keeps nothing"):
         pipeline(plan_of("2BW"), optimizer=optimizer).check(batch)
     pipeline(plan_of("flush"), optimizer=optimizer).check(batch)
 
@@ -457,6 +461,9 @@ LOOKS_AHEAD = {
     "adamw": (optax.adamw(0.1), False),
     "nadamw in a partition": (optax.partition({"a": optax.nadamw(0.1), "b": optax.adam(0.1)}, lambda params: params), True),
     "nadam, injected": (INJECT(optax.nadam)(learning_rate=0.1), True),
+    "compensated": (compensated_adamw(0.1), True),
+    "as in PyTorch": (torch_nadam(0.1), True),
+    "soap": (soap(0.1), False),
     "muon": (optax.contrib.muon(0.1), True),
     "muon without": (optax.contrib.muon(0.1, nesterov=False), False),
     "muon, injected": (INJECT(optax.contrib.muon)(learning_rate=0.1), True),
@@ -468,3 +475,24 @@ LOOKS_AHEAD = {
 def test_nesterovs_momentum_is_recognized(name):
     optimizer, expected = LOOKS_AHEAD[name]
     assert has_nesterov(optimizer) is expected
+
+
+@pytest.mark.parametrize("factor", [None, FACTOR])
+def test_norms_of_the_correction_and_of_the_distance_between_versions(factor):
+    pipe = pipeline(plan_of("pipedream"), correction=factor)
+    batches = models.masked_batches(5, 1)
+    state = running.fresh(pipe, batches)
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    norms = pipe.delay_norms(state)
+    stages = [worker for worker in state.workers if len(worker.weights.versions) > 1]
+    assert len(stages) == 3  # the last stage holds one version, and its gradients have no delay
+    ahead = [entry.ahead for worker in stages for entry in worker.optimizer.values()] if factor is not None else []
+    np.testing.assert_allclose(norms.correction, norm_of(ahead), rtol=1e-5)
+    assert (float(norms.correction) > 0) == (factor is not None)
+    versions = [[on_host(worker.weights.read(version)) for version in worker.weights.versions[-2:]] for worker in stages]
+    np.testing.assert_allclose(norms.distance, norm_of([jax.tree.map(np.subtract, newest, older) for older, newest in versions]), rtol=1e-5)
+
+
+def norm_of(tree):
+    return np.sqrt(sum(float(np.square(np.asarray(leaf)).sum()) for leaf in jax.tree.leaves(tree)))

@@ -40,6 +40,11 @@ def test_the_mean_delay_of_each_stage_is_printed():
     )
 
 
+def test_batches_that_share_an_update_are_less_late():
+    words = "gradients are computed with weights that are 0.25 updates old, at every stage"
+    assert delay_words(plan("pipedream_2bw"), batches_per_update=4) == f"pipedream_2bw: {words}"
+
+
 def test_one_stage_has_no_delay():
     assert not delay_words(plan("pipedream", stages=1))
 

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
+from jpipe.runtime import without_prediction
 from jpipe_train import cli
 from jpipe_train.assemble import build
 from jpipe_train.checkpoint import export, warm_start
@@ -86,6 +87,24 @@ def test_averages_and_masters_are_exported_in_float32(as_it_is):
     for expected, exported in ((masters, layers), (average, export.with_ema(layers, 3))):
         (array,) = export.by_name(exported).values()
         np.testing.assert_array_equal(array, expected, strict=True)
+    state["state"]["ahead"] = as_it_is(np.full(3, 0.25, np.float32))  # of a run with delay_correction
+    for expected, found in ((masters - np.float32(0.25), layers), (average, export.with_ema(layers, 3))):
+        (array,) = export.by_name(found).values()
+        np.testing.assert_array_equal(array, expected, strict=True)
+
+
+def test_parameters_without_masters_are_exported_without_prediction():
+    ones = np.ones(3, np.float32)
+    layers = {
+        "a": {"params": {"0": {"w": ones, "frozen": ones}, "1": {"w": ones}}, "optimizer": {"optimizer": {}, "ahead": {"w": 2 * ones}}}
+    }
+    arrays = export.by_name(layers)
+    np.testing.assert_array_equal(arrays["a/w"], -ones, strict=True)
+    np.testing.assert_array_equal(arrays["a/frozen"], ones, strict=True)
+    kept = without_prediction(layers["a"])
+    assert kept["params"].keys() == {"0", "1"}
+    assert kept["optimizer"] == {"optimizer": {}}
+    assert without_prediction(kept) is kept
 
 
 def test_an_export_has_the_newest_parameters_by_name(home, tmp_path, capsys):

@@ -159,6 +159,16 @@ def test_a_file_that_is_not_a_config(refused, file, message):
         ("optimizer.arguments={beta: 0.5}", r"optimizer.arguments: 'adamw' has no argument 'beta'; its arguments, the nearest first: "),
         ("optimizer.arguments={b1: high}", r"optimizer.arguments: 'b1' of 'adamw': expected a number, found 'high'"),
         ("optimizer.clip_global_norm=0", r"tiny.yaml --set \S+: optimizer.clip_global_norm: expected greater than 0, found 0"),
+        (
+            "optimizer.delay_correction=predicted",
+            r"tiny.yaml --set \S+: optimizer.delay_correction: expected predict, or a number of at least 0 such as 0.5, found 'predicted'",
+        ),
+        ("optimizer.delay_correction=-1", r"tiny.yaml --set \S+: optimizer.delay_correction: expected predict, or a number .*, found -1"),
+        (
+            "optimizer={delay_correction: predict, accumulate_batches: 2}",
+            r"tiny.yaml --set .*: optimizer: delay_correction: expected accumulate_batches 1, found 2; an update would be predicted to ",
+        ),
+        ("optimizer={name: sgd, delay_correction: 0.5}", r"optimizer: delay_correction needs one with momentum, found one that keeps"),
         ("optimizer.clip_stage_norm=-1", r"tiny.yaml --set \S+: optimizer.clip_stage_norm: expected greater than 0, found -1"),
         (
             "optimizer={clip_global_norm: 1, clip_stage_norm: 2}",

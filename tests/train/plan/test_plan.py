@@ -187,7 +187,9 @@ def test_the_written_plan_trains_and_is_compared_with_its_prediction(files, caps
 
 def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(profiling, "measure", lambda *model, seconds, progress, precision, ema_decay: seen.append(model) or profile())
+    monkeypatch.setattr(
+        profiling, "measure", lambda *model, seconds, progress, precision, ema_decay, delay_correction: seen.append(model) or profile()
+    )
     monkeypatch.setattr(auto, "local_topology", lambda dispatch: Topology.flat(2, 1e9))
     assert cli.main(["train", "tiny.yaml", "--plan=auto", *MEASURED]) == 0
     out = capsys.readouterr().out

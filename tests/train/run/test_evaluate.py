@@ -38,7 +38,7 @@ BASE = {
     "eval": {"metrics": {"accuracy": "accuracy"}},
     "model": {"depth": 1, "width": 8, "heads": 2, "seq_len": SEQ},
     "plan": {"schedule": "pipedream_2bw", "num_stages": 2, "microbatches": 2},
-    "optimizer": {"learning_rate": 0.05, "ema_decay": 0.9},
+    "optimizer": {"learning_rate": 0.05, "ema_decay": 0.9, "delay_correction": "predict"},
     "checkpoint": {"every": 2},
 }
 

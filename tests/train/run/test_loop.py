@@ -27,7 +27,7 @@ from jpipe_train.models import cross_entropy
 from jpipe_train.models import layers as built_in
 from jpipe_train.report import metrics_log, report
 from jpipe_train.report.metrics_log import mean_loss, repeatable
-from jpipe_train.run import loop
+from jpipe_train.run import loop, training
 from tests.train.conftest import SENTENCE, changed
 
 FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
@@ -131,6 +131,21 @@ def test_a_run_of_one_step_prints_both_validation_losses(tiny):
     summary = loop.main(changed(tiny, train={"steps": 1}))
     (row,) = rows_of(summary.folder)
     assert row["val_loss"] == summary.val_loss_after < summary.val_loss_before
+
+
+def test_the_norms_of_the_delay_are_in_some_rows_and_in_the_report(tiny, monkeypatch):
+    monkeypatch.setattr(training, "_MOST_NORMS", 3)
+    with_correction = changed(tiny, train={"steps": 8}, optimizer={"delay_correction": "predict"})
+    folder = loop.main(with_correction).folder
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows if "version_distance" in row] == [0, 3, 6]
+    distances, corrections = ([row[name] for row in rows if name in row] for name in ("version_distance", "correction_norm"))
+    assert len(corrections) == 3
+    assert all(distances[1:] + corrections[1:])
+    assert (folder / "delay.png").exists()
+    page = (folder / "report.html").read_text()
+    assert "Delay of the weights" in page
+    assert "weights that are 1 update old, at every stage; correction: predict" in page
 
 
 def test_log_every_leaves_out_what_was_not_evaluated(tiny):

@@ -145,7 +145,8 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
         options |= {"plan: rules.": "plan.rules.", "plan: shard_optimizer: ": "plan.shard_optimizer: "}
         options |= {"rules: ": "plan.rules: ", "param_axes: ": "plan.param_axes: "}
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
-        where |= {f"{key}: ": f"optimizer.{key}: " for key in ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay")}
+        of_optimizer = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction")
+        where |= {f"{key}: ": f"optimizer.{key}: " for key in of_optimizer}
         where |= {"precision: loss_scale: ": "precision.loss_scale: "}
         for library, config in where.items():
             if str(error).startswith(library):

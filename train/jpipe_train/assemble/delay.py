@@ -8,15 +8,21 @@ from jpipe_train.console.terminal import count
 _MOST_LISTED = 6  # groups of stages with the same delay that are listed
 
 
-def delay_words(plan: jpipe.Plan) -> str:
-    """Describe the mean delay of each stage in a sentence, or return "" if every gradient is computed with the weights that it changes."""
+def delay_words(plan: jpipe.Plan, batches_per_update: int = 1) -> str:
+    """Describe the mean delay of each stage in a sentence, or return "" if every gradient is computed with the weights that it changes.
+
+    Args:
+        plan: the plan.
+        batches_per_update: how many batches the optimizer makes an update from, `optimizer.accumulate_batches`.
+    """
     if not any(plan.delays):
         return ""
     start = f"{plan.schedule}: "
     if plan.flush_first:
         start += f"after {count(plan.flush_first, 'batch', 'es')} that flush, "
-    start += f"gradients are computed with weights that are {_updates(plan.mean_delay)} old"
-    groups = [(list(group), delay) for delay, group in groupby(range(plan.depth), lambda s: f"{plan.delays[s]:.3g}")]
+    start += f"gradients are computed with weights that are {_updates(plan.mean_delay / batches_per_update)} old"
+    delays = [f"{delay / batches_per_update:.3g}" for delay in plan.delays]
+    groups = [(list(group), delay) for delay, group in groupby(range(plan.depth), delays.__getitem__)]
     if len(groups) == 1:
         return f"{start}, at every stage"
     listed = [f"{delay} at {_stages(stages[0], stages[-1])}" for stages, delay in groups]

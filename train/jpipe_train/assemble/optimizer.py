@@ -184,7 +184,7 @@ def _check_number(optimizer: str, name: str, parameter: inspect.Parameter) -> No
 
 
 def _accumulated(rule: optax.GradientTransformation, batches: int) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that updates every so many batches; the delay of its updates is that of a batch divided by their number."""
+    """Return an optimizer that updates once in `batches` batches; the delay of its updates is that of a batch divided by `batches`."""
     steps = optax.MultiSteps(rule, batches)
 
     def update(updates: Tree, state: Any, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any) -> tuple[Tree, Any]:

@@ -90,8 +90,8 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
         layers: from `checkpoint_files.read_layers` or `layer_specs`.
 
     Returns:
-        The newest parameters by "layer id/path", in float32 if the checkpoint has masters; and the layer state of the first replica by
-        "layer id state/path".
+        The newest parameters by "layer id/path", as without `delay_correction`, in float32 if the checkpoint has masters; and the layer
+        state of the first replica by "layer id state/path".
 
     Raises:
         InputError: two of them have the same name.
@@ -100,6 +100,7 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer_id, parts in layers.items():
         if jpipe.runtime.layer_of(layer_id, layers.keys() - {layer_id}) is not None:
             continue  # the layer state of another replica
+        parts = jpipe.runtime.without_prediction(parts)
         newest = by_path(jpipe.runtime.masters_in(parts) or parts.get("params", {}).get("0", {}))
         if shared := jpipe.runtime.shared_place(layer_id, layers):  # one array, by the name of the first parameter that uses it
             layer_id, newest = shared[0], dict(zip(shared[1:], newest.values(), strict=True))
@@ -116,6 +117,7 @@ def with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Return layers with the moving average of the parameters in place of the parameters, in the same dtypes."""
     averaged, has_average = {}, False
     for layer_id, parts in layers.items():
+        parts = jpipe.runtime.without_prediction(parts)
         masters, optimizer = jpipe.runtime.masters_in(parts), parts.get("optimizer")
         newest = by_path(masters or parts.get("params", {}).get("0", {}))
         inner = optimizer.get("state") if masters and isinstance(optimizer, Mapping) else optimizer

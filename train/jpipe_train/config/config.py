@@ -1,11 +1,12 @@
 """The sections of a config with their defaults and checks. Wrong values are rejected before any device works."""
 
+import math
 import re
 import reprlib
 import warnings
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 import jpipe
 from jpipe.errors import nearest
@@ -158,6 +159,13 @@ class LossConfig(TargetSection):
         return self.chunk
 
 
+def _checked_correction(value: Any) -> Any:
+    is_factor = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    if value is not None and value != "predict" and not is_factor:
+        raise ValueError(f"expected predict, or a number of at least 0 such as 0.5, found {value!r}")
+    return value
+
+
 class OptimizerConfig(Section):
     """An optimizer of optax by name and arguments, or a `module:function` that returns one; see `jpipe_train.assemble.optimizer`.
 
@@ -165,7 +173,8 @@ class OptimizerConfig(Section):
     (down to a tenth at the last step), or a schedule of optax with its `lr_arguments`. `decay` selects the parameters that decay by
     patterns of their paths (null: matrices, not biases and norms). With `accumulate_batches` above 1, each update uses the mean gradient of
     that many batches, and schedules count updates. Gradients are clipped by the norm of the whole model or by that of each stage, not by
-    both. `ema_decay` is the decay of a moving average of the weights.
+    both. `ema_decay` is the decay of a moving average of the weights. `delay_correction`, predict or a factor in place of 1,
+    corrects the delay of gradients under schedules that do not flush.
 
     `per_stage` has a list for each argument that differs from stage to stage, with one number for each stage. For the first
     `lr_delay_steps` updates the learning rate of a stage is divided by the delay of its gradients, by less and less.
@@ -186,11 +195,22 @@ class OptimizerConfig(Section):
     inject_hyperparams: bool = False
     accumulate_batches: Count = 1
     ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    delay_correction: Annotated[Literal["predict"] | float | None, BeforeValidator(_checked_correction)] = None
 
     @property
     def of_pipeline(self) -> dict[str, Any]:
         """The keys that are arguments of `jpipe.Pipeline`."""
-        return {name: getattr(self, name) for name in ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay")}
+        names = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction")
+        return {name: getattr(self, name) for name in names}
+
+    @model_validator(mode="after")
+    def _corrects_each_update(self) -> "OptimizerConfig":
+        if self.delay_correction is not None and self.accumulate_batches > 1:
+            raise ValueError(
+                f"delay_correction: expected accumulate_batches 1, found {self.accumulate_batches}; an update would be predicted to follow "
+                "in the next batch; use more microbatches instead"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_clipping(self) -> "OptimizerConfig":

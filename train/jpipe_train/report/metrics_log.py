@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jax
-
 import jpipe
 from jpipe.files import shown
 from jpipe_train.assemble.optimizer import learning_rate
@@ -18,7 +16,6 @@ from jpipe_train.report.logs import Logs
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.mfu import Utilization
 
-Number = jax.Array | jpipe.runtime.RemoteScalar
 Validation = Mapping[str, float] | Sequence[jpipe.Evaluation]
 """Results of one step: `{"val_loss": 2.3, "val_accuracy": 0.4}`, or numbers from which these are computed."""
 
@@ -77,7 +74,7 @@ class MetricsLog:
         self._learning_rate = None if folder is None else learning_rate(config.optimizer, config.train.steps)
         self._validation: dict[int, Validation] = {}
         self._known: jpipe.Metrics = jpipe.Metrics.empty()  # values of steps whose rows are not written yet
-        self._delay_norms: dict[int, Mapping[str, Number]] = {}
+        self._delay_norms: dict[int, jpipe.runtime.DelayNorms] = {}
         self._skipped = 0  # skipped steps in a row
         self.last_step = -1  # the last step that was processed, and whose row was written if due
 
@@ -95,8 +92,8 @@ class MetricsLog:
         """Add a validation to the row of `step`, without waiting for its numbers."""
         self._validation[step] = results
 
-    def delay_norms(self, step: int, norms: Mapping[str, Number]) -> None:
-        """Add the norms of `Pipeline.delay_norms` to the row of `step`, without waiting for them."""
+    def delay_norms(self, step: int, norms: jpipe.runtime.DelayNorms) -> None:
+        """Add norms to the row of `step`, without waiting for them."""
         self._delay_norms[step] = norms
 
     def validated(self, step: int) -> dict[str, float] | None:
@@ -226,7 +223,12 @@ class MetricsLog:
 
     def _delay_values(self, step: int) -> dict[str, float]:
         """Return the finite norms of the correction and of the distance of the weight versions after `step`, if they were computed."""
-        values = {name: float(norm) for name, norm in self._delay_norms.pop(step, {}).items()}
+        if step not in self._delay_norms:
+            return {}
+        norms = self._delay_norms.pop(step)
+        values = {"version_distance": float(norms.distance)}
+        if self._config.optimizer.delay_correction is not None:
+            values["correction_norm"] = float(norms.correction)
         return {name: value for name, value in values.items() if math.isfinite(value)}
 
     def _finite(self, step: int, name: str, value: float) -> float:

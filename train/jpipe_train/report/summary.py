@@ -70,7 +70,11 @@ def write_report(
         "data": f"{batches.source}; {batches.amount}",
         "parameters": f"{sum(stage.parameters for stage in stages):,}",
         "schedule": plan.schedule + (" with vertical sync" if plan.vertical_sync else ""),
-        **({"delay": f"{words}; correction: {correction_words(pipe.delay_factor)}"} if (words := delay_words(plan)) else {}),
+        **(
+            {"delay": f"{words}; correction: {correction_words(pipe.delay_factor)}"}
+            if (words := delay_words(plan, config.optimizer.accumulate_batches))
+            else {}
+        ),
         "stages": "; ".join(" ".join(stage.layers) for stage in plan.stages),
         **({"ranks": _ranks(plan)} if len(plan.rank_workers) != plan.depth else {}),
         **({"meshes": mesh_words(plan)} if has_meshes(plan) else {}),

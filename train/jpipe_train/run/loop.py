@@ -35,7 +35,7 @@ from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.summary import Summary, print_summary, stages_of, write_report
-from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, tell_resumed
+from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, report_resumed
 from jpipe_train.run.training import Training
 
 _MANY_LAYERS = 100  # checking a hundred takes seconds, a thousand about a minute and a half
@@ -83,7 +83,7 @@ def main(
         pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, from_checkpoint)
         interrupt.check()
         if resumed is not None:
-            tell_resumed(resumed, config, pipe.plan, batches, reporter)
+            report_resumed(resumed, config, pipe.plan, batches, reporter)
         initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
         folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
         try:
@@ -180,14 +180,14 @@ def run(
         interrupt.check()
         path = Path(together.from_first("the run folder", lambda: "" if folder is None else str(folder.path)))
         together.run_on_all(lambda: check_shared(config, path, together))
-        announce(pipe, batches.source, config.train.steps, folder, reporter, several=together.processes is not None)
+        announce(pipe, batches.source, config, folder, reporter, several=together.processes is not None)
         with reporter.phase(f"compiling {count(pipe.plan.depth, 'stage')}", compile_cache.CacheCount()):
             state = begin(config, pipe, batches, resumed, initial)
             if initial is not None:
                 initial.clear()  # free the arrays, even if a caller still has the dict
             sizes, temporary = _sizes(pipe, batches, alone=together.processes is None, writes=folder is not None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
-        tell_transfers(pipe, reporter)
+        report_transfers(pipe, reporter)
         if resumed is not None:
             together.run_on_all(lambda: None if folder is None else continue_folder(config, folder, resumed, reporter.say))
         measure = Measure(
@@ -238,22 +238,22 @@ def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: boo
     return sizes, comparison.temporary_bytes(pipe.plan, sizes, range(pipe.plan.depth) if here or alone else local_stages(pipe))
 
 
-def announce(pipe: jpipe.Pipeline, source: str, steps: int, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
+def announce(pipe: jpipe.Pipeline, source: str, config: Config, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:
     """Print the data, the plan and the placement of the workers."""
-    plan = pipe.plan
+    plan, steps, batches_per_update = pipe.plan, config.train.steps, config.optimizer.accumulate_batches
     meshes = f" on {mesh_words(plan)}" if has_meshes(plan) else ""
     reporter.say(
         f"data: {source}; plan: {count(plan.depth, 'stage')}{meshes}, {plan.schedule}; {count(steps, 'step')}"
         + (f"; run folder: {shown(folder.path)}" if folder is not None else "")
     )
-    if words := delay_words(plan):
+    if words := delay_words(plan, batches_per_update):
         reporter.say(f"{words}; delay correction: {correction_words(pipe.delay_factor)}")
     if several or len(plan.workers) > plan.depth:
         for line in jpipe.runtime.placement_grid(plan, pipe.places).splitlines():
             reporter.say(line)
 
 
-def tell_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
+def report_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
     """Print how accelerators of several processes send each other messages, as a probe has determined."""
     if pipe.transfers is not None and pipe.devices[0].platform != "cpu":
         method = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]

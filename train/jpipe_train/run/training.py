@@ -1,6 +1,7 @@
 """The training loop."""
 
 import functools
+import math
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from jpipe_train.data.position import Ordered
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, RunStopped, Validation, mean_loss
 from jpipe_train.report.summary import Summary, name_of
+
+_MOST_NORMS = 200  # times in a run that the norms of the delay are computed, each from all weights
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Training:
             else:
                 checkpoints.schedule_snapshot(step)
             state, metrics = self.pipe.step(state, self.batches[step], observe=checkpoints.observing(self.measure.observer(step)))
+            if self._measures_delay(step):
+                log.delay_norms(step, self.pipe.delay_norms(state))
             log.finished(finished)  # of the step before: reading a loss waits for it, while the devices have this step's work
             checkpoints.flush_finished(log.last_step, facts_of)
             finished = metrics
@@ -97,6 +102,11 @@ class Training:
         self._check_complete(steps)
         interrupt.check()
         return Summary(steps, mean_loss(before), mean_loss(after), log.seconds, log.folder, self.measure.predicted, self.measure.measured)
+
+    def _measures_delay(self, step: int) -> bool:
+        """Return whether to compute the norms of the delay after a step: for up to `_MOST_NORMS` of the rows, if there is a delay."""
+        every = self.config.log_every * math.ceil(self.config.steps / self.config.log_every / _MOST_NORMS)
+        return step % every == 0 and any(self.pipe.plan.delays)
 
     def _evaluate(self, state: jpipe.State) -> list[jpipe.Evaluation]:
         evaluations = [self.pipe.evaluate(state, batch, self.metrics) for batch in self.held_out]
