@@ -276,7 +276,7 @@ def run(part: Part, updates: int, evaluations: int, seeds: int, at_once: int, de
 
     def train(recipe: Recipe) -> jax.Array:
         mine: Tree = jax.tree.map(lambda a: a[recipe.seed], (params, data))
-        return emulation.train(recipe, *mine, task.held_out).losses
+        return emulation.train(recipe, *mine, jax.tree.map(jnp.asarray, task.held_out)).losses
 
     size = at_once if optimizer.together else len(recipes)
     program = jax.jit(jax.vmap(train) if optimizer.together else lambda chunk: jax.lax.map(train, chunk))
