@@ -185,35 +185,31 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 FLUSH = (Variant("flush"), Variant("flush", nesterov=1.0))
 CONTROL = (Variant("flush", control=1.0),)
-TWO_BW = tuple(
-    Variant("2BW", **options)
-    for options in ({}, {"prediction": 1.0}, {"nesterov": 1.0}, {"nesterov": 1.0, "prediction": 0.5}, {"nesterov": 1.0, "prediction": 1.0})
+TWO_BW = (
+    Variant("2BW"),
+    Variant("2BW", prediction=1.0),
+    Variant("2BW", nesterov=1.0),
+    Variant("2BW", nesterov=1.0, prediction=0.5),
+    Variant("2BW", nesterov=1.0, prediction=1.0),
 )
-MANY = tuple(
-    Variant("PipeDream m = d", **options)
-    for options in (
-        {},
-        {"prediction": 1.0},
-        {"nesterov": 1.0},
-        {"nesterov": "delay"},
-        {"nesterov": 1.0, "prediction": 0.5},
-        {"nesterov": 1.0, "prediction": 0.5, "clip": "all"},
-    )
+MANY = (
+    Variant("PipeDream m = d"),
+    Variant("PipeDream m = d", prediction=1.0),
+    Variant("PipeDream m = d", nesterov=1.0),
+    Variant("PipeDream m = d", nesterov="delay"),
+    Variant("PipeDream m = d", nesterov=1.0, prediction=0.5),
+    Variant("PipeDream m = d", nesterov=1.0, prediction=0.5, clip="all"),
 )
-ONE = tuple(
-    Variant("PipeDream m = 1", **options)
-    for options in (
-        {},
-        {"prediction": 1.0},
-        {"nesterov": 1.0},
-        {"nesterov": "delay"},
-        {"nesterov": 1.0, "prediction": 0.5},
-        {"slow": True},
-        {"nesterov": "delay", "momentum": 0.99},
-    )
+ONE = (
+    Variant("PipeDream m = 1"),
+    Variant("PipeDream m = 1", prediction=1.0),
+    Variant("PipeDream m = 1", nesterov=1.0),
+    Variant("PipeDream m = 1", nesterov="delay"),
+    Variant("PipeDream m = 1", nesterov=1.0, prediction=0.5),
+    Variant("PipeDream m = 1", slow=True),
+    Variant("PipeDream m = 1", nesterov="delay", momentum=0.99),
 )
 PLAIN = (Variant("flush"), Variant("2BW"), Variant("PipeDream m = d"), Variant("PipeDream m = 1"))
-SYNC = (Variant("vertical sync m = d", nesterov=1.0), Variant("vertical sync m = d", nesterov=1.0, prediction=0.5))
 WITHOUT_MOMENTUM = tuple(Variant("2BW", prediction=prediction, momentum=0.0) for prediction in (0.0, 1.0))
 
 FULL = (
@@ -275,8 +271,9 @@ def run(part: Part, updates: int, evaluations: int, seeds: int, at_once: int, de
     emulation = Emulation(task.stack, stages_of(task, d), task.loss, optimizer.rule, schedule, updates // 4 or 1, largest + 1, task.clip)
 
     def train(recipe: Recipe) -> jax.Array:
-        mine: Tree = jax.tree.map(lambda a: a[recipe.seed], (params, data))
-        return emulation.train(recipe, *mine, jax.tree.map(jnp.asarray, task.held_out)).losses
+        start, batches = jax.tree.map(lambda a: a[recipe.seed], (params, data))
+        losses: jax.Array = emulation.train(recipe, start, batches, jax.tree.map(jnp.asarray, task.held_out)).losses
+        return losses
 
     size = at_once if optimizer.together else len(recipes)
     program = jax.jit(jax.vmap(train) if optimizer.together else lambda chunk: jax.lax.map(train, chunk))
