@@ -1,7 +1,8 @@
 """`python -m benchmarks.gpu`: compare a GPT of 352 million parameters in bf16 as four stages on one GPU and as one jitted step.
 
 Both run in turn. Model FLOPs utilization is the model's FLOPs per second (6 for each weight and token, plus the attention), divided by the
-peak of the GPU. `--tiny` runs the program on any device, to check that it works.
+peak of the GPU. With `--memory` the pipeline alone runs, and its memory is compared with what `jpipe.simulate` predicts. `--tiny` runs the
+program on any device, to check that it works.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import jpipe
 from benchmarks import gpt
@@ -45,13 +47,16 @@ def main(arguments: list[str] | None = None) -> int:
         sizes = dataclasses.replace(sizes, rows=options.rows)
     peak = options.peak or next((flops for name, flops in PEAKS.items() if name in machine["device"]), None)
     print(f"{machine['device']}, jax {machine['jax']}: {sizes.parameters / 1e6:.1f} million parameters, {sizes.compute_dtype},")
-    print(f"{options.microbatches} microbatches of {sizes.rows} sequences of {sizes.sequence} tokens")
-    piped, plain = _measure(sizes, options)
-    for name, rates in ((f"{options.stages} stages, {options.schedule}", piped), ("one jitted step", plain)):
-        rate = statistics.median(rates)
+    print(f"{options.microbatches} microbatches of {sizes.rows} sequences of {sizes.sequence} tokens, attention {sizes.attention}")
+    if options.memory:
+        _print_memory(_pipeline(sizes, options), gpt.data(sizes, options.microbatches))
+        return 0
+    rates = _rates(_programs(sizes, options), sizes, options)
+    for name, measured in rates.items():
+        rate = statistics.median(measured)
         share = f"{rate * sizes.sequence_flops / peak:.1%}" if peak else "not known: give --peak, in FLOP/s"
         print(f"{name:<28} {rate:10.2f} sequences/s, model FLOPs utilization {share}")
-    ratio = statistics.median(a / b for a, b in zip(piped, plain, strict=True))
+    ratio = statistics.median(a / b for a, b in zip(*rates.values(), strict=True))
     print(f"{options.stages} stages ÷ one step: {ratio:.3f} (goal at least {GOAL}: {'met' if ratio >= GOAL else 'missed'})")
     return 0
 
@@ -67,6 +72,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="of a round, the first not timed (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--peak", type=float, help="peak FLOP/s of the GPU, if this program does not know it")
+    parser.add_argument("--memory", action="store_true", help="compare the memory of the pipeline with the prediction, and time nothing")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
     return parser.parse_args(arguments)
 
@@ -78,21 +84,51 @@ def _schedules() -> Iterator[str]:
             yield name
 
 
-def _measure(sizes: Sizes, options: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Measure sequences per second of the pipeline and of the plain step, round by round."""
-    stack, batch = gpt.stack(sizes), gpt.data(sizes, options.microbatches)
+def _pipeline(sizes: Sizes, options: argparse.Namespace) -> jpipe.Pipeline:
+    """Return the pipeline, with all stages on the first device."""
+    stack = gpt.stack(sizes)
     plan = jpipe.Plan.even(stack.ids, options.stages, options.schedule, options.microbatches, recompute=options.recompute)
-    device = jax.devices()[0]
-    pipeline = jpipe.Pipeline(stack, plan, gpt.summed_loss, gpt.optimizer(), [device] * options.stages)
-    plain = gpt.PlainStep(sizes, options.microbatches, jax.device_put(batch, device))
-    programs: tuple[Callable[[int], dict[str, Any]], ...] = Runner(pipeline, batch), step_by_step(plain)
-    rates: tuple[list[float], list[float]] = [], []
-    for program in programs:
+    return jpipe.Pipeline(stack, plan, gpt.summed_loss, gpt.optimizer(), [jax.devices()[0]] * options.stages)
+
+
+def _programs(sizes: Sizes, options: argparse.Namespace) -> dict[str, Callable[[int], dict[str, Any]]]:
+    """Return the pipeline and the plain step, compiled, by name; each runs a number of steps."""
+    batch = gpt.data(sizes, options.microbatches)
+    plain = gpt.PlainStep(sizes, options.microbatches, jax.device_put(batch, jax.devices()[0]))
+    pipeline = Runner(_pipeline(sizes, options), batch)
+    programs = {f"{options.stages} stages, {options.schedule}": pipeline, "one jitted step": step_by_step(plain)}
+    for program in programs.values():
         program(2)  # compiles everything that is not compiled yet
+    return programs
+
+
+def _rates(programs: dict[str, Callable[[int], dict[str, Any]]], sizes: Sizes, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Measure sequences per second of each program, round by round."""
+    rates: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(options.rounds):
-        for program, rates_of_program in zip(programs, rates, strict=True):
-            rates_of_program.append(steps_per_second([program(options.steps)["ends"]]) * sizes.rows * options.microbatches)
+        for name, program in programs.items():
+            rates[name].append(steps_per_second([program(options.steps)["ends"]]) * sizes.rows * options.microbatches)
     return rates
+
+
+def _print_memory(pipe: jpipe.Pipeline, batch: Any) -> None:
+    """Run a few steps, and print the memory of the device beside the predicted memory of all ranks together."""
+    state, most = pipe.init(jax.random.key(0), batch), 0
+
+    def observe(event: jpipe.runtime.Event) -> None:
+        nonlocal most
+        alive = (array for array in jax.live_arrays() if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
+        most = max(most, sum(array.nbytes for array in alive))
+
+    for _ in range(2):
+        state, _ = pipe.step(state, batch, observe=observe)
+    jax.block_until_ready(pipe.drain(state, observe=observe))
+    costs = pipe.costs(batch)
+    predicted = sum(jpipe.simulate(jpipe.lower(pipe.plan, 3), costs).held_bytes)
+    print(f"arrays alive at a time: {most / 1e9:.2f} GB; the predicted peaks of all ranks add up to {predicted / 1e9:.2f} GB")
+    if peak := (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
+        scratch = max(cost.temporary for cost in costs)
+        print(f"peak of the allocator: {peak / 1e9:.2f} GB; scratch memory of the largest program: {scratch / 1e9:.2f} GB")
 
 
 if __name__ == "__main__":

@@ -55,5 +55,5 @@ def warm_up(microbatches: int) -> int:
 
 
 PEERS = Sizes(layers=8, width=256, heads=8, sequence=128, rows=4)
-GPU = Sizes(layers=24, width=1024, heads=16, sequence=1024, rows=8, vocabulary=24_064, compute_dtype="bfloat16")  # 352M parameters
+GPU = Sizes(layers=24, width=1024, heads=16, sequence=1024, rows=4, vocabulary=24_064, compute_dtype="bfloat16")  # 352M parameters
 TINY = Sizes(layers=2, width=16, heads=2, sequence=8, rows=2)

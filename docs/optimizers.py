@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import optax.contrib
 
+import jpipe
 from jpipe import InputError
 from jpipe.model import find_layerwise
 
@@ -129,6 +130,31 @@ OPTIMIZERS = (
     ),
 )
 
+DELAYED = (
+    *_by_name(
+        jpipe.optimizers,
+        "",
+        "compensated_sgd compensated_adam compensated_adamw compensated_muon",
+        remark="momentum by the delay of each stage; the state of the optimizer without it",
+    ),
+    Row(
+        "`predict_delay` after `adam`",
+        lambda: optax.chain(optax.adam(RATE), jpipe.optimizers.predict_delay()),
+        remark="one array for each parameter",
+    ),
+    *_by_name(jpipe.optimizers, "", "torch_nadam", remark="the state of Adam, and one number"),
+    Row(
+        "`soap`",
+        lambda: jpipe.optimizers.soap(RATE, precondition_frequency=2),
+        remark="the state of Adam, and of a matrix m × n 2·(m² + n²) numbers more",
+    ),
+    Row(
+        "`scale_by_delay` after `adam`, `per_stage` with `adam`",
+        lambda: optax.chain(jpipe.optimizers.per_stage(optax.adam, learning_rate=[RATE, 2 * RATE]), jpipe.optimizers.scale_by_delay(9)),
+        remark="one number more",
+    ),
+)
+
 SCHEDULES = (
     Row("`constant_schedule`", _scheduled(optax.constant_schedule(RATE))),
     Row("`linear_schedule`", _scheduled(optax.linear_schedule(RATE, 0.0, 10))),
@@ -217,7 +243,7 @@ WRAPPERS = (
     Row("`monitor`", lambda: _before_sgd(optax.monitor({"norm": optax.tree.norm})), f"leave it out; with {_CLIP} a step returns the norm"),
 )
 
-TABLES = {"optimizers": OPTIMIZERS, "learning rates": SCHEDULES, "wrappers and parts": WRAPPERS}
+TABLES = {"optimizers": OPTIMIZERS, "delayed gradients": DELAYED, "learning rates": SCHEDULES, "wrappers and parts": WRAPPERS}
 ROWS = tuple(itertools.chain(*TABLES.values()))
 
 
@@ -253,14 +279,14 @@ def _difference(rule: Any, layerwise: Any, specs: dict[str, Any]) -> float:
     layers, trained = dict(whole), layerwise.trained
     states = {layer_id: layerwise.init(layer_id, trained.of(layer_id, params)) for layer_id, params in layers.items()}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        state = rule.init(whole)
-        for _ in range(STEPS):
-            gradients = random_tree()
-            updates, state = rule.update(gradients, state, whole)
+        state, update = rule.init(whole), optax.with_extra_args_support(rule).update
+        for step in range(STEPS):
+            gradients, position = random_tree(), {"delay": jnp.float32(step / 2), "stage": jnp.int32(step % 2)}
+            updates, state = update(gradients, state, whole, **{name: position[name] for name in layerwise.takes})
             whole = optax.apply_updates(whole, updates)
             for layer_id, params in layers.items():
                 parts = (trained.of(layer_id, tree) for tree in (gradients[layer_id], params))
-                new, states[layer_id] = layerwise.update(layer_id, next(parts), states[layer_id], next(parts))
+                new, states[layer_id] = layerwise.update(layer_id, next(parts), states[layer_id], next(parts), position=position)
                 layers[layer_id] = trained.filled(layer_id, new, params)
     differences = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), whole, layers)
     return max(jax.tree.leaves(differences))
@@ -268,7 +294,10 @@ def _difference(rule: Any, layerwise: Any, specs: dict[str, Any]) -> float:
 
 def table(rows: tuple[Row, ...]) -> str:
     """Format the table in Markdown; neighbours with equal results share a line."""
-    lines = ["| optax | layer by layer | instead | remark |", "|---|---|---|---|"]
+    lines = [
+        "| jpipe.optimizers | layer by layer | instead | remark |" if rows is DELAYED else "| optax | layer by layer | instead | remark |",
+        "|---|---|---|---|",
+    ]
     for (instead, remark), group in itertools.groupby(rows, lambda row: (row.instead, row.remark)):
         names = ", ".join(row.name for row in group)
         lines.append(f"| {names} | {'no' if instead else 'yes'} | {instead} | {remark} |".replace("|  |", "| |").replace("|  |", "| |"))

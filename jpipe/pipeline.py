@@ -30,7 +30,7 @@ from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
 from jpipe.model._precision import PLAIN, Precision, cast_layers, check_precision
 from jpipe.model._stack import LayerStack
-from jpipe.model.jaxprs._rows import tell_of_rows
+from jpipe.model.jaxprs._rows import warn_of_mixed_rows
 from jpipe.plan import Plan, html_of_plan
 from jpipe.programs._costs import StageCost
 from jpipe.programs._steps import Steps
@@ -241,7 +241,7 @@ class Pipeline:
         initial = params_or_specs({} if params is None else params, specs)
         self.stack.ties.check_values(initial)
         executor = self._compile(batch, buckets, {"key": _bits(key)})
-        tell_of_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
+        warn_of_mixed_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
         places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in initialized_at(stage)]
         initializers = compile_initializers(self.stack, specs, places)
         return self._start(
@@ -503,23 +503,22 @@ class Pipeline:
 
     @isolated_context()
     def delay_norms(self, state: State) -> DelayNorms:
-        """Return norms that show what the delay of gradients does to the weights: of the correction, and between weight versions.
+        """Return how far the weights move between versions, and how far `delay_correction` has moved them ahead, for reports.
 
-        They are computed when this is called, from all weights, so not at every step. In a run of several processes all of them call it.
+        Both are computed at the call, and cost a pass over the weights. Large distances in relation to the weights are what makes delayed
+        gradients wrong.
 
         Args:
             state: any state that is not consumed.
 
         Returns:
-            The norms, over the parameters of all stages. There is no distance, but NaN, where no stage holds two versions between two
-            steps: under schedules that flush, and under `pipedream` with many microbatches.
+            The norms of the stages of this process, of their first replicas, by stage.
 
         Raises:
             InputError: a state that was used already.
         """
         executor, state, _ = self._running(state)
-        with self._undivided():
-            return executor.delay_norms(state)
+        return executor.delay_norms(state)
 
     @isolated_context()
     def costs(

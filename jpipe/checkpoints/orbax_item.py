@@ -97,7 +97,9 @@ def item_specs(path: Path) -> dict[str, Tree]:
     Raises:
         Exception: of any kind, if it is not an item that `join_parts` has written.
     """
-    _check_index(path)
+    metadata = _read_metadata(path)
+    if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
+        raise ValueError("expected Zarr arrays, version 2, in an OCDBT store")
     specs = tree_specs(path, _handler(ocp.type_handlers.NumpyHandler()))
     for layer, parts in specs.items():
         if layer != _NO_LAYER and not isinstance(parts, dict):
@@ -143,7 +145,7 @@ def tree_specs(path: Path, handler: ocp.PyTreeCheckpointHandler | None = None) -
     Raises:
         Exception: of any kind, if it is not an Orbax item or its names are nested too deeply.
     """
-    _check_names(path)
+    _check_arrays(path, _read_metadata(path))
     with _without_tracebacks():
         tree = (handler or _handler()).metadata(path.absolute()).tree
     return jax.tree.map(_spec, tree)
@@ -161,7 +163,7 @@ def read_tree(path: Path, specs: Any, handler: ocp.PyTreeCheckpointHandler | Non
         The tree with NumPy arrays as leaves, and with `...` where `specs` has it.
 
     Raises:
-        Exception: of any kind, if an array cannot be read.
+        Exception: of any kind, if an array cannot be read; TensorStore may then print tracebacks of its remaining requests.
     """
     if all(spec is ... for spec in jax.tree.leaves(specs)):
         return specs
@@ -255,34 +257,43 @@ def _compare(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 _DEEPEST = 64  # dicts in dicts; far more would overflow the stack of code that walks the tree
+_ARRAYS = frozenset({"jax.Array", "np.ndarray", "scalar"})  # Orbax's names of the types of leaves that it stores as arrays
 _MOST_METADATA = 2**26  # bytes of `_METADATA`, about 200 for each array
 _INLINE = 1024  # bytes of an array that OCDBT may keep in its compressed index; larger arrays are stored as they are
 
 
-def _check_names(path: Path) -> dict[str, Any]:
+def _read_metadata(path: Path) -> dict[str, Any]:
     """Read an item's metadata and check that no name leads out of its folder or is nested too deeply for code that walks the tree."""
     metadata = json.loads(files.read_bytes(path / "_METADATA", _MOST_METADATA))
-    for entry in metadata["tree_metadata"].values():
+    entries = metadata["tree_metadata"].values()
+    if metadata.get("use_ocdbt") is None:  # written by an old Orbax
+        metadata["use_ocdbt"] = (path / "manifest.ocdbt").exists()
+    for entry in entries:
         if len(entry["key_metadata"]) > _DEEPEST:
             raise ValueError(f"expected at most {_DEEPEST} dicts in each other")
-        if metadata.get("use_ocdbt") is not True and any("/" in str(part["key"]) for part in entry["key_metadata"]):
+        if metadata["use_ocdbt"] is not True and any("/" in str(part["key"]) for part in entry["key_metadata"]):
             raise ValueError("expected names without '/' for arrays in folders of their own")
     return dict(metadata)
 
 
-def _check_index(path: Path) -> None:
-    """Check that the index of an item of jpipe's can be read and has all arrays.
+def _check_arrays(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Check that an item has the header of every array before Orbax reads them all at once.
 
-    Where Orbax fails, TensorStore may report the requests that are still running on standard error.
+    When one of Orbax's requests fails, TensorStore prints a traceback for each other one to standard error.
     """
-    metadata = _check_names(path)
-    if metadata["use_zarr3"] is not False or metadata["use_ocdbt"] is not True:
-        raise ValueError("expected Zarr arrays, version 2, in an OCDBT store")
-    keys = set(ts.KvStore.open(_store_spec(path)).result().list().result())
-    for entry in metadata["tree_metadata"].values():
-        name = ".".join(str(part["key"]) for part in entry["key_metadata"])
-        if entry["value_metadata"]["value_type"] != "Dict" and f"{name}/.zarray".encode() not in keys:
-            raise ValueError(f"the index lacks the array '{name}'")
+    header = "zarr.json" if metadata.get("use_zarr3") else ".zarray"
+    names = [
+        ".".join(str(part["key"]) for part in entry["key_metadata"])
+        for entry in metadata["tree_metadata"].values()
+        if entry["value_metadata"]["value_type"] in _ARRAYS and not entry["value_metadata"].get("skip_deserialize")
+    ]
+    if metadata["use_ocdbt"]:
+        keys = set(ts.KvStore.open(_store_spec(path)).result().list().result())
+        missing = [name for name in names if f"{name}/{header}".encode() not in keys]
+    else:
+        missing = [name for name in names if not (path / name / header).is_file()]
+    if missing:
+        raise ValueError(f"the index lacks the array '{missing[0]}'")
 
 
 def _spec(leaf: Any) -> Any:

@@ -57,8 +57,8 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
     def init(params: Tree) -> PerStageState:
         count = jnp.zeros([], jnp.int32)
         state = inner(count, 0).init(params)
-        for _, kept in optax.tree.get_all_with_path(state, "hyperparams"):
-            if names := sorted(staged.keys() & kept.keys()):
+        for _, hyperparams in optax.tree.get_all_with_path(state, "hyperparams"):
+            if names := sorted(staged.keys() & hyperparams.keys()):
                 raise InputError(
                     f"per_stage: the optimizer keeps {names[0]} in its state, as optax.inject_hyperparams does, and would use the value of "
                     "stage 0 at all stages; pass it to per_stage without inject_hyperparams"

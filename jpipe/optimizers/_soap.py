@@ -164,7 +164,7 @@ def _first(gradients: Tree, parameters: Tree, options: _Options) -> tuple[Tree, 
 
 
 def _later(count: Any, gradients: Tree, parameters: Tree, options: _Options) -> tuple[Tree, Tree]:
-    """Return the updates of Adam in the rotated bases and the new state, every so many updates with new bases."""
+    """Return the updates of Adam in the rotated bases and the new state; the bases change every `precondition_frequency` updates."""
     b1, b2, eps, precondition_frequency, max_dim, _ = options
     correction = jnp.sqrt(1 - b2**count) / (1 - b1**count)
 

@@ -40,9 +40,9 @@ def scale_by_compensated_momentum(decay: ArrayLike, accumulator_dtype: DTypeLike
 
     def update(updates: Tree, state: Any, params: Tree = None, *, delay: ArrayLike = 0.0, **extra_args: Any) -> tuple[Tree, Any]:
         momentum, state = trace.update(updates, state, params)
-        kept = _power(decay, delay)
-        missed = (1 - kept) / (1 - decay)
-        return jax.tree.map(lambda m, g: kept.astype(m.dtype) * m + missed.astype(g.dtype) * g, momentum, updates), state
+        retained = _power(decay, delay)
+        missed = (1 - retained) / (1 - decay)
+        return jax.tree.map(lambda m, g: retained.astype(m.dtype) * m + missed.astype(g.dtype) * g, momentum, updates), state
 
     return optax.GradientTransformationExtraArgs(trace.init, update)
 
@@ -252,11 +252,11 @@ def _compensated(momentum: Tree, gradients: Tree, decay: ArrayLike, count: Any, 
         count: how many gradients it has.
         delay: the age of the gradients, in updates.
     """
-    kept = _power(decay, delay)
-    total = 1 - decay**count * kept
+    retained = _power(decay, delay)
+    total = 1 - decay**count * retained
 
     def mean(m: Any, g: Any) -> jax.Array:
-        return (kept.astype(m.dtype) * m + (1 - kept).astype(g.dtype) * g) / total.astype(m.dtype)
+        return (retained.astype(m.dtype) * m + (1 - retained).astype(g.dtype) * g) / total.astype(m.dtype)
 
     return jax.tree.map(mean, momentum, gradients)
 

@@ -63,7 +63,7 @@ class JaxStore:
             return self._client.blocking_key_value_get(self._key, math.ceil(seconds * 1000))
         except RuntimeError as error:
             raise InputError(
-                f"process {self.index} was not told within {seconds:g} s where process 0 can be reached ({_status(error)}); see what "
+                f"process {self.index} did not get the address of process 0 within {seconds:g} s ({_status(error)}); see what "
                 "process 0 says, and let all processes of a run join at the same place"
             ) from None
 

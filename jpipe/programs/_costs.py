@@ -113,6 +113,7 @@ class LayerCost:
         update: time of one update.
         temporary: the largest scratch memory of its programs, without recomputation.
         temporary_more: what scratch memory a stage needs more than for the larger of both, where the next layer is in the same stage.
+        ahead: the prediction of `delay_correction`, which stages hold whose gradients are late.
     """
 
     forward: float
@@ -130,6 +131,7 @@ class LayerCost:
     backward_weight: float | None = None
     stash: Mapping[str, int] = field(default_factory=dict)
     temporary_more: int = 0
+    ahead: int = 0
 
     @property
     def for_weights(self) -> float:
@@ -157,6 +159,7 @@ class SharedCost:
         accumulators: its accumulated gradients.
         optimizer: its optimizer state.
         frozen: as many bytes as `weights` if no update changes it, else 0.
+        ahead: as in `LayerCost`.
     """
 
     layers: tuple[str, ...]
@@ -164,6 +167,7 @@ class SharedCost:
     accumulators: int = 0
     optimizer: int = 0
     frozen: int = 0
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -283,7 +287,7 @@ def sum_layer_costs(
                 gradient=before if of_input else 0,
                 weights=sum(layer.weights for layer in layer_costs),
                 frozen=sum(layer.frozen for layer in layer_costs),
-                optimizer=sum(layer.optimizer for layer in layer_costs),
+                optimizer=sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layer_costs),
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
                 temporary=_scratch(layer_costs) + max(inside - (0 if fused else residuals), 0),
@@ -349,7 +353,7 @@ def _with_shared(plan: Plan, costs: Sequence[StageCost], shared: Sequence[Shared
                 with_groups[s],
                 weights=with_groups[s].weights - again * parameter.weights,
                 accumulators=with_groups[s].accumulators - again * parameter.accumulators,
-                optimizer=with_groups[s].optimizer - again * parameter.optimizer,
+                optimizer=with_groups[s].optimizer - again * (parameter.optimizer + (parameter.ahead if plan.delays[s] else 0)),
                 frozen=with_groups[s].frozen - again * parameter.frozen,
             )
         if len(holders) > 1 and not parameter.frozen:

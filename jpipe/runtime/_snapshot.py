@@ -291,7 +291,7 @@ def _of_trained(f: StageFunctions, layer_id: str, plain: Any) -> Any:
 
 
 def _for_stage(f: StageFunctions, layers: Mapping[str, Plain], fresh: bool) -> Mapping[str, Plain]:
-    """Return the layers without prediction, unless the stage goes on with it."""
+    """Return the layers without prediction, unless the stage continues with it."""
     return layers if f.predicts and not fresh else {name: without_prediction(plain) for name, plain in layers.items()}
 
 

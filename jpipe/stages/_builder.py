@@ -105,7 +105,7 @@ class StageBuilder:
     def _layerwise(self, params: Tree) -> LayerwiseOptimizer:
         if self._probed is None or self._probed[0] != params:
             predicts = any(factor is not None for factor in self._delay_factors)
-            layerwise = find_layerwise(self._optimizer, params, self._precision.has_masters, self._stack.ties, predicts)
+            layerwise = find_layerwise(self._optimizer, params, self._precision.has_masters, self._stack.ties, predicts, self._plan.depth)
             self._probed = params, layerwise
         return self._probed[1]
 

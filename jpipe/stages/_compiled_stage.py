@@ -86,7 +86,7 @@ class CompiledStage:
         optimizer: Tree,
         accumulators: Tree,
         norm: Any,
-        made_at: UpdateNumber,
+        number: UpdateNumber,
     ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
         """Call an update.
 
@@ -105,7 +105,7 @@ class CompiledStage:
             *retired, params = (self.share.part(tree) for tree in (*retired, params))
         frozen = trained.others(params)
         *retired, params = (trained.part(tree) for tree in (*retired, params))
-        (new, *remaining), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm, made_at)
+        (new, *remaining), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm, number)
         return (trained.joined(new, frozen), *remaining), done
 
     def _update_trained(
@@ -116,10 +116,10 @@ class CompiledStage:
         optimizer: Tree,
         accumulators: Tree,
         norm: Any,
-        made_at: UpdateNumber,
+        number: UpdateNumber,
     ) -> tuple[tuple[Tree, Tree, Tree, Any], jax.Array]:
         """Call an update with the parameters that the updates of this replica change."""
-        sharing, position = self.functions.sharing, self._position(made_at)
+        sharing, position = self.functions.sharing, self._position(number)
         groups = sharing.groups_of(self.functions.number)
         if not groups:
             results, done = self.calls[kind](*retired, params, optimizer, accumulators, norm, *position)
@@ -127,7 +127,7 @@ class CompiledStage:
         gradients, parts = accumulators["gradients"], []
         for group, names in groups.items():
             arguments = ({name: tree[name] for name in names} for tree in (*retired, params, optimizer, gradients))
-            first = self._position(made_at._replace(stage=sharing.groups[group][0][0]))  # the same at all of their stages
+            first = self._position(number._replace(stage=sharing.groups[group][0][0]))  # the same at all of their stages
             parts.append(self.calls[f"{kind} shared {group}"](*arguments, accumulators["weight"], norm, *first))
         *local, gradients = (unshared(self.functions, tree) for tree in (*retired, params, optimizer, gradients))
         (*updated, zeros, loss), done = self.calls[kind](*local, {**accumulators, "gradients": gradients}, norm, *position)
@@ -135,10 +135,10 @@ class CompiledStage:
         versions, states, blank = ({entry: tree for part in parts for entry, tree in part[i].items()} for i in range(3))
         return (versions, states, {**zeros, "gradients": blank}, loss), done
 
-    def _position(self, made_at: UpdateNumber) -> tuple[Position, ...]:
+    def _position(self, number: UpdateNumber) -> tuple[Position, ...]:
         """Return the last argument of an update, if the optimizer needs it."""
         needs = self.functions.optimizer.needs
-        return (made_at.position(needs),) if needs else ()
+        return (number.position(needs),) if needs else ()
 
     @property
     def temporary_bytes(self) -> int:

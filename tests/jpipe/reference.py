@@ -109,14 +109,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             state[last][r] = functions[last].changed.joined(changed, state[last][r])
         for s in reversed(left):
             x, sums[s][k % replicas[s]] = calls[s]["backward"](read[s], *left[s], x, sums[s][k % replicas[s]], draw[s], *scale)
-        totals = {}
-        for s in range(d):
-            if (k + 1) % every(plan, s) == 0:
-                totals[s] = sums[s][0]
-                for part in sums[s][1:]:
-                    totals[s] = calls[s]["add"](totals[s], part)
-                sums[s] = [jax.tree.map(jnp.zeros_like, part) for part in sums[s]]
-        norm = None
+        totals, norm = {s: completed(calls[s], sums[s]) for s in range(d) if (k + 1) % every(plan, s) == 0}, None
         if functions[0].global_norm and len(totals) == d:
             norm = NORM(tuple(calls[s]["sum_squares"](totals[s]) for s in range(d)))
             norms[k // m] = norm.norm
@@ -138,6 +131,15 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             losses[k // m] = parts[0][0] if len(parts) == 1 else sum(loss * weight for loss, weight in parts) / weights[k // m]
     by_batch = {t - 1: jnp.float32(scales[t]) for t in scales if t}
     return Outcome(losses, weights, norms, by_batch, stage_norms, versions, optimizer, state)
+
+
+def completed(calls, sums):
+    """Return the sum over all replicas of a stage, and begin that of the next update."""
+    total = sums[0]
+    for part in sums[1:]:
+        total = calls["add"](total, part)
+    sums[:] = [jax.tree.map(jnp.zeros_like, part) for part in sums]
+    return total
 
 
 def forward(f, calls, params, arguments, draw):

@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,7 +160,6 @@ def train(fields: dict) -> dict[str, np.ndarray]:
         numbers |= numbers_of(metrics)
         if t == 2:
             numbers |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[1]).items()}
-            numbers |= {f"{name} in flight": float(norm) for name, norm in pipe.delay_norms(state)._asdict().items()}
             numbers |= predicted(pipe, state, batches[1])
             if pipe.ema_decay is not None:
                 numbers["loss of the average"] = float(pipe.evaluate(state, batches[0], weights="ema").loss)
@@ -321,7 +319,9 @@ def main(what: str, group: str, address: str, count: int, index: int, file: str)
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)  # it compiles twice as fast
-    jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(dir=Path(file).parent))  # the cases have much in common
+    # The cases and the tests have much in common. Only process 0 of a run writes into its cache.
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path(file).parent))
+    jax.config.update("jax_compilation_cache_dir", f"{cache}/several {count}.{index}")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     devices = 8 if "meshes" in group else 1 if count > 1 else 4
     jax.config.update("jax_num_cpu_devices", devices // count if "meshes" in group else devices)

@@ -29,7 +29,7 @@ _LINEAR = {
 _ORDERED = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"}
 
 
-def tell_of_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss, rows: int, microbatches: int) -> None:
+def warn_of_mixed_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], labels: Tree, loss: Loss, rows: int, microbatches: int) -> None:
     """Log a warning, once in a process, for layers and losses that mix the rows of a microbatch.
 
     Args:

@@ -28,7 +28,12 @@ Tree = Any
 
 
 def find_layerwise(
-    transformation: Any, specs: Mapping[str, Tree], has_masters: bool = False, ties: Ties | None = None, predicts: bool = False
+    transformation: Any,
+    specs: Mapping[str, Tree],
+    has_masters: bool = False,
+    ties: Ties | None = None,
+    predicts: bool = False,
+    num_stages: int | None = None,
 ) -> LayerwiseOptimizer:
     """Return the optimizer for use layer by layer; raise an error where that would change its numbers.
 
@@ -46,6 +51,7 @@ def find_layerwise(
         has_masters: whether it updates parameters in float32 whatever their dtype is.
         ties: the shared parameters, if there are any; they are updated by themselves.
         predicts: whether delays will be corrected by prediction (`delay_factor`), which needs momentum.
+        num_stages: the number of stages, if it is known, for an optimizer that checks it, as `jpipe.optimizers.per_stage` does.
 
     Raises:
         InputError: says which layer depends on which, or differs first, and what to use instead; or the optimizer has no momentum.
@@ -67,7 +73,7 @@ def find_layerwise(
 
     specs = ties.without_seconds(jax.eval_shape(masters_of, dict(specs)) if has_masters else specs)
     with callers_code(message):
-        traced = trace_optimizer(transformation, specs)
+        traced = trace_optimizer(transformation, specs, num_stages)
     frozen = frozen_leaves(traced, specs)
     if (coupled := coupled_layers(traced, specs)) is not None:
         raise _not_layerwise(

@@ -1,7 +1,7 @@
 """Which layers and parameters the updates of an optimizer depend on, traced for a whole model."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ class TracedOptimizer(NamedTuple):
         init: parameters -> state.
         update: gradients, state, parameters, position -> updates, state.
         of_parameter: for each leaf of the state whether it belongs to a parameter, as its path says.
-        position: the names in the position, see `accepted_position`.
+        position: the names in the position, sorted.
     """
 
     init: Any
@@ -32,11 +32,14 @@ class TracedOptimizer(NamedTuple):
     position: tuple[str, ...]
 
 
-def trace_optimizer(transformation: optax.GradientTransformation, specs: Mapping[str, Tree]) -> TracedOptimizer:
-    position = accepted_position(transformation)
+def trace_optimizer(
+    transformation: optax.GradientTransformation, specs: Mapping[str, Tree], num_stages: int | None = None
+) -> TracedOptimizer:
+    position = _accepted(transformation, _POSITION)
+    constants = {} if num_stages is None else dict.fromkeys(_accepted(transformation, ["num_stages"]), num_stages)
 
     def update_at(gradients: Tree, state: Tree, params: Tree, position: Position) -> tuple[Tree, Tree]:
-        return transformation.update(gradients, state, params, **position)
+        return transformation.update(gradients, state, params, **position, **constants)
 
     with optax_promotion():
         init, state = jax.make_jaxpr(transformation.init, return_shape=True)(dict(specs))
@@ -48,13 +51,13 @@ def trace_optimizer(transformation: optax.GradientTransformation, specs: Mapping
     return TracedOptimizer(init, update, of_parameter, position)
 
 
-def accepted_position(transformation: optax.GradientTransformation) -> tuple[str, ...]:
-    """Return the names of a `Position` that an optimizer's update takes as keywords, sorted."""
+def _accepted(transformation: optax.GradientTransformation, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the names that an optimizer's update accepts as keywords."""
     if not isinstance(transformation, optax.GradientTransformationExtraArgs):
         return ()
     parameters = inspect.signature(transformation.update).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return tuple(name for name in _POSITION if takes_all or name in parameters)
+    return tuple(name for name in names if takes_all or name in parameters)
 
 
 def position_spec(names: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -65,9 +68,9 @@ def position_spec(names: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
 def read_position(traced: TracedOptimizer) -> tuple[str, ...]:
     """Return the names in the position that the updates or the new state depend on."""
     marks = [1 << bit for bit in range(len(traced.position))]
-    others = len(traced.update.jaxpr.invars) - len(marks)
+    remaining = len(traced.update.jaxpr.invars) - len(marks)
     used = 0
-    for mark in reached(traced.update.jaxpr, [0] * others + marks):
+    for mark in reached(traced.update.jaxpr, [0] * remaining + marks):
         used |= mark
     return tuple(name for name, mark in zip(traced.position, marks, strict=True) if mark & used)
 
@@ -76,8 +79,8 @@ def has_momentum(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> bool:
     """Return whether any array of the state that is as large as a parameter depends on gradients."""
     shapes = {leaf.shape for leaf in jax.tree.leaves(dict(specs))}
     count = len(jax.tree.leaves(dict(specs)))
-    others = len(traced.update.jaxpr.invars) - count
-    results = reached(traced.update.jaxpr, [1] * count + [0] * others)[count:]
+    remaining = len(traced.update.jaxpr.invars) - count
+    results = reached(traced.update.jaxpr, [1] * count + [0] * remaining)[count:]
     outputs = traced.update.out_avals[count:]
     return any(
         mark and is_of_parameter and output.shape in shapes

@@ -36,14 +36,16 @@ def instead_of(transformation: Any) -> str:
 
 
 def has_nesterov(transformation: Any) -> bool:
-    """Return whether a part of a transformation looks ahead with Nesterov's momentum, as its closed-over variables say."""
+    """Return whether a part of a transformation looks ahead with Nesterov's momentum, as its functions and closed-over variables say."""
     functions = list(_functions(transformation))
+    if any(function.__qualname__.startswith(("scale_by_compensated_", "scale_by_torch_nadam.")) for function in functions):
+        return True
     named = [pair for function in functions for pair in _variables(function)]
     for _, value in list(named):  # of optax.inject_hyperparams
         named += (getattr(value, "keywords", {}) if not isinstance(value, Mapping) else value).items()
-    given = [value for name, value in named if name == "nesterov"]
+    explicit = [value for name, value in named if name == "nesterov"]
     defaults = [(getattr(function, "__kwdefaults__", None) or {}).get("nesterov") for function in functions]
-    return any(value is True for value in given or defaults)
+    return any(value is True for value in explicit or defaults)
 
 
 def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:

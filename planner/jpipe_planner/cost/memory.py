@@ -23,6 +23,7 @@ def stage_bytes(
     accumulators: Number,
     replicas: Number,
     exchanged: Number = 0,
+    ahead: Number = 0,
 ) -> Number:
     """Return the peak bytes of a worker while it computes, in a pipeline whose stages are about equally fast.
 
@@ -49,11 +50,12 @@ def stage_bytes(
         replicas: r_s.
         exchanged: gradients of shared parameters that wait for the update, the stage's own and those of the other stages; with a flush
             nothing is in flight then.
+        ahead: the prediction of `delay_correction`, which is held where there are several versions.
     """
     asynchronous = np.asarray(versions) > 1
     sets_aside = asynchronous & ((np.asarray(replicas) > 1) | (np.asarray(exchanged) > 0))
     second = sets_aside * np.maximum(accumulators - weights, 0)
-    static = versions * weights + accumulators + second + optimizer + state
+    static = versions * weights + accumulators + second + optimizer + asynchronous * np.asarray(ahead) + state
     moving = in_flight * residuals + (waiting + 1) * inputs + 2 * outputs + labels + temporary
     return static + np.where(asynchronous, moving + exchanged, np.maximum(moving, exchanged))
 

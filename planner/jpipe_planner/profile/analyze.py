@@ -46,6 +46,7 @@ def analyze(
     *,
     policies: Sequence[str] = POLICIES,
     ema_decay: float | None = None,
+    delay_correction: str | float | None = None,
     progress: Progress | None = None,
     precision: jpipe.Precision | None = None,
 ) -> Profile:
@@ -67,13 +68,14 @@ def analyze(
         device: the device, with FLOP/s for the dtypes in which the layers compute, or for another dtype of the same number of bits.
         policies: the recomputation policies for which residuals are counted.
         ema_decay: as in `jpipe.Pipeline`; it counts as optimizer state.
+        delay_correction: as in `jpipe.Pipeline`; it counts as optimizer state where gradients are late.
         progress: called with the number of finished parts of the work, and their total number.
         precision: as in `jpipe.Pipeline`.
 
     Raises:
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
     """
-    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction)
     local_device = jax.local_devices()[0]
     meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
     costs = {}

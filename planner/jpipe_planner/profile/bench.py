@@ -127,7 +127,9 @@ class _Run:
         self._arguments = state, x, labels
         self._message, self._sums = (_filled(spec, device) for spec in specs["backward"][3:5])
         self._scale = _filled(specs["backward"][6], device)
-        self._optimizer, _, self._norm = (_filled(spec, device) for spec in specs["update"][1:])
+        self._optimizer, _, *self._late = (
+            _filled(spec, device) for spec in specs["update"][1:]
+        )  # the norm, and the position if it is read
         self._forward_arrays: Any = None  # what the last forward keeps for its backward
         jax.block_until_ready((params, self._arguments, self._message, self._sums, self._optimizer))
 
@@ -147,7 +149,7 @@ class _Run:
                 end = time.perf_counter()
                 self._sums = result[1]
             case "update":
-                result, done = call(self._stage.trained(self._params), self._optimizer, self._sums, self._norm)
+                result, done = call(self._stage.trained(self._params), self._optimizer, self._sums, *self._late)
                 jax.block_until_ready((result, done))
                 end = time.perf_counter()
                 trained, self._optimizer, self._sums, _ = result

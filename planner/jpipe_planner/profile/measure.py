@@ -46,6 +46,7 @@ def measure(
     policies: Sequence[str] = POLICIES,
     device: jax.Device | None = None,
     ema_decay: float | None = None,
+    delay_correction: str | float | None = None,
     repetitions: int = 15,
     seconds: float = 20.0,
     progress: Progress | None = None,
@@ -68,13 +69,14 @@ def measure(
         repetitions: the most repetitions of each program; at least 3.
         seconds: the time after which no further repetition begins, for all sizes together, without that for compiling.
         ema_decay: as in `jpipe.Pipeline`; it counts as optimizer state.
+        delay_correction: as in `jpipe.Pipeline`; it counts as optimizer state where gradients are late.
         progress: called with the number of finished parts of the work, and their total number.
         precision: as in `jpipe.Pipeline`.
 
     Raises:
         InputError: layers, batch, loss and optimizer do not fit together.
     """
-    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay)
+    model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction)
     device, single_layers = device or jax.local_devices()[0], [(layer_id,) for layer_id in model.distinct]
     meter = Meter(progress, parts_of_bytes(model) + 2 * len(model.sizes))
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -60,6 +60,7 @@ class Model:
         sizes: the microbatch sizes, in rows.
         precision: as in `jpipe.Pipeline`.
         ema_decay: as in `jpipe.Pipeline`.
+        delay_correction: as in `jpipe.Pipeline`.
 
     Raises:
         InputError: there are no sizes, or not all are integers above 0. Later calls raise it for parts that do not fit together.
@@ -72,6 +73,7 @@ class Model:
     sizes: tuple[int, ...]
     precision: jpipe.Precision = field(default_factory=jpipe.Precision)
     ema_decay: float | None = None
+    delay_correction: str | float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stack", jpipe.model.cast_layers(self.stack, self.precision))
@@ -128,6 +130,17 @@ class Model:
         trained = dict(self._layerwise.trained.part(entries))
         return sum(leaf.size * self._gradient_dtype(leaf).itemsize for leaf in jax.tree.leaves(trained))
 
+    def _ahead_bytes(self, entry: str, spec: Any) -> int:
+        if self.delay_correction is None or self._layerwise.trained.excludes(entry):
+            return 0
+        optimizer = dataclasses.replace(self._layerwise, delay_factor=1.0)
+        return _bytes(optimizer.ahead(jax.eval_shape(functools.partial(optimizer.init, entry), self._layerwise.trained.of(entry, spec))))
+
+    def ahead_bytes(self, layer_id: str) -> int:
+        """Return the bytes of the prediction for a layer: 0 without `delay_correction`."""
+        entries = self.stack.ties.split({layer_id: self._first_specs[layer_id].params}, [layer_id])
+        return sum(self._ahead_bytes(entry, spec) for entry, spec in entries.items())
+
     def _gradient_dtype(self, leaf: Any) -> Any:
         return self.precision.accumulator_dtype(self.precision.version_dtype(leaf.dtype))
 
@@ -144,7 +157,11 @@ class Model:
             return SharedProfile(layers=layers, weights=weights, frozen=weights, accumulators=0)
         optimizer = _bytes(jax.eval_shape(functools.partial(self._layerwise.init, name), spec))
         return SharedProfile(
-            layers=layers, weights=weights, accumulators=spec.size * self._gradient_dtype(spec).itemsize, optimizer=optimizer
+            layers=layers,
+            weights=weights,
+            accumulators=spec.size * self._gradient_dtype(spec).itemsize,
+            optimizer=optimizer,
+            ahead=self._ahead_bytes(name, spec),
         )
 
     @cached_property
@@ -282,7 +299,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], stage_costs
         update = statistics.fmean(costs[equal, rows].update for rows in model.sizes)
         cost = layer_costs[model.sizes[0], "none"]
         sizes = {name: getattr(cost, name) for name in ("weights", "frozen", "optimizer", "state")}
-        sizes["accumulators"] = model.gradient_bytes(layer_id)
+        sizes |= {"accumulators": model.gradient_bytes(layer_id), "ahead": model.ahead_bytes(layer_id)}
         layers.append(LayerProfile(id=layer_id, update=update, at=at, tensor=tensor[equal], **sizes))
     inputs, labels = (tuple(_bytes(model.batches[rows][part]) for rows in model.sizes) for part in (0, 1))
     return Profile(sizes=model.sizes, inputs=inputs, labels=labels, layers=tuple(layers), shared=model.shared, **fields)

@@ -30,7 +30,7 @@ class AtSize(_Data):
         backward_weight: the part of them that makes the gradients of the weights; None, as in profiles of older versions: half of them.
         outputs: bytes that cross a cut after this layer, of all tensors that later layers use; their gradients have the same size.
         residuals: bytes kept from forward to backward if the layer is its own stage, by recomputation policy; always for "none", for
-            the others if they are known.
+            other policies if they are known.
         shared: the part of `residuals` that need not be kept, or only once, if the next layer is in the same stage: a stage holds the
             sum of `residuals` minus the sum of `shared` without its last layer.
         stash: bytes kept from the backward for inputs to that for weights, by recomputation policy.
@@ -86,6 +86,7 @@ class LayerProfile(_Data):
         frozen: bytes of those that the optimizer never changes, a part of `weights`.
         accumulators: bytes of its accumulated gradients; by default the bytes of `weights`.
         optimizer: bytes of its optimizer state.
+        ahead: bytes of the prediction of `delay_correction`, for stages whose gradients are late; 0 without it.
         state: bytes of its layer state.
         update: seconds of an update.
         at: the costs that depend on the microbatch size, in the order of `Profile.sizes`.
@@ -97,6 +98,7 @@ class LayerProfile(_Data):
     frozen: Bytes = 0
     accumulators: Bytes = 0
     optimizer: Bytes = 0
+    ahead: Bytes = 0
     state: Bytes = 0
     update: Seconds = 0.0
     at: tuple[AtSize, ...]
@@ -117,6 +119,7 @@ class SharedProfile(_Data):
         weights: the parameter.
         accumulators: its accumulated gradients.
         optimizer: its optimizer state.
+        ahead: as in `LayerProfile`.
         frozen: the bytes of `weights` if the optimizer never changes it, otherwise 0.
     """
 
@@ -125,6 +128,7 @@ class SharedProfile(_Data):
     frozen: Bytes = 0
     accumulators: Bytes
     optimizer: Bytes = 0
+    ahead: Bytes = 0
 
 
 class Profile(_Data):
@@ -195,7 +199,7 @@ class Profile(_Data):
             raise ValueError(f"shared: layer '{unknown[0]}' is not among the layers; {jpipe.errors.nearest(unknown[0], self.ids)}")
         if len(set(parameter.layers)) < len(parameter.layers):
             raise ValueError(f"shared: expected different layers, found {', '.join(parameter.layers)}")
-        for name in ("weights", "frozen", "accumulators", "optimizer"):
+        for name in ("weights", "frozen", "accumulators", "optimizer", "ahead"):
             for layer in self.layers:
                 if layer.id in parameter.layers and getattr(layer, name) < sum(
                     getattr(other, name) for other in self.shared if layer.id in other.layers
@@ -221,6 +225,7 @@ class Profile(_Data):
                 frozen=layer.frozen,
                 accumulators=layer.accumulators,
                 optimizer=layer.optimizer,
+                ahead=layer.ahead,
                 state=layer.state,
                 residuals=at.residuals,
                 shared=at.shared,

@@ -134,7 +134,7 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
     shared = []
     for parameter in profile.shared:
         share = _share_of_device(tensors[parameter.layers[0]].weights, degrees.model) / _over_data(degrees)
-        sizes = {name: int(getattr(parameter, name) * share) for name in ("weights", "frozen", "accumulators", "optimizer")}
+        sizes = {name: int(getattr(parameter, name) * share) for name in ("weights", "frozen", "accumulators", "optimizer", "ahead")}
         shared.append(SharedProfile(layers=parameter.layers, **sizes))
     fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep properties computed from the old fields
     return Profile(
@@ -199,7 +199,10 @@ def _layer(
         # With FSDP the weights of a layer are whole while it runs, and so are its gradients at the end of its backward.
         whole = (layer.weights + layer.accumulators) * share * (1 - 1 / weight_shards)
         at.append(_at(layer.at[n], tensor, degrees, forward, backward, math.ceil(whole)))
-    bytes_ = {name: math.ceil(getattr(layer, name) * share / weight_shards) for name in ("weights", "frozen", "accumulators", "optimizer")}
+    bytes_ = {
+        name: math.ceil(getattr(layer, name) * share / weight_shards)
+        for name in ("weights", "frozen", "accumulators", "optimizer", "ahead")
+    }
     return layer.model_copy(update={**bytes_, "update": layer.update * share / weight_shards, "at": tuple(at)})
 
 

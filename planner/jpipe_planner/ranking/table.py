@@ -253,7 +253,7 @@ def _without_rows(profile: Profile, candidate: Candidate) -> list[int]:
         stage_layers = [layers[layer_id] for layer_id in stage.layers]
         sizes.append(
             versions_alive(plan, s) * sum(layer.weights - layer.frozen for layer in stage_layers)
-            + sum(layer.frozen + layer.accumulators + layer.optimizer for layer in stage_layers)
+            + sum(layer.frozen + layer.accumulators + layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in stage_layers)
         )
     return sizes
 

@@ -231,6 +231,7 @@ class _Sweep:
             accumulators=stages.accumulators,
             replicas=width,
             exchanged=stages.exchanged,
+            ahead=stages.ahead,
         )
         fits = memory <= self.limit
         policy = np.where(fits.any(0), fits.argmax(0), memory.argmin(0))

@@ -221,6 +221,7 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
                 waiting=waiting_inputs(ahead, stage.replicas, sent),
                 accumulators=sum(layer.summed for layer in layers),
                 replicas=stage.replicas,
+                ahead=sum(layer.ahead for layer in layers),
             )
         )
     return tuple(int(size) for size in sizes)

@@ -32,6 +32,7 @@ class Ranges:
         self._weights = _sums([layer.trained for layer in layers])
         self._summed = _sums([layer.summed for layer in layers])
         self._optimizer = _sums([layer.optimizer for layer in layers])
+        self._ahead = _sums([layer.ahead for layer in layers])
         self._state = _sums([layer.state + layer.frozen for layer in layers])
         self._temporary = _Most([layer.temporary for layer in layers])
         self._more = _sums([layer.temporary_more for layer in layers])
@@ -112,6 +113,7 @@ class Ranges:
             waiting=0,
             accumulators=self._summed[j] - self._summed[i],
             replicas=replicas,
+            ahead=self._ahead[j] - self._ahead[i],
         )
         free = np.floor(np.minimum(memory - stage_size, _ENOUGH)).astype(np.int64)
         each = np.minimum(inputs, residuals) if relaxed else inputs

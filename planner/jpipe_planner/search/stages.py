@@ -26,6 +26,7 @@ class Stages:
         frozen: the part of `weights` that all versions share.
         accumulators: bytes of accumulated gradients.
         optimizer: bytes.
+        ahead: bytes, see `stage_bytes`.
         state: bytes.
         inputs: bytes of one microbatch.
         outputs: bytes that cross the cut; 0 at the last stage.
@@ -44,6 +45,7 @@ class Stages:
     frozen: Any
     accumulators: Any
     optimizer: Any
+    ahead: Any
     state: Any
     inputs: Any
     outputs: Any
@@ -77,7 +79,7 @@ class Layers:
     @cached_property
     def _once(self) -> dict[str, Any]:
         """The parts that do not depend on the microbatch size."""
-        names = ("update", "weights", "frozen", "accumulators", "optimizer", "state")
+        names = ("update", "weights", "frozen", "accumulators", "optimizer", "ahead", "state")
         return {name: np.array([getattr(layer, name) for layer in self._profile.layers]) for name in names}
 
     def _summed(self, first: Any) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class Layers:
         sums["exchanged"] = sums["sent"] = np.zeros_like(first)
         for parameter in self._profile.shared:
             uses = np.add.reduceat([int(layer_id in parameter.layers) for layer_id in self._profile.ids], first)
-            for name in ("weights", "frozen", "accumulators", "optimizer"):
+            for name in ("weights", "frozen", "accumulators", "optimizer", "ahead"):
                 sums[name] = sums[name] - np.maximum(uses - 1, 0) * getattr(parameter, name)
             holders = np.count_nonzero(uses)
             sizes = np.where((uses > 0) & (holders > 1), parameter.accumulators, 0)  # 0 of a frozen one

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jpipe
-from jpipe import Pipeline, Plan
+from jpipe import InputError, Pipeline, Plan
 from jpipe.optimizers import (
     compensated_adamw,
     compensated_muon,
@@ -19,7 +19,9 @@ from jpipe.optimizers import (
     soap,
     torch_nadam,
 )
+from jpipe.schedules import SCHEDULES
 from tests.jpipe import models, monolith, reference, running
+from tests.jpipe.weights.test_schedule_contract import legal
 
 STACK = models.plain_stack()
 PLANS = {
@@ -98,6 +100,36 @@ def test_it_is_the_rule_with_the_delay_of_each_stage(plan, optimizer):
     check(pipeline(plan, optimizer_of(optimizer)), models.masked_batches(8, plan.microbatches, dtype=np.float64))
 
 
+@pytest.mark.slow
+@pytest.mark.thinned(most_slow=13)
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("optimizer", ["muon", "adan", "soap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_optimizers_that_bear_delay_in_every_schedule(schedule, optimizer):
+    fields = {"layers": STACK.ids, "num_stages": 4, "microbatches": 4}
+    plan = next(plan for chunks in (1, 2) for plan in legal(SCHEDULES[schedule], fields, chunks))
+    check(pipeline(plan, optimizer_of(optimizer)), models.masked_batches(6, 4, dtype=np.float64))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("float64")
+def test_a_mesh_changes_no_number_of_soap():
+    stack, batches, found = models.wide_stack(), models.masked_batches(5, 3, rows=4, width=4, dtype=np.float64), []
+    for mesh in (None, [{"data": 2, "model": 2}] * 2):
+        plan = Plan.even(stack.ids, 2, "pipedream_2bw", 3, **({} if mesh is None else {"mesh": mesh}))
+        found.append(running.train(Pipeline(stack, plan, models.masked_squares, soap(0.05, precondition_frequency=2)), batches))
+    running.check_close(models.on_first_device(found[1].params), models.on_first_device(found[0].params), 1e-10)
+
+
+@pytest.mark.usefixtures("float64")
+def test_replicas_share_the_state_of_soap():
+    batches, found = models.masked_batches(4, 2, dtype=np.float64), []
+    for shards in (False, True):
+        plan = Plan.even(STACK.ids, 2, "pipedream_flush", 2, replicas=[2, 1], shard_optimizer=shards)
+        found.append(running.train(Pipeline(STACK, plan, models.masked_squares, soap(0.05, precondition_frequency=2)), batches))
+    running.check_close(models.on_first_device(found[1].params), models.on_first_device(found[0].params))
+
+
 def test_where_a_schedule_flushes_compensation_changes_no_bit():
     plan, batches = Plan.even(STACK.ids, **PLANS["flush"]), models.masked_batches(4, 3)
     plain, compensated = (running.train(pipeline(plan, rule), batches) for rule in (optax.adamw(0.05), compensated_adamw(0.05)))
@@ -113,6 +145,12 @@ def test_a_shared_parameter_has_the_arguments_of_its_first_stage():
         state, _ = pipe.step(state, batch, observe=cut)
     pipe.drain(state, observe=cut)
     assert len({copy.checksum for copy in cut.shared_copies()}) == 1
+
+
+def test_a_list_of_another_length_than_the_stages_is_refused():
+    plan, rule = Plan.even(STACK.ids, **PLANS["2BW"]), optax.chain(optax.clip(1.0), per_stage(optax.adam, learning_rate=[0.01, 0.02]))
+    with pytest.raises(InputError, match="per_stage: learning_rate: expected one value for each of the 3 stages, found 2"):
+        pipeline(plan, rule).check(models.masked_batches(1, 3)[0])
 
 
 def test_a_run_with_soap_goes_on_from_a_checkpoint(tmp_path):

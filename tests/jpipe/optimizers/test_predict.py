@@ -18,12 +18,12 @@ def gradients(steps, seed=0):
 def run(optimizer, grads, **extra):
     """Return the parameters after each step, with extra arguments given as a list of one value for each step."""
     params = jax.tree.map(jnp.ones_like, grads[0])
-    state, found = optimizer.init(params), []
+    state, states = optimizer.init(params), []
     for t, gradient in enumerate(grads):
         updates, state = optimizer.update(gradient, state, params, **{name: values[t] for name, values in extra.items()})
         params = optax.apply_updates(params, updates)
-        found.append((params, state))
-    return found
+        states.append((params, state))
+    return states
 
 
 INNER = {
@@ -40,9 +40,9 @@ def test_the_weights_are_the_ordinary_ones_moved_ahead_by_the_last_update(name, 
     grads = gradients(len(delays))
     inner = lenient(INNER[name]())
     ordinary = [params for params, _ in run(inner, grads)]
-    found = run(optax.chain(inner, predict_delay(factor)), grads, delay=[jnp.float32(delay) for delay in delays])
+    results = run(optax.chain(inner, predict_delay(factor)), grads, delay=[jnp.float32(delay) for delay in delays])
     before = jax.tree.map(jnp.ones_like, grads[0])
-    for t, (x, state) in enumerate(found):
+    for t, (x, state) in enumerate(results):
         expected = jax.tree.map(lambda y, last, t=t: y + factor * delays[t] * (y - last), ordinary[t], before)
         np.testing.assert_allclose(x["w"], expected["w"], rtol=1e-12, atol=1e-14)
         y = jax.tree.map(jnp.subtract, x, state[-1].ahead)

@@ -251,7 +251,7 @@ def test_a_missing_address_of_process_0_is_reported(monkeypatch):
     with pytest.raises(InputError) as caught:
         Processes.join(limit=0.2)
     assert str(caught.value) == (
-        "process 1 was not told within 0.2 s where process 0 can be reached (DEADLINE_EXCEEDED); see what process 0 says, "
+        "process 1 did not get the address of process 0 within 0.2 s (DEADLINE_EXCEEDED); see what process 0 says, "
         "and let all processes of a run join at the same place"
     )
 

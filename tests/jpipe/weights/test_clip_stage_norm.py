@@ -85,14 +85,21 @@ def test_equals_the_sequential_reference_bit_for_bit(case):
 
 
 @pytest.mark.usefixtures("float64")
-def test_shared_optimizer_state_and_meshes_change_no_number():
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"replicas": 2, "shard_optimizer": True},
+        pytest.param({"mesh": {"data": 2, "model": 2}, "fsdp": True}, marks=pytest.mark.slow),
+    ],
+    ids=["shared optimizer state", "mesh"],
+)
+def test_shared_optimizer_state_and_meshes_change_no_number(more):
     stack = models.wide_stack()
     fields = {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 2}
-    for more in ({"mesh": {"data": 2, "model": 2}, "fsdp": True}, {"replicas": 2, "shard_optimizer": True}):
-        plain, plan = (Plan.even(stack.ids, **fields, **one) for one in ({"replicas": more.get("replicas", 1)}, more))
-        batches = batches_for(plan, 3, rows=4, width=4)
-        expected, found = (running.train(pipeline(one, stack), batches).params for one in (plain, plan))
-        running.check_close(found, models.on_first_device(expected))
+    plain, plan = (Plan.even(stack.ids, **fields, **one) for one in ({"replicas": more.get("replicas", 1)}, more))
+    batches = batches_for(plan, 3, rows=4, width=4)
+    expected, actual = (running.train(pipeline(one, stack), batches).params for one in (plain, plan))
+    running.check_close(actual, models.on_first_device(expected))
 
 
 def freeze(layer: str) -> optax.GradientTransformation:
@@ -109,8 +116,8 @@ def test_frozen_parameters_do_not_count():
     """The gradient of the trained layer of a stage is clipped as if it were alone in it."""
     plans = [Plan.even(STACK.ids, 2, "gpipe", 2), models.cut(STACK.ids, (1, 1, 2), schedule="gpipe", microbatches=2)]
     batches = batches_for(plans[0])
-    found, expected = (running.train(pipeline(plan, optimizer=freeze("track")), batches).params for plan in plans)
-    running.check_close(found, models.on_first_device(expected))
+    actual, expected = (running.train(pipeline(plan, optimizer=freeze("track")), batches).params for plan in plans)
+    running.check_close(actual, models.on_first_device(expected))
 
 
 def test_a_state_goes_on_under_another_norm():

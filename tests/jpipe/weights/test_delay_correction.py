@@ -12,6 +12,7 @@ import pytest
 from jpipe import InputError, Pipeline, Plan, Precision
 from jpipe._arguments import checked_delay_factor
 from jpipe.model.layerwise._transformation import has_nesterov
+from jpipe.optimizers import compensated_adamw, soap, torch_nadam
 from tests.jpipe import models, monolith, reference, running
 
 STACK = models.rich_stack()
@@ -48,11 +49,11 @@ def pipeline(plan, stack=STACK, optimizer=None, correction=FACTOR, **options):
 
 def delays_of(plan, batch):
     """Return the mean age of the versions that each layer reads in a batch, as the float32 that the pipeline computes with."""
-    m, found = plan.microbatches, {}
+    m, delays = plan.microbatches, {}
     for s, stage in enumerate(plan.stages):
         mean = np.mean([batch - reference.version(plan, s, k) for k in range(batch * m, (batch + 1) * m)])
-        found |= dict.fromkeys(stage.layers, float(np.float32(mean)))
-    return found
+        delays |= dict.fromkeys(stage.layers, float(np.float32(mean)))
+    return delays
 
 
 def ordinary(pipe, batches, start, layer_state, later=None, since=None):
@@ -101,18 +102,18 @@ def check(pipe, batches, drained=()):
     state = running.fresh(pipe, batches)
     start = models.on_first_device((pipe.params(state), running.layer_state(state)))
     losses, x, y = ordinary(pipe, batches, *start)
-    found = {}
+    all_losses = {}
     for t, batch in enumerate(batches):
         state, metrics = pipe.step(state, batch)
-        found |= metrics.losses
+        all_losses |= metrics.losses
         if t in drained:
             state, metrics = pipe.drain(state, with_metrics=True)
-            found |= metrics.losses
+            all_losses |= metrics.losses
         if t in (1, 4):  # in flight, or drained
             running.check_close(models.on_first_device(pipe.params(state)), y[t + 1])
     state, metrics = pipe.drain(state, with_metrics=True)
-    found |= metrics.losses
-    running.check_close([float(found[t]) for t in sorted(found)], losses)
+    all_losses |= metrics.losses
+    running.check_close([float(all_losses[t]) for t in sorted(all_losses)], losses)
     for worker in state.workers:
         newest = worker.weights.read(worker.weights.newest)
         running.check_close(models.on_first_device(newest), {entry: x[-1][entry] for entry in newest})
@@ -121,6 +122,7 @@ def check(pipe, batches, drained=()):
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=4)
 @pytest.mark.parametrize("name", [name for name in PLANS if name not in ("2-1, paper", "2-1")])
 def test_it_is_the_rule_applied_to_the_whole_model(name):
     plan = plan_of(name)
@@ -169,6 +171,7 @@ def test_copies_of_a_shared_parameter_stay_equal_bit_for_bit():
 BITS = [name for name in PLANS if name not in ("flush", "chunks")]
 
 
+@pytest.mark.thinned(most=3)
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("optimizer", [models.momentum(), optax.adamw(0.05)], ids=["momentum", "adamw"])
 def test_a_factor_of_zero_changes_no_bit(name, optimizer):
@@ -244,11 +247,11 @@ def saved_at(pipe, batches, cut):
     """Return the layers of a snapshot before batch `cut`, of a run that goes on, and that run in the end."""
     state = running.fresh(pipe, batches)
     start = models.on_first_device((pipe.params(state), running.layer_state(state)))
-    taken = pipe.snapshot(cut)
+    snapshot = pipe.snapshot(cut)
     for batch in batches:
-        state, _ = pipe.step(state, batch, observe=taken)
-    state = pipe.drain(state, observe=taken)
-    return on_host(taken.layers()), start, state
+        state, _ = pipe.step(state, batch, observe=snapshot)
+    state = pipe.drain(state, observe=snapshot)
+    return on_host(snapshot.layers()), start, state
 
 
 def resumed(pipe, batches, layers, cut, **options):
@@ -279,6 +282,7 @@ def plan_cut(name, sizes=None):
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.thinned(most=5)
 @pytest.mark.parametrize("ema", [None, 0.75])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema):
@@ -339,15 +343,15 @@ def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begu
 
 @pytest.mark.parametrize("mesh", [{"mesh": {"data": 2}}, {"mesh": {"data": 2, "model": 2}, "fsdp": True}], ids=["rows", "fsdp"])
 def test_a_mesh_changes_no_number(mesh):
-    stack, found = models.wide_stack(), []
+    stack, results = models.wide_stack(), []
     with jax.enable_x64(True):
         batches = models.masked_batches(4, 3, rows=4, width=4, dtype=np.float64)
         for fields in ({}, mesh):
             plan = Plan.even(stack.ids, 2, "pipedream_2bw", 3, **fields)
             pipe = Pipeline(stack, plan, models.masked_squares, adam(), delay_correction=FACTOR)
             trained = running.train(pipe, batches)
-            found.append(on_host((trained.losses, trained.params, trained.layer_state)))
-        for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+            results.append(on_host((trained.losses, trained.params, trained.layer_state)))
+        for one, other in zip(*map(jax.tree.leaves, results), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -457,6 +461,9 @@ LOOKS_AHEAD = {
     "adamw": (optax.adamw(0.1), False),
     "nadamw in a partition": (optax.partition({"a": optax.nadamw(0.1), "b": optax.adam(0.1)}, lambda params: params), True),
     "nadam, injected": (INJECT(optax.nadam)(learning_rate=0.1), True),
+    "compensated": (compensated_adamw(0.1), True),
+    "as in PyTorch": (torch_nadam(0.1), True),
+    "soap": (soap(0.1), False),
     "muon": (optax.contrib.muon(0.1), True),
     "muon without": (optax.contrib.muon(0.1, nesterov=False), False),
     "muon, injected": (INJECT(optax.contrib.muon)(learning_rate=0.1), True),
@@ -468,3 +475,27 @@ LOOKS_AHEAD = {
 def test_nesterovs_momentum_is_recognized(name):
     optimizer, expected = LOOKS_AHEAD[name]
     assert has_nesterov(optimizer) is expected
+
+
+@pytest.mark.parametrize("factor", [None, FACTOR])
+def test_norms_of_the_correction_and_of_the_distance_between_versions(factor):
+    pipe = pipeline(plan_of("pipedream"), correction=factor)
+    batches = models.masked_batches(5, 1)
+    state = running.fresh(pipe, batches)
+    for batch in batches:
+        state, _ = pipe.step(state, batch)
+    norms = pipe.delay_norms(state)
+    assert norms.correction.keys() == {0, 1, 2, 3}
+    assert norms.distance.keys() == {0, 1, 2}  # the last stage holds one version
+    for s, worker in enumerate(state.workers):
+        predicts = factor is not None and s < 3
+        ahead = [state.ahead for state in worker.optimizer.values()] if predicts else []
+        np.testing.assert_allclose(norms.correction[s], norm_of(ahead), rtol=1e-5)
+        assert (norms.correction[s] > 0) == predicts
+        if s < 3:
+            older, newest = (on_host(worker.weights.read(version)) for version in worker.weights.versions[-2:])
+            np.testing.assert_allclose(norms.distance[s], norm_of(jax.tree.map(np.subtract, newest, older)), rtol=1e-5)
+
+
+def norm_of(tree):
+    return np.sqrt(sum(float(np.square(leaf).sum()) for leaf in jax.tree.leaves(tree)))

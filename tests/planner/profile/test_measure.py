@@ -1,5 +1,7 @@
 """Measured profiles: layers timed together, the split of a group's time, and bytes equal to the analytic profile."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -7,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jpipe
+from jpipe_planner.cost.memory import stage_bytes
 from jpipe_planner.machine.topology import Device
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.measure import measure, short_groups, split
@@ -108,3 +111,26 @@ def test_the_average_of_the_weights_counts_as_optimizer_state():
     stack = jpipe.LayerStack({name: linear(4, 4) for name in ("in", "out")})
     plain, averaged = (Model(stack, ones, loss, optax.adam(1e-3), (2,), ema_decay=decay).stage(["in"], 2).cost for decay in (None, 0.9))
     assert averaged.optimizer == plain.optimizer + plain.weights
+
+
+def test_the_prediction_of_late_gradients_counts_where_they_are_late():
+    ids = ("in", "a", "b", "out")
+    stack = jpipe.LayerStack({name: linear(4, 4) for name in ids})
+    model = Model(stack, ones, loss, optax.adam(1e-3), (2,), jpipe.Precision(params="bfloat16"), delay_correction=0.5)
+    weights = model.stage(["a"], 2).cost.weights
+    assert [model.ahead_bytes(name) for name in ids] == [2 * weights] * 4  # in the dtype of the masters
+    assert Model(stack, ones, loss, optax.adam(1e-3), (2,)).ahead_bytes("a") == 0
+    layers = {name: jpipe.programs.LayerCost(1.0, 2.0, optimizer=3, ahead=model.ahead_bytes(name)) for name in ids}
+    layers = {name: dataclasses.replace(layer, residuals={"none": 1}) for name, layer in layers.items()}
+    for schedule, m in (("pipedream", 1), ("pipedream_2bw", 4), ("pipedream_flush", 4)):
+        plan = jpipe.Plan.even(ids, 4, schedule, m)
+        pipe = jpipe.Pipeline(stack, plan, loss, optax.adam(1e-3), delay_correction=0.5, precision=model.precision)
+        plain = jpipe.Pipeline(stack, plan, loss, optax.adam(1e-3), precision=model.precision)
+        batch = ones(2 * m)
+        exact = [more.optimizer - less.optimizer for more, less in zip(pipe.costs(batch), plain.costs(batch), strict=True)]
+        assert exact == [cost.optimizer - 3 for cost in jpipe.programs.sum_layer_costs(plan, layers)]
+        in_memory = [
+            stage_bytes(*[0] * 8, versions=versions, in_flight=1, waiting=0, accumulators=0, replicas=1, ahead=2 * weights)
+            for versions in jpipe.simulate(jpipe.lower(plan, 4)).versions_alive
+        ]
+        assert in_memory == exact

@@ -23,8 +23,8 @@ def equal_layers(weights: int = 10**12, update: float = 0.0) -> Profile:
 
 def pipelines(batch: int, **options):
     """Return the plans of four stages without replicas and without more microbatches in flight."""
-    found = find_candidates(equal_layers(), MACHINES, batch, **options)
-    return [one for one in found if one.depth == DEVICES and not one.extra_in_flight]
+    candidates = find_candidates(equal_layers(), MACHINES, batch, **options)
+    return [one for one in candidates if one.depth == DEVICES and not one.extra_in_flight]
 
 
 def test_a_candidate_has_the_delay_of_its_plan():
@@ -62,8 +62,8 @@ def test_of_equally_fast_plans_the_one_with_newer_weights_comes_first():
     first, second, _ = choice.ranked
     for factor, expected in ((1.004, first), (1.006, second)):
         slower = dataclasses.replace(first.simulated, batch_seconds=factor * second.seconds, peak_bytes=(10**15,) * DEVICES)
-        found = in_order([second, dataclasses.replace(first, simulated=slower)])
-        assert found[0].candidate == expected.candidate
+        ranked = in_order([second, dataclasses.replace(first, simulated=slower)])
+        assert ranked[0].candidate == expected.candidate
 
 
 def test_a_plan_with_newer_weights_is_simulated_if_it_could_be_as_fast(monkeypatch):
@@ -90,11 +90,11 @@ def test_a_plan_with_newer_weights_is_simulated_if_it_could_be_as_fast(monkeypat
 def test_the_delay_of_plans_is_bounded(max_delay, expected):
     profile = equal_layers()
     flushing = {name for name, rules in jpipe.schedules.SCHEDULES.items() if rules.flushes}
-    found = pipelines(8, max_delay=max_delay)
-    found += [one for one in search_parallel(profile, MACHINES, 8, exact=True, max_delay=max_delay) if one.depth == DEVICES]
-    assert {one.schedule for one in found} - flushing == expected
-    assert all(max_delay is None or one.delay <= max_delay for one in found)
-    variants = find_variants(profile, MACHINES, 8, planned=found, max_delay=max_delay).simulated
+    candidates = pipelines(8, max_delay=max_delay)
+    candidates += [one for one in search_parallel(profile, MACHINES, 8, exact=True, max_delay=max_delay) if one.depth == DEVICES]
+    assert {one.schedule for one in candidates} - flushing == expected
+    assert all(max_delay is None or one.delay <= max_delay for one in candidates)
+    variants = find_variants(profile, MACHINES, 8, planned=candidates, max_delay=max_delay).simulated
     assert {one.schedule for one in variants} & flushing
     assert all(max_delay is None or one.delay <= max_delay for one in variants)
     assert any(one.delay for one in variants) == (max_delay is None or max_delay >= 0.5)

@@ -1,4 +1,4 @@
-"""The sentence about the age of the weights: for every schedule."""
+"""The sentence about delayed weights agrees with the formula of every schedule."""
 
 import pytest
 

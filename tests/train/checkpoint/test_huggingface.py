@@ -259,7 +259,7 @@ def test_an_impossible_export_is_refused_and_nothing_is_written(run, tmp_path, m
 
 def test_simulations_of_a_config_know_the_model_of_its_folder(tmp_path, capsys):
     folders.config(tmp_path, "llama")
-    assert cli.main(["simulate", str(tmp_path / "config.yaml"), "--allow-code", "--batches", "2"]) == 0
+    assert cli.main(["simulate", str(tmp_path / "config.yaml"), "--allow-code", "--batches", "2", "--no-compile"]) == 0
     assert "embed" in capsys.readouterr().out
 
 

@@ -1,5 +1,6 @@
 """A run starts from the parameters of any Orbax checkpoint, and Orbax restores an export without jpipe."""
 
+import gc
 import json
 
 import jax
@@ -95,6 +96,24 @@ def test_invalid_parameters_are_refused(tmp_path):
         with pytest.raises(InputError, match="expected the folder of the run, found one of its checkpoints; give that folder"):
             orbax_checkpoint.source(tmp_path / "run" / folder)
     assert not orbax_checkpoint.is_meant(tmp_path / "run")
+
+
+@pytest.mark.parametrize("zarr3", [False, True])
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_missing_headers_of_arrays_are_an_error_without_tracebacks(ocdbt, zarr3, tmp_path, capfd, caplog):
+    """Orbax is not asked for arrays that are missing: its remaining requests would fail on standard error."""
+    item = tmp_path / "item"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)) as checkpointer:
+        checkpointer.save(item, args=ocp.args.PyTreeSave({"layers": [W + i for i in range(40)], "steps": 3}))
+    assert len(orbax_checkpoint.source(item).specs) == 41
+    for file in [item / "manifest.ocdbt"] if ocdbt else item.glob("layers.*/" + ("zarr.json" if zarr3 else ".zarray")):
+        file.unlink()
+    capfd.readouterr()
+    caplog.clear()
+    with pytest.raises(InputError, match=r"one that cannot be read \(ValueError: the index lacks the array 'layers\.0'"):
+        orbax_checkpoint.source(item)
+    gc.collect()  # reports exceptions that nobody has looked at
+    assert (capfd.readouterr().err, caplog.messages) == ("", [])
 
 
 def test_shapes_are_compared_with_the_model_before_an_array_is_read(tmp_path, monkeypatch):

@@ -254,11 +254,11 @@ def test_concurrent_writes_of_another_process_are_not_lost(saved, monkeypatch):
         monkeypatch.undo()
         loop.main(changed(saved, train={"steps": 6}))
         before.append(files_of(folder))
-        return tell_resumed(*arguments)
+        return report_resumed(*arguments)
 
     before: list = []
-    tell_resumed = loop.tell_resumed
-    monkeypatch.setattr(loop, "tell_resumed", another_trains)
+    report_resumed = loop.report_resumed
+    monkeypatch.setattr(loop, "report_resumed", another_trains)
     with pytest.raises(InputError, match=rf"another process has trained in '{folder}' meanwhile, its last checkpoint is of step 6 now"):
         loop.main(changed(saved))
     assert files_of(folder) == before[0]

@@ -218,11 +218,11 @@ def rates_of(stage: int, delay: float, steps: int, **keys) -> list[float]:
     with jax.numpy_dtype_promotion("standard"):
         rule = lenient(optimizer(OptimizerConfig(name="sgd", **keys), steps, PARAMS))
     ones = jax.tree.map(jnp.ones_like, PARAMS)
-    state, found = rule.init(PARAMS), []
+    state, values = rule.init(PARAMS), []
     for _ in range(steps):
         updates, state = rule.update(ones, state, PARAMS, stage=jnp.int32(stage), delay=jnp.float32(delay))
-        found.append(-float(updates["head"]["kernel"][0, 0]))
-    return found
+        values.append(-float(updates["head"]["kernel"][0, 0]))
+    return values
 
 
 def test_a_list_has_the_value_of_each_stage():

@@ -212,8 +212,8 @@ def test_a_process_0_with_a_longer_limit_is_not_mistaken_for_another_program(add
     results = meet(address, (1, 3), limit=1.0, host_limit=2.0)
     assert results[0].startswith(f"processes 1, 2 of 3 did not connect to {address} within 2 s; ")
     assert results[1] == (
-        f"process 1 had no answer from {address} within 1.1 s; if process 0 runs there, it still waits for others: give all the same "
-        "--connect-limit; if another program uses that port, choose another one"
+        f"process 1 had no answer from {address} within 1.1 s; if process 0 runs there, it still waits for other processes: give all the "
+        "same --connect-limit; if another program uses that port, choose another one"
     )
 
 

@@ -187,7 +187,9 @@ def test_the_written_plan_trains_and_is_compared_with_its_prediction(files, caps
 
 def test_auto_profiles_plans_and_trains(files, capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(profiling, "measure", lambda *model, seconds, progress, precision, ema_decay: seen.append(model) or profile())
+    monkeypatch.setattr(
+        profiling, "measure", lambda *model, seconds, progress, precision, ema_decay, delay_correction: seen.append(model) or profile()
+    )
     monkeypatch.setattr(auto, "local_topology", lambda dispatch: Topology.flat(2, 1e9))
     assert cli.main(["train", "tiny.yaml", "--plan=auto", *MEASURED]) == 0
     out = capsys.readouterr().out
@@ -378,10 +380,10 @@ def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, 
     pays = r"the asynchronous plan pays if it reaches the same loss with fewer than 1\.\d\d times the samples \(docs/learning.md\)"
     compared = price + r"\(mean delay [\d.]+\), as simulated " + pays
     assert re.search(compared, out)
-    asked = " ".join(planned(capsys, *arguments, "--schedules=all").split())
-    assert "only schedules that flush" not in asked
-    assert re.search(r" 1 pipedream(_2bw)? ", asked)
-    assert re.search(compared, asked)
+    output = " ".join(planned(capsys, *arguments, "--schedules=all").split())
+    assert "only schedules that flush" not in output
+    assert re.search(r" 1 pipedream(_2bw)? ", output)
+    assert re.search(compared, output)
     bounded = " ".join(planned(capsys, *arguments, "--max-delay=0").split())
     assert "only schedules that flush" not in bounded
     assert "pipedream_2bw" not in bounded

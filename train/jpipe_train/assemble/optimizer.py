@@ -66,6 +66,13 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
     return rule if config.accumulate_batches == 1 else _accumulated(rule, config.accumulate_batches)
 
 
+def same_at_all_stages(config: OptimizerConfig) -> OptimizerConfig:
+    """Return a config whose optimizer has as much state and work, for a plan with any number of stages."""
+    first = {name: values[0] for name, values in config.per_stage.items()}
+    rate = first.pop("learning_rate", config.learning_rate)
+    return config.model_copy(update={"per_stage": {}, "learning_rate": rate, "arguments": config.arguments | first})
+
+
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float] | None:
     """Return a function from the number of a batch to its learning rate, or None if that is not known.
 
@@ -177,7 +184,7 @@ def _check_number(optimizer: str, name: str, parameter: inspect.Parameter) -> No
 
 
 def _accumulated(rule: optax.GradientTransformation, batches: int) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that updates every so many batches; the delay of its updates is that of a batch divided by their number."""
+    """Return an optimizer that updates once in `batches` batches; the delay of its updates is that of a batch divided by `batches`."""
     steps = optax.MultiSteps(rule, batches)
 
     def update(updates: Tree, state: Any, params: Tree = None, *, delay: Any = 0.0, **extra_args: Any) -> tuple[Tree, Any]:

@@ -13,7 +13,7 @@ import jpipe
 from jpipe_planner import Profile, Topology, analyze, measure
 from jpipe_train.assemble import model
 from jpipe_train.assemble.build import precision
-from jpipe_train.assemble.optimizer import optimizer
+from jpipe_train.assemble.optimizer import optimizer, same_at_all_stages
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.data import data
@@ -41,7 +41,7 @@ class Parts:
         with reporter.phase("reading the data"):
             batch = jax.tree.map(_spec, data.unread(config).like)
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
-        rule = optimizer(config.optimizer, config.train.steps, stack.ties.without_seconds(params))
+        rule = optimizer(same_at_all_stages(config.optimizer), config.train.steps, stack.ties.without_seconds(params))
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
 
     def rows(self, count: int) -> Any:
@@ -78,6 +78,7 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
         reporter: shows progress.
         largest_mesh: the number of devices of the largest mesh to try; microbatches of an analytic profile are that much larger.
     """
+    of_optimizer = {name: getattr(parts.config.optimizer, name) for name in ("ema_decay", "delay_correction")}
     model_parts = parts.stack, parts.rows, parts.loss, parts.rule
     if topology is None or not topology.device.flops:
         sizes = sizes_for(batch, devices, MEASURED_SIZES)
@@ -88,13 +89,11 @@ def profile_of(parts: Parts, topology: Topology | None, batch: int, devices: int
                 seconds=SECONDS,
                 progress=progress,
                 precision=parts.precision,
-                ema_decay=parts.config.optimizer.ema_decay,
+                **of_optimizer,
             )
     sizes = sizes_for(batch, max(devices // largest_mesh, 1), PAPER_SIZES)
     with reporter.counting(f"profiling the layers for {topology.device.name} analytically") as progress:
-        return analyze(
-            *model_parts, sizes, topology.device, progress=progress, precision=parts.precision, ema_decay=parts.config.optimizer.ema_decay
-        )
+        return analyze(*model_parts, sizes, topology.device, progress=progress, precision=parts.precision, **of_optimizer)
 
 
 def _spec(rows: Any) -> jax.ShapeDtypeStruct:

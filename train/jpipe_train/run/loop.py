@@ -35,7 +35,7 @@ from jpipe_train.report import comparison, logs, mfu
 from jpipe_train.report.measure import Measure
 from jpipe_train.report.metrics_log import MetricsLog, NonFiniteLoss, RunStopped
 from jpipe_train.report.summary import Summary, print_summary, stages_of, write_report
-from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, tell_resumed
+from jpipe_train.run.starting import begin, check_shared, continue_folder, initial_params, make_folder, read_checkpoint, report_resumed
 from jpipe_train.run.training import Training
 
 _MANY_LAYERS = 100  # checking a hundred takes seconds, a thousand about a minute and a half
@@ -83,7 +83,7 @@ def main(
         pipe, batches, resumed, layers = prepare(config, together, resumed, resume, reporter, from_checkpoint)
         interrupt.check()
         if resumed is not None:
-            tell_resumed(resumed, config, pipe.plan, batches, reporter)
+            report_resumed(resumed, config, pipe.plan, batches, reporter)
         initial = initial_params(config, pipe, batches, together, resumed, reporter) or layers
         folder = together.run_on_all(lambda: make_folder(config, pipe.plan, resume, resumed, reporter) if together.is_first else None)
         try:
@@ -187,7 +187,7 @@ def run(
                 initial.clear()  # free the arrays, even if a caller still has the dict
             sizes, temporary = _sizes(pipe, batches, alone=together.processes is None, writes=folder is not None)
             stages = [] if folder is None else stages_of(pipe, batches.like)
-        tell_transfers(pipe, reporter)
+        report_transfers(pipe, reporter)
         if resumed is not None:
             together.run_on_all(lambda: None if folder is None else continue_folder(config, folder, resumed, reporter.say))
         measure = Measure(
@@ -253,7 +253,7 @@ def announce(pipe: jpipe.Pipeline, source: str, config: Config, folder: RunFolde
             reporter.say(line)
 
 
-def tell_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
+def report_transfers(pipe: jpipe.Pipeline, reporter: Reporter) -> None:
     """Print how accelerators of several processes send each other messages, as a probe has determined."""
     if pipe.transfers is not None and pipe.devices[0].platform != "cpu":
         method = {"device_put": "jax.device_put", "collectives": "collectives of two devices each"}[pipe.transfers]

@@ -21,7 +21,7 @@ from jpipe_train.data.position import Ordered
 from jpipe_train.launch.together import Together
 
 
-def tell_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, batches: data.Data, reporter: Reporter) -> None:
+def report_resumed(resumed: Resumed, config: Config, plan: jpipe.Plan, batches: data.Data, reporter: Reporter) -> None:
     """Print where the run resumes, and what has changed since the checkpoint."""
     changes = resumed.changes(config)
     reporter.say(f"resumes at step {resumed.step}" + (f", with other values for {', '.join(changes)}" if changes else ""))
