@@ -11,6 +11,8 @@ PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_
 
 # So compiled, all tests take half as long. What is about numbers runs once more in `make test-slow`, compiled like the programs of users.
 QUICKLY = env $$(.ci/compile-quickly $(VENV)/python)
+ON_GPU = tests/jpipe/checkpoints tests/jpipe/model tests/jpipe/runtime tests/jpipe/stages tests/jpipe/weights tests/jpipe/test_contexts.py \
+	tests/jpipe/test_pipeline.py tests/jpipe/test_predict.py tests/train/generate/test_decoder.py tests/train/models
 NONE_IS_FINE = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ]) # where only some of the tests are asked for
 
 define on_oldest
@@ -21,7 +23,7 @@ else $(MAKE) --no-print-directory .venv-oldest/ready && .venv-oldest/bin/$(PYTES
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-oldest test-all check check-types check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs pictures clean
+.PHONY: help train test test-slow test-oldest test-all test-gpu check check-types check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -42,6 +44,9 @@ test-oldest: .venv/ready ## Run the tests marked `oldest` on Python 3.11 and the
 test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `oldest` once more on Python 3.11 and the JAX for it
 	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
 	@$(call on_oldest)
+
+test-gpu: .venv/ready ## Run the tests of numbers on one NVIDIA GPU, if there is one; .venv needs JAX for it (.venv/bin/pip install 'jax[cuda13]')
+	@$(VENV)/$(PYTEST) -p tests.on_gpu -m "not slow" $(ON_GPU) $(PYTEST_ARGS)
 
 check: .venv/ready ## Format, lint, types, directions of imports, and the wheel built and used in an empty folder
 	@$(VENV)/ruff format --check .

@@ -503,22 +503,22 @@ class Pipeline:
 
     @isolated_context()
     def delay_norms(self, state: State) -> DelayNorms:
-        """Return how far the weights move between versions, and how far `delay_correction` has moved them ahead, for reports.
+        """Return norms that show what the delay of gradients does to the weights: of the correction, and between weight versions.
 
-        Both are computed at the call, and cost a pass over the weights. Large distances in relation to the weights are what makes delayed
-        gradients wrong.
+        They are computed when this is called, from all weights, so not at every step. In a run of several processes all of them call it.
 
         Args:
             state: any state that is not consumed.
 
         Returns:
-            The norms of the stages of this process, of their first replicas, by stage.
+            The norms, over the parameters of all stages; 0 for schedules that flush.
 
         Raises:
             InputError: a state that was used already.
         """
         executor, state, _ = self._running(state)
-        return executor.delay_norms(state)
+        with self._undivided():
+            return executor.delay_norms(state)
 
     @isolated_context()
     def costs(

@@ -29,10 +29,11 @@ from jpipe.stages._batch import Batch, Bucket, Padded, check_outputs, describe_s
 from jpipe.stages._compile import compile_workers, with_metrics, with_outputs
 from jpipe.stages._compiled_stage import CompiledStage
 from jpipe.stages._shares import shares_of
+from jpipe.stages.functions._delay_norms import delay_squares
 from jpipe.stages.functions._evaluation import check_metrics
 from jpipe.stages.functions._stage import StageFunctions
 from jpipe.stages.functions._sums import shared_with
-from jpipe.stages.functions._update import average_params, distance, newest_params, prediction_norm, squares_spec
+from jpipe.stages.functions._update import average_params, newest_params, squares_spec
 
 Tree = Any
 Weights = Literal["newest", "ema"]
@@ -292,16 +293,15 @@ class Executor:
         return copy({layer_id: params[layer_id] for layer_id in self._plan.layers if layer_id in params})
 
     def delay_norms(self, state: State) -> DelayNorms:
-        """Return the norms of predictions and of distances between versions of this process's stages; see `Pipeline.delay_norms`."""
-        norms = DelayNorms({}, {})
+        """Return the norms of the prediction and of the distance of the newest versions, over the first replica of each stage."""
+        squares = {}
         for (w, stage), worker in zip(self.stages.items(), state.workers, strict=True):
             s, replica = self._plan.workers[w]
-            if replica == 0:
-                norms.correction[s] = prediction_norm(stage.functions, worker.optimizer)
-                if len(worker.weights.versions) > 1:
-                    newest = (worker.weights.read(version) for version in worker.weights.versions[-2:])
-                    norms.distance[s] = distance(stage.functions, *newest)
-        return norms
+            if not replica:
+                versions = worker.weights.versions
+                newest, before = (worker.weights.read(version) for version in (versions[-1], versions[-2:][0]))
+                squares[s] = delay_squares(stage.functions, *jax.tree.map(arrived, (newest, before, worker.optimizer)))
+        return self._exchange.delay_norms(squares)
 
     def _weights(self, state: State, version: int, weights: Weights) -> dict[int, Latest]:
         """Return the weights of one version, in batches, or the average at that version, for each worker of this process."""

@@ -66,18 +66,6 @@ class Metrics(NamedTuple):
         return cls(*({} for _ in cls._fields))
 
 
-class DelayNorms(NamedTuple):
-    """How far the weights of the stages of this process move, as scalars that may not be ready, by stage.
-
-    Attributes:
-        correction: the norm of the prediction that `delay_correction` has added to the newest weights; 0 at stages without one.
-        distance: the norm of the difference of the two newest weight versions, for the stages that hold two.
-    """
-
-    correction: dict[int, jax.Array]
-    distance: dict[int, jax.Array]
-
-
 class Mean(NamedTuple):
     """A metric over a whole batch; `float(…)` of a number waits for it.
 
@@ -104,6 +92,18 @@ class Evaluation(NamedTuple):
     weight: jax.Array | RemoteScalar
     version: int
     metrics: Mapping[str, Mean] = MappingProxyType({})
+
+
+class DelayNorms(NamedTuple):
+    """What a delay does to the weights: norms over the parameters of all stages; `float(…)` waits for them.
+
+    Attributes:
+        correction: how far the delay correction has moved the newest weights ahead; 0 without one.
+        distance: how far the two newest weight versions are apart, over the stages that hold two.
+    """
+
+    correction: jax.Array | RemoteScalar
+    distance: jax.Array | RemoteScalar
 
 
 class MetricsExchange:
@@ -135,7 +135,7 @@ class MetricsExchange:
         self._plan, self._devices, self._processes = plan, devices, processes
         self._with_updates = 2 * global_norm + loss_scale  # how many fields of `Metrics` are known with the updates of the last stage
         self._with_stage_norms = stage_norms
-        self._evaluations = 0
+        self._evaluations = self._delay_norms = 0
         # What a program finishes, by its id; the program is kept, so the id stays valid.
         self._batches: dict[int, tuple[Program, tuple[list[int], list[list[int]]]]] = {}
 
@@ -223,6 +223,28 @@ class MetricsExchange:
 
         return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)})
 
+    def delay_norms(self, local: Mapping[int, jax.Array]) -> DelayNorms:
+        """Return the norms over all stages.
+
+        Args:
+            local: the squares of the norms, (correction, distance), of the stages whose first replica is in this process, by stage.
+        """
+        first_devices = [self._devices[workers[0]] for workers in self._plan.stage_workers]
+        if self._processes is None:
+            return DelayNorms(*_norms(jax.device_put([local[s] for s in range(self._plan.depth)], first_devices[-1])))
+        self._delay_norms += 1
+        processes, topic = self._processes, f"{self.name}: norms {self._delay_norms} of the delay"
+        for s, squares in local.items():
+            _send(processes, f"{topic}, stage {s}", functools.partial(list, squares))
+
+        @functools.cache
+        def read() -> list[float]:
+            words = "the norms of the delay"
+            received = [processes.receive(f"{topic}, stage {s}", device.process_index, words) for s, device in enumerate(first_devices)]
+            return [float(norm) for norm in _norms([np.array(squares, jax.dtypes.canonicalize_dtype(np.float64)) for squares in received])]
+
+        return DelayNorms(RemoteScalar(lambda: read()[0]), RemoteScalar(lambda: read()[1]))
+
     def _finished(self, program: Program) -> tuple[list[int], list[list[int]]]:
         """Return the batches whose gradients the last stage completes, and those whose updates each stage does; searched once a program."""
         if id(program) not in self._batches:
@@ -281,6 +303,13 @@ def _mean_loss(updates: Sequence[Tree]) -> tuple[jax.Array, jax.Array]:
     """Return (mean loss, weight) of a batch from those of its updates."""
     parts = [arrived(part) for part in updates]
     return parts[0] if len(parts) == 1 else _mean([(loss * jnp.where(weight == 0, 1, weight), weight) for loss, weight in parts])
+
+
+@without_mesh()  # it may run only when a number is read
+@jax.jit
+def _norms(squares: list[Number]) -> tuple[jax.Array, jax.Array]:
+    total = jnp.stack(squares).sum(0)
+    return jnp.sqrt(total[0]), jnp.sqrt(total[1])
 
 
 @without_mesh()  # it may run only when a number is read

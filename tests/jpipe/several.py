@@ -160,6 +160,7 @@ def train(fields: dict) -> dict[str, np.ndarray]:
         numbers |= numbers_of(metrics)
         if t == 2:
             numbers |= {f"{name} in flight": number for name, number in evaluated(pipe, state, batches[1]).items()}
+            numbers |= {f"{name} in flight": float(norm) for name, norm in pipe.delay_norms(state)._asdict().items()}
             numbers |= predicted(pipe, state, batches[1])
             if pipe.ema_decay is not None:
                 numbers["loss of the average"] = float(pipe.evaluate(state, batches[0], weights="ema").loss)

@@ -29,7 +29,7 @@ def everything(pipe, key):
     pipe.check_layers(BATCH, snapshot.layers(), 1)
     restored = pipe.restore(key, BATCH, snapshot.layers(), 1)
     pipe.step(restored, BATCH)
-    return [float(result[0]), result[1], [cost.weights for cost in pipe.costs(BATCH)]]
+    return [float(jax.device_get(result[0])), result[1], [cost.weights for cost in pipe.costs(BATCH)]]
 
 
 def mesh():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,19 +61,8 @@ def find_layerwise(
     if not isinstance(transformation, optax.GradientTransformation):
         hint = "; call its .gradient_transformation()" if isinstance(transformation, optax.MultiSteps) else ", such as optax.adam(1e-3)"
         raise InputError(f"optimizer: expected an optax.GradientTransformation, found {type(transformation).__name__}{hint}")
-
-    def message(error: BaseException) -> str:
-        if words := unfit_mask(transformation, specs):
-            return f"optimizer: a mask (or labels) in the form of a tree does not fit the model: {words}"
-        instead = instead_of(transformation)
-        return (
-            f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(specs))}': params, …}}: "
-            f"{cause(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
-            f"more than gradients, state and params (a loss value, a function) cannot be used{f'; instead: {instead}' if instead else ''}"
-        )
-
     specs = ties.without_seconds(jax.eval_shape(masters_of, dict(specs)) if has_masters else specs)
-    with callers_code(message):
+    with callers_code(partial(_failure, transformation, specs)):
         traced = trace_optimizer(transformation, specs, num_stages)
     frozen = frozen_leaves(traced, specs)
     if (coupled := coupled_layers(traced, specs)) is not None:
@@ -85,22 +75,37 @@ def find_layerwise(
     parts = (trained,) if trained.is_all else (trained, EVERYTHING)  # some mask may look at parameters that are not there
     candidates = [replace(first, blank=layers, trained=part) for part in parts for layers in ({}, blank)]
     with optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
-        tiny = {
-            layer_id: jax.tree.map(tiny_array, specs[layer_id])
-            for layer_id in sample_layers([i for i in specs if jax.tree.leaves(specs[i])])
-        }
+        tiny = {i: jax.tree.map(tiny_array, specs[i]) for i in sample_layers([i for i in specs if jax.tree.leaves(specs[i])])}
         for layerwise in candidates:
             if not (reason := difference(layerwise, blank, tiny, ties)):
                 break
         else:
             raise _not_layerwise(reason, transformation)
     _check_without_parameters(layerwise, specs)
-    if predicts and trained.has_any(specs) and not has_momentum(traced, specs):
+    if predicts and trained.has_any(specs):
+        _check_momentum(traced, specs)
+    return replace(layerwise, has_masters=has_masters, structured=_placers(ties, specs, layerwise.trained))
+
+
+def _failure(transformation: optax.GradientTransformation, specs: Mapping[str, Tree], error: BaseException) -> str:
+    """Return the message for an optimizer that fails on the model's structure."""
+    if words := unfit_mask(transformation, specs):
+        return f"optimizer: a mask (or labels) in the form of a tree does not fit the model: {words}"
+    instead = instead_of(transformation)
+    return (
+        f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(specs))}': params, …}}: "
+        f"{cause(error)}; masks and labels given as trees need that structure, and an optimizer whose update needs "
+        f"more than gradients, state and params (a loss value, a function) cannot be used{f'; instead: {instead}' if instead else ''}"
+    )
+
+
+def _check_momentum(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> None:
+    """Check that an optimizer keeps something of earlier gradients, from which a prediction is made."""
+    if not has_momentum(traced, specs):
         raise InputError(
             "optimizer: delay_correction needs one with momentum, found one that keeps nothing of earlier gradients; without momentum "
             "the prediction makes training less stable: leave it out, or use momentum, as optax.sgd(…, momentum=0.9) or optax.adamw(…) do"
         )
-    return replace(layerwise, has_masters=has_masters, structured=_placers(ties, specs, layerwise.trained))
 
 
 def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str, Callable[[Tree], tuple[str, Tree]]]:

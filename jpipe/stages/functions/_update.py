@@ -151,27 +151,6 @@ def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> Tre
     return f.trained.joined({**trained, **_without_prediction({entry: trained[entry] for entry in ahead}, ahead)}, newest)
 
 
-def prediction_norm(f: StageFunctions, optimizer_state: Tree) -> jax.Array:
-    """Return the norm of the prediction in the newest weights; 0 without one."""
-    return _norm([f.optimizer.ahead(state) for state in optimizer_state.values()] if f.predicts else [])
-
-
-def distance(f: StageFunctions, params: Tree, others: Tree) -> jax.Array:
-    """Return the norm of the difference of two weight versions."""
-    return _distance(f.trained.part(params), f.trained.part(others))
-
-
-@jax.jit
-def _norm(tree: Tree) -> jax.Array:
-    squares = [jnp.square(leaf.astype(loss_dtype())).sum() for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, jnp.zeros((), loss_dtype())))
-
-
-@jax.jit
-def _distance(tree: Tree, other: Tree) -> jax.Array:
-    return _norm(jax.tree.map(lambda a, b: a.astype(loss_dtype()) - b.astype(loss_dtype()), tree, other))
-
-
 _without_prediction = jax.jit(without_prediction)
 
 

@@ -68,10 +68,8 @@ def measure(
         device: the device; by default the first of this process.
         repetitions: the most repetitions of each program; at least 3.
         seconds: the time after which no further repetition begins, for all sizes together, without that for compiling.
-        ema_decay: as in `jpipe.Pipeline`; it counts as optimizer state.
-        delay_correction: as in `jpipe.Pipeline`; it counts as optimizer state where gradients are late.
+        ema_decay, delay_correction, precision: as in `jpipe.Pipeline`. The first two count as optimizer state.
         progress: called with the number of finished parts of the work, and their total number.
-        precision: as in `jpipe.Pipeline`.
 
     Raises:
         InputError: layers, batch, loss and optimizer do not fit together.

@@ -72,7 +72,7 @@ def of_case(case: str, numbers: dict) -> dict:
 def check_bits(expected: dict, each: list[dict], rounds: bool) -> None:
     assert {name for numbers in each for name in numbers} == set(expected)
     everywhere = {name for name in expected if re.match(r"(losses|weights|norms|nonfinite) \d|.* (in flight|at the end)$", name)}
-    assert len(everywhere) == BATCHES * (4 if any("norms" in name for name in everywhere) else 2) + 2 * 7
+    assert len(everywhere) == BATCHES * (4 if any("norms" in name for name in everywhere) else 2) + 2 * 7 + 2
     for numbers in each:
         assert everywhere < set(numbers), "losses, norms and evaluations are known in all processes, and each holds some layers"
         for name, value in numbers.items():

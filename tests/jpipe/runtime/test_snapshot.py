@@ -247,7 +247,7 @@ def cut_at_batch_2():
 
 
 def restored(cut, layers, optimizer=None, **options):
-    _, batches, plan = cut_at_batch_2
+    _, batches, plan = cut
     return pipeline(plan, optimizer).restore(jax.random.key(running.KEY), batches[0], layers, 2, **options)
 
 

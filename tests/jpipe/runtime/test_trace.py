@@ -80,8 +80,9 @@ def test_memory_has_the_times_of_the_timeline_where_a_rank_is_recorded_late():
     may_go_on, tracer = threading.Event(), Tracer(plan)
 
     def late(event):
-        done = NonCallableMock(spec=event.done, devices=event.done.devices) if event.done is not None else None
+        done = NonCallableMock(devices=event.done.devices) if event.done is not None else None
         if done is not None:
+            done.__class__ = type(event.done)
             done.block_until_ready.side_effect = lambda: may_go_on.wait() and event.done.block_until_ready()
         return event._replace(done=done)
 

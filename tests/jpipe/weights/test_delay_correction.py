@@ -485,17 +485,14 @@ def test_norms_of_the_correction_and_of_the_distance_between_versions(factor):
     for batch in batches:
         state, _ = pipe.step(state, batch)
     norms = pipe.delay_norms(state)
-    assert norms.correction.keys() == {0, 1, 2, 3}
-    assert norms.distance.keys() == {0, 1, 2}  # the last stage holds one version
-    for s, worker in enumerate(state.workers):
-        predicts = factor is not None and s < 3
-        ahead = [state.ahead for state in worker.optimizer.values()] if predicts else []
-        np.testing.assert_allclose(norms.correction[s], norm_of(ahead), rtol=1e-5)
-        assert (norms.correction[s] > 0) == predicts
-        if s < 3:
-            older, newest = (on_host(worker.weights.read(version)) for version in worker.weights.versions[-2:])
-            np.testing.assert_allclose(norms.distance[s], norm_of(jax.tree.map(np.subtract, newest, older)), rtol=1e-5)
+    stages = [worker for worker in state.workers if len(worker.weights.versions) > 1]
+    assert len(stages) == 3  # the last stage holds one version, and its gradients have no delay
+    ahead = [entry.ahead for worker in stages for entry in worker.optimizer.values()] if factor is not None else []
+    np.testing.assert_allclose(norms.correction, norm_of(ahead), rtol=1e-5)
+    assert (float(norms.correction) > 0) == (factor is not None)
+    versions = [[on_host(worker.weights.read(version)) for version in worker.weights.versions[-2:]] for worker in stages]
+    np.testing.assert_allclose(norms.distance, norm_of([jax.tree.map(np.subtract, newest, older) for older, newest in versions]), rtol=1e-5)
 
 
 def norm_of(tree):
-    return np.sqrt(sum(float(np.square(leaf).sum()) for leaf in jax.tree.leaves(tree)))
+    return np.sqrt(sum(float(np.square(np.asarray(leaf)).sum()) for leaf in jax.tree.leaves(tree)))

@@ -79,6 +79,6 @@ def scratch_words(parts: Parts, topology: Topology) -> str:
     if "16" not in computes or not topology.device.flops or jax.devices()[0].platform != "cpu":
         return ""
     return (
-        f"temporaries are those of a CPU, whose compiler asks in {computes} for two to four times the scratch memory of a GPU's: "
+        f"temporaries are those of a CPU, whose compiler asks in {computes} for up to four times the scratch memory of a GPU's: "
         "on GPUs a plan that lacks less than its temporaries may fit, or need less recomputation"
     )

@@ -225,18 +225,10 @@ class MetricsLog:
         """Return the finite norms of the correction and of the distance of the weight versions after `step`, if they were computed."""
         if step not in self._delay_norms:
             return {}
-        norms, processes = self._delay_norms.pop(step), self._together.processes
-        squares = [sum(float(norm) ** 2 for norm in stages.values()) for stages in norms]
-        totals = [*squares, float(len(norms.distance))]
-        if processes is not None:
-            name = f"the norms of the delay after step {step}"
-            processes.broadcast(f"{name}, process {processes.index}", totals)
-            parts = [processes.receive(f"{name}, process {index}", index, name) for index in range(processes.count)]
-            totals = [sum(column) for column in zip(*parts, strict=True)]
-        correction, distance, stages_with_two = totals
-        values = {"version_distance": math.sqrt(distance)} if stages_with_two else {}
+        norms = self._delay_norms.pop(step)
+        values = {"version_distance": float(norms.distance)}
         if self._config.optimizer.delay_correction is not None:
-            values["correction_norm"] = math.sqrt(correction)
+            values["correction_norm"] = float(norms.correction)
         return {name: value for name, value in values.items() if math.isfinite(value)}
 
     def _finite(self, step: int, name: str, value: float) -> float:

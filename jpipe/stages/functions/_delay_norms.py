@@ -1,0 +1,41 @@
+"""Norms of what a delay and its correction do to the weights of a stage."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.model._precision import wider
+from jpipe.stages.functions._stage import StageFunctions
+
+Tree = Any
+
+
+def delay_squares(f: StageFunctions, newest: Tree, before: Tree, optimizer_state: Tree) -> jax.Array:
+    """Return the squared norms of the prediction of a stage and of the distance of its two newest weight versions.
+
+    Args:
+        f: of the stage.
+        newest: the parameters of the newest version, by entry.
+        before: those of the version before, or again the newest if the stage holds one version.
+        optimizer_state: of all its entries.
+
+    Returns:
+        Two numbers, shape (2,), in float32 or wider.
+    """
+    ahead = {entry: f.optimizer.ahead(state) for entry, state in optimizer_state.items()} if f.predicts else {}
+    return _squares(ahead, newest, before)
+
+
+@jax.jit
+def _squares(ahead: Tree, newest: Tree, before: Tree) -> jax.Array:
+    distance = jax.tree.map(lambda new, old: _precise(new) - _precise(old), newest, before)
+    return jnp.stack([_sum_of_squares(ahead), _sum_of_squares(distance)])
+
+
+def _sum_of_squares(tree: Tree) -> jax.Array:
+    return sum((jnp.sum(jnp.square(_precise(leaf))) for leaf in jax.tree.leaves(tree)), start=jnp.zeros((), jnp.float32))
+
+
+def _precise(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(wider(leaf.dtype, jnp.float32))
