@@ -20,8 +20,6 @@ from benchmarks import cross_entropy, dispatch, gpt, gpu, recipes, transfers
 from benchmarks.hosts import __main__ as hosts
 from benchmarks.hosts import accuracy, accuracy_draw, accuracy_program, network, tasks
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
-from benchmarks.learning import __main__ as learning
-from benchmarks.learning.emulation import Emulation, merged
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import draw, stages
 from benchmarks.papers.document import put
@@ -398,41 +396,6 @@ def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
     assert measured["PipeDream, 2 stages, m = 1: weight versions, bfloat16 / float32"] == 0.5
     assert measured["2BW, 2 to 3 stages: computations that the norm delays"] == 0
     assert measured["vertical sync, 2 to 3 stages: computations that the norm delays"] == 0
-
-
-# Learning -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_emulation_with_stashing_is_pipedream_and_without_it_is_not(quickly_compiled):
-    stack = jpipe.LayerStack(dict.fromkeys("abcd", DENSE))
-    plan = jpipe.Plan.even(list("abcd"), num_stages=4, schedule="pipedream", microbatches=2)
-    pipe = jpipe.Pipeline(stack, plan, squares, optax.sgd(0.3))
-    rows = np.random.default_rng(0).normal(size=(6, 2, 4, 4)).astype(np.float32)
-    batches = [(x, y) for x, y in rows]
-    state = pipe.init(jax.random.key(0), batches[0])
-    for batch in batches:
-        state, _ = pipe.step(state, batch)
-    state = pipe.drain(state)
-    real = [weights.read(weights.newest) for weights in (state.workers[workers[0]].weights for workers in plan.stage_workers)]
-    same, other = (
-        [*Emulation(pipe, batches[0], stashing=stashing).run(jax.random.key(0), batches)][-1].params for stashing in (True, False)
-    )
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(same), jax.device_get(merged(real)))
-    assert any(np.any(same[layer]["w"] != other[layer]["w"]) for layer in same)
-
-
-@pytest.mark.slow
-def test_the_learning_benchmark_runs_all_variants_and_predicts_the_bubble(quickly_compiled, tmp_path, capsys):
-    learning.main(["digits", "--quick", "--json", str(tmp_path / "learning.json"), "--pictures", str(tmp_path)])
-    (setting,) = json.loads((tmp_path / "learning.json").read_text())["settings"]
-    times = {name: variant["step_time"] for name, variant in setting["variants"].items()}
-    assert times == pytest.approx(dict.fromkeys(times, 1) | {"plain": 1.75})  # four microbatches take the time of seven
-    losses = {name: variant["runs"][0]["loss"] for name, variant in setting["variants"].items()}
-    assert all(np.isfinite(values).all() and len(values) == 2 for values in losses.values())
-    assert len({values[-1] for values in losses.values()}) == 5  # each reads other weights
-    assert {path.name for path in tmp_path.glob("*.png")} == {f"learning-{name}.png" for name in ("loss", "time", "accuracy")}
-    assert capsys.readouterr().out.count("\n| P") == 3
 
 
 # Papers -------------------------------------------------------------------------------------------------------------------

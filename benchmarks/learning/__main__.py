@@ -1,101 +1,99 @@
-"""`python -m benchmarks.learning [gpt] [digits] [--quick] [--json FILE] [--pictures FOLDER]`: print tables, write JSON, draw pictures.
+"""`python -m benchmarks.learning [--full] [--document FILE] [--pictures FOLDER]`: train with delayed weights, and compare recipes.
 
-Trains a small GPT and an MLP plainly, and with weights that are some updates old as under each asynchronous schedule.
+The runs emulate each schedule on one device. `--full` runs the grid of docs/learning.md, which takes a GPU; the default is a part of it.
 """
 
 import argparse
-import dataclasses
 import json
-import pathlib
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import jax
 
-import jpipe
-from benchmarks.learning import tasks
+from benchmarks.learning import report
 from benchmarks.learning.draw import draw_all
-from benchmarks.learning.runs import VARIANTS, Setting, make_plan, predict_step, train
+from benchmarks.learning.grid import FULL, SHORT, SHORT_SEEDS, Part, Row, study
 from benchmarks.machine import describe
+from benchmarks.papers.document import write
+from jpipe import InputError, keep_freed_memory
 
-SEEDS = 3
-TASKS = {"gpt": tasks.make_gpt, "digits": tasks.make_digits}
-SETTINGS = (  # the first learning rate of each task is the best of those tried with plain training
-    Setting("gpt", 4, 3e-3, 150, 10),
-    Setting("gpt", 4, 1e-2, 150, 10),
-    Setting("digits", 4, 1e-2, 400, 20),
-    Setting("digits", 4, 2e-2, 400, 20),
-    Setting("digits", 4, 5e-3, 400, 20),
-    Setting("digits", 8, 5e-3, 400, 20),
-)
+UPDATES, EVALUATIONS, SEEDS = 600, 20, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the tasks that the command line names.
+    """Run the grid, or read its results, and print the tables.
 
     Args:
         arguments: of the command line, by default those of this process.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which tasks, by default all: {', '.join(TASKS)}")
-    parser.add_argument("--rates", nargs="+", type=float, help="learning rates, instead of those of docs/learning.md; four stages")
-    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, help="default: all")
-    parser.add_argument("--quick", action="store_true", help="a few steps with one seed, to see that it runs")
-    parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("benchmarks/learning.json"), help="default: %(default)s")
-    parser.add_argument("--pictures", type=pathlib.Path, help="a folder for pictures; by default none are drawn")
-    options = parser.parse_args(arguments)
-    if unknown := [name for name in options.names if name not in TASKS]:
-        parser.error(f"unknown task '{unknown[0]}'; known: {', '.join(TASKS)}")
-    settings = [setting for setting in SETTINGS if setting.task in (options.names or TASKS)]
-    if options.rates or options.quick:
-        settings = list({setting.task: setting for setting in reversed(settings)}.values())  # the first of each task
-    if options.rates:
-        settings = [dataclasses.replace(setting, learning_rate=rate) for setting in settings for rate in options.rates]
-    if options.quick:
-        settings = [dataclasses.replace(setting, steps=4, every=2) for setting in settings]
-    results: dict[str, Any] = {"machine": describe(), "settings": []}
-    print(f"{results['machine']['device']}, {results['machine']['cores']} cores, jax {results['machine']['jax']}")
-    for setting in settings:
-        results["settings"].append(measure(setting, options.variants, range(1 if options.quick else SEEDS)))
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    options = _parser().parse_args(arguments)
+    try:
+        rows = _read(options.from_json) if options.from_json else _run(options)
+        if not rows:
+            raise InputError("--seconds-limit: no run ended in this time; allow more, or lower --updates")
+        tables = report.tables(rows)
+        for table in tables:
+            print(f"\n{table.name}\n\n{table.text}", end="")
+        if options.document is not None:
+            write(options.document, {table.name: table.text for table in tables})
+    except InputError as error:
+        sys.exit(f"bench-learning: {error}")
     if options.pictures is not None:
-        draw_all(results["settings"], options.pictures)
+        draw_all(rows, options.pictures)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="the whole grid with three seeds, five minutes on a large GPU")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help='only these parts, such as "digits, 8 stages, SGD"')
+    parser.add_argument("--updates", type=int, default=UPDATES, help="of each run; default: %(default)s")
+    parser.add_argument("--seeds", type=int, help=f"default: {SEEDS} with --full, otherwise {SHORT_SEEDS}")
+    parser.add_argument("--at-once", type=int, help="how many runs are vectorized; default: 1 on CPUs, otherwise 52")
+    parser.add_argument("--seconds-limit", type=float, help="start no further runs after this time")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/learning.json"), help="default: %(default)s")
+    parser.add_argument("--from-json", type=Path, metavar="FILE", help="run nothing; make tables and pictures of these results")
+    parser.add_argument("--document", type=Path, metavar="FILE", help="put the tables into this document, in place of its own")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw pictures into this folder")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> list[Row]:
+    parts = _parts(FULL if options.full else SHORT, options.parts)
+    if options.updates < EVALUATIONS:
+        raise InputError(f"--updates: expected at least {EVALUATIONS}, one for each evaluation; found {options.updates}")
+    machine = describe()
+    print(f"{machine['device']}, {machine['cores']} cores, jax {machine['jax']}", file=sys.stderr)
+    rows = study(
+        parts,
+        options.json,
+        lambda line: print(line, file=sys.stderr, flush=True),
+        updates=options.updates,
+        evaluations=EVALUATIONS,
+        seeds=options.seeds or (SEEDS if options.full else SHORT_SEEDS),
+        at_once=options.at_once or (1 if machine["platform"] == "cpu" else 52),
+        deadline=None if options.seconds_limit is None else time.monotonic() + options.seconds_limit,
+    )
     print(f"written to {options.json}", file=sys.stderr)
+    return rows
 
 
-def measure(setting: Setting, variants: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
-    """Train variants, and print a row of a table for each.
-
-    Args:
-        setting: what is trained.
-        variants: which of `VARIANTS`.
-        seeds: one run for each.
-    """
-    task, results = TASKS[setting.task](), {}
-    print(f"\n{setting.name}, {setting.steps} steps; mean over {len(seeds)} seeds (range)\n")
-    print(f"| {'':<26} | {'loss on held-out data':<24} | {'accuracy':<24} | predicted time of a step |\n|---|---|---|---|")
-    for variant in variants:
-        began = time.monotonic()
-        curves = train(setting, task, variant, seeds)
-        step_time = predict_step(make_plan(variant, task.stack.ids, setting.stages))
-        results[variant] = {"step_time": step_time, "runs": [curve._asdict() for curve in curves]}
-        loss, accuracy = (_mean_and_range([getattr(curve, name)[-1] for curve in curves]) for name in ("loss", "accuracy"))
-        print(f"| {variant:<26} | {loss:<24} | {accuracy:<24} | {step_time:.2f} |", flush=True)
-        print(f"… {setting.name}: {variant}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return dataclasses.asdict(setting) | {"variants": results}
+def _parts(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
+    known = {part.name: part for part in parts}
+    if unknown := [name for name in names or () if name not in known]:
+        raise InputError(f"--parts: unknown part '{unknown[0]}'; known: {'; '.join(known)}")
+    return [known[name] for name in names or known]
 
 
-def _mean_and_range(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+def _read(path: Path) -> list[Row]:
+    try:
+        return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--from-json: expected results that this program wrote in '{path}': {error}") from None
 
 
 if __name__ == "__main__":
-    jpipe.keep_freed_memory()
-    jax.config.update("jax_platforms", "cpu")
-    with tempfile.TemporaryDirectory() as folder:  # stages that are equal are compiled once
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        main()
+    keep_freed_memory()
+    jax.config.update("jax_default_matmul_precision", "highest")
+    main()

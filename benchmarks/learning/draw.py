@@ -1,68 +1,95 @@
-"""Draw the pictures of docs/learning.md: the mean over the seeds as a line, their range as an area."""
+"""Draw the pictures of docs/learning.md."""
 
-import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-LOOKS = {  # distinguishable for colour-blind readers
-    "plain": ("#1A1A1A", "-"),
-    "2BW": ("#0072B2", "--"),
-    "PipeDream": ("#009E73", "-"),
-    "PipeDream without stashing": ("#D55E00", "--"),
-    "PipeDream, vertical sync": ("#CC79A7", "-."),
+from benchmarks.learning.grid import Row
+from benchmarks.learning.report import Recipe, best, best_flush, best_recipes
+
+COLOURS = {  # distinguishable for colour-blind readers
+    "flush": "#1A1A1A",
+    "2BW": "#0072B2",
+    "PipeDream m = d": "#009E73",
+    "PipeDream m = 1": "#D55E00",
 }
-TASKS = {"gpt": "byte GPT", "digits": "digits"}
-AXES = {
-    "loss": "loss on held-out data (nats)",
-    "accuracy": "accuracy on held-out images",
-    "steps": "step (updates)",
-    "time": "predicted time (1: one stage's forward and backward of a batch)",
-}
+OPTIMIZERS = ("Adam", "Muon")
 
 
-def draw_all(settings: Sequence[Mapping[str, Any]], folder: pathlib.Path) -> None:
-    """Write learning-loss.png, learning-time.png and learning-accuracy.png.
+def draw_all(rows: Sequence[Row], folder: Path) -> None:
+    """Write learning-loss.png, curves of the best recipes, and learning-remedies.png, the last losses of all recipes.
 
     Args:
-        settings: results as `benchmarks.learning` writes them to JSON.
+        rows: of the study.
         folder: of the pictures.
     """
     folder.mkdir(exist_ok=True)
-    digits = [setting for setting in settings if setting["task"] == "digits"]
-    pictures = {"loss": (settings, "steps", "loss"), "time": (settings, "time", "loss"), "accuracy": (digits, "steps", "accuracy")}
-    for name, (shown, across, up) in pictures.items():
-        if shown:
-            _figure(shown, across, up).savefig(folder / f"learning-{name}.png", dpi=110)
+    parts = [part for part in dict.fromkeys((row.task, row.d, row.optimizer) for row in rows) if part[2] in OPTIMIZERS]
+    shown = [(f"{task}, {d} stages, {optimizer}", best_recipes(rows, task, d, optimizer)) for task, d, optimizer in parts]
+    if shown:
+        _curves(shown).savefig(folder / "learning-loss.png", dpi=110)
+        _remedies([part for part in shown if " 4 " in part[0]] or shown).savefig(folder / "learning-remedies.png", dpi=110)
 
 
-def _figure(settings: Sequence[Mapping[str, Any]], across: str, up: str) -> Any:
+def _curves(parts: Sequence[tuple[str, list[Recipe]]]) -> Any:
     from matplotlib.figure import Figure
 
-    rows = (len(settings) + 1) // 2
-    figure = Figure(figsize=(11, 3.5 * rows + 0.6), layout="constrained")
-    panels = list(figure.subplots(rows, 2, squeeze=False).flat)
-    for axes, setting in zip(panels, settings, strict=False):
-        _draw(axes, setting, across, up)
-    for axes in panels[len(settings) :]:
+    count = (len(parts) + 1) // 2
+    figure = Figure(figsize=(11, 3.9 * count + 0.7), layout="constrained")
+    panels = list(figure.subplots(count, 2, squeeze=False).flat)
+    labels: dict[str, Any] = {}
+    for axes, (title, recipes) in zip(panels, parts, strict=False):
+        for schedule, colour in COLOURS.items():
+            of_schedule = [recipe for recipe in recipes if recipe.schedule == schedule]
+            if not of_schedule:
+                continue
+            for dashes, recipe in (("--", _plain(of_schedule)), ("-", best(of_schedule))):
+                kind = "best remedy" if dashes == "-" else "none"
+                labels[f"{schedule}, {kind}"] = _curve(axes, recipe, colour, dashes)
+        axes.set_title(title, loc="left", fontsize=10)
+        top = best_flush(recipes).mean_curve
+        axes.set_ylim(top[-1] - 0.05, top[len(top) // 6] + 0.35)
+        _label(axes, "updates", "held-out loss (nats per byte)")
+    for axes in panels[len(parts) :]:
         axes.set_visible(False)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=9)
+    figure.legend(labels.values(), labels.keys(), loc="outside upper left", ncols=4, frameon=False, fontsize=9)
     return figure
 
 
-def _draw(axes: Any, setting: Mapping[str, Any], across: str, up: str) -> None:
-    for name, variant in setting["variants"].items():
-        curves, (colour, dashes) = variant["runs"], LOOKS[name]
-        positions = [step * (variant["step_time"] if across == "time" else 1) for step in curves[0]["steps"]]
-        values = list(zip(*(curve[up] for curve in curves), strict=True))
-        axes.plot(positions, [sum(v) / len(v) for v in values], dashes, color=colour, label=name, linewidth=1.6)
-        axes.fill_between(positions, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15, linewidth=0)
-    title = f"{TASKS[setting['task']]}, {setting['stages']} stages, learning rate {setting['learning_rate']:g}"
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(AXES[across], fontsize=9)
-    axes.set_ylabel(AXES[up], fontsize=9)
-    axes.set_xlim(left=0)
-    if up == "loss" and setting["task"] == "digits":
-        axes.set_ylim(0, 2.6)  # a run that diverges leaves the panel
+def _plain(recipes: Iterable[Recipe]) -> Recipe:
+    return next(recipe for recipe in recipes if recipe.remedy == "none")
+
+
+def _curve(axes: Any, recipe: Recipe, colour: str, dashes: str) -> Any:
+    positions = [recipe.every * (i + 1) for i in range(len(recipe.mean_curve))]
+    (line,) = axes.plot(positions, recipe.mean_curve, dashes, color=colour, linewidth=1.5)
+    values = list(zip(*recipe.curves, strict=True))
+    axes.fill_between(positions, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.12, linewidth=0)
+    return line
+
+
+def _remedies(parts: Sequence[tuple[str, list[Recipe]]]) -> Any:
+    from matplotlib.figure import Figure
+
+    count = max(len(recipes) for _, recipes in parts)
+    figure = Figure(figsize=(11, 0.26 * count + 1.2), layout="constrained")
+    panels = list(figure.subplots(1, len(parts), squeeze=False).flat)
+    for axes, (title, recipes) in zip(panels, parts, strict=True):
+        recipes = [recipe for recipe in recipes if not recipe.is_control and "0.99" not in recipe.remedy]
+        for i, recipe in enumerate(recipes):
+            colour = COLOURS.get(recipe.schedule, "#777777")
+            axes.plot(recipe.losses, [i] * len(recipe.losses), ".", color=colour, alpha=0.5)
+            axes.plot([recipe.loss], [i], "|", color=colour, markersize=12, markeredgewidth=2)
+        axes.axvline(best_flush(recipes).loss, color=COLOURS["flush"], linewidth=0.8, linestyle=":")
+        axes.set_yticks(range(len(recipes)), [f"{recipe.schedule}: {recipe.remedy}" for recipe in recipes])
+        axes.invert_yaxis()
+        axes.set_title(title, loc="left", fontsize=10)
+        _label(axes, "last held-out loss (nats per byte)", "")
+    return figure
+
+
+def _label(axes: Any, across: str, up: str) -> None:
+    axes.set_xlabel(across, fontsize=9)
+    axes.set_ylabel(up, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)

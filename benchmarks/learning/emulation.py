@@ -1,98 +1,208 @@
-"""Emulate PipeDream with and without weight stashing, one microbatch after the other, with the stage functions of a pipeline."""
+"""Training with delayed weights as one jitted program on one device: each stage reads the weights that its schedule would give it.
 
-from collections.abc import Iterable, Iterator
+The letters in the shapes: d stages, m microbatches of a batch, v weight versions.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 import jpipe
-from jpipe.stages import update
+from jpipe.optimizers import PredictDelayState, predict_delay
 
 Tree = Any
+Schedule = Literal["flush", "2BW", "PipeDream m = d", "PipeDream m = 1", "vertical sync m = d", "vertical sync m = 1"]
 
 
-class Updated(NamedTuple):
-    """The results of an update.
+def delays(schedule: Schedule, d: int, m: int) -> np.ndarray:
+    """Return how many updates old the weights are that each microbatch of a batch reads at each stage, int32 of shape (d, m)."""
+    stages, microbatches = np.arange(d)[:, None], np.arange(m)[None]
+    table = {
+        "flush": 0 * stages + 0 * microbatches,
+        "2BW": 1 + 0 * stages + 0 * microbatches,
+        "PipeDream m = d": (microbatches < d - 1 - stages) + 0,
+        "PipeDream m = 1": d - 1 - stages + 0 * microbatches,
+        "vertical sync m = d": (microbatches < d - 1) + 0 * stages,
+        "vertical sync m = 1": d - 1 + 0 * stages + 0 * microbatches,
+    }[schedule]
+    return table.astype(np.int32)
+
+
+def warm_up_and_cosine(updates: int) -> Callable[[Any], Any]:
+    """Return the factor of the learning rate at each of so many updates: a warm-up in the first 5%, then a cosine to a tenth."""
+    warm = max(updates // 20, 1)
+
+    def factor(t: Any) -> Any:
+        t = jnp.asarray(t, float)
+        falling = 0.1 + 0.45 * (1 + jnp.cos(jnp.pi * (t - warm) / max(updates - warm, 1)))
+        return jnp.where(t < warm, (t + 1) / (warm + 1), falling)
+
+    return factor
+
+
+class Recipe(NamedTuple):
+    """What may differ between the runs of one program, as arrays.
 
     Attributes:
-        loss: mean loss of its batch.
-        params: the newest parameters, by layer id.
-        state: layer state, by layer id.
+        seed: of the initial weights and of the batches.
+        rate: the largest learning rate.
+        delays: see `delays`.
+        prediction: λ, for each update of a stage's mean delay.
+        constant_prediction: what is added to the λ of each stage, also to one without delay.
+        compensation: τ of the spike compensation, for each update of a stage's mean delay.
+        constant_compensation: what is added to the τ of each stage; 1 alone is Nesterov's momentum.
+        slow: 1 if the learning rate of a stage is divided by its delay at first (PipeMare), otherwise 0.
+        momentum: the decay of the first moment.
+        clip_stages: whether each stage is clipped by its own norm instead of that of all stages.
     """
 
-    loss: float
-    params: dict[str, Tree]
-    state: dict[str, Tree]
+    seed: Any
+    rate: Any
+    delays: Any
+    prediction: Any
+    constant_prediction: Any
+    compensation: Any
+    constant_compensation: Any
+    slow: Any
+    momentum: Any
+    clip_stages: Any
+
+
+class Rule(NamedTuple):
+    """An optimizer whose numbers are arrays: `init(params)` and `update(gradients, state, params, rate=…, delay=…, momentum=…)`.
+
+    It returns what is added to the parameters of one stage, and the new state. `delay` is that of the spike compensation.
+    """
+
+    init: Callable[..., Tree]
+    update: Callable[..., tuple[Tree, Tree]]
+
+
+class Trained(NamedTuple):
+    """The results of one run.
+
+    Attributes:
+        losses: held-out loss after every so many updates, on the weights without prediction.
+        params: the weights that the last update made, by layer id, the prediction included.
+        ahead: the prediction in them, by layer id.
+    """
+
+    losses: Any
+    params: Tree
+    ahead: Tree
+
+
+class _Carry(NamedTuple):
+    versions: Tree  # (v, …), the newest first
+    optimizer: tuple[Tree, ...]
+    ahead: tuple[PredictDelayState, ...]
 
 
 class Emulation:
-    """A trainer that updates as PipeDream does.
-
-    With weight stashing the backward of a microbatch reads the weights that its forward read. Without, it reads the newest
-    weights, with the activations of its forward: then its gradient belongs to no one set of weights.
+    """Trains a stack cut into stages, with every stage at its own delay.
 
     Args:
-        pipe: a pipeline with schedule `pipedream`, one replica a stage and no vertical sync.
-        batch: (inputs, labels) like those of the run.
-        stashing: whether the backward reads the weights of the forward.
+        stack: layers without state and without random numbers.
+        stages: the layer ids of each stage.
+        loss: `(outputs, labels) -> (sum, weight)`.
+        rule: the optimizer.
+        schedule: the factor of the learning rate at each update, counted from 0.
+        slow_updates: the number of updates over which a learning rate divided by the delay rises to the whole one.
+        versions: how many weight versions are kept, at least the largest delay and one.
+        clip: the largest norm of a gradient, or None for no clipping.
     """
 
-    def __init__(self, pipe: jpipe.Pipeline, batch: Any, *, stashing: bool) -> None:
-        plan = pipe.plan
-        if plan.schedule != "pipedream" or plan.vertical_sync or set(plan.replicas) != {1} or plan.extra_in_flight:
-            raise ValueError(
-                "expected a plan of pipedream with one replica a stage and no vertical sync, and no extra microbatches in flight"
-            )
-        self._pipe, self._batch, self._stashing = pipe, batch, stashing
-        self._functions = pipe.stage_functions(batch)
-        names = ("forward", "backward", "forward_backward")
-        calls = [{name: getattr(f, name) for name in names} | {"update": partial(update, f)} for f in self._functions]
-        self._calls = [{name: jax.jit(call) for name, call in of_stage.items()} for of_stage in calls]
+    def __init__(
+        self,
+        stack: jpipe.LayerStack,
+        stages: Sequence[Sequence[str]],
+        loss: Callable[[Any, Any], tuple[Any, Any]],
+        rule: Rule,
+        schedule: Callable[[jax.Array], Any],
+        slow_updates: int,
+        versions: int,
+        clip: float | None = 1.0,
+    ) -> None:
+        self._stack, self._stages, self._loss, self._rule = stack, [tuple(stage) for stage in stages], loss, rule
+        self._schedule, self._slow_updates, self._versions, self._clip = schedule, slow_updates, versions, clip
+        self._stage_of = {layer_id: s for s, stage in enumerate(self._stages) for layer_id in stage}
 
-    def run(self, key: jax.Array, batches: Iterable[Any]) -> Iterator[Updated]:
-        """Train from fresh weights, one item per update.
+    def train(self, recipe: Recipe, params: Tree, data: Tree, held_out: Tree) -> Trained:
+        """Train once.
 
         Args:
-            key: for the parameters.
-            batches: (inputs, labels) of each batch.
+            recipe: of the run.
+            params: the initial weights, by layer id.
+            data: (inputs, labels) of all batches of the run, each of shape (evaluations, updates between them, rows, …).
+            held_out: (inputs, labels) to be evaluated after each group of updates.
         """
-        plan, functions, calls = self._pipe.plan, self._functions, self._calls
-        workers = self._pipe.init(key, self._batch).workers
-        start = [jax.device_put(workers[layers[0]], jax.devices()[0]) for layers in plan.stage_workers]
-        m, d, last = plan.microbatches, plan.depth, plan.depth - 1
-        every = 1 if plan.update_every == "replicas" else m
-        versions, optimizer = [{v: w.weights.read(v) for v in w.weights.versions} for w in start], [w.optimizer for w in start]
-        sums, state = [w.accumulators for w in start], [w.layer_state for w in start]
-        for k, (x, labels) in enumerate(_microbatches(batches, m)):
-            draw = [(jnp.uint32(k), w.key) if f.specs.rng[1] is not None else (None, None) for f, w in zip(functions, start, strict=True)]
-            read = [max(k - (d - s) + 1, 0) // every for s in range(d)]
-            residuals = []
-            for s in range(last):
-                arguments = state[s], x, None
-                x, state[s], saved = calls[s]["forward"](versions[s][read[s]], *arguments, draw[s])
-                residuals.append((functions[s].residuals.keep(arguments, (x, state[s])), saved))
-            arguments = versions[last][read[last]], state[last], x, labels, sums[last], draw[last]
-            x, sums[last], state[last] = calls[last]["forward_backward"](*arguments)
-            for s in reversed(range(last)):
-                weights = versions[s][read[s] if self._stashing else k // every]
-                x, sums[s] = calls[s]["backward"](weights, *residuals[s], x, sums[s], draw[s])
-            if (k + 1) % every:
-                continue
-            g, mean = k // every, None
-            for s in range(d):
-                versions[s][g + 1], optimizer[s], sums[s], mean = calls[s]["update"](versions[s][g], optimizer[s], sums[s])
-                versions[s] = {v: w for v, w in versions[s].items() if v > g - d - 1}
-            yield Updated(float(mean[0]), merged(layers[g + 1] for layers in versions), merged(state))
+        split = self._split(params)
+        carry = _Carry(
+            jax.tree.map(lambda p: jnp.broadcast_to(p, (self._versions, *p.shape)), params),
+            tuple(map(self._rule.init, split)),
+            tuple(map(predict_delay().init, split)),
+        )
+        groups, each = jax.tree.leaves(data)[0].shape[:2]
+        numbers = jnp.arange(groups * each).reshape(groups, each)
 
+        def group(carry: _Carry, inputs: Tree) -> tuple[_Carry, jax.Array]:
+            carry, _ = jax.lax.scan(partial(self._update, recipe), carry, inputs)
+            return carry, self._mean_loss(self._without_prediction(carry), held_out)
 
-def merged(stages: Iterable[dict[str, Tree]]) -> dict[str, Tree]:
-    """Merge the layers of all stages into one dict."""
-    return {layer_id: tree for stage in stages for layer_id, tree in stage.items()}
+        carry, losses = jax.lax.scan(group, carry, (numbers, data))
+        return Trained(losses, jax.tree.map(lambda p: p[0], carry.versions), self._merged([state.ahead for state in carry.ahead]))
 
+    def _update(self, recipe: Recipe, carry: _Carry, inputs: Tree) -> tuple[_Carry, None]:
+        t, batch = inputs
+        m = recipe.delays.shape[1]
+        microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), batch)
+        read = {i: jax.tree.map(lambda p, s=s: p[recipe.delays[s]], carry.versions[i]) for i, s in self._stage_of.items()}
+        gradients = jax.vmap(jax.grad(self._mean_loss))(read, microbatches)
+        gradients = self._clipped(self._split(jax.tree.map(lambda g: g.mean(0), gradients)), recipe.clip_stages)
+        newest, rate = self._split(jax.tree.map(lambda p: p[0], carry.versions)), recipe.rate * self._schedule(t)
+        ages = jnp.minimum(recipe.delays, t)  # the first updates read the initial weights
+        changed, optimizer, ahead = [], [], []
+        for s, (params, gradient) in enumerate(zip(newest, gradients, strict=True)):
+            delay = ages[s].astype(rate.dtype).mean()
+            slower = rate * jnp.maximum(delay, 1) ** (recipe.slow * (jnp.minimum(t / self._slow_updates, 1) - 1))
+            compensation = recipe.compensation * delay + recipe.constant_compensation
+            options = {"rate": slower, "delay": compensation, "momentum": recipe.momentum}
+            updates, state = self._rule.update(gradient, carry.optimizer[s], params, **options)
+            factor = recipe.prediction * delay + recipe.constant_prediction
+            updates, prediction = predict_delay().update(updates, carry.ahead[s], delay=factor)
+            changed.append(optax.apply_updates(params, updates))
+            optimizer.append(state)
+            ahead.append(prediction)
+        new = self._merged(changed)
+        versions = jax.tree.map(lambda old, p: jnp.concatenate([p[None], old[:-1]]), carry.versions, new)
+        return _Carry(versions, tuple(optimizer), tuple(ahead)), None
 
-def _microbatches(batches: Iterable[Any], m: int) -> Iterator[Any]:
-    for batch in batches:
-        split = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), batch)
-        yield from (jax.tree.map(lambda a, i=i: a[i], split) for i in range(m))
+    def _clipped(self, gradients: list[Tree], by_stage: jax.Array) -> list[Tree]:
+        if self._clip is None:
+            return gradients
+        norms = [optax.tree.norm(gradient) for gradient in gradients]
+        whole = jnp.sqrt(sum(norm**2 for norm in norms))
+        factors = [jnp.minimum(1, self._clip / jnp.where(by_stage, norm, whole)) for norm in norms]
+        return [jax.tree.map(lambda g, f=f: g * f, gradient) for gradient, f in zip(gradients, factors, strict=True)]
+
+    def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:
+        x, labels = batch
+        blank: Tree = {layer_id: {} for layer_id in self._stack.ids}
+        y, _ = self._stack.apply(self._stack.ids, params, blank, x, key=None, microbatch=0, train=True)
+        total, weight = self._loss(y, labels)
+        return total / weight
+
+    def _without_prediction(self, carry: _Carry) -> Tree:
+        ahead = self._merged([state.ahead for state in carry.ahead])
+        return jax.tree.map(lambda p, a: p[0] - a, carry.versions, ahead)
+
+    def _split(self, tree: Tree) -> list[Tree]:
+        return [{layer_id: tree[layer_id] for layer_id in stage} for stage in self._stages]
+
+    def _merged(self, stages: Sequence[Tree]) -> Tree:
+        return {layer_id: tree for stage in stages for layer_id, tree in stage.items()}

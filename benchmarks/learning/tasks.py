@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 
 import jpipe
@@ -19,7 +18,7 @@ from jpipe_train.models import cross_entropy, layers
 
 Batch = tuple[np.ndarray, np.ndarray]
 
-SEQ_LEN = 64  # bytes per sequence
+SEQ_LEN = 96  # bytes per sequence
 
 
 @dataclass(frozen=True)
@@ -29,29 +28,29 @@ class Task:
     Attributes:
         stack: the model; all layers but the first and the last are equal.
         loss: as `jpipe.Pipeline` takes it; in nats per byte or per image.
-        optimizer: from a learning rate.
+        clip: the largest norm of a gradient, or None without clipping and with a constant learning rate.
         batches: the batches without end, from a seed.
         held_out: (inputs, labels), not among the batches.
     """
 
     stack: jpipe.LayerStack
     loss: Callable[[jax.Array, jax.Array], Any]
-    optimizer: Callable[[float], optax.GradientTransformation]
+    clip: float | None
     batches: Callable[[int], Iterator[Batch]]
     held_out: Batch
 
 
-def make_gpt() -> Task:
-    """Return a GPT of four blocks of width 64, with 240,000 parameters, Adam, and 8 sequences of 64 bytes per batch."""
+def make_gpt(depth: int = 4) -> Task:
+    """Return the byte GPT of `configs/gpt-bytes.yaml` with so many blocks, and 16 sequences of 96 bytes per batch."""
     text = read_bytes(None, 0.05)
     train, held_out = Windows(text.train, SEQ_LEN), Windows(text.validation, SEQ_LEN)
     rng = np.random.default_rng(0)
     return Task(
-        layers.layers(ModelConfig(depth=4, width=64, heads=4, seq_len=SEQ_LEN)),
+        layers.layers(ModelConfig(depth=depth, width=128, heads=4, seq_len=SEQ_LEN)),
         cross_entropy.loss,
-        optax.adam,
-        partial(_shuffled, len(train), 8, lambda rows: _stack(train, rows)),
-        _stack(held_out, rng.choice(len(held_out), 128, replace=False)),
+        1.0,
+        partial(_shuffled, len(train), 16, lambda rows: _stack(train, rows)),
+        _stack(held_out, rng.choice(len(held_out), 256, replace=False)),
     )
 
 
@@ -67,7 +66,7 @@ def make_digits() -> Task:
     return Task(
         jpipe.LayerStack({"in": partial(Dense, 64), **hidden, "out": lambda rngs: nnx.Linear(64, 10, rngs=rngs)}),
         cross_entropy.loss,
-        partial(optax.sgd, momentum=0.9),
+        None,
         partial(_shuffled, len(train), 32, lambda rows: (images[train[rows]], labels[train[rows]])),
         (images[held_out], labels[held_out]),
     )

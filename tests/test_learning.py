@@ -1,0 +1,176 @@
+"""The study of delayed gradients: its emulation equals the pipeline, and a prediction helps where it should."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.learning import __main__ as learning
+from benchmarks.learning import emulation as emulations
+from benchmarks.learning import grid, report
+from benchmarks.learning.emulation import Emulation, delays, warm_up_and_cosine
+from benchmarks.learning.grid import OPTIMIZERS, Row, Variant
+from jpipe import Layer, LayerStack, Pipeline, Plan
+from jpipe.optimizers import compensated_adamw, scale_by_delay
+from tests.jpipe import models, running
+
+D, UPDATES, RATE, CLIP, SLOW_UPDATES = 4, 7, 0.05, 0.3, 5
+STACK = models.plain_stack(D)
+SCHEDULE = warm_up_and_cosine(20)
+PLANS = {
+    "flush": ("pipedream_flush", D, {}),
+    "2BW": ("pipedream_2bw", D, {}),
+    "PipeDream m = 1": ("pipedream", 1, {}),
+    "PipeDream m = d": ("pipedream", D, {}),
+    "vertical sync m = 1": ("pipedream", 1, {"vertical_sync": True}),
+    "vertical sync m = d": ("pipedream", D, {"vertical_sync": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Allow standard promotion, which optax needs."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def emulated(variant, batches, start, optimizer="Adam", rate=RATE, clip=CLIP, schedule=SCHEDULE, momentum=0.9):
+    """Return the result of an emulation that evaluates the first batch after every update."""
+    m, precise = PLANS[variant.schedule][1], np.asarray(batches[0][0]).dtype.type
+    momentum = momentum if variant.momentum is None else variant.momentum
+    recipe = variant.recipe(0, rate, momentum, D, D)
+    recipe = recipe._replace(delays=delays(variant.schedule, D, m), rate=precise(rate), momentum=precise(momentum))
+    data = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *batches)
+    stages = [(layer_id,) for layer_id in STACK.ids]
+    emulation = Emulation(STACK, stages, models.squares, OPTIMIZERS[optimizer].rule, schedule, SLOW_UPDATES, D, clip)
+    return jax.jit(emulation.train)(recipe, start, data, batches[0])
+
+
+def initial(batch):
+    return {layer_id: STACK.init_layer(layer_id, jax.random.key(0), batch[0])[0] for layer_id in STACK.ids}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "prediction", "slow"),
+    [*((schedule, 1.0, False) for schedule in PLANS), ("2BW", 0.0, False), ("PipeDream m = 1", 0.5, True)],
+)
+def test_the_emulation_equals_the_pipeline(schedule, prediction, slow):
+    """In float64, with spike compensation, clipping, and a learning rate that changes."""
+    with jax.enable_x64(True):
+        name, m, fields = PLANS[schedule]
+        optimizer = compensated_adamw(lambda t: RATE * SCHEDULE(t), b2=grid.ADAM_B2, weight_decay=grid.WEIGHT_DECAY)
+        optimizer = optax.chain(optimizer, scale_by_delay(SLOW_UPDATES)) if slow else optimizer
+        clip = {"clip_stage_norm" if schedule.startswith("PipeDream") else "clip_global_norm": CLIP}
+        pipe = Pipeline(
+            STACK,
+            Plan.even(STACK.ids, D, name, m, **fields),
+            models.squares,
+            optimizer,
+            jax.devices()[:D],
+            delay_correction=prediction or None,
+            **clip,
+        )
+        batches = models.batches_of(UPDATES, 2 * D, dtype=np.float64)
+        state = running.fresh(pipe, batches)
+        start = jax.tree.map(np.array, models.on_first_device(pipe.params(state)))  # the steps consume the state
+        for batch in batches:
+            state, _ = pipe.step(state, batch)
+        state = pipe.drain(state)
+        result = emulated(Variant(schedule, "delay", prediction, slow=slow), batches, start)
+        running.check_close(models.on_first_device(pipe.params(state)), jax.tree.map(jnp.subtract, result.params, result.ahead))
+        for worker in state.workers:
+            newest = models.on_first_device(worker.weights.read(worker.weights.newest))
+            running.check_close(newest, {layer_id: result.params[layer_id] for layer_id in newest})
+
+
+def test_without_a_factor_the_prediction_changes_no_bit(monkeypatch):
+    batches = models.batches_of(UPDATES, 2 * D)
+    predicted = emulated(Variant("2BW"), batches, initial(batches[0]))
+
+    zeros = emulations.predict_delay().init
+
+    def identity():
+        return optax.GradientTransformationExtraArgs(zeros, lambda updates, state, params=None, **_: (updates, state))
+
+    monkeypatch.setattr(emulations, "predict_delay", identity, raising=True)
+    plain = emulated(Variant("2BW"), batches, initial(batches[0]))
+    jax.tree.map(np.testing.assert_array_equal, predicted, plain)
+
+
+def last_loss(prediction, rate, momentum):
+    """Return the loss after 80 updates of a quadratic with curvature 1 and a delay of one update; it is 1 at first."""
+    linear = Layer(lambda key, x: ({"w": jnp.ones((3, 3))}, {}), lambda params, state, x, key, train: (x @ params["w"], state))
+    inputs = np.sqrt(4.5) * np.eye(3, dtype=np.float32)
+    batch = inputs, np.zeros((3, 3), np.float32)
+    rule = OPTIMIZERS["SGD"].rule
+    emulation = Emulation(LayerStack({"linear": linear}), [("linear",)], models.squares, rule, lambda t: 1.0, 1, 2, None)
+    recipe = Variant("2BW", prediction=prediction).recipe(0, rate, momentum, 1, 1)
+    data = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (1, 80, *leaf.shape)), batch)
+    (loss,) = jax.jit(emulation.train)(recipe, {"linear": {"w": jnp.ones((3, 3))}}, data, batch).losses
+    return float(loss) / 4.5
+
+
+def test_a_prediction_stabilizes_delayed_gradients_with_momentum_only():
+    """The largest stable steps are 0.1 and with a prediction 0.27 with momentum 0.9, and 1 and with a prediction 0.62 without momentum."""
+    assert last_loss(1.0, 0.2, 0.9) < 0.1 < 10 < last_loss(0.0, 0.2, 0.9)
+    assert last_loss(0.0, 0.8, 0.0) < 0.1 < 10 < last_loss(1.0, 0.8, 0.0)
+
+
+ROWS = [
+    Row("GPT", 4, "Adam", schedule, remedy, rate, seed, 10, [loss + bias for loss in losses])
+    for schedule, remedy, rate, losses in (
+        ("flush", "none", 1e-3, [4.0, 3.0, 2.0, 1.5, 1.0]),
+        ("flush", "none", 1e-2, [4.0, 3.0, 2.0, 2.0, 2.0]),
+        ("2BW", "none", 1e-3, [4.0, 3.5, 3.0, 2.5, 2.0]),
+        ("2BW", "prediction", 1e-3, [4.0, 3.0, 2.5, 2.0, 1.5]),
+        ("2BW", "momentum 0", 1e-3, [4.0, np.nan, np.nan, np.nan, np.nan]),
+    )
+    for seed, bias in enumerate((0.0, 0.1))
+]
+
+
+def test_recipes_are_compared_with_the_best_flush():
+    recipes = report.best_recipes(ROWS, "GPT", 4, "Adam")
+    flush, _, predicted, _ = recipes
+    assert flush.rate == 1e-3
+    assert report.best(recipes) == flush == report.best_flush(recipes)
+    assert report.token_overheads(flush, flush) == [1, 1, 1]
+    assert report.token_overheads(predicted, flush) == pytest.approx([4 / 3, 5 / 4, None])
+    assert report.whole_run_overhead(predicted, flush) == pytest.approx(50 / 40)
+    assert report.gap_closed(recipes, "2BW")["prediction"] == pytest.approx(0.5)
+
+
+def test_tables_and_pictures_are_made_of_the_results_of_a_run(tmp_path, capsys):
+    results, document = tmp_path / "learning.json", tmp_path / "learning.md"
+    results.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in ROWS]}))
+    document.write_text("before\n\n<!-- GPT, 4 stages, Adam -->\n\nafter\n")
+    learning.main(["--from-json", str(results), "--document", str(document), "--pictures", str(tmp_path)])
+    assert "| 2BW | prediction | 0.001 | 1.550 | +0.500 (+0.500 to +0.500) | 1.33 | 1.25 | not reached | 1.25 |" in document.read_text()
+    assert "| 2BW | momentum 0 | 0.001 | diverged | – | – | – | – | – |" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.glob("*.png")} == {"learning-loss.png", "learning-remedies.png"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--parts", "GPT"], "--parts: unknown part 'GPT'; known: digits, 8 stages, SGD; "),
+        (["--updates", "3"], "--updates: expected at least 20, one for each evaluation; found 3"),
+        (["--from-json", "nothing.json"], "--from-json: expected results that this program wrote in 'nothing.json'"),
+    ],
+)
+def test_wrong_options_are_reported(arguments, expected):
+    with pytest.raises(SystemExit, match=expected):
+        learning.main(arguments)
+
+
+@pytest.mark.slow
+def test_a_part_of_the_grid_runs_and_is_written(tmp_path, capsys):
+    results = tmp_path / "learning.json"
+    learning.main(["--parts", "digits, 8 stages, SGD", "--updates", "20", "--json", str(results)])
+    rows = json.loads(results.read_text())["rows"]
+    assert len({row["losses"][-1] for row in rows}) == len(rows) == sum(len(part.variants) for part in grid.SHORT if part.task == "digits")
+    assert capsys.readouterr().out.count("\n| flush") == 2
