@@ -511,7 +511,8 @@ class Pipeline:
             state: any state that is not consumed.
 
         Returns:
-            The norms, over the parameters of all stages; 0 for schedules that flush.
+            The norms, over the parameters of all stages. There is no distance, but NaN, where no stage holds two versions between two
+            steps: under schedules that flush, and under `pipedream` with many microbatches.
 
         Raises:
             InputError: a state that was used already.

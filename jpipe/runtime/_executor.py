@@ -299,7 +299,8 @@ class Executor:
             s, replica = self._plan.workers[w]
             if not replica:
                 versions = worker.weights.versions
-                newest, before = (worker.weights.read(version) for version in (versions[-1], versions[-2:][0]))
+                newest = worker.weights.read(versions[-1])
+                before = worker.weights.read(versions[-2]) if len(versions) > 1 else None
                 squares[s] = delay_squares(stage.functions, *jax.tree.map(arrived, (newest, before, worker.optimizer)))
         return self._exchange.delay_norms(squares)
 

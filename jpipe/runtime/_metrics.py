@@ -99,7 +99,7 @@ class DelayNorms(NamedTuple):
 
     Attributes:
         correction: how far the delay correction has moved the newest weights ahead; 0 without one.
-        distance: how far the two newest weight versions are apart, over the stages that hold two.
+        distance: how far the two newest weight versions are apart, over the stages that hold two; NaN if none does.
     """
 
     correction: jax.Array | RemoteScalar
@@ -308,8 +308,9 @@ def _mean_loss(updates: Sequence[Tree]) -> tuple[jax.Array, jax.Array]:
 @without_mesh()  # it may run only when a number is read
 @jax.jit
 def _norms(squares: list[Number]) -> tuple[jax.Array, jax.Array]:
-    total = jnp.stack(squares).sum(0)
-    return jnp.sqrt(total[0]), jnp.sqrt(total[1])
+    corrections, distances = jnp.stack(squares).T
+    none_holds_two = jnp.isnan(distances).all()
+    return jnp.sqrt(corrections.sum()), jnp.where(none_holds_two, jnp.nan, jnp.sqrt(jnp.nansum(distances)))
 
 
 @without_mesh()  # it may run only when a number is read

@@ -17,8 +17,8 @@ from jpipe.plan import Plan
 from jpipe.programs._instructions import Compute, Update
 from jpipe.runtime._interpreter import Event
 from jpipe.runtime._plain import Plain, checked_dict, from_plain, names_in, overlaid, to_plain, without
-from jpipe.runtime._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.runtime.state import WorkerState, weights_of
+from jpipe.runtime.state._saved_optimizer import masters_in, with_buffers, without_prediction
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._arrays import Arrays, Share, shardings_of
 from jpipe.stages._compiled_stage import CompiledStage

@@ -198,8 +198,8 @@ def _delay(report: Report, picture: bytes | None) -> str:
         values = loss_curve.finite(report.rows, name)[1]
         alt += f" {label.capitalize()}: from {values[0]:.3g} to {values[-1]:.3g}." if len(values) else ""
     caption = (
-        "How far apart the two newest weight versions are, at the stages that keep two, and how far the correction of the delay moves the "
-        "newest one ahead: norms over all parameters."
+        "How far apart the two newest weight versions are, at the stages that hold two between steps, and how far the correction of the "
+        "delay moves the newest one ahead: norms over all parameters."
     )
     return "<h3>Delay of the weights</h3>" + _figure(picture, "small", alt, caption)
 
