@@ -141,7 +141,6 @@ def test_recipes_are_compared_with_the_best_flush():
     assert report.token_overheads(flush, flush) == [1, 1, 1]
     assert report.token_overheads(predicted, flush) == pytest.approx([4 / 3, 5 / 4, None])
     assert report.whole_run_overhead(predicted, flush) == pytest.approx(50 / 40)
-    assert report.gap_closed(recipes, "2BW")["prediction"] == pytest.approx(0.5)
 
 
 def test_tables_and_pictures_are_made_of_the_results_of_a_run(tmp_path, capsys):

@@ -1,6 +1,6 @@
 """Draw the pictures of docs/learning.md."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ def _curves(parts: Sequence[tuple[str, list[Recipe]]]) -> Any:
             of_schedule = [recipe for recipe in recipes if recipe.schedule == schedule]
             if not of_schedule:
                 continue
-            for dashes, recipe in (("--", _plain(of_schedule)), ("-", best(of_schedule))):
-                kind = "best remedy" if dashes == "-" else "none"
+            plain = [("--", "none", recipe) for recipe in of_schedule if recipe.remedy == "none"]
+            for dashes, kind, recipe in (*plain, ("-", "best remedy", best(of_schedule))):
                 labels[f"{schedule}, {kind}"] = _curve(axes, recipe, colour, dashes)
         axes.set_title(title, loc="left", fontsize=10)
         top = best_flush(recipes).mean_curve
@@ -54,10 +54,6 @@ def _curves(parts: Sequence[tuple[str, list[Recipe]]]) -> Any:
         axes.set_visible(False)
     figure.legend(labels.values(), labels.keys(), loc="outside upper left", ncols=4, frameon=False, fontsize=9)
     return figure
-
-
-def _plain(recipes: Iterable[Recipe]) -> Recipe:
-    return next(recipe for recipe in recipes if recipe.remedy == "none")
 
 
 def _curve(axes: Any, recipe: Recipe, colour: str, dashes: str) -> Any:

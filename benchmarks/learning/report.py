@@ -1,7 +1,7 @@
 """Tables of the study: losses at equal updates, and how many more updates a recipe needs for the loss of a flush."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from benchmarks.learning.grid import Row
@@ -115,17 +115,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     """Return the tables of all parts that have a flush."""
     parts = dict.fromkeys((row.task, row.d, row.optimizer) for row in rows if row.schedule == FLUSH)
     return [table(rows, *part) for part in parts]
-
-
-def gap_closed(recipes: Sequence[Recipe], schedule: str) -> Mapping[str, float]:
-    """Return what share of a schedule's gap to the plain flush each remedy closes, each at its best rate."""
-    plain = {recipe.schedule: recipe.loss for recipe in recipes if recipe.remedy == "none"}
-    gap = plain[schedule] - plain[FLUSH]
-    return {
-        recipe.remedy: (plain[schedule] - recipe.loss) / gap
-        for recipe in recipes
-        if recipe.schedule == schedule and recipe.remedy != "none"
-    }
 
 
 def _line(recipe: Recipe, flush: Recipe) -> list[str]:
