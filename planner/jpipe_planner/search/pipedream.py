@@ -18,7 +18,7 @@ TIE = 1e-9
 """Relative difference below which times count as equal: neither profiles nor floating-point sums are more exact."""
 
 _ENOUGH = 1e-2  # relative precision of the least memory, for a problem in which nothing fits
-_SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0, math.inf)  # bounds to try first with limited memory: loose bounds take long
+_SLOWER = (1 + TIE, 1.02, 1.1, 1.5, 3.0, 10.0)  # bounds to try first with limited memory, before none: loose bounds take long
 
 
 def search_pipedream(problem: Problem) -> Partition:
@@ -39,11 +39,11 @@ def search_pipedream(problem: Problem) -> Partition:
     assert problem.memory is not None
     fitting = _Fitting(problem, fast)
     low = fastest.seconds
-    for slower in _SLOWER:
-        fitting_partition = fitting.any_stages(fastest.seconds * slower)
+    for bound in (*(fastest.seconds * slower for slower in _SLOWER), math.inf):
+        fitting_partition = fitting.any_stages(bound)
         if fitting_partition:
             break
-        low = fastest.seconds * slower
+        low = bound
     else:
         return _smallest(problem, fast, fastest)
     best = _squeeze(low, fitting_partition, fitting.any_stages, lambda partition: partition.seconds, TIE)
