@@ -99,7 +99,7 @@ def test_a_file_that_breaks_later_is_named_when_it_is_read(folder):
     dataset = load(folder)
     for file in (folder / "features").glob("train*"):
         np.savez(file, features=np.full((2, 5), np.nan))
-    with pytest.raises(InputError, match=r"train\d\.npz': expected finite features, dataset NaN or infinity; make it again"):
+    with pytest.raises(InputError, match=r"train\d\.npz': expected finite features, found NaN or infinity; make it again"):
         dataset.train[0][0]["features"][:]
 
 
