@@ -47,7 +47,7 @@ def test_a_run_learns_and_writes_its_metrics_and_checkpoints(tiny):
     assert [row["step"] for row in rows] == list(range(60))
     assert [row["step"] for row in rows if "val_loss" in row] == [0, 20, 40, 59]
     assert set(rows[0]) == {"step", "loss", "val_loss", "learning_rate", "version_distance"}
-    assert set(rows[1]) == {"step", "loss", "learning_rate"}
+    assert set(rows[1]) == {"step", "loss", "learning_rate", "version_distance"}
     letters = np.unique(np.frombuffer(SENTENCE, np.uint8), return_counts=True)[1] / len(SENTENCE)
     assert abs(rows[0]["val_loss"] - np.log(256)) < 0.5
     assert rows[-1]["val_loss"] < -(letters * np.log(letters)).sum()  # knows more than how often each letter comes
