@@ -106,8 +106,8 @@ class Pipeline:
             the memory of the parameters once more at the stages with a delay, and does nothing where there is none.
 
     Raises:
-        InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; both ways to clip; a decay
-            or a correction that is none.
+        InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; both ways to clip; an
+            invalid decay or correction.
 
     Example:
         >>> import jax.numpy as jnp
@@ -204,7 +204,7 @@ class Pipeline:
             metrics: as in `evaluate`.
 
         Raises:
-            InputError: a batch that is no (inputs, labels), rows not divisible by the microbatches, layers that do not fit, an
+            InputError: a batch that is not a pair (inputs, labels), rows not divisible by the microbatches, layers that do not fit, an
                 optimizer that cannot be applied layer by layer, a metric that does not fit.
         """
         check_metrics(self.stage_functions(batch)[-1], checked_metrics(metrics))
@@ -313,9 +313,9 @@ class Pipeline:
         return Snapshot(self.plan, batch, self._executor.stages)
 
     def step(self, state: State, batch: Batch, *, observe: Observer | None = None) -> tuple[State, Metrics]:
-        """Feed one batch: m microbatches enter the pipeline, and whatever can be computed then is dispatched.
+        """Feed one batch: m microbatches enter the pipeline, and every computation that is ready is dispatched.
 
-        Asynchronous schedules do not finish all of it: the rest stays in flight in the state.
+        Asynchronous schedules do not finish all of it: the remaining work stays in flight in the state.
 
         Ctrl-C does not lose the state. Before the step begins to write over arrays, KeyboardInterrupt is raised at once and `state` is
         as it was. After that the step is dispatched to its end first, and so it is if `observe` raises. The caller then still has `state`:
@@ -386,6 +386,9 @@ class Pipeline:
         check_observer(observe)
         with isolated_context():
             executor, current, carried = self._running(state)
+            if current is state and current.start == current.batch:  # nothing is consumed
+                with delayed_signals():
+                    return (executor.average(state), carried) if with_metrics else executor.average(state)
 
             def drained(current: State, observe: Observer | None) -> tuple[State, Metrics]:
                 after, metrics = executor.drain(current, observe)

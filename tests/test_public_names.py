@@ -18,7 +18,7 @@ OF_PYTHON = ("_replace", "_asdict", "_fields", "_make", "_exit")  # of named tup
 
 
 def private_names(source: str, package: str = "") -> Iterator[str]:
-    """Yield `line N: name` for each use of a private name of another package than `own`."""
+    """Yield `line N: name` for each use of a private name of another package than `package`."""
     tree = ast.parse(source)
     modules: dict[str, str] = {}  # by the local name
     for node in ast.walk(tree):

@@ -1,8 +1,7 @@
 """SOAP: Adam in the eigenbases of the gradients' covariances.
 
-The decompositions that refresh the bases are a part of every n-th update. In a pipeline all stages make them at the same updates, so their
-time is lost once. If each stage made them at other updates, the remaining stages would wait for it, and their time would be lost up to once
-for each stage.
+Every n-th update decomposes matrices to refresh the bases. In a pipeline all stages do that at the same updates, so that its time is lost
+once. If the stages refreshed at different updates, all others would wait for each of them.
 
 Reference:
     Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson, Kakade: SOAP: Improving and Stabilizing Shampoo using Adam, 2024,

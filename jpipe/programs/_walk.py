@@ -10,7 +10,7 @@ _NEED_SUM = Update, SumSquares, TakeShared, AddShared
 
 
 class ProgramError(ValueError):
-    """A program that does not run as its schedule says; the message ends with the grid up to the violation."""
+    """A program that violates its schedule; the message ends with the grid up to the violation."""
 
 
 class Violation(Exception):

@@ -37,7 +37,7 @@ def place_on(device: jax.Device, mesh: FrozenMapping[int]) -> Place:
     """Return a place for a mesh, on this device or on the first ones of its kind in this process.
 
     Raises:
-        InputError: there are not so many.
+        InputError: too few devices exist.
     """
     here = [other for other in jax.local_devices(backend=device.platform) if other.device_kind == device.device_kind]
     size = math.prod(mesh.values())

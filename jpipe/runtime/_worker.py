@@ -50,7 +50,7 @@ class RunResults(NamedTuple):
 Data = dict[tuple[str, int], Tree]
 """What workers load, by name (inputs or labels) and microbatch."""
 
-_Part = tuple[int, str, int]  # of the state of a worker: the worker, "weights", "microbatch", "update" or "layer state", and a number
+_Part = tuple[int, str, int]  # a part of the state: its worker, its kind (see `Worker.read_part`), and the number of it
 ConsumedArrays = Consumed[_Part]
 
 
@@ -95,7 +95,7 @@ class Worker:
         sets_aside, global_norm: as in `Program`, for its stage.
         shared: as in `Program`.
         microbatch_shift, version_shift: to be added to the numbers of the program for those of the run.
-        compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `of`.
+        compiled, functions, calls: of its stage; what depends on the shapes of a microbatch is in `stage_for`.
         stages, buckets: as given to `run`, for its stage.
         transport: to and from other workers.
         frozen: the frozen parameters, which all versions share.
@@ -145,7 +145,7 @@ class Worker:
         """Return the bucket of a microbatch."""
         return self.buckets(k // self.plan.microbatches)
 
-    def of(self, k: int) -> CompiledStage:
+    def stage_for(self, k: int) -> CompiledStage:
         """Return the compiled stage for the shapes of a microbatch."""
         return self.stages[self.bucket(k)]
 
@@ -158,7 +158,7 @@ class Worker:
         """Count the arrays of the state that is consumed. Donation deletes the optimizer state and accumulators."""
         state = self.state
         numbers = {"weights": state.weights.versions, "microbatch": state.microbatches, "update": state.updates, "layer state": (0,)}
-        for part in [(self.number, kind, number) for kind, own in numbers.items() for number in own]:
+        for part in [(self.number, kind, number) for kind, numbers_of_kind in numbers.items() for number in numbers_of_kind]:
             self.consumed.add(part, self.read_part(part))
 
     def read_part(self, part: _Part) -> Tree:
@@ -175,7 +175,7 @@ class Worker:
 
     def delete_unused(self) -> None:
         """Delete the arrays of consumed states that the last instruction was the last to need."""
-        self.consumed.refresh(self.changed_parts, self.read_part)
+        self.consumed.recount(self.changed_parts, self.read_part)
         self.changed_parts.clear()
 
     def delete_state(self) -> None:
@@ -184,9 +184,13 @@ class Worker:
             leaf.delete()
 
     def changed(self, kind: str, number: int = 0) -> None:
-        """Note that the instruction has changed a part of the state, if that may delete arrays of a consumed state."""
+        """Note that the instruction has changed a part of the state, if that may delete arrays of a consumed state.
+
+        If an instruction moves arrays from one part into another, it must change the first one first: a part without counted arrays is
+        noted only after one that has some.
+        """
         part = self.number, kind, number
-        if self.changed_parts or part in self.consumed.parts:  # arrays may have moved from a part that was noted before into this one
+        if self.changed_parts or part in self.consumed.parts:
             self.changed_parts.append(part)
 
     def used_microbatch(self, k: int) -> None:
@@ -225,7 +229,7 @@ class Worker:
             return
         k, version = i.microbatch + self.microbatch_shift, i.version + self.version_shift
         microbatch, params, before = state.microbatches[k], state.weights.read(version), state.layer_state
-        stage, reads = self.of(k) if self.has_buckets else self.compiled, self.take(op, microbatch)
+        stage, reads = self.stage_for(k) if self.has_buckets else self.compiled, self.take(op, microbatch)
         functions, rng = stage.functions, (np.uint32(k), state.key) if self.has_rng else (None, None)
         sums = (self.donated_accumulators(params),) if op.finishes else ()
         scale = (state.scale(version),) if op.parts != "F" else ()
@@ -440,7 +444,7 @@ class Worker:
 
     def evaluate(self, i: Compute) -> None:
         """Run an evaluation; the last stage reports its results."""
-        state, k, stage = self.state, i.microbatch, self.of(i.microbatch) if self.has_buckets else self.compiled
+        state, k, stage = self.state, i.microbatch, self.stage_for(i.microbatch) if self.has_buckets else self.compiled
         microbatch = state.microbatches[k]
         inputs = self.take(OPS[i.op], microbatch)
         rng = (np.uint32(k), state.key) if stage.functions.evaluation_rng[1] is not None else (None, None)

@@ -49,7 +49,7 @@ def has_nesterov(transformation: Any) -> bool:
 
 
 def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
-    """Say how a mask or labels given as dicts differ from the structure of the model, or return an empty string.
+    """Return how a mask or labels given as dicts differ from the structure of the model, or an empty string.
 
     Args:
         transformation: where masks are looked for.

@@ -124,7 +124,7 @@ class PendingUpdates:
     """Updates that wait for the sum over all replicas, or for other stages.
 
     Those that wait only for a sum are at most two per worker: once there is a second one, the first is made before anything else, so that
-    a worker never holds the gradients of three batches. Those that wait for other stages are made when the route says.
+    a worker never holds the gradients of three batches. Those that wait for other stages are made at the times given by the route.
     """
 
     def __init__(self, plan: Plan, available: Availability, listing: Listing, route: Route | None, waits: Sequence[bool]) -> None:

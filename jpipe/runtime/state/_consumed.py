@@ -33,7 +33,7 @@ class Consumed(Generic[Part]):
             self._uses.setdefault(id(leaf), 0)
         self._count(part, leaves)
 
-    def refresh(self, parts: Sequence[Part], read: Callable[[Part], Tree]) -> None:
+    def recount(self, parts: Sequence[Part], read: Callable[[Part], Tree]) -> None:
         """Delete what is no longer held after an instruction that has changed these parts, which `read` returns."""
         before = [self.parts.pop(part) for part in parts if part in self.parts]
         for part in dict.fromkeys(parts) if before else ():
@@ -47,7 +47,7 @@ class Consumed(Generic[Part]):
                     self._arrays[key].delete()
 
     def keep(self, tree: Tree) -> None:
-        """Never delete these arrays: something else than the workers' states holds them."""
+        """Never delete these arrays: something other than the workers' states holds them."""
         for leaf in jax.tree.leaves(tree) if self._uses else ():
             self._uses.pop(id(leaf), None)
 

@@ -21,7 +21,7 @@ class Microbatch:
         output: the output of the stage, until it is sent.
         message: the gradient message from the next stage; at the last stage the output of its forward.
         gradient: the gradient message for the previous stage, until it is sent.
-        stash: (remaining residuals, stash) of the first half of the backward, for the second half.
+        stash: what the first half of the backward leaves for the second: (its other arguments, the stash).
     """
 
     inputs: Tree = None

@@ -93,7 +93,7 @@ class State:
     buckets: tuple[int, ...] = field(metadata={"static": True}, default=())
 
     def __repr__(self) -> str:
-        return f"State({self._facts()})"
+        return f"State({self._facts()})" if not is_consumed(self) else f"State(before batch {self.batch}, already consumed)"
 
     def _repr_html_(self) -> str:
         head = "worker", "weight versions", "weights", "optimizer state", "accumulators and layer state", "buffers"

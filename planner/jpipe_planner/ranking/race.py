@@ -33,15 +33,15 @@ class Outcome(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A candidate in the queue, ordered by the lower bound on its seconds per row, then by rank."""
+    """A candidate in the queue, ordered by the lower bound on its seconds per row, then by place in the ranking."""
 
     seconds_per_row: float
-    number: int  # among the candidates, sorted by rank
+    number: int  # among the candidates, sorted by place in the ranking
     bounds: int  # how many of the bounds are known
 
 
 class Race:
-    """A race of candidates.
+    """Simulates candidates in the order of their bounds until none can be faster.
 
     Attributes:
         finished: candidates that were simulated and fit.
@@ -64,7 +64,7 @@ class Race:
         Args:
             profile: the profile of the model.
             topology: the topology.
-            candidates: candidates, sorted by rank.
+            candidates: candidates, sorted by place in the ranking.
             simulate: simulates one candidate.
             known: outcomes of earlier simulations.
             kinds: the number of kinds of which one candidate is simulated, for comparison.

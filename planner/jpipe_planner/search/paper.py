@@ -17,7 +17,7 @@ from jpipe_planner.search.partition import Partition, Placed, Problem, evaluate_
 
 @dataclass(frozen=True)
 class _Solved:
-    """One level: A and T by number of components, each an array over first layer and one past the last; inf without layers."""
+    """One level: A and T by number of components, each an array over first layer and one past the last; infinite for an empty range."""
 
     best: list[Any]
     alone: list[Any]

@@ -71,6 +71,18 @@ def test_after_a_drain_all_replicas_hold_the_mean_of_what_each_has_made(name):
     np.testing.assert_allclose(ends[0], np.mean(own_means(pipe.plan, batches), axis=0), rtol=1e-5, atol=1e-6)
 
 
+def test_a_drain_with_nothing_in_flight_does_not_consume_the_state():
+    """The returned state has means of layer state that the passed one lacks, but no array of the passed one is deleted."""
+    pipe = pipeline(2, "pipedream", 4)
+    batch = models.batches_of(1, 4 * models.ROWS)[0]
+    state = pipe.init(jax.random.key(0), batch)
+    drained, metrics = pipe.drain(state, with_metrics=True)
+    assert drained.averaged
+    assert not metrics.losses
+    following, _ = pipe.step(state, batch)
+    assert following.batch == 1
+
+
 @pytest.mark.parametrize(("schedule", "fields"), [("pipedream_2bw", {}), ("pipedream", {"vertical_sync": True}), ("pipedream", {})])
 def test_an_evaluation_in_flight_reads_the_mean_and_leaves_each_replica_its_own(schedule, fields):
     pipe = pipeline(2, schedule, 4, **fields)

@@ -67,7 +67,7 @@ def optimizer(config: OptimizerConfig, steps: int, params: Tree) -> optax.Gradie
 
 
 def same_at_all_stages(config: OptimizerConfig) -> OptimizerConfig:
-    """Return a config whose optimizer has as much state and work, for a plan with any number of stages."""
+    """Return a config whose optimizer has as much state and work per parameter, for a plan with any number of stages."""
     first = {name: values[0] for name, values in config.per_stage.items()}
     rate = first.pop("learning_rate", config.learning_rate)
     return config.model_copy(update={"per_stage": {}, "learning_rate": rate, "arguments": config.arguments | first})

@@ -53,7 +53,7 @@ class Preemption:
 
     @property
     def signal(self) -> int | None:
-        """The signal that this process or, as far as it knows, another one received, else None. After a signal time is short."""
+        """The signal that a process of the run has received, or None. After a signal time is short."""
         if self._received is None and self._processes is not None and self._processes.has_message(_CAME):
             self._signal_elsewhere = self._signal_elsewhere or int(self._processes.receive(_CAME)[0])
         return self._received or self._signal_elsewhere

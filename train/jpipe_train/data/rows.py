@@ -130,7 +130,7 @@ def _stacked(rows: Callable[[int, int], list[list[Any]]], number: int, spec: Any
 
 
 def when_sliced(specs: Tree, make: Callable[[], Tree]) -> Tree:
-    """Return a batch of these shapes that is made, as a whole, when the first of its rows are read.
+    """Return a batch of these shapes that is created as a whole when its first rows are read.
 
     Args:
         specs: shape and dtype of each of its arrays.
