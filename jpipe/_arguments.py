@@ -125,15 +125,19 @@ def check_ema_decay(ema_decay: Any, plan: Plan) -> None:
         )
 
 
+_LARGEST_FACTOR = 100
+
+
 def checked_delay_factor(delay_correction: Any) -> float | None:
     """Return the factor of the prediction, or None without correction."""
     if delay_correction is None or delay_correction == "predict":
         return None if delay_correction is None else 1.0
-    if not _is_number(delay_correction) or not 0 <= delay_correction < math.inf:
+    number = delay_correction.item() if getattr(delay_correction, "shape", None) == () else delay_correction
+    if not _is_number(number) or not 0 <= number <= _LARGEST_FACTOR:
         raise InputError(
-            f"delay_correction: expected 'predict', or a finite number of at least 0 such as 0.5, found {short(delay_correction)}"
+            f"delay_correction: expected 'predict', or a number from 0 to {_LARGEST_FACTOR} such as 0.5, found {short(delay_correction)}"
         )
-    return float(delay_correction)
+    return float(number)
 
 
 def log_correction(plan: Plan, optimizer: optax.GradientTransformation, factor: float) -> None:
@@ -143,8 +147,8 @@ def log_correction(plan: Plan, optimizer: optax.GradientTransformation, factor: 
         log.info("delay_correction: it does nothing, because no gradients are late under the schedule '%s'", plan.schedule)
     elif factor > 0.5 and has_nesterov(optimizer):
         log.warning(
-            "delay_correction: expected at most 0.5 with an optimizer that has Nesterov's momentum, which looks ahead itself, found %g; "
-            "at a delay of 1 update 0.5 is best",
+            "delay_correction: %g is large for an optimizer with Nesterov's momentum, which looks ahead itself; try 0.5 as well, "
+            "which is stable at higher learning rates",
             factor,
         )
 

@@ -100,10 +100,11 @@ class Pipeline:
             At least 0 and below 1; not with `Plan.shard_optimizer`.
         precision: the dtypes of parameters, computations and accumulated gradients, and the loss scale.
         delay_correction: correct the delay of gradients under schedules that do not flush: "predict", or a number in place of 1, the
-            factor of `jpipe.optimizers.predict_delay`. Each update moves the weights ahead by the last update as often as the stage's
-            gradients are late (`Plan.delay`), after everything else. `evaluate`, `predict`, `params` and the moving average give the
-            weights without this prediction. It needs an optimizer with momentum; for one that is Nesterov already, 0.5 is best. It takes
-            the memory of the parameters once more at the stages with a delay, and does nothing where there is none.
+            factor of `jpipe.optimizers.predict_delay`. After everything else each update adds λ times itself to the weights, where λ is the
+            stage's delay in updates (`Plan.delay`), and takes out what the update before had added. `evaluate`, `predict`, `params` and
+            the moving average give the weights without this prediction. It needs an optimizer with momentum; with Nesterov's momentum
+            try 0.5 as well. It takes the memory of the parameters once more at the stages with a delay, and does nothing where there is
+            none.
 
     Raises:
         InputError: the plan does not fit the model or the devices, or its schedule cannot clip or skip batches; both ways to clip; an

@@ -1,10 +1,13 @@
-"""Weight prediction: move the weights ahead by the last update, as far as the next gradients will be late."""
+"""Weight prediction: move the weights ahead along the last update, by the delay of the next gradients."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jpipe.errors import InputError
 
 Tree = Any
 
@@ -33,7 +36,7 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
     out again.
 
     Make it the last transformation of a chain, after the learning rate. It needs an optimizer with momentum: without one it makes training
-    less stable. After an optimizer that looks ahead itself, such as Nesterov's momentum, 0.5 is the best factor for a delay of 1.
+    less stable. After an optimizer that looks ahead itself, such as Nesterov's momentum, try 0.5, too.
 
     `jpipe.Pipeline(…, delay_correction="predict")` applies the same rule, and evaluates the weights without the prediction.
 
@@ -43,6 +46,9 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
     Returns:
         A transformation whose `update` takes the keyword `delay`, the delay of the gradients in updates, a scalar. Its state is a
         `PredictDelayState` with one array for each parameter, zeros at first.
+
+    Raises:
+        InputError: `factor` is not a number of at least 0.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -54,6 +60,8 @@ def predict_delay(factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
 
     Reference: Zmushko et al., One-Step Gradient Delay is Not a Barrier (2026), arXiv:2606.30634.
     """
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        raise InputError(f"predict_delay: expected a factor of at least 0 such as 0.5, found {factor!r}")
 
     def init(params: Tree) -> PredictDelayState:
         return PredictDelayState(jax.tree.map(jnp.zeros_like, params))

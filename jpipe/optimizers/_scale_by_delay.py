@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from jpipe.errors import InputError
+
 Tree = Any
 
 
@@ -31,9 +33,14 @@ def scale_by_delay(steps: int) -> optax.GradientTransformationExtraArgs:
     Returns:
         A transformation whose `update` takes `delay`, τ.
 
+    Raises:
+        InputError: `steps` is not a whole number of at least 1.
+
     Reference:
         Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training, 2019, https://arxiv.org/abs/1910.05124.
     """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise InputError(f"scale_by_delay: expected steps of at least 1, found {steps!r}")
 
     def init(params: Tree) -> ScaleByDelayState:
         return ScaleByDelayState(jnp.zeros([], jnp.int32))

@@ -16,14 +16,13 @@ from jpipe.model.layerwise._trace import (
     TracedOptimizer,
     coupled_layers,
     frozen_leaves,
-    has_momentum,
     position_spec,
     read_position,
     trace_optimizer,
     used_while_frozen,
 )
-from jpipe.model.layerwise._transformation import instead_of, unfit_mask
-from jpipe.model.layerwise._trial import difference, sample_layers, tiny_array
+from jpipe.model.layerwise._transformation import constructors_of, instead_of, unfit_mask
+from jpipe.model.layerwise._trial import difference, has_momentum, sample_layers, tiny_array
 
 Tree = Any
 
@@ -83,7 +82,7 @@ def find_layerwise(
             raise _not_layerwise(reason, transformation)
     _check_without_parameters(layerwise, specs)
     if predicts and trained.has_any(specs):
-        _check_momentum(traced, specs)
+        _check_correction(layerwise, blank, tiny)
     return replace(layerwise, has_masters=has_masters, structured=_placers(ties, specs, layerwise.trained))
 
 
@@ -99,13 +98,22 @@ def _failure(transformation: optax.GradientTransformation, specs: Mapping[str, T
     )
 
 
-def _check_momentum(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> None:
-    """Check that an optimizer keeps something of earlier gradients, from which a prediction is made."""
-    if not has_momentum(traced, specs):
+def _check_correction(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], tiny: Mapping[str, Tree]) -> None:
+    """Check that delays can be corrected: that the optimizer has momentum, and makes each update from one batch and without prediction."""
+    constructors = constructors_of(layerwise.transformation)
+    if "MultiSteps" in constructors:
         raise InputError(
-            "optimizer: delay_correction needs one with momentum, found one that keeps nothing of earlier gradients; without momentum "
-            "the prediction makes training less stable: leave it out, or use momentum, as optax.sgd(…, momentum=0.9) or optax.adamw(…) do"
+            "optimizer: delay_correction assumes that every batch makes an update, found optax.MultiSteps; use more microbatches instead"
         )
+    if "predict_delay" in constructors:
+        raise InputError("optimizer: it has a predict_delay already; leave that out, or delay_correction")
+    with optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
+        if has_momentum(layerwise, blank, tiny):
+            return
+    raise InputError(
+        "optimizer: delay_correction needs momentum, found an optimizer whose updates depend on the newest gradient only; without momentum "
+        "the prediction makes training less stable: leave it out, or use momentum, as optax.sgd(…, momentum=0.9) or optax.adamw(…) do"
+    )
 
 
 def _placers(ties: Ties, specs: Mapping[str, Tree], trained: Subset) -> dict[str, Callable[[Tree], tuple[str, Tree]]]:

@@ -75,19 +75,6 @@ def read_position(traced: TracedOptimizer) -> tuple[str, ...]:
     return tuple(name for name, mark in zip(traced.position, marks, strict=True) if mark & used)
 
 
-def has_momentum(traced: TracedOptimizer, specs: Mapping[str, Tree]) -> bool:
-    """Return whether any array of the state that is as large as a parameter depends on gradients."""
-    shapes = {leaf.shape for leaf in jax.tree.leaves(dict(specs))}
-    count = len(jax.tree.leaves(dict(specs)))
-    remaining = len(traced.update.jaxpr.invars) - count
-    results = reached(traced.update.jaxpr, [1] * count + [0] * remaining)[count:]
-    outputs = traced.update.out_avals[count:]
-    return any(
-        mark and is_of_parameter and output.shape in shapes
-        for mark, is_of_parameter, output in zip(results, traced.of_parameter, outputs, strict=True)
-    )
-
-
 def _reached(traced: TracedOptimizer, marks: list[int]) -> list[int]:
     """Return for each leaf of the updates the marks of all gradients and parameters that it depends on, at any step."""
     of_state = reached(traced.init.jaxpr, marks)

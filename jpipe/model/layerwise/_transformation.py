@@ -31,8 +31,12 @@ _INSTEAD = (
 
 def instead_of(transformation: Any) -> str:
     """Name replacements for functions of optax that a pipeline cannot use, or return an empty string."""
-    constructors = {function.__qualname__.partition(".")[0] for function in _functions(transformation)}
-    return "; ".join(dict.fromkeys(words for names, words in _INSTEAD if names & constructors))
+    return "; ".join(dict.fromkeys(words for names, words in _INSTEAD if names & constructors_of(transformation)))
+
+
+def constructors_of(transformation: Any) -> set[str]:
+    """Return the names of the functions and classes that made the parts of a transformation."""
+    return {function.__qualname__.partition(".")[0] for function in _functions(transformation)}
 
 
 def has_nesterov(transformation: Any) -> bool:

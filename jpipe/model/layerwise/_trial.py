@@ -64,6 +64,26 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
     return ""
 
 
+def has_momentum(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params: Mapping[str, Tree]) -> bool:
+    """Return whether gradients of zero still move parameters of zero after other gradients; also if these move nothing yet.
+
+    Args:
+        layerwise: the optimizer.
+        blank: the structure of the whole model.
+        params: tiny parameters.
+    """
+    zeros = {**blank, **jax.tree.map(jnp.zeros_like, params)}
+    extra = {name: jnp.asarray(1, dtype) for name, dtype in (("delay", np.float32), ("stage", np.int32)) if name in layerwise.takes}
+    state = _prepared(layerwise.transformation.init, zeros)(zeros)
+    update = _prepared(lambda gradients, state: layerwise.transformation.update(gradients, state, zeros, **extra), zeros, state)
+    moved = [False, False]
+    for step in range(_NAN_STEP):
+        is_late = step >= _NAN_STEP // 2
+        updates, state = update(zeros if is_late else {**blank, **_gradients(params, step)}, state)
+        moved[is_late] |= any(np.any(_to_numpy(leaf)) for leaf in jax.tree.leaves(updates))
+    return moved[True] or not moved[False]
+
+
 class _Run:
     """A run of one optimizer on one tree."""
 

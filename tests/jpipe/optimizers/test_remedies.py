@@ -17,6 +17,7 @@ from jpipe.optimizers import (
     compensated_muon,
     compensated_sgd,
     per_stage,
+    predict_delay,
     scale_by_compensated_adam,
     scale_by_delay,
     scale_by_torch_nadam,
@@ -282,3 +283,15 @@ LAYERWISE = {
 def test_works_layer_by_layer(name):
     specs = {layer: {"kernel": jax.ShapeDtypeStruct((4, 3), np.float32), "bias": jax.ShapeDtypeStruct((3,), np.float32)} for layer in "abc"}
     find_layerwise(LAYERWISE[name], {**specs, "act": {}})
+
+
+@pytest.mark.parametrize("steps", [0, -3, True])
+def test_scale_by_delay_needs_a_number_of_updates(steps):
+    with pytest.raises(InputError, match="scale_by_delay: expected steps of at least 1, found"):
+        scale_by_delay(steps)
+
+
+@pytest.mark.parametrize("factor", [-1, float("nan"), True])
+def test_predict_delay_needs_a_factor(factor):
+    with pytest.raises(InputError, match=r"predict_delay: expected a factor of at least 0 such as 0\.5, found"):
+        predict_delay(factor)

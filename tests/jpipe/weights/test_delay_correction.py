@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import jpipe
 from jpipe import InputError, Pipeline, Plan, Precision
 from jpipe._arguments import checked_delay_factor
 from jpipe.model.layerwise._transformation import has_nesterov
@@ -425,19 +426,47 @@ def test_an_optimizer_that_does_not_read_them_is_compiled_as_before():
 
 @pytest.mark.parametrize(
     "optimizer",
-    [optax.sgd(0.1), optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), optax.sign_sgd(0.1)],
-    ids=["sgd", "decay", "sign"],
+    [
+        optax.sgd(0.1),
+        optax.sgd(0.1, momentum=0.0),
+        optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+        optax.sign_sgd(0.1),
+        optax.rmsprop(0.1),
+        optax.adam(0.1, b1=0.0),
+    ],
+    ids=["sgd", "sgd, momentum 0", "decay", "sign", "rmsprop", "adam, b1 0"],
 )
 def test_an_optimizer_without_momentum_is_refused(optimizer):
     batch = models.masked_batches(1, 3)[0]
-    with pytest.raises(InputError, match="optimizer: delay_correction needs one with momentum, found one that keeps nothing"):
+    with pytest.raises(InputError, match="optimizer: delay_correction needs momentum, found an optimizer whose updates depend on"):
         pipeline(plan_of("2BW"), optimizer=optimizer).check(batch)
     pipeline(plan_of("flush"), optimizer=optimizer).check(batch)
 
 
-@pytest.mark.parametrize("value", ["Predict", -0.5, float("nan"), float("inf"), True, [1]])
+def test_an_optimizer_that_is_warming_up_has_momentum():
+    rate = optax.warmup_cosine_decay_schedule(0.0, 0.1, 100, 1000)
+    pipeline(plan_of("2BW"), optimizer=optax.adam(rate)).check(models.masked_batches(1, 3)[0])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+            "assumes that every batch makes an update, found",
+        ),
+        (optax.chain(optax.adam(0.1), jpipe.optimizers.predict_delay()), "it has a predict_delay already"),
+    ],
+    ids=["MultiSteps", "predict_delay"],
+)
+def test_an_optimizer_whose_updates_cannot_be_corrected_is_refused(optimizer, message):
+    with pytest.raises(InputError, match=message):
+        pipeline(plan_of("2BW"), optimizer=optimizer).check(models.masked_batches(1, 3)[0])
+
+
+@pytest.mark.parametrize("value", ["Predict", -0.5, float("nan"), float("inf"), 1e39, 10**400, True, [1]])
 def test_a_correction_that_is_none_is_refused(value):
-    with pytest.raises(InputError, match=r"delay_correction: expected 'predict', or a finite number of at least 0 such as 0\.5, found"):
+    with pytest.raises(InputError, match=r"delay_correction: expected 'predict', or a number from 0 to 100 such as 0\.5, found"):
         checked_delay_factor(value)
 
 
@@ -450,7 +479,7 @@ def test_a_correction_that_goes_too_far_or_does_nothing_is_logged(caplog):
         pipeline(plan_of("flush"), correction="predict").init(jax.random.key(0), batch)
     warning, note = (record for record in caplog.records if "delay_correction" in record.message)
     assert (warning.levelname, note.levelname) == ("WARNING", "INFO")
-    assert "expected at most 0.5 with an optimizer that has Nesterov's momentum, which looks ahead itself, found 1" in warning.message
+    assert "delay_correction: 1 is large for an optimizer with Nesterov's momentum" in warning.message
     assert "it does nothing, because no gradients are late under the schedule 'pipedream_flush'" in note.message
 
 

@@ -166,9 +166,9 @@ def test_a_file_that_is_not_a_config(refused, file, message):
         ("optimizer.delay_correction=-1", r"tiny.yaml --set \S+: optimizer.delay_correction: expected predict, or a number .*, found -1"),
         (
             "optimizer={delay_correction: predict, accumulate_batches: 2}",
-            r"tiny.yaml --set .*: optimizer: delay_correction: expected accumulate_batches 1, found 2; an update would be predicted to ",
+            r"tiny.yaml --set .*: optimizer: delay_correction: expected accumulate_batches 1, found 2; the correction assumes that ",
         ),
-        ("optimizer={name: sgd, delay_correction: 0.5}", r"optimizer: delay_correction needs one with momentum, found one that keeps"),
+        ("optimizer={name: sgd, delay_correction: 0.5}", r"optimizer: delay_correction needs momentum, found an optimizer whose updates"),
         ("optimizer.clip_stage_norm=-1", r"tiny.yaml --set \S+: optimizer.clip_stage_norm: expected greater than 0, found -1"),
         (
             "optimizer={clip_global_norm: 1, clip_stage_norm: 2}",

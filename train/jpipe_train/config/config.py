@@ -207,8 +207,8 @@ class OptimizerConfig(Section):
     def _corrects_each_update(self) -> "OptimizerConfig":
         if self.delay_correction is not None and self.accumulate_batches > 1:
             raise ValueError(
-                f"delay_correction: expected accumulate_batches 1, found {self.accumulate_batches}; an update would be predicted to follow "
-                "in the next batch; use more microbatches instead"
+                f"delay_correction: expected accumulate_batches 1, found {self.accumulate_batches}; the correction assumes that "
+                "every batch makes an update; use more microbatches instead"
             )
         return self
 
