@@ -105,7 +105,10 @@ def run(
         for each in workers.values() if consume else ():
             each.delete_state()
         raise
-    return {w: worker.state.freeze() for w, worker in workers.items()}, results
+    else:
+        return {w: worker.state.freeze() for w, worker in workers.items()}, results
+    finally:
+        workers.clear()  # they refer to each other, and would keep arrays until the garbage collector comes
 
 
 def read_data(program: Program, workers: Container[int], batches: Mapping[str, Tree], rows_each: int) -> Data:
