@@ -27,7 +27,7 @@ def stopped(tmp_path_factory):
 
 
 @pytest.fixture
-def again(stopped, tmp_path):
+def copied_run(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path / "run")
     return tmp_path
 

@@ -31,7 +31,7 @@ from jpipe_train.run import loop, training
 from tests.train.conftest import SENTENCE, changed
 
 FILES = {".lock", "config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "trace.json", "report.html"}
-FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory")}
+FILES |= {f"{name}.png" for name in ("loss", "timeline", "memory", "delay")}
 
 
 def rows_of(folder) -> list[dict]:
@@ -73,7 +73,7 @@ def test_metrics_of_a_validation_are_logged_and_shown(tiny, capsys):
     metrics = {"accuracy": "accuracy", "lost": "tests.train.metrics:lost"}
     rows = rows_of(loop.main(changed(tiny | {"eval": {"metrics": metrics}, "optimizer": {"learning_rate": 0.1}})).folder)
     assert [list(row) for row in rows] == [
-        ["step", "loss", *(["val_loss", "val_accuracy"] if step % 2 == 0 else []), "learning_rate"] for step in range(5)
+        ["step", "loss", *(["val_loss", "val_accuracy"] if step % 2 == 0 else []), "version_distance", "learning_rate"] for step in range(5)
     ]
     assert rows[0]["val_accuracy"] < rows[-1]["val_accuracy"] < 1
     output = capsys.readouterr().out
