@@ -192,7 +192,7 @@ TWO_BW = (
     Variant("2BW", nesterov=1.0, prediction=0.5),
     Variant("2BW", nesterov=1.0, prediction=1.0),
 )
-MANY = (
+PIPEDREAM_M_IS_D = (
     Variant("PipeDream m = d"),
     Variant("PipeDream m = d", prediction=1.0),
     Variant("PipeDream m = d", nesterov=1.0),
@@ -200,7 +200,7 @@ MANY = (
     Variant("PipeDream m = d", nesterov=1.0, prediction=0.5),
     Variant("PipeDream m = d", nesterov=1.0, prediction=0.5, clip="all"),
 )
-ONE = (
+PIPEDREAM_M_IS_1 = (
     Variant("PipeDream m = 1"),
     Variant("PipeDream m = 1", prediction=1.0),
     Variant("PipeDream m = 1", nesterov=1.0),
@@ -213,13 +213,25 @@ PLAIN = (Variant("flush"), Variant("2BW"), Variant("PipeDream m = d"), Variant("
 WITHOUT_MOMENTUM = tuple(Variant("2BW", prediction=prediction, momentum=0.0) for prediction in (0.0, 1.0))
 
 FULL = (
-    Part("GPT", 4, "Adam", (*FLUSH, *CONTROL, *TWO_BW, *MANY, *ONE)),
-    Part("GPT", 4, "Muon", (*FLUSH, *CONTROL, *TWO_BW, *MANY, *ONE[:6])),
-    Part("GPT", 8, "Adam", (*FLUSH, TWO_BW[0], TWO_BW[2], TWO_BW[3], MANY[0], MANY[2], MANY[4], *ONE), (1e-3,)),
-    Part("GPT", 8, "Muon", (*FLUSH, TWO_BW[0], TWO_BW[2], TWO_BW[3], MANY[0], MANY[2], MANY[4], *ONE[:6]), (3e-3,)),
+    Part("GPT", 4, "Adam", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_1)),
+    Part("GPT", 4, "Muon", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_1[:6])),
+    Part(
+        "GPT",
+        8,
+        "Adam",
+        (*FLUSH, TWO_BW[0], TWO_BW[2], TWO_BW[3], PIPEDREAM_M_IS_D[0], PIPEDREAM_M_IS_D[2], PIPEDREAM_M_IS_D[4], *PIPEDREAM_M_IS_1),
+        (1e-3,),
+    ),
+    Part(
+        "GPT",
+        8,
+        "Muon",
+        (*FLUSH, TWO_BW[0], TWO_BW[2], TWO_BW[3], PIPEDREAM_M_IS_D[0], PIPEDREAM_M_IS_D[2], PIPEDREAM_M_IS_D[4], *PIPEDREAM_M_IS_1[:6]),
+        (3e-3,),
+    ),
     Part("GPT", 4, "NAdam of PyTorch", PLAIN),
     Part("GPT", 8, "NAdam of PyTorch", PLAIN, (1e-3,)),
-    Part("digits", 8, "SGD", (*FLUSH, *CONTROL, *TWO_BW, *MANY, *ONE, *WITHOUT_MOMENTUM)),
+    Part("digits", 8, "SGD", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_1, *WITHOUT_MOMENTUM)),
     Part("GPT", 8, "SOAP", (PLAIN[0], PLAIN[1], PLAIN[3]), (3e-3,)),
     Part("GPT", 4, "SOAP", PLAIN, (3e-3,)),
 )
@@ -227,9 +239,9 @@ FULL = (
 # With one seed and one rate this takes half an hour on two cores.
 SHORT_SEEDS = 1
 SHORT = (
-    Part("digits", 8, "SGD", (*FLUSH, *TWO_BW[:2], *MANY[:2], *ONE[:2]), (0.01,)),
-    Part("GPT", 4, "Adam", (FLUSH[0], FLUSH[1], TWO_BW[0], TWO_BW[1], TWO_BW[4], MANY[4]), (2e-3,)),
-    Part("GPT", 4, "Muon", (FLUSH[1], TWO_BW[2], TWO_BW[3], MANY[4]), (3e-3,)),
+    Part("digits", 8, "SGD", (*FLUSH, *TWO_BW[:2], *PIPEDREAM_M_IS_D[:2], *PIPEDREAM_M_IS_1[:2]), (0.01,)),
+    Part("GPT", 4, "Adam", (FLUSH[0], FLUSH[1], TWO_BW[0], TWO_BW[1], TWO_BW[4], PIPEDREAM_M_IS_D[4]), (2e-3,)),
+    Part("GPT", 4, "Muon", (FLUSH[1], TWO_BW[2], TWO_BW[3], PIPEDREAM_M_IS_D[4]), (3e-3,)),
 )
 
 

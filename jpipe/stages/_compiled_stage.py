@@ -94,7 +94,7 @@ class CompiledStage:
             kind: of the update.
             retired: the version into whose memory it writes, if it does.
             params, optimizer, accumulators, norm: as of the stage function `update`.
-            made_at: the number of the update.
+            number: of the update.
 
         Returns:
             The results of the stage function `update`, and `done`. With a share the new params are those of the share alone. Frozen
