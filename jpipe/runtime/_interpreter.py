@@ -76,8 +76,7 @@ def run(
         The new states, and the losses, norms and evaluations.
     """
     plan, results, consumed = program.plan, RunResults({}, {}, {}, {}), ConsumedArrays()
-    if is_on():
-        stages = checked(plan, stages)
+    stages = checked(plan, stages) if is_on() else stages
     workers: dict[int, Worker] = {}
     for w, state in states.items():
         workers[w] = Worker(program, w, shift, stages[w], buckets, state, transport, data, workers, results, consumed)
@@ -99,14 +98,13 @@ def run(
             if observe is not None:
                 observe(Event(shifted(instruction, plan, shift), worker.done, worker.state.freeze()))
                 worker.done = None
+        return {w: worker.state.freeze() for w, worker in workers.items()}, results
     except BaseException:
         transport.forget()
         consumed.delete()
         for each in workers.values() if consume else ():
             each.delete_state()
         raise
-    else:
-        return {w: worker.state.freeze() for w, worker in workers.items()}, results
     finally:
         workers.clear()  # they refer to each other, and would keep arrays until the garbage collector comes
 
