@@ -1,0 +1,1 @@
+"""Layers cut from a traced model."""
