@@ -69,6 +69,5 @@ def batch(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def loss(outputs: tuple[jax.Array, jax.Array], labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the summed cross-entropy with one hundredth of the routers' losses for each token, and the number of tokens."""
     logits, balances = outputs
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum() + 0.01 * labels.size * balances.sum(), jnp.asarray(
-        labels.size
-    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.sum() + 0.01 * labels.size * balances.sum(), jnp.asarray(labels.size)

@@ -1,5 +1,7 @@
 """A U-Net in Flax NNX: three resolutions, batch norm, and a skip connection at each but the lowest."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,7 @@ class UNet(nnx.Module):
     """Images [b, h, w, channels] in, one logit a pixel out, [b, h, w]."""
 
     def __init__(self, inputs: int, channels: tuple[int, ...], *, rngs: nnx.Rngs):
-        pairs = list(zip(channels, channels[1:], strict=False))
+        pairs = list(itertools.pairwise(channels))
         self.first = Block(inputs, channels[0], rngs=rngs)
         self.down = nnx.List([Block(high, low, rngs=rngs) for high, low in pairs])
         self.grow = nnx.List([nnx.ConvTranspose(low, high, (2, 2), (2, 2), rngs=rngs) for high, low in reversed(pairs)])
