@@ -1,0 +1,1 @@
+"""Layers cut from a whole model that was written for no pipeline."""
