@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jpipe.model.traced._flatten import Leaf, flatten
+from jpipe.model.traced._flatten import Leaf, flatten, stack_slices, take_slice
 
 L, D = 3, 4
 
@@ -27,22 +27,14 @@ def flat_of(function, leaves, *inputs, **options):
 
 
 def evaluate(flat, leaves, *inputs):
-    """Return the outputs of a flat jaxpr, slices stacked again."""
+    """Return the outputs of a flat jaxpr, with their slices stacked again."""
     tree = jax.tree.leaves(leaves)
-    values = jex.jaxpr_as_fun(flat.closed)(*(tree[leaf.number][leaf.index] for leaf in flat.leaves), *jax.tree.leaves(inputs))
-    outputs = []
+    arguments = [take_slice(leaf, tree[leaf.number]) for leaf in flat.leaves]
+    values = jex.jaxpr_as_fun(flat.closed)(*arguments, *jax.tree.leaves(inputs))
+    outputs = {}
     for leaf, value in zip(flat.results, values, strict=True):
-        if leaf.number == len(outputs):
-            outputs.append({})
-        outputs[leaf.number][leaf.index] = value
-
-    def stacked(slices, index=()):
-        if index in slices:
-            return slices[index]
-        count = 1 + max(one[len(index)] for one in slices if one[: len(index)] == index)
-        return jnp.stack([stacked(slices, (*index, i)) for i in range(count)])
-
-    return [stacked(slices) for slices in outputs]
+        outputs.setdefault(leaf.number, {})[leaf] = value
+    return [stack_slices(slices, jnp.stack) for slices in outputs.values()]
 
 
 def check_equal(function, leaves, *inputs, **options):
@@ -91,8 +83,8 @@ X = (2, D)
 @pytest.mark.parametrize("length", [1, L])
 def test_a_scan_over_layers_is_unrolled(length, options, float64):
     flat = check_equal(lambda p, x: scanned(p, x, **options), params(length), draw(*X))
-    assert flat.leaves == tuple(Leaf(number, (i,)) for number in range(2) for i in range(length))
-    assert flat.results == (Leaf(0, ()),)
+    assert flat.leaves == tuple(Leaf(number, (i,), (0,)) for number in range(2) for i in range(length))
+    assert flat.results == (Leaf(0),)
     assert primitives(flat) == ["dot_general", "tanh", "mul", "add"] * length or "broadcast_in_dim" in primitives(flat)
     assert not {"scan", "slice", "concatenate"} & set(primitives(flat))
 
@@ -163,29 +155,50 @@ def by_numbers(p, x):
     return x
 
 
+def inner_axis(p, x):
+    return scanned([jnp.moveaxis(leaf, 1, 0) for leaf in p], x)
+
+
+def two_axes(p, x):
+    return nested([jnp.moveaxis(-leaf, 2, 1) for leaf in p], x)
+
+
 CASES = {
-    "nested": (nested, (2, 3), 2),
-    "reshaped": (reshaped, (6,), 1),
-    "flattened": (flattened, (2, 3), 2),
-    "remat": (rematerialized, (3,), 1),
-    "remat of groups": (rematerialized_groups, (6,), 1),
-    "cast": (cast, (3,), 1),
-    "cast, nested": (cast_nested, (2, 3), 2),
-    "calls": (called, (3,), 1),
-    "halves": (halves, (6,), 1),
-    "backwards": (backwards, (3,), 1),
-    "outputs of layers": (per_layer_outputs, (3,), 1),
-    "read as a whole": (read_as_a_whole, (3,), 1),
-    "numbers": (with_numbers, (3,), 1),
-    "skips": (skips, (3,), 1),
-    "by numbers": (by_numbers, (3,), 0),
+    "nested": (nested, (2, 3), (0, 1)),
+    "reshaped": (reshaped, (6,), (0,)),
+    "flattened": (flattened, (2, 3), (0, 1)),
+    "remat": (rematerialized, (3,), (0,)),
+    "remat of groups": (rematerialized_groups, (6,), (0,)),
+    "cast": (cast, (3,), (0,)),
+    "cast, nested": (cast_nested, (2, 3), (0, 1)),
+    "calls": (called, (3,), (0,)),
+    "halves": (halves, (6,), (0,)),
+    "backwards": (backwards, (3,), (0,)),
+    "outputs of layers": (per_layer_outputs, (3,), (0,)),
+    "read as a whole": (read_as_a_whole, (3,), (0,)),
+    "numbers": (with_numbers, (3,), (0,)),
+    "skips": (skips, (3,), (0,)),
+    "by numbers": (by_numbers, (3,), (0,)),
 }
+
+
+def check_case(function, p, axes):
+    flat = check_equal(function, p, draw(*X))
+    assert flat.axes == {0: axes, 1: axes}
+    assert not {"scan", "jit", "pjit"} & set(primitives(flat))
+    return flat
 
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_equal_the_models(name, float64):
-    function, lengths, depth = CASES[name]
-    flat = check_equal(function, params(*lengths), draw(*X))
-    assert flat.depths == {0: depth, 1: depth}
-    assert not {"scan", "jit", "pjit"} & set(primitives(flat))
+    function, lengths, axes = CASES[name]
+    check_case(function, params(*lengths), axes)
+
+
+@pytest.mark.oldest
+def test_layers_may_be_stacked_along_any_axes(float64):
+    flat = check_case(inner_axis, (draw(D, L, D), draw(D, L)), (1,))
+    assert "concatenate" not in primitives(flat)
+    assert flat.leaves[1] == Leaf(0, (1,), (1,))
+    check_case(two_axes, (draw(2, D, L, D), draw(2, D, L)), (0, 2))
