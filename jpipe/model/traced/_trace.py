@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, describe, key_spec
@@ -109,12 +110,15 @@ def _outputs(specs: Tree, results: Sequence[Leaf], values: Sequence[Any]) -> Tre
 
 
 def stacked(spec: jax.ShapeDtypeStruct, slices: Mapping[tuple[int, ...], Any]) -> Any:
-    """Return an array from its slices by their index, or its spec where some are missing."""
+    """Return an array from its slices by their index, or its spec where some are missing. Slices on several devices are stacked on the host."""
     if () in slices:
         return slices[()]
     if not slices or len(slices) < math.prod(spec.shape[: len(next(iter(slices)))]):
         return spec
-    return jnp.stack([slices[index] for index in sorted(slices)]).reshape(spec.shape)
+    parts = [slices[index] for index in sorted(slices)]
+    if not any(isinstance(part, jax.core.Tracer) for part in parts) and len({part.sharding for part in parts}) > 1:
+        return np.stack([np.asarray(part) for part in parts]).reshape(spec.shape)
+    return jnp.stack(parts).reshape(spec.shape)
 
 
 def paths_of(tree: Tree) -> list[Path]:
