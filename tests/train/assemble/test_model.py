@@ -382,7 +382,7 @@ def test_a_mistake_in_a_model_is_reported(name, arguments, message):
 def test_a_target_may_be_a_whole_model(target, arguments, ids):
     config = ModelConfig(target=f"own_parts:{target}", arguments=arguments)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        stack = model.layers(config, 8, inputs=lambda: np.zeros((8, 2), np.float32))
+        stack = model.layers(config, 8, None, None, lambda: np.zeros((8, 2), np.float32))
         widths = [spec.output.shape[-1] for spec in stack.specs(jax.ShapeDtypeStruct((4, 2), np.float32)).values()]
     assert stack.ids == ids
     assert widths == [arguments.get("width", 4), 1]
@@ -394,7 +394,7 @@ def test_the_arguments_of_a_whole_model_are_checked():
         ({"rngs": 1}, "is given by jpipe"),
     ):
         with pytest.raises(jpipe.InputError, match=message):
-            model.layers(ModelConfig(target="own_parts:Net", arguments=arguments), 8, inputs=lambda: np.zeros((8, 2), np.float32))
+            model.layers(ModelConfig(target="own_parts:Net", arguments=arguments), 8, None, None, lambda: np.zeros((8, 2), np.float32))
 
 
 def test_a_loss_takes_its_arguments():
