@@ -94,6 +94,8 @@ class Builder:
 
     def transposed_aval(self, aval: Any, permutation: tuple[int, ...]) -> Any:
         """Return the shape and dtype of a transposed array."""
+        if permutation == tuple(sorted(permutation)):
+            return aval
         function = functools.partial(lax.transpose, permutation=permutation)
         return self._template(("transpose", permutation), function, [aval]).jaxpr.outvars[0].aval
 

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
@@ -13,6 +13,7 @@ from jpipe.model.jaxprs._dependence import body_of, is_literal, scan_parts
 from jpipe.model.jaxprs._wanted import UNKNOWN
 from jpipe.model.traced._builder import Builder
 from jpipe.model.traced._stacked import (
+    MOST,
     Divided,
     Elementwise,
     Joined,
@@ -42,7 +43,8 @@ _ELEMENTWISE = frozenset(
 """Primitives whose parameters do not depend on shapes."""
 
 
-class Leaf(NamedTuple):
+@dataclass(frozen=True)
+class Leaf:
     """A leaf of a tree, or a slice of one.
 
     Attributes:
@@ -169,7 +171,7 @@ def _results(builder: Builder, equation: Any, inputs: list[Value]) -> Sequence[V
     name = equation.primitive.name
     if name in _INLINED and not equation.params.get("name", "").startswith(CUT):
         return _run(builder, *body_of(equation), inputs)
-    if name == "scan" and equation.params["length"] and _is_over_layers(builder, equation, inputs):
+    if name == "scan" and 0 < equation.params["length"] <= MOST and _is_over_layers(builder, equation, inputs):
         return _scan(builder, equation, inputs)
     if any(isinstance(value, Lazy) for value in inputs):
         result = _of_slices(builder, equation, inputs)
@@ -231,8 +233,8 @@ def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | 
     source, *more = inputs
     if not isinstance(source, Lazy) or not math.prod(source.aval.shape):
         return None
-    before, after = source.aval.shape, getattr(aval, "shape", ())
-    if name == "dynamic_slice" and after[1:] == before[1:]:
+    before, after = tuple(source.aval.shape), tuple(getattr(aval, "shape", ()))
+    if name == "dynamic_slice" and after[1:] == before[1:] and before[0] <= MOST:
         start = builder.numbers(whole(more[0]))
         if start is None:
             return None
@@ -246,7 +248,7 @@ def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | 
 def _moved(builder: Builder, equation: Any, source: Lazy) -> Value | None:
     """Return the result of an equation that moves the numbers of a value, or None for another one."""
     name, params, aval = equation.primitive.name, equation.params, equation.outvars[0].aval
-    before, after = source.aval.shape, getattr(aval, "shape", ())
+    before, after = tuple(source.aval.shape), tuple(getattr(aval, "shape", ()))
     if name == "transpose":
         return transposed(builder, source, tuple(params["permutation"]))
     if name == "squeeze":

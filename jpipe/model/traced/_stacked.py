@@ -8,6 +8,9 @@ from typing import Any
 from jpipe.model.jaxprs._wanted import bind
 from jpipe.model.traced._builder import Atom, Builder, Fixed
 
+MOST = 512
+"""The most slices into which a leaf is split along one axis, so that a scan over words or time steps stays one equation."""
+
 
 class Lazy(ABC):
     """A value of which each slice can be read alone.
@@ -155,7 +158,7 @@ class View(Lazy):
 
     def __init__(self, aval: Any, source: Lazy, equation: Any, more: Sequence[Atom] = ()):
         self.source, self.equation, self.more = source, equation, more
-        super().__init__(source.builder, aval, source.of_leaf)
+        super().__init__(source.builder, aval, source.of_leaf and source.aval.shape[0] <= MOST)
 
     def _make(self) -> Atom:
         if self.equation is not None and 0 not in self.source.axes():
