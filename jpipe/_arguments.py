@@ -48,6 +48,14 @@ def params_or_specs(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) 
     }
 
 
+def initial_arrays(params: Mapping[str, Tree], stack: LayerStack, specs: Mapping[str, LayerSpec]) -> dict[str, tuple[Tree, Tree]]:
+    """Return (parameters, state) of all layers: arrays of `params`, else those that the model begins with, else shapes."""
+    explicit, of_model = params_or_specs(params, specs), params_or_specs(stack._initial, specs)
+    chosen = jax.tree.map(lambda leaf, other: other if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, explicit, of_model)
+    stack.ties.check_values(chosen)
+    return {layer_id: (chosen[layer_id], stack._initial_state.get(layer_id, spec.state)) for layer_id, spec in specs.items()}
+
+
 def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:
     """Return the parameters of a layer as a plain tree: of an NNX module or an `nnx.State` its `nnx.Param`s.
 

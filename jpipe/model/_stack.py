@@ -9,11 +9,11 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from jpipe.context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, shortened
-from jpipe.model._adapters import adapt, is_constructor
+from jpipe.model._adapters import adapt, initial_arrays, is_constructor, layers_by_id
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, with_arrays
 from jpipe.model._ties import Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
@@ -28,6 +28,7 @@ class LayerStack:
 
     A layer is given as
     - a callable with a parameter named `rngs`: the constructor of a Flax NNX module, `lambda rngs: nnx.Linear(4, 8, rngs=rngs)`;
+    - an NNX module that is built: a run begins with its arrays, which are not copied here, and the module stays as it is;
     - a Flax Linen module;
     - any other callable: a function of the layer's input, without parameters;
     - a `Layer`, for everything else.
@@ -38,7 +39,8 @@ class LayerStack:
     Random numbers, in initialization, training and evaluation, depend on (key, layer id, microbatch) only, never on where the stack is cut.
 
     Args:
-        layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it.
+        layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it. The ids of a list, a
+            tuple, an `nnx.List`, an `nnx.Sequential` or a Linen `Sequential` are "0", "1" and so on.
         ties: which layers share parameters. Each stage that uses a shared parameter holds a copy; their gradients are summed.
         carries_rows: whether layers keep a state of each row from batch to batch, so that no stage can have replicas, which see other rows.
 
@@ -52,9 +54,10 @@ class LayerStack:
     """
 
     @without_mesh()
-    def __init__(self, layers: Mapping[str, Any], ties: Iterable[Tie] = (), *, carries_rows: bool = False) -> None:
-        if not isinstance(layers, Mapping):
-            raise InputError(f"LayerStack: expected a dict of layers by id, found {type(layers).__name__}; give {{'layer id': layer, …}}")
+    def __init__(
+        self, layers: Mapping[str, Any] | Sequence[Any] | nnx.Module | linen.Module, ties: Iterable[Tie] = (), *, carries_rows: bool = False
+    ) -> None:
+        layers = layers_by_id(layers)
         if not list(layers):  # a length may be wrong
             raise InputError("LayerStack: expected at least one layer, found none")
         for layer_id in layers:
@@ -66,6 +69,9 @@ class LayerStack:
             if id(layer) not in same:
                 same[id(layer)] = adapt(layer_id, layer)
         self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, same[id(layer)]) for layer_id, layer in layers.items()}
+        arrays = {layer_id: initial for layer_id, layer in layers.items() if (initial := initial_arrays(layer_id, layer)) is not None}
+        self._initial = {layer_id: params for layer_id, (params, _) in arrays.items()}  # what a run begins with, by layer id
+        self._initial_state = {layer_id: state for layer_id, (_, state) in arrays.items()}
         self._object_ids = {layer_id: id(layer) for layer_id, layer in layers.items()}
         self._alive = list(layers.values())  # so that no id() is used twice
         self._known: dict[Any, LayerSpec] = {}
@@ -247,11 +253,22 @@ def _reject_untrainable(layer_id: str, params: Tree) -> None:
 
 
 def _reject_shared_modules(layers: Mapping[str, Any]) -> None:
-    """Raise `InputError` for two NNX constructors that return the same module or variable, from a closure."""
+    """Raise `InputError` for two NNX modules with the same variable, built or returned by constructors, from a closure."""
     constructors = {layer_id: layer for layer_id, layer in layers.items() if is_constructor(layer)}
+    seen: dict[int, str] = {}
+
+    def see(layer_id: str, module: nnx.Module) -> None:
+        params = {id(node): ".".join(map(str, path)) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
+        for identity, name in params.items():
+            if identity in seen:
+                raise _shared(seen[identity], layer_id, name)
+        seen.update(dict.fromkeys(params, layer_id))
+
+    for layer_id, layer in layers.items():
+        if isinstance(layer, nnx.Module):
+            see(layer_id, layer)
 
     def record(key: jax.Array) -> None:
-        seen: dict[int, str] = {}
         alive = []  # keeps the built modules alive, so that an id() is not used twice
         calls = Counter[int]()
         for layer_id, layer in constructors.items():
@@ -262,9 +279,7 @@ def _reject_shared_modules(layers: Mapping[str, Any]) -> None:
                 with nnx.use_eager_sharding(False):
                     module = layer(rngs=nnx.Rngs(key))
                 alive.append(module)
-                for path, node in nnx.iter_graph(module):
-                    if isinstance(node, nnx.Param) and seen.setdefault(id(node), layer_id) != layer_id:
-                        raise _shared(seen[id(node)], layer_id, ".".join(str(part) for part in path))
+                see(layer_id, module)
             except (InputError, KeyboardInterrupt):
                 raise
             except BaseException:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id
