@@ -42,7 +42,8 @@ def nnx_functions(where: str, constructor: Callable[..., nnx.Module], num_inputs
 
     with callers_code(lambda error: f"{where}: its constructor fails: {cause(error)}; fix it there"):
         specs = jax.eval_shape(trace, key_spec())
-    return _functions(where, *traced[0], lambda key: _split(_build(where, constructor, key))[1:], specs, num_inputs)
+    kind, graphs = traced[0]
+    return _functions(where, kind, graphs, lambda key: _split(_build(where, constructor, key))[1:], specs, num_inputs)
 
 
 def built_functions(where: str, module: nnx.Module, num_inputs: int | None = None) -> "NnxFunctions":
@@ -91,7 +92,8 @@ def _functions(where: str, kind: type, graphs: Any, make: Callable[[jax.Array], 
     call = functools.partial(getattr(kind, "__call__"), None)  # noqa: B004, B009 - the method, which takes the module
     mode = modes(where, call, lambda parameter: parameter.default is None, num_inputs)
     randomness = Randomness() if num_inputs is None else Randomness.of(call)
-    return NnxFunctions(where, make, graphs, mode, randomness, *specs, num_inputs)
+    params, rngs, state = specs
+    return NnxFunctions(where, make, graphs, mode, randomness, params, rngs, state, num_inputs)
 
 
 @dataclass(frozen=True)

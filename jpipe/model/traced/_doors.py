@@ -99,7 +99,8 @@ def _open_nnx(functions: NnxFunctions) -> Whole:
         params, _, state = nnx.split_state(tree, nnx.Param, nnx.RngState, ...)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
-    return whole(functions.layer(), *(functions.initial or specs), functions.module, trees)
+    params, state = functions.initial or specs
+    return whole(functions.layer(), params, state, functions.module, trees)
 
 
 def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -> Whole:
@@ -110,18 +111,18 @@ def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -
     def trees(tree: Any) -> tuple[Tree, Tree]:
         """Return the collection "params" and the others, of all variables or of the parameters alone."""
         tree = linen.meta.unbox(flax.core.unfreeze(tree))
-        is_params = not isinstance(tree, dict) or jax.tree.structure(tree) == jax.tree.structure(specs[0])
-        if is_params or not {"params", *specs[1]} & tree.keys():
+        has_their_structure = jax.tree.structure(tree) == jax.tree.structure(specs[0])  # type: ignore[operator]
+        if not isinstance(tree, dict) or has_their_structure or not {"params", *specs[1]} & tree.keys():
             return tree, {}
         return tree.get("params", {}), {name: collection for name, collection in tree.items() if name != "params"}
 
-    arrays = specs
+    params, state = specs
     if variables is not None:
-        arrays = matched("variables: params", specs[0], trees(variables)[0]), matched("variables", specs[1], trees(variables)[1])
-        flat = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=lambda leaf: leaf is None)[0]
+        params, state = matched("variables: params", params, trees(variables)[0]), matched("variables", state, trees(variables)[1])
+        flat = jax.tree_util.tree_flatten_with_path((params, state), is_leaf=lambda leaf: leaf is None)[0]
         if missing := next((path for path, leaf in flat if leaf is None), None):
             raise InputError(f"variables: expected '{path_name(missing[1:])}', found none; give all that module.init returns")
-    return whole(layer, *arrays, lambda params, state: {"params": params, **state}, trees)
+    return whole(layer, params, state, lambda params, state: {"params": params, **state}, trees)
 
 
 def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], state: Tree | None) -> Whole:
