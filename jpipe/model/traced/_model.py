@@ -339,7 +339,10 @@ def cut_model(
     parts = parts_of(read, leaves, marks)
     having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in (*part.params, *part.state)} | writers
     homes = tuple(having[leaf] for leaf in range(len(leaves.leaves)))
-    return TracedModel(whole, specs, inputs, parts, chain, positions, leaves, homes, _as_is, fresh)
+    traced = TracedModel(whole, specs, inputs, parts, chain, positions, leaves, homes, _as_is, fresh)
+    if evaluation.leaves == leaves:
+        traced._traces.update({(*_hashable(inputs), train, *context()): trace for train, trace in ((True, training), (False, evaluation))})
+    return traced
 
 
 def _as_is(params: Tree) -> Tree:
