@@ -54,7 +54,7 @@ def _candidates(chain: Chain, paths: Sequence[Path]) -> list[int]:
     forbidden, widths = forbidden_positions(chain), chain.widths
     candidates = []
     for first, second in itertools.pairwise(readers(chain)):
-        before, after = ({paths[leaf][:-1] for leaf in _params(chain, chain.reads[number])} for number in (first, second))
+        before, after = ({paths[leaf][:-1] or paths[leaf] for leaf in _params(chain, chain.reads[number])} for number in (first, second))
         allowed = [position for position in range(first + 1, second + 1) if not forbidden[position] and before != after]
         if allowed:
             candidates.append(min(allowed, key=lambda position: (widths[position], -position)))
@@ -151,8 +151,9 @@ _NUMBERED = re.compile(r"(?:.*_)?\d+")
 
 def _to_number(path: Path, count: int) -> Path:
     """Return the path to its number of that count, or without a number to its last part."""
-    numbered = [i for i, part in enumerate(path[:-1]) if _NUMBERED.fullmatch(part)]
-    return path[: numbered[min(count, len(numbered)) - 1] + 1] if numbered else path[:-1]
+    module = path[:-1] or path
+    numbered = [i for i, part in enumerate(module) if _NUMBERED.fullmatch(part)]
+    return path[: numbered[min(count, len(numbered)) - 1] + 1] if numbered else module
 
 
 def _numbers(path: Path) -> int:
