@@ -520,7 +520,8 @@ class Pipeline:
         Args:
             state: any state that is not consumed.
             weights: as in `evaluate`.
-            device: where its arrays are; by default JAX's default device. A model that is larger than one device fits `jax.devices("cpu")[0]`.
+            device: where its arrays are, such as `jax.devices("cpu")[0]` for a model that is larger than one accelerator; by default JAX's
+                default device.
 
         Raises:
             InputError: the layers were not cut from a model, a process that does not have all of them, a state that was used already, or
