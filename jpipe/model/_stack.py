@@ -4,6 +4,7 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, get_args
 
 import flax
@@ -74,6 +75,7 @@ class LayerStack:
         self._known: dict[Any, LayerSpec] = {}
         self.traced: TracedModel | None = None
         self.whole: Whole | None = None
+        self._abstract: InputError | None = None  # why the model cannot make its parameters
         _reject_shared_owners(self.layers)
         self.ties = Ties(ties, self.ids)
         self.carries_rows = carries_rows
@@ -161,9 +163,16 @@ class LayerStack:
             specs = jax.tree.map(spec_of, inputs)
         except TypeError:
             raise InputError(f"from_model: expected example inputs that are arrays of numbers, found {describe(inputs)}") from None
-        whole = opened(specs)
-        x = specs[0] if len(specs) == 1 else specs
-        return cls._of_traced(cut_model(whole.layer, x, granularity, cuts, whole.params is None), whole)
+        whole, x = opened(specs), specs[0] if len(specs) == 1 else specs
+        abstract = None
+        if whole.params is None:
+            try:
+                jax.eval_shape(whole.layer.init, key_spec(), x)
+            except InputError as error:  # it says how to begin
+                abstract = error
+        stack = cls._of_traced(cut_model(whole.layer, whole.specs, x, granularity, cuts, whole.params is None and not abstract), whole)
+        stack._abstract = abstract
+        return stack
 
     @classmethod
     def _of_traced(cls, traced: TracedModel, whole: Whole | None) -> "LayerStack":
@@ -181,7 +190,66 @@ class LayerStack:
             prepare: applied to the parameters of each layer.
         """
         assert self.traced is not None
-        return self._of_traced(self.traced.recut(change, prepare), self.whole)
+        stack = self._of_traced(self.traced.recut(change, prepare), self.whole)
+        stack._abstract = self._abstract
+        return stack
+
+    def initial_params(self, params: Tree | None) -> Tree:
+        """Return the parameters with which a run begins, by layer id: those given to `Pipeline.init`, or else the weights of the model.
+
+        Args:
+            params: by layer id, or in the tree of the model that the layers were cut from; None: nothing given.
+        """
+        if self.traced is None or self.whole is None:
+            return {} if params is None else params
+        if params is None and self._abstract is not None:
+            raise self._abstract
+        if params is None:
+            return {layer_id: tree for layer_id, (tree, _) in self._initial.items()}
+        if isinstance(params, Mapping) and set(params) <= set(self.ids):
+            return params
+        return {layer_id: tree for layer_id, (tree, _) in self._by_layer(*self.whole.from_user(params)).items()}
+
+    @cached_property
+    def initial_state(self) -> dict[str, Tree]:
+        """The layer state with which a run begins, by layer id, if the model that the layers were cut from has arrays."""
+        return {layer_id: state for layer_id, (_, state) in self._initial.items()}
+
+    @cached_property
+    def _initial(self) -> dict[str, tuple[Tree, Tree]]:
+        if self.whole is None or self.whole.params is None:
+            return {}
+        return self._by_layer(self.whole.params, self.whole.state)
+
+    def _by_layer(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
+        """Return the parameters and state of each layer from those of the whole model, with None in place of what there is not."""
+        assert self.traced is not None
+        filled = jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, self.traced.specs, (params, state))
+        return self.traced.split(*filled)
+
+    def whole_params(self, params: Mapping[str, Tree]) -> Tree:
+        """Return parameters by layer id in the tree of the model that the layers were cut from."""
+        assert self.traced is not None
+        assert self.whole is not None
+        return self.whole.to_user(self.traced.join(params, {})[0])
+
+    def whole_model(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> Any:
+        """Return the model that the layers were cut from with these arrays, by layer id.
+
+        Raises:
+            InputError: there is none, or arrays of it are missing.
+        """
+        if self.traced is None or self.whole is None:
+            raise InputError(
+                "model: expected layers that were cut from a model by LayerStack.from_model, found a dict of layers; use params"
+            )
+        joined = self.traced.join(params, state)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(joined)):
+            raise InputError(
+                "model: expected a process that has all layers, found one of several processes; save a checkpoint with "
+                "jpipe.checkpoints.save, and load it in one process"
+            )
+        return self.whole.rebuild(*joined)
 
     @property
     def ids(self) -> tuple[str, ...]:

@@ -10,9 +10,7 @@ import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.model.jaxprs._dependence import is_literal
-
-MARK = "jpipe_cut["
-"""How the name of the function begins that marks a cut."""
+from jpipe.model.traced._flatten import CUT as MARK
 
 
 @dataclass(frozen=True)

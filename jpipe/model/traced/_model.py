@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.model._layer import Layer, describe, key_spec, spec_of
@@ -17,7 +18,7 @@ from jpipe.model.traced._chain import Chain
 from jpipe.model.traced._cuts import Granularity, Path, choose_cuts
 from jpipe.model.traced._names import Part, parts_of, path_in, tree_of
 from jpipe.model.traced._segments import Segment, segments_of
-from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, trace_model
+from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, stacked, trace_model
 
 Tree = Any
 
@@ -30,13 +31,13 @@ class _Cut:
         segments: in training (True) and in evaluation (False).
         carries: the specs of what passes before each layer; in one of the two a value may be missing.
         slots: in training and in evaluation, for each layer the positions in its carry of what its segment takes.
-        outputs: the treedef of the model's outputs.
+        outputs: makes the outputs of the model from what the last segment gives.
     """
 
     segments: Mapping[bool, Sequence[Segment]]
     carries: Sequence[tuple[jax.ShapeDtypeStruct, ...]]
     slots: Mapping[bool, Sequence[tuple[int, ...]]]
-    outputs: Any
+    outputs: Callable[[Sequence[Any]], Tree]
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,25 @@ class TracedModel:
 
     Attributes:
         whole: the model as one layer.
+        specs: of the parameters and the layer state of the whole model.
         inputs: the specs of the inputs for which it was traced first.
         parts: its layers.
         chain: its first trace, in training.
         positions: where that is cut.
         leaves: its parameters and layer state.
+        homes: for each of them the number of the layer that has it first, or that writes it.
         prepare: applied to the parameters of a layer before its equations; casts them.
         fresh: whether `whole.init` makes the parameters; if not, they are given as arrays, and layers are initialized with zeros.
     """
 
     whole: Layer
+    specs: tuple[Tree, Tree]
     inputs: Tree
     parts: tuple[Part, ...]
     chain: Chain
     positions: tuple[int, ...]
     leaves: Leaves
+    homes: tuple[int, ...]
     prepare: Callable[[Tree], Tree]
     fresh: bool
     _cuts: dict[Any, _Cut] = field(default_factory=dict, compare=False)
@@ -95,16 +100,16 @@ class TracedModel:
 
     def ties(self) -> list[Tie]:
         """Return the ties: of each parameter that several layers read."""
-        first: dict[int, tuple[str, str]] = {}
-        ties = []
-        for part in self.parts:
-            paths = [self.leaves.paths[leaf] for leaf in part.params]
-            for leaf, path in zip(part.params, paths, strict=True):
-                place = part.id, path_in(paths, path)
-                if leaf in first:
-                    ties.append(Tie(first[leaf], place))
-                first.setdefault(leaf, place)
-        return ties
+        places = [
+            {leaf: (part.id, path_in([self.leaves.paths[each] for each in part.params], self.leaves.paths[leaf])) for leaf in part.params}
+            for part in self.parts
+        ]
+        return [
+            Tie(places[self.homes[leaf]][leaf], place)
+            for k, by_leaf in enumerate(places)
+            for leaf, place in by_leaf.items()
+            if self.homes[leaf] != k
+        ]
 
     def equal(self) -> dict[str, str]:
         """Return for each layer the first one that computes the same; their parameters may have other values."""
@@ -141,27 +146,23 @@ class TracedModel:
 
     @cached_property
     def _whole_paths(self) -> list[Path]:
-        params, state = jax.eval_shape(self.whole.init, key_spec(), self.inputs)
+        params, state = self.specs
         return [*paths_of(params), *paths_of(state)]
 
     def _init(self, k: int, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
         """Return the parameters and state of one layer; nothing else of the model is made."""
         trees = self._trees(self.parts[k])
         numbers = jax.tree.leaves(trees)
+        places = [self.leaves.leaves[number] for number in numbers]
         if not self.fresh:
-            specs = jax.tree.leaves(jax.eval_shape(self.whole.init, key_spec(), self.inputs))
-            leaves = [
-                jnp.zeros(specs[self.leaves.leaves[number].number].shape, specs[self.leaves.leaves[number].number].dtype)
-                for number in numbers
-            ]
+            specs = jax.tree.leaves(self.specs)
+            slices = [jnp.zeros(specs[place.number].shape[len(place.index) :], specs[place.number].dtype) for place in places]
         else:
-            wanted = {self.leaves.leaves[number].number for number in numbers}
             inputs = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.inputs)]
-            closed = self._initializer
+            closed, wanted = self._initializer, {place.number for place in places}
             flags = [number in wanted for number in range(len(closed.jaxpr.outvars))]
             values = evaluate_wanted(closed.jaxpr, closed.consts, [key, *inputs], flags)
-            leaves = [values[self.leaves.leaves[number].number] for number in numbers]
-        slices = [leaf[self.leaves.leaves[number].index] for leaf, number in zip(leaves, numbers, strict=True)]
+            slices = [values[place.number][place.index] if place.index else values[place.number] for place in places]
         params, state = jax.tree.unflatten(jax.tree.structure(trees), slices)
         return params, state
 
@@ -182,7 +183,7 @@ class TracedModel:
         values |= dict(zip(segment.written, written, strict=True))
         new_state = jax.tree.unflatten(state_def, [values[number] for number in state_numbers]) if train else state
         if k == len(self.parts) - 1:
-            return jax.tree.unflatten(cut.outputs, given), new_state
+            return cut.outputs(given), new_state
         filled = dict(zip(cut.slots[train][k + 1], given, strict=True))
         carry = [filled[i] if i in filled else jnp.zeros(spec.shape, spec.dtype) for i, spec in enumerate(cut.carries[k + 1])]
         return carry[0] if len(carry) == 1 else tuple(carry), new_state
@@ -223,7 +224,7 @@ class TracedModel:
     def _trace(self, inputs: Tree, train: bool) -> Trace:
         key = (*_hashable(inputs), train, *context())
         if key not in self._traces:
-            trace = trace_model(self.whole, self.prepare, inputs, train)
+            trace = trace_model(self.whole, self.specs, self.prepare, inputs, train, self.leaves.depths)
             if trace.leaves != self.leaves:
                 raise InputError(
                     "from_model: the model has other parameters or layer state for inputs of other shapes; give such inputs first"
@@ -231,19 +232,50 @@ class TracedModel:
             self._traces[key] = trace
         return self._traces[key]
 
-    # The whole's arrays --------------------------------------------------------------------------------------------------
+    # The arrays of the whole model ---------------------------------------------------------------------------------------
 
-    def split(self, params: Tree, state: Tree) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        """Return the parameters, without those in second places of ties, and the state of each layer from those of the whole model."""
+    def split(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
+        """Return the parameters and the state of each layer from those of the whole model.
+
+        Parameters that several layers read are with the first of them only, as are leaves that are no arrays with none. Slices of stacked
+        arrays are made on the host.
+        """
         leaves = [*jax.tree.leaves(params), *jax.tree.leaves(state)]
-        values = {i: leaves[leaf.number][leaf.index] if leaf.index else leaves[leaf.number] for i, leaf in enumerate(self.leaves.leaves)}
-        firsts: set[int] = set()
-        by_layer, states = {}, {}
-        for part in self.parts:
-            by_layer[part.id] = self._tree(part.params, {leaf: values[leaf] for leaf in part.params if leaf not in firsts})
-            states[part.id] = self._tree(part.state, values)
-            firsts.update(part.params)
-        return by_layer, states
+        by_layer = {}
+        for k, part in enumerate(self.parts):
+            kept = [leaf for leaf in part.params if self.homes[leaf] == k]
+            params, state = (
+                {leaf: self._slice(leaves, leaf) for leaf in each if _is_array(leaves, self.leaves.leaves[leaf])}
+                for each in (kept, part.state)
+            )
+            by_layer[part.id] = self._tree(part.params, params), self._tree(part.state, state)
+        return by_layer
+
+    def _slice(self, leaves: Sequence[Any], number: int) -> Any:
+        leaf = self.leaves.leaves[number]
+        return np.asarray(leaves[leaf.number])[leaf.index] if leaf.index else leaves[leaf.number]
+
+    def join(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
+        """Return the parameters and the layer state of the whole model from those of its layers.
+
+        Args:
+            params: by layer id. Leaves of the whole model that no layer has are `jax.ShapeDtypeStruct`s.
+            state: by layer id.
+        """
+        specs, treedef = jax.tree.flatten(self.specs)
+        slices: list[dict[tuple[int, ...], Any]] = [{} for _ in specs]
+        for k, part in enumerate(self.parts):
+            for numbers, trees in ((part.params, params), (part.state, state)):
+                order = jax.tree.leaves(self._tree(numbers, self._numbers)) if part.id in trees else []
+                for number, array in zip(order, jax.tree.leaves(trees.get(part.id, {})), strict=True):
+                    if self.homes[number] == k:
+                        slices[self.leaves.leaves[number].number][self.leaves.leaves[number].index] = array
+        joined: tuple[Tree, Tree] = jax.tree.unflatten(treedef, list(map(stacked, specs, slices)))
+        return joined
+
+
+def _is_array(leaves: Sequence[Any], leaf: Any) -> bool:
+    return not isinstance(leaves[leaf.number], jax.ShapeDtypeStruct)
 
 
 def _hashable(tree: Tree) -> tuple[Any, ...]:
@@ -251,7 +283,7 @@ def _hashable(tree: Tree) -> tuple[Any, ...]:
     return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
 
 
-def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Any) -> _Cut:
+def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Callable[[Sequence[Any]], Tree]) -> _Cut:
     """Return the cut whose carries hold what passes in training and what passes in evaluation."""
     carries, slots = [], {True: list[tuple[int, ...]](), False: list[tuple[int, ...]]()}
     for k, (training, evaluation) in enumerate(zip(segments[True], segments[False], strict=True)):
@@ -272,11 +304,14 @@ def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Any) -> _Cut:
     return _Cut(segments, carries, slots, outputs)
 
 
-def cut_model(whole: Layer, inputs: Tree, granularity: Granularity, prefixes: Sequence[str], fresh: bool) -> TracedModel:
+def cut_model(
+    whole: Layer, specs: tuple[Tree, Tree], inputs: Tree, granularity: Granularity, prefixes: Sequence[str], fresh: bool
+) -> TracedModel:
     """Trace a whole model and cut it into layers.
 
     Args:
         whole: the model as one layer.
+        specs: of its parameters and its layer state.
         inputs: the specs of its inputs.
         granularity, prefixes: as in `choose_cuts`.
         fresh: as the attribute of `TracedModel`.
@@ -284,8 +319,9 @@ def cut_model(whole: Layer, inputs: Tree, granularity: Granularity, prefixes: Se
     Raises:
         InputError: the model cannot be traced, or cannot be cut.
     """
-    training, evaluation = (trace_model(whole, _as_is, inputs, train) for train in (True, False))
+    training = trace_model(whole, specs, _as_is, inputs, True, {})
     chain, leaves = training.chain, training.leaves
+    evaluation = trace_model(whole, specs, _as_is, inputs, False, leaves.depths)
     positions = choose_cuts(chain, leaves.paths[: leaves.num_params], granularity, prefixes)
     if not positions:
         raise InputError(
@@ -297,10 +333,15 @@ def cut_model(whole: Layer, inputs: Tree, granularity: Granularity, prefixes: Se
     numbers = [str(k) for k in range(len(positions) + 1)]
     cuts = {True: positions, False: same_cuts(evaluation.chain, chain, positions, numbers, leaves.names)}
     read: list[set[int]] = [set() for _ in numbers]
+    writers: dict[int, int] = {}
     for train, trace in ((True, training), (False, evaluation)):
         for k, segment in enumerate(segments_of(trace.chain, cuts[train])):
             read[k].update(segment.leaves, segment.written)
-    return TracedModel(whole, inputs, parts_of(read, leaves, marks), chain, positions, leaves, _as_is, fresh)
+            writers |= dict.fromkeys(segment.written if train else (), k)
+    parts = parts_of(read, leaves, marks)
+    having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in (*part.params, *part.state)} | writers
+    homes = tuple(having[leaf] for leaf in range(len(leaves.leaves)))
+    return TracedModel(whole, specs, inputs, parts, chain, positions, leaves, homes, _as_is, fresh)
 
 
 def _as_is(params: Tree) -> Tree:

@@ -1,11 +1,13 @@
 """Whole models as flat chains of equations."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, describe, key_spec
@@ -37,21 +39,45 @@ class Leaves:
         """The path of each in one string."""
         return [".".join(path) for path in self.paths]
 
+    @property
+    def depths(self) -> dict[int, int]:
+        """Along how many leading dims each leaf of the trees is split, for those that are."""
+        return {leaf.number: len(leaf.index) for leaf in self.leaves if leaf.index}
+
 
 @dataclass(frozen=True)
 class Trace:
-    """A model traced for inputs of some shapes, in training or in evaluation."""
+    """A model traced for inputs of some shapes, in training or in evaluation.
+
+    Attributes:
+        leaves: its parameters and layer state.
+        chain: its equations.
+        outputs: makes the outputs of the model from the results of the chain.
+    """
 
     leaves: Leaves
     chain: Chain
-    outputs: Any  # their treedef
+    outputs: Callable[[Sequence[Any]], Tree]
 
 
-def trace_model(whole: Layer, prepare: Callable[[Tree], Tree], inputs: Tree, train: bool) -> Trace:
-    """Trace a whole model."""
+def trace_model(
+    whole: Layer, specs: tuple[Tree, Tree], prepare: Callable[[Tree], Tree], inputs: Tree, train: bool, depths: Mapping[int, int]
+) -> Trace:
+    """Trace a whole model.
+
+    Args:
+        whole: the model as one layer.
+        specs: of its parameters and its layer state.
+        prepare: applied to the parameters first.
+        inputs: specs of its inputs.
+        train: False for evaluation.
+        depths: for stacked parameters that another trace splits, along how many dims.
+
+    Raises:
+        InputError: the model fails.
+    """
     with callers_code(lambda error: f"from_model: the model cannot be traced with inputs {describe(inputs)}: {cause(error)}; fix it there"):
-        params, state = jax.eval_shape(whole.init, key_spec(), inputs)
-        params = jax.eval_shape(prepare, params)
+        params, state = jax.eval_shape(prepare, specs[0]), specs[1]
         trees = jax.tree.structure((params, state))
 
         def forward(leaves: Sequence[Any], key: jax.Array, x: Tree) -> Any:
@@ -59,17 +85,36 @@ def trace_model(whole: Layer, prepare: Callable[[Tree], Tree], inputs: Tree, tra
             return whole.apply(params, state, x, key, train)
 
         closed, (outputs, _) = jax.make_jaxpr(forward, return_shape=True)(jax.tree.leaves((params, state)), key_spec(), inputs)
-    count, num_params = len(jax.tree.leaves((params, state))), len(jax.tree.leaves(params))
-    flat = flatten(closed, count)
+    num_params, num_outputs = len(jax.tree.leaves(params)), len(jax.tree.leaves(outputs))
+    state_numbers = range(num_params, num_params + len(jax.tree.leaves(state)))
+    replaces = {num_outputs + i: number for i, number in enumerate(state_numbers)}
+    flat = flatten(closed, state_numbers.stop, replaces, depths)
     paths = _sliced(flat.leaves, [*paths_of(params), *paths_of(state)])
     shapes = tuple(var.aval.shape for var in flat.closed.jaxpr.invars[: len(flat.leaves)])
     leaves = Leaves(flat.leaves, paths, shapes, sum(leaf.number < num_params for leaf in flat.leaves))
     number_of = {leaf: number for number, leaf in enumerate(flat.leaves)}
-    num_outputs = len(jax.tree.leaves(outputs))
-    results = flat.results[num_outputs:]
-    written = [number_of[Leaf(result.number - num_outputs + num_params, result.index)] for result in results]
-    chain = chain_of(flat.closed, leaves.num_params, len(flat.leaves), written, num_outputs)
-    return Trace(leaves, chain, jax.tree.structure(outputs))
+    results = [result for result in flat.results if result.number < num_outputs]
+    written = [number_of[Leaf(replaces[result.number], result.index)] for result in flat.results[len(results) :]]
+    chain = chain_of(flat.closed, leaves.num_params, len(flat.leaves), written, len(results))
+    return Trace(leaves, chain, partial(_outputs, outputs, results))
+
+
+def _outputs(specs: Tree, results: Sequence[Leaf], values: Sequence[Any]) -> Tree:
+    """Return the outputs of a model from their slices."""
+    slices: dict[int, dict[tuple[int, ...], Any]] = {}
+    for result, value in zip(results, values, strict=True):
+        slices.setdefault(result.number, {})[result.index] = value
+    leaves, treedef = jax.tree.flatten(specs)
+    return jax.tree.unflatten(treedef, [stacked(spec, slices.get(number, {})) for number, spec in enumerate(leaves)])
+
+
+def stacked(spec: jax.ShapeDtypeStruct, slices: Mapping[tuple[int, ...], Any]) -> Any:
+    """Return an array from its slices by their index, or its spec where some are missing."""
+    if () in slices:
+        return slices[()]
+    if not slices or len(slices) < math.prod(spec.shape[: len(next(iter(slices)))]):
+        return spec
+    return jnp.stack([slices[index] for index in sorted(slices)]).reshape(spec.shape)
 
 
 def paths_of(tree: Tree) -> list[Path]:
