@@ -510,7 +510,7 @@ class Pipeline:
         return params if self.stack.traced is None else self.stack.whole_params(params)
 
     @isolated_context()
-    def model(self, state: State, *, weights: Weights = "newest") -> Any:
+    def model(self, state: State, *, weights: Weights = "newest", device: jax.Device | None = None) -> Any:
         """Return the model that was given to `LayerStack.from_model` with the trained weights, for code that knows nothing of pipelines.
 
         It is an NNX module of the same class, the variables of a Linen module, the callable pytree, or the parameters of a function (with
@@ -520,6 +520,8 @@ class Pipeline:
         Args:
             state: any state that is not consumed.
             weights: as in `evaluate`.
+            device: where its arrays are, such as `jax.devices("cpu")[0]` for a model that is larger than one accelerator; by default JAX's
+                default device.
 
         Raises:
             InputError: the layers were not cut from a model, a process that does not have all of them, a state that was used already, or
@@ -528,7 +530,7 @@ class Pipeline:
         check_weights(weights, self.ema_decay)
         executor, state, _ = self._running(state)
         with self._undivided():
-            return self.stack.whole_model(executor.params(state, weights), executor.layer_state(state))
+            return self.stack.whole_model(executor.params(state, weights), executor.layer_state(state), device)
 
     @isolated_context()
     def delay_norms(self, state: State) -> DelayNorms:

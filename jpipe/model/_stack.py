@@ -233,8 +233,8 @@ class LayerStack:
         assert self.whole is not None
         return self.whole.to_user(self.traced.join(params, {})[0])
 
-    def whole_model(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> Any:
-        """Return the model that the layers were cut from with these arrays, by layer id.
+    def whole_model(self, params: Mapping[str, Tree], state: Mapping[str, Tree], device: jax.Device | None = None) -> Any:
+        """Return the model that the layers were cut from with these arrays, by layer id, moved to one device.
 
         Raises:
             InputError: there is none, or arrays of it are missing.
@@ -249,7 +249,7 @@ class LayerStack:
                 "model: expected a process that has all layers, found one of several processes; save a checkpoint with "
                 "jpipe.checkpoints.save, and load it in one process"
             )
-        return self.whole.rebuild(*joined)
+        return self.whole.rebuild(*jax.device_put(joined, device or jnp.zeros(()).sharding))
 
     @property
     def ids(self) -> tuple[str, ...]:

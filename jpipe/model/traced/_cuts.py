@@ -54,7 +54,7 @@ def _candidates(chain: Chain, paths: Sequence[Path]) -> list[int]:
     forbidden, widths = forbidden_positions(chain), chain.widths
     candidates = []
     for first, second in itertools.pairwise(readers(chain)):
-        before, after = ({paths[leaf][:-1] for leaf in _params(chain, chain.reads[number])} for number in (first, second))
+        before, after = ({paths[leaf][:-1] or paths[leaf] for leaf in _params(chain, chain.reads[number])} for number in (first, second))
         allowed = [position for position in range(first + 1, second + 1) if not forbidden[position] and before != after]
         if allowed:
             candidates.append(min(allowed, key=lambda position: (widths[position], -position)))
@@ -127,7 +127,7 @@ def _one_per_block(chain: Chain, paths: Sequence[Path], positions: Sequence[int]
 
 
 def _blocks(pieces: Sequence[Sequence[Path]]) -> list[Path | None]:
-    """Return the block of each piece: the path of its parameters to the first number, or further where all pieces have a second number.
+    """Return the block of each piece: the path of its parameters to the first number, or to the second where that is a block of modules.
 
     None where its parameters are of several blocks, or of none.
     """
@@ -136,7 +136,11 @@ def _blocks(pieces: Sequence[Sequence[Path]]) -> list[Path | None]:
     for block in set(filter(None, firsts)):
         members = [i for i, first in enumerate(firsts) if first == block]
         seconds = [_common([_to_number(path, 2) for path in pieces[i]]) for i in members]
-        if None not in seconds and len(set(seconds)) > 1 and all(second != block and _numbers(second or ()) == 2 for second in seconds):
+        is_block = {
+            second: any(len(path) > len(second) + 1 for i in members for path in pieces[i] if path[: len(second)] == second)
+            for second in filter(None, seconds)
+        }
+        if len(is_block) > 1 and None not in seconds and all(_numbers(second) == 2 and modules for second, modules in is_block.items()):
             for i, second in zip(members, seconds, strict=True):
                 blocks[i] = second
     return blocks
@@ -149,14 +153,20 @@ def _common(paths: Sequence[Path]) -> Path | None:
 _NUMBERED = re.compile(r"(?:.*_)?\d+")
 
 
+def is_numbered(part: str) -> bool:
+    """Return whether a part of a path is a number, or ends with one as in "Block_3"."""
+    return _NUMBERED.fullmatch(part) is not None
+
+
 def _to_number(path: Path, count: int) -> Path:
     """Return the path to its number of that count, or without a number to its last part."""
-    numbered = [i for i, part in enumerate(path[:-1]) if _NUMBERED.fullmatch(part)]
-    return path[: numbered[min(count, len(numbered)) - 1] + 1] if numbered else path[:-1]
+    module = path[:-1] or path
+    numbered = [i for i, part in enumerate(module) if is_numbered(part)]
+    return path[: numbered[min(count, len(numbered)) - 1] + 1] if numbered else module
 
 
 def _numbers(path: Path) -> int:
-    return sum(_NUMBERED.fullmatch(part) is not None for part in path)
+    return sum(map(is_numbered, path))
 
 
 def _params(chain: Chain, reads: frozenset[int | None]) -> list[int]:

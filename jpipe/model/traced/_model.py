@@ -16,6 +16,7 @@ from jpipe.model.jaxprs._wanted import evaluate_wanted
 from jpipe.model.traced._align import same_cuts
 from jpipe.model.traced._chain import Chain
 from jpipe.model.traced._cuts import Granularity, Path, choose_cuts
+from jpipe.model.traced._flatten import Leaf, take_slice
 from jpipe.model.traced._names import Part, parts_of, path_in, tree_of
 from jpipe.model.traced._segments import Segment, segments_of
 from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, stacked, trace_model
@@ -138,10 +139,11 @@ class TracedModel:
         paths = [self.leaves.paths[leaf] for leaf in part.params]
         axes = {}
         for leaf, path in zip(part.params, paths, strict=True):
-            index = self.leaves.leaves[leaf].index
-            names = self.whole.axes.get("/".join(self._whole_paths[self.leaves.leaves[leaf].number]))
-            if names is not None and any(names[len(index) :]):
-                axes[path_in(paths, path)] = tuple(names[len(index) :])
+            place = self.leaves.leaves[leaf]
+            names = self.whole.axes.get("/".join(self._whole_paths[place.number]), ())
+            kept = tuple(name for axis, name in enumerate(names) if axis not in place.axes)
+            if any(kept):
+                axes[path_in(paths, path)] = kept
         return axes
 
     @cached_property
@@ -156,13 +158,13 @@ class TracedModel:
         places = [self.leaves.leaves[number] for number in numbers]
         if not self.fresh:
             specs = jax.tree.leaves(self.specs)
-            slices = [jnp.zeros(specs[place.number].shape[len(place.index) :], specs[place.number].dtype) for place in places]
+            slices = [jnp.zeros(self.leaves.shapes[number], specs[self.leaves.leaves[number].number].dtype) for number in numbers]
         else:
             inputs = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.inputs)]
             closed, wanted = self._initializer, {place.number for place in places}
             flags = [number in wanted for number in range(len(closed.jaxpr.outvars))]
             values = evaluate_wanted(closed.jaxpr, closed.consts, [key, *inputs], flags)
-            slices = [values[place.number][place.index] if place.index else values[place.number] for place in places]
+            slices = [take_slice(place, values[place.number]) for place in places]
         params, state = jax.tree.unflatten(jax.tree.structure(trees), slices)
         return params, state
 
@@ -224,7 +226,7 @@ class TracedModel:
     def _trace(self, inputs: Tree, train: bool) -> Trace:
         key = (*_hashable(inputs), train, *context())
         if key not in self._traces:
-            trace = trace_model(self.whole, self.specs, self.prepare, inputs, train, self.leaves.depths)
+            trace = trace_model(self.whole, self.specs, self.prepare, inputs, train, self.leaves.axes)
             if trace.leaves != self.leaves:
                 raise InputError(
                     "from_model: the model has other parameters or layer state for inputs of other shapes; give such inputs first"
@@ -253,7 +255,7 @@ class TracedModel:
 
     def _slice(self, leaves: Sequence[Any], number: int) -> Any:
         leaf = self.leaves.leaves[number]
-        return np.asarray(leaves[leaf.number])[leaf.index] if leaf.index else leaves[leaf.number]
+        return take_slice(leaf, np.asarray(leaves[leaf.number])) if leaf.axes else leaves[leaf.number]
 
     def join(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
         """Return the parameters and the layer state of the whole model from those of its layers.
@@ -263,13 +265,13 @@ class TracedModel:
             state: by layer id.
         """
         specs, treedef = jax.tree.flatten(self.specs)
-        slices: list[dict[tuple[int, ...], Any]] = [{} for _ in specs]
+        slices: list[dict[Leaf, Any]] = [{} for _ in specs]
         for k, part in enumerate(self.parts):
             for numbers, trees in ((part.params, params), (part.state, state)):
                 order = jax.tree.leaves(self._tree(numbers, self._numbers)) if part.id in trees else []
                 for number, array in zip(order, jax.tree.leaves(trees.get(part.id, {})), strict=True):
                     if self.homes[number] == k:
-                        slices[self.leaves.leaves[number].number][self.leaves.leaves[number].index] = array
+                        slices[self.leaves.leaves[number].number][self.leaves.leaves[number]] = array
         joined: tuple[Tree, Tree] = jax.tree.unflatten(treedef, list(map(stacked, specs, slices)))
         return joined
 
@@ -321,7 +323,7 @@ def cut_model(
     """
     training = trace_model(whole, specs, _as_is, inputs, True, {})
     chain, leaves = training.chain, training.leaves
-    evaluation = trace_model(whole, specs, _as_is, inputs, False, leaves.depths)
+    evaluation = trace_model(whole, specs, _as_is, inputs, False, leaves.axes)
     positions = choose_cuts(chain, leaves.paths[: leaves.num_params], granularity, prefixes)
     if not positions:
         raise InputError(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jpipe.model.traced._cuts import Path
+from jpipe.model.traced._cuts import Path, is_numbered
 from jpipe.model.traced._trace import Leaves
 
 
@@ -28,8 +28,8 @@ class Part:
 def _layer_ids(first_read: Sequence[Sequence[Path]], read: Sequence[Sequence[Path]], named: Mapping[int, str]) -> list[str]:
     """Return a unique id for each layer.
 
-    It is the common path of the parameters that the layer is the first to read, such as "blocks.3". Where they have none, or another layer
-    has such parameters too, it is the beginning of the path of the largest of them that no other layer has.
+    It is the shortest beginning of the path of the largest parameter that the layer is the first to read which no other layer has, but up to
+    a number that all of its parameters have, such as "blocks.3".
 
     Args:
         first_read: for each layer the paths of the parameters that it is the first to read, the largest first.
@@ -44,7 +44,7 @@ def _layer_ids(first_read: Sequence[Sequence[Path]], read: Sequence[Sequence[Pat
     ids: list[str] = []
     for number, (first, everything) in enumerate(zip(first_read, read, strict=True)):
         path = (first or everything or [("layer",)])[0]
-        lengths = range(max(len(_common(first)), 1), len(path) + 1)
+        lengths = range(1 + next((i for i, part in enumerate(_common(first)) if is_numbered(part)), 0), len(path) + 1)
         length = next((n for n in lengths if owners.get(path[:n]) == {number}), max(len(path) - 1, 1))
         ids.append(_unique(named.get(number, ".".join(path[:length])), {*ids, *named.values()} - {named.get(number)}))
     return ids

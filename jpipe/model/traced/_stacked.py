@@ -1,125 +1,247 @@
-"""Values of a jaxpr that are stacked along their first dim and can be read slice by slice."""
+"""Values of a jaxpr that can be read as a whole or slice by slice; nothing is computed before it is read."""
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
-Atom = Any  # a variable or a literal of a jaxpr
+from jpipe.model.jaxprs._wanted import bind
+from jpipe.model.traced._builder import Atom, Builder, Fixed
 
 
-@dataclass(frozen=True, eq=False)
-class Stacked:
-    """A value that can be read as a whole or slice by slice; nothing is computed before it is read.
+class Lazy(ABC):
+    """A value of which each slice can be read alone.
 
     Attributes:
         aval: its shape and dtype.
-        item: returns the slice of an index of the first dim.
-        whole: returns the variable of the whole value.
-        depth: returns of how many leading dims the slices are separate values.
-        split: makes the slices of the first dim separate values, if they come from a leaf.
-        of_leaf: whether the value comes from a leaf, by operations on each slice alone.
+        of_leaf: whether it comes from a leaf alone, by operations on slices.
     """
 
-    aval: Any
-    item: Callable[[int], Any]
-    whole: Callable[[], Atom]
-    depth: Callable[[], int]
-    split: Callable[[], None]
-    of_leaf: bool
+    def __init__(self, builder: Builder, aval: Any, of_leaf: bool):
+        self.builder, self.aval, self.of_leaf = builder, aval, of_leaf
+        self._atom: Atom = None
+        self._items: dict[tuple[int, int], Value] = {}
+
+    def whole(self) -> Atom:
+        """Return the variable of the whole value."""
+        if self._atom is None:
+            self._atom = self._make()
+        return self._atom
+
+    def item(self, axis: int, index: int) -> "Value":
+        """Return a slice."""
+        if (axis, index) not in self._items:
+            self._items[axis, index] = self._slice(axis, index)
+        return self._items[axis, index]
+
+    @abstractmethod
+    def _make(self) -> Atom: ...
+
+    @abstractmethod
+    def _slice(self, axis: int, index: int) -> "Value": ...
+
+    @abstractmethod
+    def axes(self) -> set[int]:
+        """Return the axes along which the slices are separate values."""
+
+    @abstractmethod
+    def split(self, axis: int) -> None:
+        """Make the slices along an axis separate values, if they come from a leaf."""
 
 
-Value = Atom | Stacked
-Item = Callable[[Value, int], Value]
-"""Returns a slice of any value."""
-Whole = Callable[[Value], Atom]
-"""Returns the variable of any value."""
-
-ELEMENTWISE = frozenset(
-    {
-        *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf", "exp"),
-        *("expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne"),
-        *("neg", "not", "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square"),
-        *("stop_gradient", "sub", "tanh", "xor"),
-    }
-)
-"""Primitives whose parameters do not depend on shapes, and whose operands have the shape of the result or are scalars."""
+Value = Atom | Lazy
 
 
-def depth_of(value: Value) -> int:
-    """Return of how many leading dims the slices of a value are separate values."""
-    return value.depth() if isinstance(value, Stacked) else 0
+def whole(value: Value) -> Atom:
+    """Return the variable or literal of a value."""
+    return value.whole() if isinstance(value, Lazy) else value
 
 
-def shape_of(value: Value) -> tuple[int, ...]:
-    """Return the shape of a value."""
-    return tuple(value.aval.shape)
+def item(builder: Builder, value: Value, axis: int, index: int) -> Value:
+    """Return a slice of a value."""
+    return value.item(axis, index) if isinstance(value, Lazy) else builder.item(value, axis, index)
 
 
-def stack(aval: Any, items: Sequence[Value], join: Callable[[Sequence[Atom]], Atom], whole: Whole) -> Stacked:
-    """Return the stack of values that are separate.
-
-    Args:
-        aval: the shape and dtype of the stack.
-        items: the values.
-        join: returns the variable of a stack of variables.
-        whole: returns the variable of a value.
-    """
-    return Stacked(
-        aval,
-        items.__getitem__,
-        functools.cache(lambda: join([whole(item) for item in items])),
-        lambda: 1 + min(map(depth_of, items)),
-        lambda: None,
-        all(isinstance(item, Stacked) and item.of_leaf for item in items),
-    )
+def axes_of(value: Value) -> set[int]:
+    """Return the axes along which the slices of a value are separate values."""
+    return value.axes() if isinstance(value, Lazy) else set()
 
 
-def slicewise(
-    aval: Any, inputs: Sequence[Value], item: Item, apply: Callable[[Sequence[Value]], Value], whole: Callable[[], Atom]
-) -> Stacked:
-    """Return the result of an elementwise operation, which can be applied to each slice.
-
-    Args:
-        aval: the shape and dtype of the result.
-        inputs: scalars and stacked values of the same shape.
-        item: returns a slice of a value.
-        apply: applies the operation to slices of the inputs.
-        whole: applies it to the whole inputs.
-    """
-    stacked = [value for value in inputs if isinstance(value, Stacked) and shape_of(value)]
-
-    def split() -> None:
-        for value in stacked:
-            value.split()
-
-    def slices(index: int) -> Value:
-        return apply([item(value, index) if shape_of(value) else value for value in inputs])
-
-    return Stacked(
-        aval,
-        functools.cache(slices),
-        functools.cache(whole),
-        lambda: max(map(depth_of, stacked)),
-        split,
-        all(value.of_leaf for value in stacked),
-    )
+def transposed(builder: Builder, value: Value, permutation: tuple[int, ...]) -> Value:
+    """Return a value with its axes in another sequence."""
+    if not isinstance(value, Lazy):
+        return builder.transpose(value, permutation)
+    if isinstance(value, LeafSlice):
+        return LeafSlice(builder, value.number, value.fixed, tuple(value.axes_of_leaf[axis] for axis in permutation))
+    return Transposed(value, permutation)
 
 
-def selected(
-    aval: Any, value: Stacked, indices: Sequence[int], join: Callable[[Sequence[Value]], Atom], whole: Callable[[], Atom]
-) -> Stacked:
-    """Return some slices of a stacked value, in any sequence.
+class LeafSlice(Lazy):
+    """A leaf or a slice of one, with its remaining axes in any sequence."""
 
-    Args:
-        aval: the shape and dtype of the result.
-        value: the stacked value.
-        indices: of the slices.
-        join: returns the variable of a stack of values.
-        whole: selects the slices from the whole value.
-    """
+    def __init__(self, builder: Builder, number: int, fixed: Fixed, axes_of_leaf: tuple[int, ...]):
+        self.number, self.fixed, self.axes_of_leaf = number, fixed, axes_of_leaf
+        self._permutation = tuple(sorted(axes_of_leaf).index(axis) for axis in axes_of_leaf)
+        super().__init__(builder, builder.transposed_aval(builder.slice_aval(number, fixed), self._permutation), True)
 
-    def variable() -> Atom:
-        return join([value.item(i) for i in indices]) if value.depth() else whole()
+    def _make(self) -> Atom:
+        return self.builder.transpose(self.builder.read(self.number, self.fixed), self._permutation)
 
-    return Stacked(aval, lambda i: value.item(indices[i]), functools.cache(variable), value.depth, value.split, value.of_leaf)
+    def _slice(self, axis: int, index: int) -> Value:
+        fixed = self.fixed | {(self.axes_of_leaf[axis], index)}
+        return LeafSlice(self.builder, self.number, fixed, self.axes_of_leaf[:axis] + self.axes_of_leaf[axis + 1 :])
+
+    def axes(self) -> set[int]:
+        return {position for position, axis in enumerate(self.axes_of_leaf) if axis in self.builder.axes[self.number]}
+
+    def split(self, axis: int) -> None:
+        self.builder.axes[self.number].add(self.axes_of_leaf[axis])
+
+
+class Stack(Lazy):
+    """Separate values of the same shape, along a new first axis."""
+
+    def __init__(self, builder: Builder, aval: Any, items: Sequence[Value]):
+        self.items = items
+        super().__init__(builder, aval, all(isinstance(value, Lazy) and value.of_leaf for value in items))
+
+    def _make(self) -> Atom:
+        return self.builder.join([whole(value) for value in self.items])
+
+    def _slice(self, axis: int, index: int) -> Value:
+        if axis == 0:
+            return self.items[index]
+        items = [item(self.builder, value, axis - 1, index) for value in self.items]
+        return Stack(self.builder, self.builder.item_aval(self.aval, axis), items)
+
+    def axes(self) -> set[int]:
+        return {0, *(axis + 1 for axis in set.intersection(*map(axes_of, self.items)))}
+
+    def split(self, axis: int) -> None:
+        for value in self.items if axis else ():
+            if isinstance(value, Lazy):
+                value.split(axis - 1)
+
+
+class Elementwise(Lazy):
+    """The result of an elementwise equation, which can be computed for each slice."""
+
+    def __init__(self, builder: Builder, aval: Any, equation: Any, inputs: Sequence[Value]):
+        self.equation, self.inputs = equation, inputs
+        self._lazy = [value for value in inputs if isinstance(value, Lazy) and value.aval.shape]
+        super().__init__(builder, aval, all(value.of_leaf for value in self._lazy))
+
+    def _make(self) -> Atom:
+        atoms = [whole(value) for value in self.inputs]
+        if self.aval is self.equation.outvars[0].aval:
+            return self.builder.add(self.equation, atoms)[0]
+        return self.builder.call(("apply", id(self.equation)), lambda *values: bind(self.equation, list(values))[0], atoms)
+
+    def _slice(self, axis: int, index: int) -> Value:
+        inputs = [item(self.builder, value, axis, index) if value.aval.shape else value for value in self.inputs]
+        result = Elementwise(self.builder, self.builder.item_aval(self.aval, axis), self.equation, inputs)
+        return result if result.aval.shape else result.whole()
+
+    def axes(self) -> set[int]:
+        return set.union(*map(axes_of, self._lazy))
+
+    def split(self, axis: int) -> None:
+        for value in self._lazy:
+            value.split(axis)
+
+
+class View(Lazy):
+    """A value that is made of another one's slices by an equation that moves numbers."""
+
+    def __init__(self, aval: Any, source: Lazy, equation: Any):
+        self.source, self.equation = source, equation
+        super().__init__(source.builder, aval, source.of_leaf)
+
+    def _make(self) -> Atom:
+        if self.equation is not None and 0 not in self.source.axes():
+            return self.builder.add(self.equation, [self.source.whole()])[0]
+        return self.builder.join([whole(self.item(0, i)) for i in range(self.aval.shape[0])])
+
+    def _slice(self, axis: int, index: int) -> Value:
+        return self._first(index) if axis == 0 else self.builder.item(self.whole(), axis, index)
+
+    @abstractmethod
+    def _first(self, index: int) -> Value:
+        """Return a slice along the first axis."""
+
+
+class Selected(View):
+    """Some slices of a value along the first axis, in any sequence."""
+
+    def __init__(self, aval: Any, source: Lazy, equation: Any, indices: Sequence[int]):
+        self.indices = indices
+        super().__init__(aval, source, equation)
+
+    def _first(self, index: int) -> Value:
+        return self.source.item(0, self.indices[index])
+
+    def axes(self) -> set[int]:
+        return self.source.axes() & {0}
+
+    def split(self, axis: int) -> None:
+        if axis == 0:
+            self.source.split(0)
+
+
+class Divided(View):
+    """Slices of a value from one of them on, with several axes in the place of the first one."""
+
+    def __init__(self, aval: Any, source: Lazy, equation: Any, dims: int, start: int = 0):
+        self.dims, self.start = dims, start
+        super().__init__(aval, source, equation)
+
+    def _first(self, index: int) -> Value:
+        start = self.start + index * math.prod(self.aval.shape[1 : self.dims])
+        if self.dims == 1:
+            return self.source.item(0, start)
+        return Divided(self.builder.item_aval(self.aval, 0), self.source, None, self.dims - 1, start)
+
+    def axes(self) -> set[int]:
+        return {*range(self.dims)} if 0 in self.source.axes() else set()
+
+    def split(self, axis: int) -> None:
+        if axis < self.dims:
+            self.source.split(0)
+
+
+class Joined(View):
+    """A value with one axis in the place of its first two."""
+
+    def _first(self, index: int) -> Value:
+        row, column = divmod(index, self.source.aval.shape[1])
+        return item(self.builder, self.source.item(0, row), 0, column)
+
+    def axes(self) -> set[int]:
+        return {0} if self.source.axes() >= {0, 1} else set()
+
+    def split(self, axis: int) -> None:
+        if axis == 0:
+            self.source.split(0)
+            self.source.split(1)
+
+
+class Transposed(Lazy):
+    """A value with its axes in another sequence."""
+
+    def __init__(self, source: Lazy, permutation: tuple[int, ...]):
+        self.source, self.permutation = source, permutation
+        super().__init__(source.builder, source.builder.transposed_aval(source.aval, permutation), source.of_leaf)
+
+    def _make(self) -> Atom:
+        return self.builder.transpose(self.source.whole(), self.permutation)
+
+    def _slice(self, axis: int, index: int) -> Value:
+        removed = self.permutation[axis]
+        permutation = tuple(other - (other > removed) for other in self.permutation if other != removed)
+        return transposed(self.builder, self.source.item(removed, index), permutation)
+
+    def axes(self) -> set[int]:
+        return {self.permutation.index(axis) for axis in self.source.axes()}
+
+    def split(self, axis: int) -> None:
+        self.source.split(self.permutation[axis])

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, describe, key_spec
 from jpipe.model.traced._chain import Chain, chain_of
 from jpipe.model.traced._cuts import Path
-from jpipe.model.traced._flatten import Leaf, flatten
+from jpipe.model.traced._flatten import Leaf, flatten, stack_slices
 
 Tree = Any
 
@@ -40,9 +41,9 @@ class Leaves:
         return [".".join(path) for path in self.paths]
 
     @property
-    def depths(self) -> dict[int, int]:
-        """Along how many leading dims each leaf of the trees is split, for those that are."""
-        return {leaf.number: len(leaf.index) for leaf in self.leaves if leaf.index}
+    def axes(self) -> dict[int, tuple[int, ...]]:
+        """The axes along which each leaf of the trees is split."""
+        return {leaf.number: leaf.axes for leaf in self.leaves}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Trace:
 
 
 def trace_model(
-    whole: Layer, specs: tuple[Tree, Tree], prepare: Callable[[Tree], Tree], inputs: Tree, train: bool, depths: Mapping[int, int]
+    whole: Layer, specs: tuple[Tree, Tree], prepare: Callable[[Tree], Tree], inputs: Tree, train: bool, axes: Mapping[int, tuple[int, ...]]
 ) -> Trace:
     """Trace a whole model.
 
@@ -71,7 +72,7 @@ def trace_model(
         prepare: applied to the parameters first.
         inputs: specs of its inputs.
         train: False for evaluation.
-        depths: for stacked parameters that another trace splits, along how many dims.
+        axes: along which another trace splits stacked leaves, by number.
 
     Raises:
         InputError: the model fails.
@@ -88,33 +89,34 @@ def trace_model(
     num_params, num_outputs = len(jax.tree.leaves(params)), len(jax.tree.leaves(outputs))
     state_numbers = range(num_params, num_params + len(jax.tree.leaves(state)))
     replaces = {num_outputs + i: number for i, number in enumerate(state_numbers)}
-    flat = flatten(closed, state_numbers.stop, replaces, depths)
+    flat = flatten(closed, state_numbers.stop, replaces, axes)
     paths = _sliced(flat.leaves, [*paths_of(params), *paths_of(state)])
     shapes = tuple(var.aval.shape for var in flat.closed.jaxpr.invars[: len(flat.leaves)])
     leaves = Leaves(flat.leaves, paths, shapes, sum(leaf.number < num_params for leaf in flat.leaves))
     number_of = {leaf: number for number, leaf in enumerate(flat.leaves)}
     results = [result for result in flat.results if result.number < num_outputs]
-    written = [number_of[Leaf(replaces[result.number], result.index)] for result in flat.results[len(results) :]]
+    written = [number_of[result._replace(number=replaces[result.number])] for result in flat.results[len(results) :]]
     chain = chain_of(flat.closed, leaves.num_params, len(flat.leaves), written, len(results))
     return Trace(leaves, chain, partial(_outputs, outputs, results))
 
 
 def _outputs(specs: Tree, results: Sequence[Leaf], values: Sequence[Any]) -> Tree:
     """Return the outputs of a model from their slices."""
-    slices: dict[int, dict[tuple[int, ...], Any]] = {}
+    slices: dict[int, dict[Leaf, Any]] = {}
     for result, value in zip(results, values, strict=True):
-        slices.setdefault(result.number, {})[result.index] = value
+        slices.setdefault(result.number, {})[result] = value
     leaves, treedef = jax.tree.flatten(specs)
     return jax.tree.unflatten(treedef, [stacked(spec, slices.get(number, {})) for number, spec in enumerate(leaves)])
 
 
-def stacked(spec: jax.ShapeDtypeStruct, slices: Mapping[tuple[int, ...], Any]) -> Any:
-    """Return an array from its slices by their index, or its spec where some are missing."""
-    if () in slices:
-        return slices[()]
-    if not slices or len(slices) < math.prod(spec.shape[: len(next(iter(slices)))]):
+def stacked(spec: jax.ShapeDtypeStruct, slices: Mapping[Leaf, Any]) -> Any:
+    """Return an array from its slices, or its spec where some are missing. Slices on several devices are stacked on the host."""
+    if not slices or len(slices) < math.prod(spec.shape[axis] for axis in next(iter(slices)).axes):
         return spec
-    return jnp.stack([slices[index] for index in sorted(slices)]).reshape(spec.shape)
+    in_one_place = (
+        any(isinstance(part, jax.core.Tracer) for part in slices.values()) or len({part.sharding for part in slices.values()}) == 1
+    )
+    return stack_slices(slices, jnp.stack if in_one_place else lambda arrays, axis: np.stack([np.asarray(array) for array in arrays], axis))
 
 
 def paths_of(tree: Tree) -> list[Path]:
