@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jpipe.model._adapters import parameters_of
+from jpipe.model._calls import parameters_of
 
 Tree = Any
 Loss = Callable[..., tuple[jax.Array, jax.Array]]

@@ -1,7 +1,7 @@
 """Flax NNX modules as layers: split into parameters and state, merged again for each call."""
 
+import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,88 +12,149 @@ import numpy as np
 from flax import nnx
 
 from jpipe.errors import InputError, callers_code, cause, short
+from jpipe.model._calls import Modes, Randomness, arguments_of, modes
 from jpipe.model._layer import Layer, key_spec
 from jpipe.model.jaxprs._dependence import reached
 
 Tree = Any
-Modes = Callable[[Callable[..., Any], Callable[[inspect.Parameter], bool]], Callable[[bool], dict[str, Any]]]
-
 _ARRAYS = "an array"  # may change: they are layer state
 _FROZEN = ("deterministic", "use_running_average")  # the attributes that nnx.Module.train() and eval() set
 
 
-def nnx_layer(layer_id: str, constructor: Callable[..., nnx.Module], modes: Modes) -> Layer:
-    """Return the layer of a module: its `nnx.Param`s are trained, all other variables and arrays are layer state.
+def nnx_functions(where: str, constructor: Callable[..., nnx.Module], num_inputs: int | None = None) -> "NnxFunctions":
+    """Return the functions of the module that a constructor makes.
 
     Args:
-        layer_id: for messages.
+        where: what it is, for messages.
         constructor: takes `rngs`.
-        modes: finds the arguments of a call that say whether it trains.
+        num_inputs: how many inputs a whole model is called with; None for a layer of a stack.
 
     Raises:
-        InputError: the constructor fails or returns something else; in tracing, a forward changes an attribute that is no array.
+        InputError: the constructor fails or returns something else.
     """
-    graphs: dict[bool, Any] = {}
-    classes: list[Any] = []
+    traced: list[Any] = []
 
     def trace(key: jax.Array) -> Any:  # not nnx.eval_shape, which loses arrays that are in no nnx.Variable
-        module = _build(layer_id, constructor, key)
-        classes.append(type(module))
-        graphs[True], *parts = _split(module)
-        module.eval()
-        graphs[False] = _split(module)[0]
-        return parts
+        module = _build(where, constructor, key)
+        graphs, arrays = _graphs(module)
+        traced.append((type(module), graphs))
+        return arrays
 
-    with callers_code(lambda error: f"layer '{layer_id}': its constructor fails: {cause(error)}; fix it there"):
+    with callers_code(lambda error: f"{where}: its constructor fails: {cause(error)}; fix it there"):
         specs = jax.eval_shape(trace, key_spec())
+    return _functions(where, *traced[0], lambda key: _split(_build(where, constructor, key))[1:], specs, num_inputs)
+
+
+def built_functions(where: str, module: nnx.Module, num_inputs: int) -> "NnxFunctions":
+    """Return the functions of a module that is built, or of an abstract one from `nnx.eval_shape`; its arrays are not copied.
+
+    Args:
+        where: what it is, for messages.
+        module: stays as it is.
+        num_inputs: how many inputs it is called with.
+
+    Raises:
+        InputError: an array of an abstract module is lost.
+    """
+    for path, part in nnx.iter_modules(module):
+        for name, value in _attributes(part):
+            if not isinstance(value, nnx.Pytree) and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+                raise InputError(
+                    f"{where}: its array '{'.'.join(map(str, (*path, name)))}' is in no nnx.Variable, so nnx.eval_shape loses it; give the "
+                    f"constructor instead, lambda rngs: {type(module).__name__}(…, rngs=rngs)"
+                )
+    graphs, arrays = _graphs(nnx.clone(module))
+    specs = jax.eval_shape(lambda *arrays: arrays, *arrays)
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(arrays))
+
+    def make(key: jax.Array) -> Any:
+        if is_abstract:
+            raise abstract(where, f"the constructor lambda rngs: {type(module).__name__}(…, rngs=rngs)")
+        return arrays
+
+    functions = _functions(where, type(module), graphs, make, specs, num_inputs)
+    return functions if is_abstract else dataclasses.replace(functions, arrays=arrays)
+
+
+def abstract(where: str, instead: str) -> InputError:
+    """Return the error for a model without arrays that is to be initialized.
+
+    Args:
+        where: what it is.
+        instead: what could be given in its place.
+    """
+    return InputError(f"{where}: it is abstract, so it has no arrays to begin with; give init(…, params=…), or {instead}")
+
+
+def _functions(where: str, kind: type, graphs: Any, make: Callable[[jax.Array], Any], specs: Any, num_inputs: int | None) -> "NnxFunctions":
     # A parameter whose default is None leaves the choice to the attribute of the same name, which train() and eval() set.
-    mode = modes(functools.partial(classes[0].__call__, None), lambda parameter: parameter.default is None)
-    functions = _Functions(layer_id, constructor, graphs, mode, *specs)
-    draws = bool(jax.tree.leaves(functions.rng_specs))
-    return Layer(functions.init, functions.apply, draws, axes=_axes(specs[0]), draws_in_evaluation=draws)
+    call = functools.partial(getattr(kind, "__call__"), None)  # noqa: B004, B009 - the method, which takes the module
+    mode = modes(where, call, lambda parameter: parameter.default is None, num_inputs)
+    randomness = Randomness() if num_inputs is None else Randomness.of(call)
+    return NnxFunctions(where, make, graphs, mode, randomness, *specs, num_inputs)
 
 
 @dataclass(frozen=True)
-class _Functions:
-    """A module as pure functions.
+class NnxFunctions:
+    """A module as pure functions: its `nnx.Param`s are trained, all other variables and arrays are layer state.
 
     Attributes:
-        layer_id: for messages.
-        constructor: takes `rngs`.
-        graphs: the static part of the module, in training (True) and in evaluation (False).
+        where: for messages.
+        make: returns new arrays from a key.
+        graphs: the static part of the module, in training (True), in evaluation (False), and as it is (None).
         mode: the arguments of a call that say whether it trains.
+        randomness: whether a call asks for random numbers.
         params_specs, rng_specs, state_specs: the arrays, as Flax splits them.
+        num_inputs: how many inputs a whole model is called with; None for a layer of a stack.
+        arrays: of a built module, as Flax splits them.
     """
 
-    layer_id: str
-    constructor: Callable[..., nnx.Module]
-    graphs: dict[bool, Any]
-    mode: Callable[[bool], dict[str, Any]]
+    where: str
+    make: Callable[[jax.Array], Any]
+    graphs: dict[bool | None, Any]
+    mode: Modes
+    randomness: Randomness
     params_specs: Any
     rng_specs: Any
     state_specs: Any
+    num_inputs: int | None = None
+    arrays: Any = None
+
+    def layer(self) -> Layer:
+        """Return the layer; in tracing, it raises `InputError` for a forward that changes an attribute that is no array."""
+        has_streams, asks = bool(jax.tree.leaves(self.rng_specs)), self.randomness
+        draws_in_evaluation = has_streams or asks.is_needed
+        draws = has_streams or asks.name is not None
+        return Layer(self.init, self.apply, draws, axes=_axes(self.params_specs), draws_in_evaluation=draws_in_evaluation)
 
     def init(self, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
-        _, params, _, state = _split(_build(self.layer_id, self.constructor, key))
+        params, _, state = self.make(key)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
     def apply(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
         y, module = self._forward(params, state, x, key, train)
         _, new_params, _, new_state = _split(module)
         if any(new is not old for new, old in zip(jax.tree.leaves(new_params), jax.tree.leaves(params), strict=True)):
-            _reject_learning(self.layer_id, lambda p, v: _split(self._forward(p, state, v, key, train)[1])[1], params, x)
+            _reject_learning(self.where, lambda p, v: _split(self._forward(p, state, v, key, train)[1])[1], params, x)
         return y, nnx.to_pure_dict(new_state) if train else state
+
+    def module(self, params: Tree, state: Tree) -> nnx.Module:
+        """Return a new module with these arrays, in the mode and with the random streams of the one that it was made of."""
+        return self._merged(None, params, self._rng_state(None) if self.arrays is None else jax.tree.leaves(self.arrays[1]), state)
+
+    def _merged(self, mode: bool | None, params: Tree, rngs: list[Any], state: Tree) -> nnx.Module:
+        specs = self.params_specs, self.rng_specs, self.state_specs
+        leaves = jax.tree.leaves(params), rngs, jax.tree.leaves(state)
+        parts = (jax.tree.unflatten(jax.tree.structure(spec), values) for spec, values in zip(specs, leaves, strict=True))
+        return nnx.merge(self.graphs[mode], *parts)
 
     def _forward(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, nnx.Module]:
         """Return the output, and the module after it."""
-        specs = self.params_specs, self.rng_specs, self.state_specs
-        leaves = jax.tree.leaves(params), self._rng_state(key), jax.tree.leaves(state)
-        parts = (jax.tree.unflatten(jax.tree.structure(spec), values) for spec, values in zip(specs, leaves, strict=True))
-        module = nnx.merge(self.graphs[train], *parts)
+        module: Any = self._merged(train, params, self._rng_state(key), state)
         before, variables = _static_attributes(module), _variables(module)
-        y = module(x, **self.mode(train))
-        _reject_changed(self.layer_id, before, _static_attributes(module))
-        _reject_new(self.layer_id, variables, _variables(module))
+        y = module(*arguments_of(x, self.num_inputs), **self.mode(train), **self.randomness.arguments(key, train))
+        _reject_changed(self.where, before, _static_attributes(module))
+        _reject_new(self.where, variables, _variables(module))
         return y, module
 
     def _rng_state(self, key: jax.Array | None) -> list[jax.Array]:
@@ -115,15 +176,28 @@ def _axes(params: Any) -> dict[str, tuple[str | None, ...]]:
     return {"/".join(str(key.key) for key in path): tuple(spec) for path, spec in named if spec}
 
 
-def _build(layer_id: str, constructor: Callable[..., Any], key: jax.Array) -> nnx.Module:
+def _build(where: str, constructor: Callable[..., Any], key: jax.Array) -> nnx.Module:
     with nnx.use_eager_sharding(False):  # jpipe shards: modules only name logical axes
         module = constructor(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
-        raise InputError(f"layer '{layer_id}': its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
+        raise InputError(f"{where}: its constructor returned {type(module).__name__}, expected a flax.nnx.Module")
     _mark_arrays(module)
-    module = nnx.clone(module)  # the caller may own it
+    return nnx.clone(module)  # the caller may own it
+
+
+def _graphs(module: nnx.Module) -> tuple[dict[bool | None, Any], Any]:
+    """Return the static part of a module as it is (None), in training (True) and in evaluation (False), and its arrays.
+
+    Args:
+        module: is changed.
+    """
+    _mark_arrays(module)
+    graphs: dict[bool | None, Any] = {None: _split(module)[0]}
     _set_to_train(module)
-    return module
+    graphs[True], *arrays = _split(module)
+    module.eval()
+    graphs[False] = _split(module)[0]
+    return graphs, tuple(arrays)
 
 
 def _split(module: nnx.Module) -> Any:
@@ -185,12 +259,12 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, (list, dict, set)) else value
 
 
-def _reject_changed(layer_id: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _reject_changed(where: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     for name in {**before, **after}:
         if name not in before or name not in after or not _same(before[name], after[name]):
             was, now = (short(attributes[name]) if name in attributes else "nothing" for attributes in (before, after))
             raise InputError(
-                f"layer '{layer_id}': its forward changes the attribute '{name}' from {was} to {now}, which would be lost, because a "
+                f"{where}: its forward changes the attribute '{name}' from {was} to {now}, which would be lost, because a "
                 "forward is compiled; keep what changes as an array in an nnx.Variable, such as nnx.BatchStat"
             )
 
@@ -204,24 +278,24 @@ def _variables(module: nnx.Module) -> dict[str, tuple[str, Any]]:
     }
 
 
-def _reject_new(layer_id: str, before: dict[str, tuple[str, Any]], after: dict[str, tuple[str, Any]]) -> None:
+def _reject_new(where: str, before: dict[str, tuple[str, Any]], after: dict[str, tuple[str, Any]]) -> None:
     """Raise `InputError` for a forward that makes variables, as `nnx.Module.sow` does."""
     for name, (kind, _) in after.items():
         if before.get(name) != after[name]:
             raise InputError(
-                f"layer '{layer_id}': its forward stores something new in the nnx.{kind} '{name}', as nnx.Module.sow does, and a pipeline "
+                f"{where}: its forward stores something new in the nnx.{kind} '{name}', as nnx.Module.sow does, and a pipeline "
                 "has no place to collect it; return it as a part of the output, or leave out the sow; what a layer carries on from forward "
                 "to forward is a variable that its constructor makes"
             )
 
 
-def _reject_learning(layer_id: str, written: Callable[[Tree, Tree], Tree], params: Tree, x: Tree) -> None:
+def _reject_learning(where: str, written: Callable[[Tree, Tree], Tree], params: Tree, x: Tree) -> None:
     """Raise `InputError` for a forward that writes values computed from its input into a parameter.
 
     Values computed from the weights alone (`nnx.WeightNorm`) are computed again by each forward.
 
     Args:
-        layer_id: for the message.
+        where: for the message.
         written: the parameters after a forward, of (parameters, input).
         params: the parameters.
         x: the input.
@@ -231,7 +305,7 @@ def _reject_learning(layer_id: str, written: Callable[[Tree, Tree], Tree], param
     for (path, _), is_reached in zip(jax.tree_util.tree_flatten_with_path(params)[0], by_input, strict=True):
         if is_reached:
             raise InputError(
-                f"layer '{layer_id}': its forward writes what it computes of its input into the parameter "
+                f"{where}: its forward writes what it computes of its input into the parameter "
                 f"{jax.tree_util.keystr(path)}, which would be lost: the optimizer alone changes parameters; make it an nnx.Variable of "
                 "another kind, such as nnx.BatchStat"
             )

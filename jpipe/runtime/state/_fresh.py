@@ -25,6 +25,8 @@ def fresh_worker(
     for layer_id in initialized_at(stage):
         fresh, state[layer_id] = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
         params[layer_id] = jax.tree.map(partial(_copied_or_fresh, first), initial[layer_id], fresh)
+        if layer_id in f.stack.initial_state:
+            state[layer_id] = jax.tree.map(partial(_copied_or_fresh, first), f.stack.initial_state[layer_id], state[layer_id])
         if layer_id in a.fresh and not f.stack.ties.names([layer_id]):  # the first device of a mesh need not have room for all layers
             params[layer_id] = jax.device_put(params[layer_id], shardings_of(a.fresh[layer_id]))
     entries = jax.device_put(f.stack.ties.split(params, f.stage.layers), shardings_of(a.fresh))

@@ -1,0 +1,116 @@
+"""What the parameters of a user's function ask for: whether it trains, and random numbers."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jpipe.errors import InputError
+
+Tree = Any
+Modes = Callable[[bool], dict[str, Any]]
+"""From `train` to the arguments of a call that select training or evaluation."""
+
+_MODES = {"train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False}
+"""The value of each mode parameter in training, by name; in evaluation it is the opposite."""
+
+_LIKE_MODES = ("train", "determin", "running_av", "eval", "infer", "dropout")  # in the name of a flag that may say whether to train
+_RANDOM = ("key", "rng", "dropout_rng", "rngs")  # parameters that ask for random numbers
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a callable by name; none where its signature is unknown."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some callables of C have no signature: they are functions of the input
+        return {}
+
+
+def modes(where: str, call: Callable[..., Any], is_set: Callable[[inspect.Parameter], bool], num_inputs: int | None = None) -> Modes:
+    """Return a function from `train` to the arguments of a call that select training or evaluation.
+
+    Args:
+        where: what is called, for messages.
+        call: takes the inputs.
+        is_set: whether a parameter already has a value.
+        num_inputs: how many inputs it is called with; None for one.
+
+    Raises:
+        InputError: a parameter looks like one of these but has an unknown name.
+    """
+    parameters = list(parameters_of(call).values())
+    names = [parameter.name for parameter in parameters if parameter.name in _MODES and not is_set(parameter)]
+    for parameter in parameters[num_inputs or 1 :]:
+        if not names and parameter.name not in (*_MODES, *_RANDOM) and _looks_like_mode(parameter):
+            raise InputError(
+                f"{where}: expected one of {', '.join(_MODES)} as the parameter that says whether it trains, "
+                f"found '{parameter.name}'; rename it, or wrap the layer"
+            )
+    return lambda train: {name: _MODES[name] == train for name in names}
+
+
+def is_bound(function: Callable[..., Any]) -> Callable[[inspect.Parameter], bool]:
+    """Return whether a parameter of a function has a value already, as a keyword of a `functools.partial`."""
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    return lambda parameter: parameter.name in bound
+
+
+def _looks_like_mode(parameter: inspect.Parameter) -> bool:
+    name, default = parameter.name.lower(), parameter.default
+    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        return False
+    if isinstance(default, str):  # mode="train"
+        return any(word in default.lower() for word in _LIKE_MODES)
+    return (default is inspect.Parameter.empty or isinstance(default, bool)) and any(word in name for word in _LIKE_MODES)
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """Whether a call asks for random numbers.
+
+    Attributes:
+        name: of the parameter, `key`, `rng` or `dropout_rng` for a random key, `rngs` for a `flax.nnx.Rngs`; None if there is none.
+        is_needed: whether it has no default. One whose default is None gets random numbers in training only.
+    """
+
+    name: str | None = None
+    is_needed: bool = False
+
+    @staticmethod
+    def of(call: Callable[..., Any]) -> "Randomness":
+        """Return what a call asks for."""
+        for p in parameters_of(call).values():
+            if p.name in _RANDOM and (p.default is None or p.default is p.empty) and p.kind is not p.VAR_KEYWORD:
+                return Randomness(p.name, p.default is p.empty)
+        return Randomness()
+
+    def arguments(self, key: jax.Array | None, train: bool) -> dict[str, Any]:
+        """Return the argument that carries the random numbers, if there is one."""
+        if self.name is None or key is None or not (train or self.is_needed):
+            return {}
+        return {self.name: nnx.Rngs(key) if self.name == "rngs" else key}
+
+
+def arguments_of(x: Tree, num_inputs: int | None) -> tuple[Any, ...]:
+    """Return the arguments with which a model is called: several inputs are a tuple, a single one is the argument itself."""
+    return (x,) if num_inputs in (None, 1) else tuple(x)
+
+
+def call_by_name(function: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Call a function whose named arguments may stand between the positional ones, as in `apply(params, rng, x)`.
+
+    Args:
+        function: any function.
+        positional: the arguments without a name, in order.
+        named: the arguments by the name of their parameter.
+    """
+    arguments, remaining, keywords = [], list(positional), dict(named)
+    for parameter in parameters_of(function).values():
+        if not remaining or parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            break
+        arguments.append(keywords.pop(parameter.name) if parameter.name in keywords else remaining.pop(0))
+    return function(*arguments, *remaining, **keywords)
