@@ -110,7 +110,9 @@ def _check(make: Callable[..., Any], staged: Mapping[str, list[Any]], constant: 
 
 def _is_value(value: Any) -> bool:
     """Return whether a value of a list is a schedule or a finite number."""
-    return callable(value) or (isinstance(value, Real) and not isinstance(value, bool | np.bool_) and math.isfinite(value))
+    if isinstance(value, bool | np.bool_):
+        return False
+    return callable(value) or (isinstance(value, Real) and math.isfinite(value))
 
 
 def _of_stage(values: Sequence[Any], count: jax.Array, stage: ArrayLike) -> Any:
