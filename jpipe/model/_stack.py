@@ -18,8 +18,9 @@ from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_pyth
 from jpipe.model._ties import Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
 from jpipe.model.traced._cuts import Granularity
-from jpipe.model.traced._doors import Whole, open_function, open_model
 from jpipe.model.traced._model import TracedModel, cut_model
+from jpipe.model.traced.doors._doors import open_function, open_model
+from jpipe.model.traced.doors._whole import Whole
 
 Tree = Any  # a pytree of arrays
 

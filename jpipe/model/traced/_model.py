@@ -16,10 +16,10 @@ from jpipe.model.jaxprs._wanted import evaluate_wanted
 from jpipe.model.traced._align import same_cuts
 from jpipe.model.traced._chain import Chain
 from jpipe.model.traced._cuts import Granularity, Path, choose_cuts
-from jpipe.model.traced._flatten import Leaf, take_slice
 from jpipe.model.traced._names import Part, parts_of, path_in, tree_of
 from jpipe.model.traced._segments import Segment, segments_of
 from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, stacked, trace_model
+from jpipe.model.traced.flat._flatten import Leaf, take_slice
 
 Tree = Any
 

@@ -176,7 +176,7 @@ def test_functions_and_layers_may_be_used_twice():
     [
         ({}, r"expected at least one layer, found none"),
         ({"": jnp.tanh}, r"a layer id is a non-empty string, found ''"),
-        ({"a": 5}, r"layer 'a' is int; expected an NNX constructor.*or a jpipe\.Layer"),
+        ({"a": 5}, r"layer 'a' is int; expected an NNX module or its constructor.*or a jpipe\.Layer"),
         (
             {"a": nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))},
             r"layer 'a' is an abstract NNX module, which has no arrays; give its constructor, lambda rngs: Linear\(…, rngs=rngs\)",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from jpipe.model.traced._flatten import CUT, Leaf, flatten, stack_slices, take_slice
+from jpipe.model.traced.flat._flatten import CUT, Leaf, flatten, stack_slices, take_slice
 
 L, D = 3, 4
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jpipe.model.jaxprs._wanted import bind
-from jpipe.model.traced._builder import Atom, Builder, Fixed
+from jpipe.model.traced.flat._builder import Atom, Builder, Fixed
 
 
 class Lazy(ABC):

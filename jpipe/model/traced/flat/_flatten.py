@@ -4,15 +4,15 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
 
 from jpipe.model.jaxprs._dependence import body_of, is_literal, scan_parts
 from jpipe.model.jaxprs._wanted import UNKNOWN
-from jpipe.model.traced._builder import Builder
-from jpipe.model.traced._stacked import (
+from jpipe.model.traced.flat._builder import Builder
+from jpipe.model.traced.flat._stacked import (
     Divided,
     Elementwise,
     Joined,
@@ -42,7 +42,8 @@ _ELEMENTWISE = frozenset(
 """Primitives whose parameters do not depend on shapes."""
 
 
-class Leaf(NamedTuple):
+@dataclass(frozen=True)
+class Leaf:
     """A leaf of a tree, or a slice of one.
 
     Attributes:
@@ -231,7 +232,7 @@ def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | 
     source, *more = inputs
     if not isinstance(source, Lazy) or not math.prod(source.aval.shape):
         return None
-    before, after = source.aval.shape, getattr(aval, "shape", ())
+    before, after = tuple(source.aval.shape), tuple(aval.shape)
     if name == "dynamic_slice" and after[1:] == before[1:]:
         start = builder.numbers(whole(more[0]))
         if start is None:
@@ -246,7 +247,7 @@ def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | 
 def _moved(builder: Builder, equation: Any, source: Lazy) -> Value | None:
     """Return the result of an equation that moves the numbers of a value, or None for another one."""
     name, params, aval = equation.primitive.name, equation.params, equation.outvars[0].aval
-    before, after = source.aval.shape, getattr(aval, "shape", ())
+    before, after = tuple(source.aval.shape), tuple(aval.shape)
     if name == "transpose":
         return transposed(builder, source, tuple(params["permutation"]))
     if name == "squeeze":
