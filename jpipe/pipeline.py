@@ -211,7 +211,7 @@ class Pipeline:
         check_metrics(self.stage_functions(batch)[-1], checked_metrics(metrics))
 
     @isolated_context()
-    def init(self, key: jax.Array, batch: Batch, params: Mapping[str, Tree] | None = None, *, buckets: Sequence[Batch] = ()) -> State:
+    def init(self, key: jax.Array, batch: Batch, params: Tree | None = None, *, buckets: Sequence[Batch] = ()) -> State:
         """Compile for batches like this one, and put fresh weights, or those in `params`, on their devices.
 
         Logs a warning, once, if a layer computes with several rows together, as batch normalization does, or the loss is more than a sum
@@ -221,9 +221,9 @@ class Pipeline:
             key: seed of initialization and dropout.
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
             params: parameters to begin with, by layer id, as `params` gives them, as dicts in dicts with any arrays, or as an NNX module or
-                its `nnx.state`; they are copied.
-                What is left out, whole layers or some of the parameters of one, is fresh, as all layer state and optimizer state is. Of
-                layers that are modules with arrays it is these arrays, those of their layer state too.
+                its `nnx.state`; they are copied. Where the layers were cut from a model, its own tree of parameters, too.
+                What is left out, whole layers or some of the parameters of one, is what the model has, if it has arrays, or else fresh. All
+                optimizer state is fresh.
             buckets: batches of the other shapes that steps and evaluations will get, such as longer sentences; only shapes and dtypes
                 are used. Each step computes with programs compiled for its own shape. All have as many rows as `batch`, and layers
                 whose parameters and state have the same shapes with each of them.
@@ -240,7 +240,7 @@ class Pipeline:
         key = as_key(key)
         spec = microbatch_spec(batch, self.plan.microbatches)
         specs = self.stack.specs(spec[0])
-        initial = initial_arrays({} if params is None else params, self.stack, specs)
+        initial = initial_arrays(params, self.stack, specs)
         executor = self._compile(batch, buckets, {"key": _bits(key)})
         warn_of_mixed_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
         places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in initialized_at(stage)]
@@ -487,8 +487,11 @@ class Pipeline:
             return executor.predict(state, inputs, bucket_of_inputs(inputs, specs), weights, to)
 
     @isolated_context()
-    def params(self, state: State, *, weights: Weights = "newest") -> dict[str, Tree]:
+    def params(self, state: State, *, weights: Weights = "newest") -> Tree:
         """Return the parameters of all layers at one version (as in `evaluate`), by layer id; arrays stay on their devices.
+
+        Where the layers were cut from a model (`LayerStack.from_model`), they are in the tree of the model; those that this process does
+        not have are `jax.ShapeDtypeStruct`s.
 
         They are copies: the next step may write into the memory of the originals. In a run of several processes each gets the layers of
         its own workers. Where `precision` keeps masters, these are returned, in float32. There are none of older versions: if microbatches
@@ -505,7 +508,31 @@ class Pipeline:
         check_weights(weights, self.ema_decay)
         executor, state, _ = self._running(state)
         with self._undivided():
-            return executor.params(state, weights)
+            params = executor.params(state, weights)
+        return params if self.stack.traced is None else self.stack.whole_params(params)
+
+    @isolated_context()
+    def model(self, state: State, *, weights: Weights = "newest", device: jax.Device | None = None) -> Any:
+        """Return the model that was given to `LayerStack.from_model` with the trained weights, for code that knows nothing of pipelines.
+
+        It is an NNX module of the same class, the variables of a Linen module, the callable pytree, or the parameters of a function (with
+        layer state: parameters and state). Weights and layer state are those of `evaluate`; its arrays are copies. In a run of several
+        processes no process has all arrays: save a checkpoint and load it in one process.
+
+        Args:
+            state: any state that is not consumed.
+            weights: as in `evaluate`.
+            device: where its arrays are, such as `jax.devices("cpu")[0]` for a model that is larger than one accelerator; by default JAX's
+                default device.
+
+        Raises:
+            InputError: the layers were not cut from a model, a process that does not have all of them, a state that was used already, or
+                weights="ema" without `ema_decay`.
+        """
+        check_weights(weights, self.ema_decay)
+        executor, state, _ = self._running(state)
+        with self._undivided():
+            return self.stack.whole_model(executor.params(state, weights), executor.layer_state(state), device)
 
     @isolated_context()
     def delay_norms(self, state: State) -> DelayNorms:

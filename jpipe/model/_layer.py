@@ -26,6 +26,8 @@ class Layer:
         owner: the object whose reuse in a second layer would mean shared parameters, if any.
         axes: the logical axis of each dim, or None, of the parameters that have some, by path, with keys joined by "/"; for stages on
             meshes. Layers made of Flax modules fill it in while `init` is traced.
+        of_model: whether it was cut from a whole model, whose random numbers depend on the key of the run, in initialization, and on the
+            key of the microbatch, and not on the layer's id.
     """
 
     init: Callable[[jax.Array, Tree], tuple[Tree, Tree]]
@@ -34,6 +36,7 @@ class Layer:
     draws_in_evaluation: bool = field(default=False, kw_only=True)
     owner: Any = None
     axes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+    of_model: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

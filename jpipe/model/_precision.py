@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -215,6 +216,8 @@ def cast_layers(stack: LayerStack, precision: Precision) -> LayerStack:
     if precision.compute is None:
         return stack
     compute = jnp.dtype(precision.compute)
+    if stack.traced is not None:  # layers cut from a model compute as the model does with such parameters and inputs
+        return stack.recut(lambda whole: _cast(whole, compute, jnp.dtype("float32")), partial(_floats_as, compute))
     outputs = dict.fromkeys(stack.ids, compute) | {stack.ids[-1]: jnp.dtype("float32")}
     return stack.with_layers({layer_id: _cast(layer, compute, outputs[layer_id]) for layer_id, layer in stack.layers.items()})
 

@@ -3,8 +3,9 @@
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, get_args
 
 import flax
 import jax
@@ -12,11 +13,15 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from jpipe.context import without_mesh
-from jpipe.errors import InputError, callers_code, cause, shortened
+from jpipe.errors import InputError, callers_code, cause, short, shortened
 from jpipe.model._adapters import adapt, initial_arrays, is_constructor, layers_by_id
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, with_arrays
 from jpipe.model._ties import Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
+from jpipe.model.traced._cuts import Granularity
+from jpipe.model.traced._doors import open_function, open_model
+from jpipe.model.traced._model import TracedModel, cut_model
+from jpipe.model.traced._whole import Whole
 
 Tree = Any  # a pytree of arrays
 
@@ -69,15 +74,191 @@ class LayerStack:
             if id(layer) not in same:
                 same[id(layer)] = adapt(layer_id, layer)
         self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, same[id(layer)]) for layer_id, layer in layers.items()}
-        arrays = {layer_id: initial for layer_id, layer in layers.items() if (initial := initial_arrays(layer_id, layer)) is not None}
-        self._initial = {layer_id: params for layer_id, (params, _) in arrays.items()}  # what a run begins with, by layer id
-        self._initial_state = {layer_id: state for layer_id, (_, state) in arrays.items()}
+        built = {layer_id: initial_arrays(layer_id, layer) for layer_id, layer in layers.items()}
+        self._built = {layer_id: arrays for layer_id, arrays in built.items() if arrays is not None}
         self._object_ids = {layer_id: id(layer) for layer_id, layer in layers.items()}
         self._alive = list(layers.values())  # so that no id() is used twice
         self._known: dict[Any, LayerSpec] = {}
+        self.traced: TracedModel | None = None
+        self.whole: Whole | None = None
+        self._abstract: InputError | None = None  # why the model cannot make its parameters
         _reject_shared_owners(self.layers)
         self.ties = Ties(ties, self.ids)
         self.carries_rows = carries_rows
+
+    @classmethod
+    def from_model(
+        cls, model: Any, *inputs: Tree, variables: Tree | None = None, granularity: Granularity = "block", cuts: Sequence[str] = ()
+    ) -> "LayerStack":
+        """Cut a whole model into layers; the model stays as it is.
+
+        The model is traced with the inputs, and cut where the fewest bytes pass from one part to the next: one layer for each block.
+        Values that cross several layers, such as skip connections, are passed on; parameters that several layers read become ties.
+        Random numbers are those of the whole model called with `microbatch_key`. docs/concepts.md says where a model is cut.
+
+        Args:
+            model: an NNX module, that is built (its weights are the initial ones), abstract (from `nnx.eval_shape`), or a callable with a
+                parameter `rngs` that makes it; a Linen module; or any other callable pytree of arrays, such as an Equinox module.
+            inputs: example inputs of one microbatch, arrays or `jax.ShapeDtypeStruct`s. With one, the inputs of a batch are what it is;
+                with several, a tuple, and the model is called with each as an argument.
+            variables: of a Linen module, as its `init` returns them: the initial weights and layer state. By default they are made from
+                the key of the run.
+            granularity: "block", or "finest" to make the smallest layers at whose ends no more bytes pass than around them.
+            cuts: paths of parameters, such as "blocks.4": the model is cut before the first reader of each, and nowhere else.
+                Places marked by `jpipe.cut` in the model do the same.
+
+        Raises:
+            InputError: the model cannot be traced; it has ordered side effects; there is no place to cut it; training and evaluation read
+                its parameters in another order.
+
+        Example:
+            >>> from flax import linen
+            >>> model = linen.Sequential([linen.Dense(8), linen.relu, linen.Dense(8), linen.relu, linen.Dense(2)])
+            >>> LayerStack.from_model(model, jnp.ones((4, 8))).ids
+            ('layers_0', 'layers_2', 'layers_4')
+        """
+        return cls._cut(lambda specs: open_model(model, specs, variables=variables), inputs, granularity, cuts)
+
+    @classmethod
+    def from_function(
+        cls,
+        function: Callable[..., Any],
+        params: Tree,
+        *inputs: Tree,
+        state: Tree | None = None,
+        granularity: Granularity = "block",
+        cuts: Sequence[str] = (),
+    ) -> "LayerStack":
+        """Cut a model that is a pure function into layers, as `from_model` does.
+
+        Args:
+            function: `function(params, *inputs)`, or with `state` `function(params, state, *inputs) -> (outputs, new state)`. It gets a
+                random key of the microbatch by a parameter named `key` or `rng`, and whether it trains as layers do.
+            params: its initial parameters, any pytree; `jax.ShapeDtypeStruct`s if `Pipeline.init` will be given arrays. Arrays that are not
+                floating point are constants.
+            inputs: as in `from_model`.
+            state: the initial layer state.
+            granularity, cuts: as in `from_model`.
+
+        Raises:
+            InputError: as `from_model`.
+
+        Example:
+            >>> params = [{"w": jnp.ones((8, 8))} for _ in range(3)]
+            >>> def model(params, x):
+            ...     for layer in params:
+            ...         x = jnp.tanh(x @ layer["w"])
+            ...     return x
+            >>> LayerStack.from_function(model, params, jnp.ones((4, 8))).ids
+            ('0', '1', '2')
+        """
+        return cls._cut(lambda specs: open_function(function, params, specs, state=state), inputs, granularity, cuts)
+
+    @classmethod
+    @without_mesh()
+    def _cut(
+        cls, opened: Callable[[tuple[Tree, ...]], Whole], inputs: tuple[Tree, ...], granularity: Granularity, cuts: Sequence[str]
+    ) -> "LayerStack":
+        if not inputs:
+            raise InputError("from_model: expected example inputs after the model, found none; give arrays of the shapes of one microbatch")
+        if granularity not in get_args(Granularity):
+            raise InputError(f"granularity: expected 'block' or 'finest', found {granularity!r}")
+        if isinstance(cuts, str) or not all(isinstance(path, str) and path for path in cuts):
+            raise InputError(f"cuts: expected a list of paths of parameters, such as ['blocks.4'], found {short(cuts)}")
+        try:
+            specs = jax.tree.map(spec_of, inputs)
+        except TypeError:
+            raise InputError(f"from_model: expected example inputs that are arrays of numbers, found {describe(inputs)}") from None
+        whole, x = opened(specs), specs[0] if len(specs) == 1 else specs
+        abstract = None
+        if whole.params is None:
+            try:
+                jax.eval_shape(whole.layer.init, key_spec(), x)
+            except InputError as error:  # it says how to begin
+                abstract = error
+        stack = cls._of_traced(cut_model(whole.layer, whole.specs, x, granularity, cuts, whole.params is None and not abstract), whole)
+        stack._abstract = abstract
+        return stack
+
+    @classmethod
+    def _of_traced(cls, traced: TracedModel, whole: Whole | None) -> "LayerStack":
+        layers, equal = traced.layers(), traced.equal()
+        stack = cls(layers, traced.ties())
+        stack.traced, stack.whole = traced, whole
+        stack._object_ids = {layer_id: id(layers[equal[layer_id]]) for layer_id in layers}
+        return stack
+
+    def recut(self, change: Callable[[Layer], Layer], prepare: Callable[[Tree], Tree]) -> "LayerStack":
+        """Return the layers of the changed model, cut at the same places, for a stack whose layers were cut from a model.
+
+        Args:
+            change: of the whole model, as one layer.
+            prepare: applied to the parameters of each layer.
+        """
+        assert self.traced is not None
+        stack = self._of_traced(self.traced.recut(change, prepare), self.whole)
+        stack._abstract = self._abstract
+        return stack
+
+    def explicit(self, params: Tree | None) -> dict[str, tuple[Tree, Tree]]:
+        """Return the parameters and the state that are given to `Pipeline.init`, by layer id, with None where there is nothing.
+
+        Args:
+            params: by layer id, or in the tree of the model that the layers were cut from; None: nothing given.
+        """
+        if params is None and self._abstract is not None:
+            raise self._abstract
+        if params is None:
+            return {}
+        if self.traced is not None and self.whole is not None:
+            try:
+                return self._by_layer(*self.whole.from_user(params))
+            except InputError:
+                if not isinstance(params, Mapping) or not set(params) <= set(self.ids):
+                    raise
+        if not isinstance(params, Mapping):
+            raise InputError(f"params: expected a dict of parameters by layer id, found {type(params).__name__}")
+        return {layer_id: (tree, None) for layer_id, tree in params.items()}
+
+    @cached_property
+    def initial(self) -> dict[str, tuple[Tree, Tree]]:
+        """The parameters and the state that the model has, by layer id, with None where there is nothing."""
+        return self._built if self.whole is None else self._by_layer(self.whole.params, self.whole.state)
+
+    def _by_layer(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
+        """Return the parameters and state of each layer from those of the whole model; either may be None."""
+        assert self.traced is not None
+        trees = (
+            jax.tree.map(lambda _: None, spec) if tree is None else tree
+            for spec, tree in zip(self.traced.specs, (params, state), strict=True)
+        )
+        filled = jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, self.traced.specs, tuple(trees))
+        arrays = self.traced.split(*filled)
+        return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, arrays)
+
+    def whole_params(self, params: Mapping[str, Tree]) -> Tree:
+        """Return parameters by layer id in the tree of the model that the layers were cut from."""
+        assert self.traced is not None
+        assert self.whole is not None
+        return self.whole.to_user(self.traced.join(params, {})[0])
+
+    def whole_model(self, params: Mapping[str, Tree], state: Mapping[str, Tree], device: jax.Device | None = None) -> Any:
+        """Return the model that the layers were cut from with these arrays, by layer id, moved to one device.
+
+        Raises:
+            InputError: there is none, or arrays of it are missing.
+        """
+        if self.traced is None or self.whole is None:
+            raise InputError(
+                "model: expected layers that were cut from a model by LayerStack.from_model, found a dict of layers; use params"
+            )
+        joined = self.traced.join(params, state)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(joined)):
+            raise InputError(
+                "model: expected a process that has all layers, found one of several processes; save a checkpoint with "
+                "jpipe.checkpoints.save, and load it in one process"
+            )
+        return self.whole.rebuild(*jax.device_put(joined, device or jnp.zeros(()).sharding))
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -104,7 +285,7 @@ class LayerStack:
             layer_id: which layer.
             key: the random key of the run.
         """
-        return _fold(jax.random.fold_in(key, 0), layer_id)
+        return key if self.layers[layer_id].of_model else _fold(jax.random.fold_in(key, 0), layer_id)
 
     def init_layer(self, layer_id: str, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
         """Initialize one layer and return its parameters and state.
@@ -140,9 +321,21 @@ class LayerStack:
             if train and layer.stochastic:
                 assert key is not None
             if key is not None and (layer.stochastic if train else layer.draws_in_evaluation):
-                drawn = self.draw_key(key, layer_id, microbatch, train)
+                drawn = self.microbatch_key(key, microbatch, train) if layer.of_model else self.draw_key(key, layer_id, microbatch, train)
             x, new_state[layer_id] = layer.apply(params[layer_id], state[layer_id], x, drawn, train)
         return x, new_state
+
+    def microbatch_key(self, key: jax.Array, microbatch: Any, train: bool = True) -> jax.Array:
+        """Return the key with which a model that was cut by `from_model` draws random numbers for one microbatch.
+
+        With this key the whole model, called by itself, draws the same numbers.
+
+        Args:
+            key: the random key of the run.
+            microbatch: its number in the run, in evaluation in the batch.
+            train: False in evaluation.
+        """
+        return jax.random.fold_in(jax.random.fold_in(key, 4 if train else 5), microbatch)
 
     def draw_key(self, key: jax.Array, name: str, microbatch: Any, train: bool, *, of_metric: bool = False) -> jax.Array:
         """Return the key with which a layer, the loss or a metric draws random numbers for one microbatch.
@@ -220,7 +413,9 @@ class LayerStack:
             drawn = key if layer.draws_in_evaluation else None
             evaluated, _ = jax.eval_shape(lambda p, s, v, k: layer.apply(p, s, v, k, False), params, state, x, drawn)
         _reject_untrainable(layer_id, params)
-        reject_constants(layer_id, original, traced, lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key))
+        if not layer.of_model:  # else it was checked with the model
+            again = lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key)  # noqa: E731
+            reject_constants(layer_id, original, traced, again)
         _require_equal(f"layer '{layer_id}': the state that a forward returns", new_state, "the state it was given", state)
         _require_equal(f"layer '{layer_id}': its output in evaluation", evaluated, "its output in training", y)
         axes: Any = layer.axes

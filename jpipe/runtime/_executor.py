@@ -292,6 +292,14 @@ class Executor:
             params |= {layer_id: f.stack.ties.whole(layer_id, entries) for layer_id in layers}
         return copy({layer_id: params[layer_id] for layer_id in self._plan.layers if layer_id in params})
 
+    def layer_state(self, state: State) -> dict[str, Tree]:
+        """Copy the layer state of this process's layers, as an evaluation reads it."""
+        state = self.average(state)
+        layer_state: dict[str, Tree] = {}
+        for worker in state.workers:
+            layer_state = {**worker.layer_state, **layer_state}  # replicas hold the same
+        return copy(layer_state)
+
     def delay_norms(self, state: State) -> DelayNorms:
         """Return the norms of the prediction and of the distance of the newest versions, over the first replica of each stage."""
         squares = {}

@@ -180,7 +180,7 @@ class Arrays:
     @property
     def position(self) -> tuple[Tree, ...]:
         """The last argument of an update, the position that the optimizer needs; none if it needs no entry of it."""
-        needs = self.functions.optimizer.needs
+        needs = self.functions.optimizer.required
         return (self.whole(position_spec(needs)),) if needs else ()
 
     @property

@@ -137,7 +137,7 @@ class CompiledStage:
 
     def _position(self, number: UpdateNumber) -> tuple[Position, ...]:
         """Return the last argument of an update, if the optimizer needs it."""
-        needs = self.functions.optimizer.needs
+        needs = self.functions.optimizer.required
         return (number.position(needs),) if needs else ()
 
     @property

@@ -1,5 +1,5 @@
 from .cost.price import all_reduce_seconds, cut_seconds
-from .cost.shape import is_planned, planned_schedules
+from .cost.shape import is_planned, needs_vertical_sync, planned_schedules, sharing_refusal
 from .cost.simulated import Simulated, simulate_plan
 from .machine.local import host_memory, local_topology, usable_cores
 from .machine.topology import Device, Level, Topology
@@ -17,7 +17,7 @@ from .ranking.price_of_flush import PriceOfFlush, price_of_flush
 from .ranking.variants import Variants, find_variants, variant_schedules
 from .search.balance import balance
 from .search.candidate import Candidate
-from .search.candidates import Updates, as_candidate, find_candidates, on_meshes, sharing_refusal
+from .search.candidates import Updates, as_candidate, find_candidates, on_meshes
 from .search.paper import search_paper
 from .search.parallel import search_parallel
 from .search.partition import Partition, Placed, Problem, evaluate_partition, placed_seconds
@@ -67,6 +67,7 @@ __all__ = [
     "measure",
     "mesh_refusal",
     "mesh_seconds",
+    "needs_vertical_sync",
     "on_meshes",
     "placed_seconds",
     "planned_schedules",

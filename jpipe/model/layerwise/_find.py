@@ -70,7 +70,7 @@ def find_layerwise(
         )
     trained = _trained(ties, specs, [leaf and not used for leaf, used in zip(frozen, used_while_frozen(traced, frozen), strict=True)])
     blank = {layer_id: jax.tree.map(lambda _: optax.MaskedNode(), tree) for layer_id, tree in specs.items()}
-    first = LayerwiseOptimizer(transformation, {}, takes=traced.position, reads=read_position(traced))
+    first = LayerwiseOptimizer(transformation, {}, accepted=traced.position, used=read_position(traced))
     parts = (trained,) if trained.is_all else (trained, EVERYTHING)  # some mask may look at parameters that are not there
     candidates = [replace(first, blank=layers, trained=part) for part in parts for layers in ({}, blank)]
     with optax_promotion(), jax.debug_nans(False), jax.transfer_guard("allow"):
@@ -161,7 +161,7 @@ def _check_without_parameters(layerwise: LayerwiseOptimizer, specs: Mapping[str,
     bare = next((layer_id for layer_id, tree in specs.items() if not jax.tree.leaves(tree)), None)
     if bare is not None:
         with callers_code(message):
-            position = position_spec(layerwise.reads)
+            position = position_spec(layerwise.used)
             jax.eval_shape(
                 lambda params, at: layerwise.update(bare, params, layerwise.init(bare, params), params, 1.0, at), specs[bare], position
             )

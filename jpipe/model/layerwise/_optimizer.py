@@ -57,8 +57,8 @@ class LayerwiseOptimizer:
         has_masters: whether the state is a `WithMasters`, whose masters are updated and then cast to the parameters' dtypes.
         ema_decay: keep an exponential moving average of the weights, or of the masters, with this decay.
         delay_factor: move the weights ahead of each update by this many updates for each update of its delay, as the last thing.
-        takes: the names of the `Position` that the transformation takes as extra arguments, sorted.
-        reads: those of them on which its updates or its state depend.
+        accepted: the names of the `Position` that the transformation accepts as extra arguments, sorted.
+        used: those of them on which its updates or its state depend.
         trained: the parameters that updates change, by entry (see `Ties`). Of frozen parameters there are no gradients and
             no optimizer state. A layer of which all are frozen has none of either.
         structured: for shared parameters, and for layers with shared or frozen ones, (layer id, tree of that layer) from their arrays.
@@ -71,13 +71,13 @@ class LayerwiseOptimizer:
     trained: Subset = EVERYTHING
     structured: Mapping[str, Callable[[Tree], tuple[str, Tree]]] = field(default_factory=dict)
     delay_factor: float | None = None
-    takes: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
+    used: tuple[str, ...] = ()
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """The names of the `Position` that `update` needs, sorted."""
-        return tuple(sorted({*self.reads, *(() if self.delay_factor is None else ("delay",))}))
+    def required(self) -> tuple[str, ...]:
+        """The names of the `Position` that `update` requires, sorted."""
+        return tuple(sorted({*self.used, *(() if self.delay_factor is None else ("delay",))}))
 
     def init(self, layer_id: str, params: Tree) -> Tree:
         """Return the optimizer state of one layer, from its trained parameters."""
@@ -101,7 +101,7 @@ class LayerwiseOptimizer:
             state: its optimizer state.
             params: its trained parameters.
             scale: what the updates are multiplied by.
-            position: at least the entries that the optimizer `needs`.
+            position: at least the entries that are `required`.
 
         Returns:
             The new parameters; the new optimizer state.
@@ -113,7 +113,7 @@ class LayerwiseOptimizer:
             return jax.tree.map(lambda p, master: master.astype(p.dtype), params, masters), WithMasters(masters, inner)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
         state, average, ahead = state if self._has_buffers else (state, None, None)
-        extra = {name: position[name] if name in self.reads else 0 for name in self.takes}
+        extra = {name: position[name] if name in self.used else 0 for name in self.accepted}
         with optax_promotion():
             place, placed = self._placed(layer_id, params)
             updates, state = self.transformation.update(self._placed(layer_id, gradient)[1], state, placed, **extra)

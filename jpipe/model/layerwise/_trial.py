@@ -73,7 +73,7 @@ def has_momentum(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], param
         params: tiny parameters.
     """
     zeros = {**blank, **jax.tree.map(jnp.zeros_like, params)}
-    extra = {name: jnp.asarray(1, dtype) for name, dtype in (("delay", np.float32), ("stage", np.int32)) if name in layerwise.takes}
+    extra = {name: jnp.asarray(1, dtype) for name, dtype in (("delay", np.float32), ("stage", np.int32)) if name in layerwise.accepted}
     state = _prepared(layerwise.transformation.init, zeros)(zeros)
     update = _prepared(lambda gradients, state: layerwise.transformation.update(gradients, state, zeros, **extra), zeros, state)
     moved = [False, False]
@@ -89,11 +89,11 @@ class _Run:
 
     def __init__(self, layerwise: LayerwiseOptimizer, params: Tree) -> None:
         def update(gradients: Tree, state: Tree, params: Tree, position: Position) -> tuple[Tree, Tree, Tree]:
-            extra = {name: position.get(name, 0) for name in layerwise.takes}
+            extra = {name: position.get(name, 0) for name in layerwise.accepted}
             updates, state = layerwise.transformation.update(gradients, state, params, **extra)
             return updates, state, optax.apply_updates(params, updates)
 
-        self._params, self._state, self._names = params, _prepared(layerwise.transformation.init, params)(params), layerwise.reads
+        self._params, self._state, self._names = params, _prepared(layerwise.transformation.init, params)(params), layerwise.used
         self._update = _prepared(update, params, self._state, params, self._position(0))
 
     def _position(self, step: int) -> Position:

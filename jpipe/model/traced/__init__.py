@@ -1,1 +1,1 @@
-"""Layers cut from a whole model that was written for no pipeline."""
+"""Layers cut from a whole model: it is traced, and its equations are cut where the fewest bytes pass."""

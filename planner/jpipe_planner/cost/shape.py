@@ -68,6 +68,21 @@ def planned_schedules() -> tuple[str, ...]:
     return tuple(filter(is_planned, jpipe.schedules.SCHEDULES))
 
 
+def sharing_refusal(schedule: str) -> str:
+    """Return why updates of the planned stages of a schedule cannot depend on the gradients of all stages; "" if they can.
+
+    They do with shared parameters, and if gradients are clipped by their norm over all stages.
+    """
+    rules, shape = jpipe.schedules.SCHEDULES[schedule], Shape(schedule, 2, (1, 1), vertical_sync=needs_vertical_sync(schedule))
+    return rules.norm_refusal(shape) if is_planned(schedule) else ""
+
+
+def needs_vertical_sync(schedule: str) -> bool:
+    """Return whether updates of a schedule can depend on the gradients of all stages with `vertical_sync` only."""
+    rules = jpipe.schedules.SCHEDULES[schedule]
+    return "vertical_sync" in rules.options and bool(rules.norm_refusal(Shape(schedule, 2, (1, 1))))
+
+
 class Pipelines(NamedTuple):
     """Parallel equal pipelines that update together; their microbatches are not specified.
 
@@ -76,16 +91,18 @@ class Pipelines(NamedTuple):
         width: the number of pipelines.
         depth: the number of stages of each.
         extra: extra_in_flight.
+        vertical_sync: as in `jpipe.Plan`.
     """
 
     schedule: str
     width: int
     depth: int
     extra: int
+    vertical_sync: bool = False
 
     def shape(self, microbatches: int) -> Shape:
         """Return the shape of all pipelines, with `microbatches` microbatches each."""
-        return Shape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.extra)
+        return Shape(self.schedule, microbatches * self.width, (self.width,) * self.depth, self.extra, vertical_sync=self.vertical_sync)
 
 
 class ScheduleFacts(NamedTuple):

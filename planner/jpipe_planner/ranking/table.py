@@ -93,7 +93,8 @@ def schedule(candidate: Candidate) -> str:
     """Return the schedule with its options in the plan."""
     if candidate.depth == 1 and candidate.num_ranks > 1 and jpipe.schedules.SCHEDULES[candidate.schedule].data_parallel:
         return "data parallel"
-    options = ["early"] if candidate.split_backward == "early" else []
+    options = ["vertical sync"] if candidate.vertical_sync else []
+    options += ["early"] if candidate.split_backward == "early" else []
     options += [f"+{candidate.extra_in_flight}"] if candidate.extra_in_flight else []
     options += ["M_s = r_s"] if candidate.update_every == "replicas" else []
     options += ["stages together"] if candidate.keep_together == "stages" else []

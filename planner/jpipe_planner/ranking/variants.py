@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jpipe
 from jpipe import InputError
-from jpipe_planner.cost.shape import is_planned
+from jpipe_planner.cost.shape import is_planned, needs_vertical_sync
 from jpipe_planner.cost.simulated import Simulated, forwards, network, simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
@@ -127,7 +127,7 @@ class _Variants:
 
     def __init__(self, profile: Profile, topology: Topology, schedules: Sequence[str], global_norm: bool, max_delay: float | None) -> None:
         self.profile, self.topology, self.schedules, self.global_norm = profile, topology, schedules, global_norm
-        self.max_delay = max_delay
+        self.max_delay, self._is_restricted = max_delay, global_norm or bool(profile.shared)
         self.simulations: dict[Candidate, Simulated] = {}
         self.left_out = 0
         self._spent = 0
@@ -151,7 +151,7 @@ class _Variants:
 
     def _lacks_norm(self, plan: jpipe.Plan) -> bool:
         """Return whether the schedule of a plan cannot do what the model or its optimizer needs."""
-        return bool((self.global_norm or self.profile.shared) and jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan))
+        return self._is_restricted and bool(jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan))
 
     def early(self, base: Candidate) -> Iterator[Candidate]:
         """Yield a plan with split backwards, with and without additional microbatches in flight, if a link costs time."""
@@ -174,7 +174,7 @@ class _Variants:
                 yield from self._ordered(base, name)
                 continue
             for chunks in {"straight": (1,), "v": (2,)}.get(rules.layout, range(1 if rules.flushes else 2, MOST_CHUNKS + 1)):
-                for candidate in _chunked(self.profile, base, name, chunks):
+                for candidate in _chunked(self.profile, base, name, chunks, self._is_restricted and needs_vertical_sync(name)):
                     plan = candidate.plan(self.profile.ids)
                     if not self._lacks_norm(plan) and candidate.is_within(self.max_delay) and self.affords(plan):
                         yield candidate
@@ -199,7 +199,7 @@ def _message_seconds(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]
     return max((one.latency + size / one.bandwidth for one, size in crossed), default=0.0)
 
 
-def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> Iterator[Candidate]:
+def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int, vertical_sync: bool = False) -> Iterator[Candidate]:
     """Yield the plan with this number of chunks on each rank, if it is legal."""
     stages = base.depth * chunks
     if stages > len(profile.ids):
@@ -214,6 +214,7 @@ def _chunked(profile: Profile, base: Candidate, schedule: str, chunks: int) -> I
         replicas=base.replicas[:1] * stages,
         policies=base.policies if chunks == 1 else base.policies[:1] * stages,
         chunks=chunks,
+        vertical_sync=vertical_sync,
     )
     try:
         candidate.plan(profile.ids)

@@ -34,6 +34,7 @@ class Candidate:
         order_limit: as in `jpipe.Plan`, the limit of the order.
         split_backward: as in `jpipe.Plan`.
         degrees: the mesh of each replica.
+        vertical_sync: as in `jpipe.Plan`.
     """
 
     schedule: str
@@ -56,6 +57,7 @@ class Candidate:
     order_limit: int | None = None
     split_backward: Literal["joint", "early"] = "joint"
     degrees: Degrees = NO_MESH
+    vertical_sync: bool = False
 
     @property
     def depth(self) -> int:
@@ -99,6 +101,7 @@ class Candidate:
                 self.microbatches,
                 self.replicas,
                 self.extra_in_flight,
+                vertical_sync=self.vertical_sync,
                 update_every=self.update_every,
                 split_backward=self.split_backward,
                 ranks=ranks,
@@ -112,7 +115,8 @@ class Candidate:
     @property
     def kind(self) -> tuple[object, ...]:
         """The properties that plans of one kind have in common; they differ only in sizes."""
-        return self.schedule, self.split_backward, self.update_every, self.replicas, self.degrees, self.keep_together, self.chunks
+        options = self.vertical_sync, self.split_backward, self.update_every
+        return self.schedule, *options, self.replicas, self.degrees, self.keep_together, self.chunks
 
     @property
     def has_whole_backwards(self) -> bool:
@@ -164,6 +168,7 @@ class Candidate:
             microbatches=self.microbatches,
             stages=stages,
             extra_in_flight=self.extra_in_flight,
+            vertical_sync=self.vertical_sync,
             keep_together=self.keep_together,
             update_every=self.update_every,
             ranks=None if self.chunks == 1 else self._ranks,

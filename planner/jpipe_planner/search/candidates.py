@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import jpipe
 from jpipe_planner.cost.price import all_reduce_seconds
-from jpipe_planner.cost.shape import is_planned, planned_schedules
+from jpipe_planner.cost.shape import planned_schedules, sharing_refusal
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.profile.sharded import NO_MESH, Degrees, Meshes
@@ -32,11 +32,13 @@ def find_candidates(
     meshes: Sequence[Degrees] = (NO_MESH,),
     replicas: bool = True,
     max_delay: float | None = None,
+    global_norm: bool = False,
 ) -> list[Candidate]:
     """Return all plans of equal pipelines, and for each microbatch size the best of PipeDream's (1F1B round-robin).
 
-    Schedules that do not flush are tried with 0 to 2 additional microbatches in flight. If layers share a parameter, schedules with a
-    `sharing_refusal` are left out.
+    Schedules that do not flush are tried with 0 to 2 additional microbatches in flight. If layers share a parameter, or gradients are
+    clipped by their norm over all stages, schedules with a `sharing_refusal` are left out, and `pipedream` is tried with `vertical_sync`
+    and equal pipelines only.
 
     Args:
         profile: the model's costs.
@@ -51,14 +53,17 @@ def find_candidates(
         meshes: the meshes to try, each in place of a device; of `possible_degrees`, or others.
         replicas: whether stages may have replicas. Without, plans with fewer stages than devices leave the remaining devices idle.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
+        global_norm: whether gradients are clipped by their norm over all stages.
     """
     schedules = planned_schedules() if schedules is None else schedules
-    if profile.shared:
+    is_restricted = global_norm or bool(profile.shared)
+    if is_restricted:
         schedules = tuple(name for name in schedules if not sharing_refusal(name))
     views, candidates = Meshes(profile, topology), list[Candidate]()
     for degrees in meshes:
-        searched = search_parallel(*views.of(degrees), batch, exact=exact, schedules=schedules, replicas=replicas, max_delay=max_delay)
-        if SCHEDULE.name in schedules:
+        options: dict[str, Any] = {"exact": exact, "replicas": replicas, "max_delay": max_delay, "global_norm": global_norm}
+        searched = search_parallel(*views.of(degrees), batch, schedules=schedules, **options)
+        if SCHEDULE.name in schedules and not is_restricted:
             searched += [one for one in _pipedream(*views.of(degrees), batch, exact, pipedream) if one.is_within(max_delay)]
         candidates += searched if degrees.size == 1 else [on_meshes(candidate, degrees) for candidate in searched]
     # In one stage there is nothing to pipeline: data parallelism is the schedule that updates with the newest weights.
@@ -70,11 +75,6 @@ def find_candidates(
 def on_meshes(candidate: Candidate, degrees: Degrees) -> Candidate:
     """Return a candidate for meshes from one for their profile and topology."""
     return dataclasses.replace(candidate, degrees=degrees, sent=candidate.sent * degrees.size)
-
-
-def sharing_refusal(schedule: str) -> str:
-    """Return why the stages of a schedule cannot share parameters, in plans like those of `find_candidates`; "" if they can."""
-    return jpipe.schedules.SCHEDULES[schedule].norm_refusal(jpipe.Plan.even("ab", 2, schedule, 2)) if is_planned(schedule) else ""
 
 
 def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, how: Updates) -> Iterator[Candidate]:

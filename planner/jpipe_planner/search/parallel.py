@@ -23,7 +23,7 @@ from jpipe_planner.cost.price import (
     steady_price,
     walked_price,
 )
-from jpipe_planner.cost.shape import Pipelines, ScheduleFacts, batch_orders, planned_schedules, schedule_facts
+from jpipe_planner.cost.shape import Pipelines, ScheduleFacts, batch_orders, needs_vertical_sync, planned_schedules, schedule_facts
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.balance import balance
@@ -44,6 +44,7 @@ def search_parallel(
     price: Literal["closed form", "paper"] = "closed form",
     replicas: bool = True,
     max_delay: float | None = None,
+    global_norm: bool = False,
 ) -> list[Candidate]:
     """Price all plans of w pipelines of d stages on all w d devices of the topology; on fewer devices only if no such plan fits.
 
@@ -61,11 +62,14 @@ def search_parallel(
         price: "closed form", which approximates `jpipe.simulate`, or "paper", as in the appendix of 2BW.
         replicas: whether stages may have replicas.
         max_delay: the largest mean delay of a plan in updates, see `Candidate.delay`; 0 allows only plans without a delay; None: any.
+        global_norm: whether gradients are clipped by their norm over all stages. Then, and if layers share parameters, schedules that
+            need it have `vertical_sync`.
 
     Returns:
         All candidates, best first; those that do not fit are last, sorted by how much they lack. Empty if no plan has such a batch.
     """
-    run = _Sweep(profile, topology, batch, exact, planned_schedules() if schedules is None else tuple(schedules), price, max_delay)
+    schedules = planned_schedules() if schedules is None else tuple(schedules)
+    run = _Sweep(profile, topology, batch, exact, schedules, price, max_delay, global_norm or bool(profile.shared))
     shapes = run.full() if replicas else run.single()
     candidates = [candidate for width, depth in shapes for candidate in run.candidates(width, depth)]
     if replicas and all(candidate.over for candidate in candidates):
@@ -89,7 +93,7 @@ def pipelines_seconds(profile: Profile, topology: Topology, candidate: Candidate
     stages = layers.cut(candidate.starts, profile.sizes.index(candidate.rows))
     backward = stages.backward[[layers.policies.index(policy) for policy in candidate.policies], range(depth)]
     times = _times(stages, width, Crossings.find(topology, width, depth, candidate.keep_together))._replace(backward=backward)
-    pipelines = Pipelines(candidate.schedule, width, depth, candidate.extra_in_flight)
+    pipelines = Pipelines(candidate.schedule, width, depth, candidate.extra_in_flight, candidate.vertical_sync)
     return float(_price(pipelines, schedule_facts(pipelines, (candidate.microbatches // width,)), times).seconds[0])
 
 
@@ -144,9 +148,10 @@ class _Sweep:
         schedules: tuple[str, ...],
         price: str,
         max_delay: float | None,
+        is_restricted: bool,
     ) -> None:
         self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
-        self.max_delay = max_delay
+        self.max_delay, self.is_restricted = max_delay, is_restricted
         self.layers = Layers(profile)
         self.limit = topology.device.memory or np.inf
         self.tried = tuple((name, extra) for name in schedules for extra in _extras(jpipe.schedules.SCHEDULES[name]))
@@ -184,7 +189,8 @@ class _Sweep:
             for stages in self.cut(depth, n) if numbers else ():
                 links = [(keep, _times(stages, width, crossing)) for keep, crossing in crossings]
                 for schedule, extra in self.tried:
-                    rules, pipelines = jpipe.schedules.SCHEDULES[schedule], Pipelines(schedule, width, depth, extra)
+                    rules, sync = jpipe.schedules.SCHEDULES[schedule], self.is_restricted and depth > 1 and needs_vertical_sync(schedule)
+                    pipelines = Pipelines(schedule, width, depth, extra, sync)
                     if depth == 1 and (extra or (rules.flushes and not rules.data_parallel)):
                         continue  # the same as another one, because nothing is in flight
                     fit = self._fit(stages, pipelines, numbers)
@@ -246,7 +252,7 @@ class _Sweep:
         return paper_price(times, m, rounds[:, 0])
 
     def _priced(self, stages: Stages, rows: int, pipelines: Pipelines, keep: Any, fit: _Fit, times: Times) -> Iterator[Candidate]:
-        price, (schedule, width, depth, extra) = self._seconds(pipelines, fit.facts, times), pipelines
+        price, (schedule, width, depth, extra, sync) = self._seconds(pipelines, fit.facts, times), pipelines
         numbers = np.array(fit.facts.microbatches)
         busy = width * (numbers * times.compute.sum(1) + stages.update.sum())
         sums = (2 * (width - 1) * stages.accumulators.sum() + width * stages.sent.sum()) / (width * rows * numbers)
@@ -280,4 +286,5 @@ class _Sweep:
                 sent=sent,
                 bound=BOUNDS[bound].format(where),
                 over=(worst, int(np.ceil(lacks))) if lacks > 0 else None,
+                vertical_sync=sync,
             ).sharing(self.topology.cores)

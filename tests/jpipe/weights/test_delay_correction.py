@@ -419,9 +419,9 @@ def test_an_optimizer_that_does_not_read_them_is_compiled_as_before():
     """Optax's own chains take extra arguments and pass them on."""
     pipe = pipeline(plan_of("2BW"), optimizer=optax.chain(optax.trace(0.9), optax.scale(-0.1)), correction=None)
     batch = models.masked_batches(1, 3)[0]
-    assert [f.optimizer.needs for f in pipe.stage_functions(batch)] == [()] * 3
+    assert [f.optimizer.required for f in pipe.stage_functions(batch)] == [()] * 3
     corrected = pipeline(plan_of("2BW")).stage_functions(batch)
-    assert [f.optimizer.needs for f in corrected] == [("delay",)] * 3
+    assert [f.optimizer.required for f in corrected] == [("delay",)] * 3
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ from flax import nnx
 import jpipe
 from jpipe import InputError
 from jpipe_planner.cost.bound import port_seconds
+from jpipe_planner.cost.shape import needs_vertical_sync, planned_schedules, sharing_refusal
 from jpipe_planner.cost.simulated import network, simulate_plan
 from jpipe_planner.machine.topology import Topology
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.ranking.choose import choose
-from jpipe_planner.search.candidates import find_candidates, sharing_refusal
+from jpipe_planner.search.candidates import find_candidates
 from jpipe_planner.search.parallel import search_parallel
 from tests.planner.invented import invented_profile
 
@@ -110,12 +111,22 @@ def test_no_simulation_is_faster_than_the_ports_that_carry_shared_gradients():
     assert simulate_plan(plan, costs, topology).batch_seconds >= least
 
 
-def test_weight_stashing_is_excluded():
+def test_weight_stashing_is_planned_with_vertical_sync():
     profile, topology = shared_profile(1, "layer_0", "layer_7"), Topology.flat(2, bandwidth=1e9)
-    assert "under weight stashing the last stage updates before" in sharing_refusal("pipedream")
-    candidates = find_candidates(profile, topology, 4)
-    assert "pipedream" not in {candidate.schedule for candidate in candidates}
+    assert needs_vertical_sync("pipedream")
+    assert not any(needs_vertical_sync(name) for name in planned_schedules() if name != "pipedream")
+    assert not any(map(sharing_refusal, planned_schedules()))
+    candidates = find_candidates(profile, topology, 4, schedules=("pipedream", "pipedream_flush"))
+    assert all(one.vertical_sync == (one.schedule == "pipedream" and one.depth > 1) for one in candidates)
+    assert any(one.vertical_sync for one in candidates)
     assert choose(profile, topology, candidates).ranked[0].simulated is not None
+
+
+def test_a_schedule_that_cannot_share_parameters_is_excluded(monkeypatch):
+    without_option = dataclasses.replace(jpipe.schedules.SCHEDULES["pipedream"], options=("extra_in_flight",))
+    monkeypatch.setitem(jpipe.schedules._BY_NAME, "pipedream", without_option)
+    assert "under weight stashing the last stage updates before" in sharing_refusal("pipedream")
+    profile, topology = shared_profile(1, "layer_0", "layer_7"), Topology.flat(2, bandwidth=1e9)
     assert find_candidates(profile, topology, 4, schedules=("pipedream",)) == []
 
 

@@ -32,13 +32,14 @@ def test_the_choice_is_as_fast_as_the_fastest_of_all_when_all_are_simulated(seed
 
 
 @pytest.mark.thinned(most=1)
+@pytest.mark.parametrize("global_norm", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_no_simulation_is_faster_than_the_bounds(seed):
+def test_no_simulation_is_faster_than_the_bounds(seed, global_norm):
     profile, topology = invented_profile(seed, layers=6), invented_topology(seed)
-    for candidate in find_candidates(profile, topology, 12)[seed::9]:
+    for candidate in find_candidates(profile, topology, 12, global_norm=global_norm)[seed::9]:
         plan = candidate.plan(profile.ids)
         costs, link, batches = profile.stage_costs(plan, 1), network(plan, topology), 20
-        timeline = jpipe.simulate(jpipe.lower(plan, batches), costs, link).timeline
+        timeline = jpipe.simulate(jpipe.lower(plan, batches, global_norm=global_norm), costs, link).timeline
         share = [plan.microbatches // plan.replicas[s] for s, _ in plan.workers]
         starts = [[span.start for span in row if span.op != "B"] for row in timeline]
         seconds = statistics.mean(row[18 * per_batch] - row[8 * per_batch] for per_batch, row in zip(share, starts, strict=True)) / 10

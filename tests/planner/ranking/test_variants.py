@@ -69,6 +69,14 @@ def test_chunks_gain_nothing_without_a_flush():
     assert any(one.candidate.chunks > 1 for one in without_flush)
 
 
+def test_with_a_global_norm_chunks_and_early_gradients_of_pipedream_have_vertical_sync():
+    profile, topology = gpt(8, sizes=(1,)), levels((2, 2_000.0, 0.02))
+    planned = find_candidates(profile, topology, 8, schedules=["pipedream"], global_norm=True)
+    variants = find_variants(profile, topology, 8, schedules=["pipedream"], planned=planned, global_norm=True).simulated
+    assert {(one.chunks > 1, one.split_backward, one.vertical_sync) for one in variants} >= {(True, "joint", True), (False, "early", True)}
+    assert all(one.vertical_sync for one in variants)
+
+
 def test_plans_of_chunks_without_a_simulation_are_simulated():
     """The bounds that rule out candidates hold only for one stage on each rank."""
     profile = gpt(8, sizes=(1,))

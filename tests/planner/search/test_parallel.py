@@ -215,6 +215,21 @@ def test_prices_are_those_of_the_simulator(schedule):
             assert expected * 0.95 <= candidate.seconds <= expected * 1.05
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_prices_and_memory_with_a_global_norm_are_those_of_the_simulator(schedule):
+    """Where the norm is in time, it costs nothing, and the second set of gradients takes the place of a version."""
+    profile, topology = gpt(6), levels((4, 50_000.0, 0.02))
+    candidates = search_parallel(profile, topology, 12, schedules=[schedule], global_norm=True)
+    assert all(one.vertical_sync == (schedule == "pipedream" and one.depth > 1) for one in candidates)
+    for candidate in random.Random(3).sample(candidates, 12):
+        plan = candidate.plan(profile.ids)
+        simulated = simulate_plan(plan, profile.stage_costs(plan, candidate.rows), topology, global_norm=True)
+        assert candidate.seconds == pytest.approx(simulated.batch_seconds, rel=0.01)
+        peaks = [max(simulated.peak_bytes[w] for w in devices) for devices in plan.stage_workers]
+        assert all(peak <= memory <= 1.05 * peak for memory, peak in zip(candidate.memory, peaks, strict=True))
+        assert candidate.delay == pytest.approx(plan.mean_delay)
+
+
 def test_links_that_pipelines_share_carry_the_bytes_of_all():
     profile = gpt(7, outputs=20_000, sizes=(1,), weights=1_000)
     topology = levels((4, 1e9, 0.0), (2, 20_000.0, 0.0))  # a message takes as long as a forward; four pipelines share a card

@@ -230,29 +230,39 @@ def test_unused_devices_stay_idle_and_are_reported(files, capsys):
     assert re.search(r"it uses \d of 16 devices; the remaining devices", out)
 
 
-def test_clipping_excludes_weight_stashing(files, capsys):
-    arguments = "tiny.yaml", "--profile=profile.json", "--topology=two.yaml", "--set", "optimizer.clip_global_norm=1.0", "--out=plan.json"
-    out = planned(capsys, *arguments, "--schedules=all")
-    assert (
-        "left out, because of optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale: pipedream: under weight stashing "
-        in " ".join(out.split())
-    )
-    assert not re.search(r"^\d+ +pipedream ", out, re.MULTILINE)
-    assert re.search(r"^\d+ +pipedream_2bw ", out, re.MULTILINE)
+def test_with_clipping_pipedream_is_ranked_with_vertical_sync(files, capsys):
+    """At equal speed its weights are newer than those of 2BW, and the pipeline accepts the plan with the global norm."""
+    slow = [layer.model_copy(update={"weights": 10**8, "accumulators": 10**8, "optimizer": 0}) for layer in profile().layers]
+    Path("heavy.json").write_text(Profile(**dict(profile()) | {"layers": slow}).to_json())  # too heavy to replicate
+    arguments = "tiny.yaml", "--profile=heavy.json", "--topology=two.yaml", "--set", "optimizer.clip_global_norm=1.0", "--out=plan.json"
+    out = planned(capsys, *arguments, "--schedules=pipedream,pipedream_2bw", "--set=train.batch_size=4")
+    needs = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
+    assert f"pipedream is tried with vertical_sync and equal pipelines only, because of {needs}" in " ".join(out.split())
+    assert re.search(r"^1 +pipedream vertical sync .* \d+% +0.25 ", out, re.MULTILINE)
+    assert re.search(r"^\d+ +pipedream_2bw .* \d+% +1 ", out, re.MULTILINE)
+    plan = jpipe.Plan.from_json(Path("plan.json").read_text())
+    assert (plan.schedule, plan.vertical_sync, plan.depth) == ("pipedream", True, 2)
+    jpipe.lower(plan, 2, global_norm=True)
 
 
-def test_shared_parameters_leave_out_weight_stashing(files, capsys):
+def test_schedules_that_cannot_clip_are_left_out(files, capsys, monkeypatch):
+    rules = jpipe.schedules.SCHEDULES["pipedream"]
+    monkeypatch.setitem(jpipe.schedules._BY_NAME, "pipedream", dataclasses.replace(rules, options=("extra_in_flight",)))
+    arguments = "tiny.yaml", *BOTH, "--set=optimizer.clip_global_norm=1.0"
+    out = " ".join(planned(capsys, *arguments, "--schedules=all", "--out=plan.json").split())
+    needs = "optimizer.clip_global_norm, skip_nonfinite or a dynamic loss scale"
+    assert f"left out, because of {needs}: pipedream: under weight stashing " in out
+    assert cli.main(["plan", *arguments, "--schedules=pipedream"]) == 2
+    assert f"--schedules: pipedream cannot be used with {needs}: under weight stashing" in capsys.readouterr().err
+
+
+def test_with_shared_parameters_pipedream_has_vertical_sync(files, capsys):
     parameter = {"layers": ("embed", "head"), "weights": 10**5, "accumulators": 10**5}
     Path("shared.json").write_text(Profile(**dict(profile()) | {"shared": [parameter]}).to_json())
     arguments = "plan", "--profile=shared.json", "--topology=two.yaml", "--batch=4"
     out = planned(capsys, *arguments[1:], "--schedules=all")
-    assert "left out, because of shared parameters: pipedream: under weight stashing the last stage updates " in " ".join(out.split())
-    assert not re.search(r"^\d+ +pipedream ", out, re.MULTILINE)
-    assert cli.main([*arguments, "--schedules=pipedream"]) == 2
-    assert (
-        "--schedules: pipedream with more than one stage cannot be used with shared parameters: under weight stashing"
-        in capsys.readouterr().err
-    )
+    assert "pipedream is tried with vertical_sync and equal pipelines only, because of shared parameters" in " ".join(out.split())
+    assert re.search(r"^\d+ +pipedream vertical sync ", out, re.MULTILINE)
     assert cli.main([*arguments, "tiny.yaml"]) == 2
     assert "profile: expected layers that share a parameter: none; found embed, head; profile this model" in capsys.readouterr().err
 
@@ -332,13 +342,11 @@ def test_the_printed_command_has_all_options_of_the_plan(files, capsys):
 
 
 @pytest.mark.slow
-def test_clipping_allows_weight_stashing_with_one_stage(files, capsys):
-    """With one stage nothing is delayed, and the pipeline accepts the plan."""
+def test_plans_of_one_stage_need_no_vertical_sync(files, capsys):
     arguments = "tiny.yaml", *BOTH, "--set", "optimizer.clip_global_norm=1.0", "--schedules=pipedream", "--out=plan.json"
-    out = planned(capsys, *arguments)
-    assert "left out: pipedream with more than one stage cannot be used with optimizer.clip_global_norm, " in " ".join(out.split())
+    planned(capsys, *arguments)
     plan = jpipe.Plan.from_json(Path("plan.json").read_text())
-    assert (plan.schedule, plan.depth, len(plan.workers)) == ("pipedream", 1, 2)
+    assert (plan.schedule, plan.vertical_sync, plan.depth, len(plan.workers)) == ("pipedream", False, 1, 2)
     jpipe.lower(plan, 2, global_norm=True)
 
 

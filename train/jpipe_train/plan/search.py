@@ -20,6 +20,7 @@ from jpipe_planner import (
     is_planned,
     mesh_refusal,
     mesh_seconds,
+    needs_vertical_sync,
     on_meshes,
     planned_schedules,
     possible_degrees,
@@ -61,20 +62,23 @@ class SearchResult:
     attempts: tuple[Attempt, ...] = ()
 
 
-def _usable_schedules(profile: Profile, request: Request, global_norm: bool, reporter: Reporter) -> tuple[tuple[str, ...], str]:
-    """Return the schedules to try, and if each of them requires a single stage, the reason.
+def _usable_schedules(profile: Profile, request: Request, global_norm: bool, reporter: Reporter) -> tuple[str, ...]:
+    """Return the schedules to try, and print what is left out because of options or shared parameters.
 
-    Prints which schedules are left out because of options or shared parameters.
+    Raises:
+        InputError: no requested schedule can be used.
     """
     requested = request.allowed
     needs = " or ".join([_NEEDS_NORM] * global_norm + ["shared parameters"] * bool(profile.shared))
     reasons = {name: why for name in requested if needs and (why := sharing_refusal(name))}
     schedules = tuple(name for name in requested if name not in reasons)
-    if schedules:
-        for name, why in reasons.items():
-            reporter.say(f"left out, because of {needs}: {name}: {why}")
-        return schedules, ""
-    return requested, "; ".join(f"{name} with more than one stage cannot be used with {needs}: {why}" for name, why in reasons.items())
+    if not schedules:
+        raise InputError("--schedules: " + "; ".join(f"{name} cannot be used with {needs}: {why}" for name, why in reasons.items()))
+    for name, why in reasons.items():
+        reporter.say(f"left out, because of {needs}: {name}: {why}")
+    for name in filter(needs_vertical_sync, schedules if needs else ()):
+        reporter.say(f"{name} is tried with vertical_sync and equal pipelines only, because of {needs}")
+    return schedules
 
 
 def search(profile: Profile, topology: Topology, batch: int, request: Request, global_norm: bool, reporter: Reporter) -> SearchResult:
@@ -91,7 +95,7 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     Raises:
         InputError: no plan has such a batch, or none of the requested schedules supports the norm or shared parameters.
     """
-    schedules, why_one_stage = _usable_schedules(profile, request, global_norm, reporter)
+    schedules = _usable_schedules(profile, request, global_norm, reporter)
     if topology.num_devices >= MANY_DEVICES and "pipedream" in schedules:
         reporter.say(
             f"PipeDream's stages are searched exactly, which can take minutes for {topology.num_devices:,} devices; "
@@ -101,20 +105,15 @@ def search(profile: Profile, topology: Topology, batch: int, request: Request, g
     planned, meshes = tuple(filter(is_planned, schedules)), _meshes(profile, topology, request, reporter)
     updates = request.pipedream or "batch"
     replicas = request.replicas
-    limits: dict[str, Any] = {"exact": exact, "max_delay": request.max_delay}
+    limits: dict[str, Any] = {"exact": exact, "max_delay": request.max_delay, "global_norm": global_norm}
     considered = find_candidates(profile, topology, batch, schedules=planned, pipedream=updates, meshes=meshes, replicas=replicas, **limits)
     best = min(considered, key=lambda candidate: candidate.rank).degrees if considered else meshes[0]
-    options: dict[str, Any] = {"all_devices": request.all_devices, "global_norm": global_norm, "degrees": best}
+    options: dict[str, Any] = {"all_devices": request.all_devices, "degrees": best}
     variants = find_variants(profile, topology, batch, schedules=schedules, planned=considered, **limits, **options)
     considered += list(variants.simulated)
     if not replicas:
         considered = [candidate for candidate in considered if max(candidate.replicas) == 1]
         reporter.say("left out: replicas, because layers carry their state from batch to batch")
-    if why_one_stage:
-        considered = [c for c in considered if c.depth == 1 and not (global_norm and _norm_refusal(c.plan(profile.ids)))]
-        if not considered:
-            raise InputError(f"--schedules: {why_one_stage}")
-        reporter.say(f"left out: {why_one_stage}")
     on_all_devices = [candidate for candidate in considered if candidate.devices == topology.num_devices or not request.all_devices]
     candidates = [candidate for candidate in on_all_devices if candidate.microbatches <= MOST_MICROBATCHES]
     if not candidates:
@@ -141,7 +140,12 @@ def _faster_with_delay(
         if not jpipe.schedules.SCHEDULES[name].flushes and not (is_restricted and sharing_refusal(name))
     ]
     considered = search_parallel(
-        *Meshes(profile, topology).of(degrees), batch, exact=not request.up_to, schedules=names, replicas=request.replicas
+        *Meshes(profile, topology).of(degrees),
+        batch,
+        exact=not request.up_to,
+        schedules=names,
+        replicas=request.replicas,
+        global_norm=global_norm,
     )
     on_all_devices = [c for c in considered if c.num_ranks * degrees.size == topology.num_devices or not request.all_devices]
     fitting = [c for c in on_all_devices if c.over is None and c.depth > 1 and c.microbatches <= MOST_MICROBATCHES]
@@ -204,7 +208,3 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
                 f"microbatch of {table.rows_of(rows)}{slower}"
             )
     return request.degrees
-
-
-def _norm_refusal(plan: jpipe.Plan) -> str:
-    return jpipe.schedules.SCHEDULES[plan.schedule].norm_refusal(plan)

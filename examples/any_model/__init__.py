@@ -1,0 +1,1 @@
+"""Whole models that jpipe cuts into layers by itself."""

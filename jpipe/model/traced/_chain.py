@@ -1,0 +1,265 @@
+"""The equations of a model as a chain: those that depend on its inputs, in order, and what each of them needs besides."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from jpipe.errors import InputError
+from jpipe.model.jaxprs._dependence import is_literal
+from jpipe.model.traced._flatten import CUT as MARK
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A flat jaxpr, with the equations that depend on the inputs of the model apart from all others.
+
+    Positions count equations: the position i is before equation i.
+
+    Attributes:
+        jaxpr: the flat jaxpr.
+        consts: the values of its constants.
+        inputs: the variables of the model's inputs.
+        key: the variable of the random key.
+        leaves: the variables of parameters and layer state, in order.
+        num_params: how many of them, from the first, are parameters.
+        outputs: the results of the model, variables or literals.
+        new_state: the new value of each leaf of the layer state, by its number among `leaves`.
+        equations: those that depend on the inputs, in order. Those that only new layer state needs come as early as they can.
+        sources: the equation that makes each variable which does not depend on the inputs, by the variable.
+    """
+
+    jaxpr: Any
+    consts: Mapping[Any, Any]
+    inputs: Sequence[Any]
+    key: Any
+    leaves: Sequence[Any]
+    num_params: int
+    outputs: Sequence[Any]
+    new_state: Mapping[int, Any]
+    equations: Sequence[Any]
+    sources: Mapping[Any, Any]
+
+    @cached_property
+    def made(self) -> dict[Any, int]:
+        """The number of the equation that makes each variable which depends on the inputs; -1 for the inputs themselves."""
+        made = dict.fromkeys(self.inputs, -1)
+        for number, equation in enumerate(self.equations):
+            made.update((var, number) for var in equation.outvars if not isinstance(var, jex.DropVar))
+        return made
+
+    @cached_property
+    def last(self) -> dict[Any, int]:
+        """The number of the last equation that reads each of these variables, or the number of equations where it is a result."""
+        last: dict[Any, int] = {}
+        for number, equation in enumerate(self.equations):
+            last.update((var, number) for var in _variables(equation.invars) if var in self.made)
+        last.update((var, len(self.equations)) for var in _variables(self.outputs) if var in self.made)
+        return last
+
+    @cached_property
+    def _numbers(self) -> dict[Any, int]:
+        return {var: number for number, var in enumerate(self.leaves)}
+
+    @cached_property
+    def _needs(self) -> dict[Any, frozenset[Any]]:
+        """The parameters, layer state and key (by number, and None) that each variable needs which does not depend on the inputs."""
+        needs: dict[Any, frozenset[Any]] = {var: frozenset([number]) for var, number in self._numbers.items()}
+        needs[self.key] = frozenset([None])
+        for equation in self.jaxpr.eqns:
+            if equation.outvars and equation.outvars[0] in self.sources:
+                of_inputs = [needs[var] for var in _variables(equation.invars) if needs.get(var)]
+                union = frozenset().union(*of_inputs)
+                needs.update(dict.fromkeys(equation.outvars, union))
+        return needs
+
+    @cached_property
+    def reads(self) -> list[frozenset[Any]]:
+        """The parameters, layer state (by number) and key (None) that each equation reads, itself or through equations without inputs."""
+        return [self.needs_of(equation.invars) for equation in self.equations]
+
+    def needs_of(self, variables: Iterable[Any]) -> frozenset[Any]:
+        """Return what these variables need, without what is made of the inputs."""
+        return frozenset().union(*(self._needs[var] for var in _variables(variables) if var in self._needs))
+
+    def behind(self, variables: Iterable[Any]) -> list[Any]:
+        """Return the equations without inputs that make these variables, in order."""
+        seen: dict[int, Any] = {}
+        to_do = [var for var in _variables(variables) if var in self.sources]
+        while to_do:
+            equation = self.sources[to_do.pop()]
+            if id(equation) not in seen:
+                seen[id(equation)] = equation
+                to_do += [var for var in _variables(equation.invars) if var in self.sources]
+        return sorted(seen.values(), key=self._order.__getitem__)
+
+    @cached_property
+    def _order(self) -> "_ById":
+        return _ById(self.jaxpr.eqns)
+
+    @cached_property
+    def marks(self) -> dict[int, str]:
+        """The names of marked cuts, by the position after the mark."""
+        names = ((number, equation.params.get("name")) for number, equation in enumerate(self.equations))
+        return {number + 1: name[len(MARK) : -1] for number, name in names if isinstance(name, str) and name.startswith(MARK)}
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        """An estimate of the operations before each position."""
+        return np.concatenate([[0], np.cumsum([operations(equation) for equation in self.equations])])
+
+    @cached_property
+    def widths(self) -> np.ndarray:
+        """The bytes that pass each position, where large masks and the like are made again from the inputs."""
+        last = dict(self.last)
+        roots: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in self.inputs}
+        for equation in self.equations:
+            variables = list(_variables(equation.invars))
+            if not is_cheap(equation) or self.needs_of(variables) or not all(var in roots for var in variables if var in self.made):
+                continue
+            union = frozenset().union(*(roots[var] for var in variables if var in roots))
+            for var in equation.outvars:
+                if var in last:
+                    roots[var] = union
+                    if nbytes(var) > sum(map(nbytes, union)):
+                        for root in union:
+                            last[root] = max(last[root], last[var])
+                        del last[var]
+        change = np.zeros(len(self.equations) + 2, np.int64)
+        for var, number in last.items():
+            change[self.made[var] + 1] += nbytes(var)
+            change[number + 1] -= nbytes(var)
+        return np.cumsum(change)[:-1]
+
+
+class _ById:
+    """The position of each object of a sequence; equations cannot be compared."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._positions = {id(item): position for position, item in enumerate(items)}
+
+    def __getitem__(self, item: Any) -> int:
+        return self._positions[id(item)]
+
+
+def chain_of(closed: Any, num_params: int, num_leaves: int, written: Sequence[int], num_outputs: int) -> Chain:
+    """Return the chain of a flat jaxpr.
+
+    Args:
+        closed: of (parameters, layer state, key, inputs) to (outputs, new layer state).
+        num_params: how many arguments are parameters.
+        num_leaves: how many are parameters or layer state.
+        written: for each result after the outputs, which leaf of the layer state it is, by its number among parameters and state.
+        num_outputs: how many results are outputs.
+
+    Raises:
+        InputError: the model has ordered side effects.
+    """
+    jaxpr = closed.jaxpr
+    leaves, key, inputs = jaxpr.invars[:num_leaves], jaxpr.invars[num_leaves], jaxpr.invars[num_leaves + 1 :]
+    outputs = jaxpr.outvars[:num_outputs]
+    new_state = dict(zip(written, jaxpr.outvars[num_outputs:], strict=True))
+    of_inputs, chain, sources = set(inputs), [], dict[Any, Any]()
+    for equation in _needed(jaxpr):
+        if any(var in of_inputs for var in _variables(equation.invars)) or not equation.outvars or equation.effects:
+            chain.append(equation)
+            of_inputs.update(equation.outvars)
+        else:
+            sources.update(dict.fromkeys(equation.outvars, equation))
+    ordered = _early(chain, {var for var in _variables(outputs) if var in of_inputs}, set(inputs))
+    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    return Chain(jaxpr, consts, inputs, key, leaves, num_params, outputs, new_state, ordered, sources)
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """Return the equations whose results are needed, or that have side effects.
+
+    Raises:
+        InputError: ordered side effects.
+    """
+    wanted, equations = set(_variables(jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if any("ordered" in type(effect).__name__.lower() for effect in equation.effects):
+            raise InputError(
+                f"from_model: expected no ordered side effects, found '{equation.primitive.name}' with ordered=True; stages run at the "
+                "same time, so there is no order between them: leave it out, or use ordered=False"
+            )
+        if any(var in wanted for var in equation.outvars) or equation.effects:
+            equations.append(equation)
+            wanted.update(_variables(equation.invars))
+    return equations[::-1]
+
+
+def _early(equations: Sequence[Any], outputs: set[Any], inputs: set[Any]) -> list[Any]:
+    """Move equations that no output needs to where their operands are, so that new layer state is made in the layer of its operands."""
+    wanted, for_outputs = set(outputs), set()
+    for equation in reversed(equations):
+        if any(var in wanted for var in equation.outvars):
+            for_outputs.add(id(equation))
+            wanted.update(_variables(equation.invars))
+    place: dict[Any, int] = dict.fromkeys(inputs, -1)
+    keyed = []
+    for number, equation in enumerate(equations):
+        is_side = id(equation) not in for_outputs and bool(equation.outvars)
+        position = max((place.get(var, -1) for var in _variables(equation.invars)), default=-1) if is_side else number
+        place.update(dict.fromkeys(equation.outvars, position))
+        keyed.append(((position, is_side, number), equation))
+    return [equation for _, equation in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def _variables(variables: Iterable[Any]) -> Iterable[Any]:
+    return (var for var in variables if not is_literal(var))
+
+
+# What equations cost ---------------------------------------------------------------------------------------------------
+
+_CHEAP = {
+    *("abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate", "convert_element_type", "copy", "cos", "div", "eq", "exp"),
+    *("expand_dims", "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "log", "logistic", "lt", "max", "min", "mul", "ne"),
+    *("neg", "not", "or", "pad", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum", "rem", "reshape", "rev", "round"),
+    *("rsqrt", "select_n", "shift_right_logical", "sign", "sin", "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh"),
+    *("transpose", "xor", "cumsum"),
+}
+"""Primitives whose results a later layer may make again, where that sends fewer bytes."""
+
+
+def is_cheap(equation: Any) -> bool:
+    """Return whether a later layer may compute the equation again."""
+    return equation.primitive.name in _CHEAP
+
+
+def nbytes(var: Any) -> int:
+    """Return the bytes of a variable; a random key counts as 8."""
+    return int(np.prod(var.aval.shape, dtype=np.int64)) * getattr(var.aval.dtype, "itemsize", 8)
+
+
+def operations(equation: Any) -> int:
+    """Return an estimate of the operations of an equation."""
+    name, params = equation.primitive.name, equation.params
+    read = () if name in ("gather", "dynamic_slice") else _variables(equation.invars)
+    size = max((_size(var) for var in (*equation.outvars, *read)), default=0)
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2 * _size(equation.outvars[0]) * int(np.prod([equation.invars[0].aval.shape[dim] for dim in contracted], dtype=np.int64))
+    if name == "conv_general_dilated":
+        kernel, spec = equation.invars[1].aval, params["dimension_numbers"].rhs_spec
+        return 2 * _size(equation.outvars[0]) * int(np.prod(kernel.shape, dtype=np.int64)) // kernel.shape[spec[0]]
+    if name == "ragged_dot_general" or name == "ragged_dot":
+        return 2 * _size(equation.outvars[0]) * equation.invars[0].aval.shape[-1]
+    inner = sum(operations(each) for body in _bodies(equation) for each in body.eqns)
+    return max(inner * int(params.get("length", 1) or 1), size)
+
+
+def _bodies(equation: Any) -> Iterable[Any]:
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            body = getattr(item, "jaxpr", item)
+            if hasattr(body, "eqns"):
+                yield body
+
+
+def _size(var: Any) -> int:
+    return int(np.prod(getattr(getattr(var, "aval", None), "shape", ()), dtype=np.int64))

@@ -1,0 +1,225 @@
+"""Jaxprs without calls and without scans over layers, with a separate input for each slice of a stacked leaf."""
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex
+import numpy as np
+
+from jpipe.model.jaxprs._dependence import body_of, is_literal, scan_parts
+from jpipe.model.jaxprs._wanted import UNKNOWN
+from jpipe.model.traced._builder import Builder
+from jpipe.model.traced._stacked import (
+    Divided,
+    Elementwise,
+    Joined,
+    Lazy,
+    LeafSlice,
+    Selected,
+    Stack,
+    Value,
+    axes_of,
+    item,
+    transposed,
+    whole,
+)
+
+CUT = "jpipe_cut["
+"""How the name of a call begins that marks a cut; such a call stays one equation."""
+
+_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_ELEMENTWISE = frozenset(
+    {
+        *("abs", "add", "add_any", "and", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf", "exp"),
+        *("expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne"),
+        *("neg", "not", "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square"),
+        *("stop_gradient", "sub", "tanh", "xor"),
+    }
+)
+"""Primitives whose parameters do not depend on shapes."""
+
+
+class Leaf(NamedTuple):
+    """A leaf of a tree, or a slice of one.
+
+    Attributes:
+        number: of the leaf.
+        index: of the slice; `()` for the whole leaf.
+        axes: of the leaf, to which the numbers of `index` belong, in ascending order.
+    """
+
+    number: int
+    index: tuple[int, ...] = ()
+    axes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A jaxpr without calls and without scans over layers.
+
+    Attributes:
+        closed: the jaxpr.
+        leaves: what the first `len(leaves)` inputs are; the remaining inputs are as they were. All slices of a leaf follow each other in
+            C order.
+        results: what each output is, of the outputs of the original jaxpr, likewise.
+    """
+
+    closed: Any
+    leaves: tuple[Leaf, ...]
+    results: tuple[Leaf, ...]
+
+    @property
+    def axes(self) -> dict[int, tuple[int, ...]]:
+        """Return the axes along which each leaf is split."""
+        return {leaf.number: leaf.axes for leaf in self.leaves}
+
+
+def take_slice(leaf: Leaf, array: Any) -> Any:
+    """Return what a `Leaf` stands for of the array of this leaf."""
+    index: list[Any] = [slice(None)] * array.ndim
+    for axis, i in zip(leaf.axes, leaf.index, strict=True):
+        index[axis] = i
+    return array[tuple(index)] if leaf.axes else array
+
+
+def stack_slices(slices: Mapping[Leaf, Any], stack: Any) -> Any:
+    """Return the array of a leaf.
+
+    Args:
+        slices: all its slices, or the leaf itself.
+        stack: `(arrays, axis) -> array`, such as `jnp.stack`.
+    """
+    (leaf, array), *_ = slices.items()
+    if not leaf.axes:
+        return array
+    *_, last = leaf.axes
+    rows: dict[Leaf, list[Any]] = {}
+    for one, array in sorted(slices.items(), key=lambda pair: pair[0].index):
+        rows.setdefault(Leaf(one.number, one.index[:-1], one.axes[:-1]), []).append(array)
+    axis = last - len(leaf.axes) + 1
+    return stack_slices({one: stack(arrays, axis) for one, arrays in rows.items()}, stack)
+
+
+def flatten(
+    closed: Any, num_leaves: int, replaces: Mapping[int, int] | None = None, axes: Mapping[int, Iterable[int]] | None = None
+) -> Flat:
+    """Inline the calls of a jaxpr and unroll its scans over stacked leaves.
+
+    The slices of a leaf over which a scan runs, or which are only read by constant indices, become inputs of their own. Where the leaf is
+    read as a whole, too, its slices are stacked again. Rematerialized functions, functions with custom derivatives, loops, branches, scans
+    over anything else and calls whose name begins with `CUT` stay single equations.
+
+    Args:
+        closed: the closed jaxpr.
+        num_leaves: how many of the first inputs may be split: parameters and layer state.
+        replaces: the leaf whose new value an output is, for outputs that must be split as this leaf is.
+        axes: for some leaves axes along which they must be split, as in another trace of the same model.
+
+    Returns:
+        The flat jaxpr. Its values equal those of the original one.
+    """
+    jaxpr, replaces = closed.jaxpr, replaces or {}
+    builder = Builder([var.aval for var in jaxpr.invars[:num_leaves]], axes or {})
+    leaves = [LeafSlice(builder, number, frozenset(), tuple(range(len(aval.shape)))) for number, aval in enumerate(builder.avals)]
+    data = [jex.Var(var.aval) for var in jaxpr.invars[num_leaves:]]
+    values = _run(builder, jaxpr, closed.consts, [*leaves, *data])
+    builder.split_indexed()
+    for number, leaf in replaces.items():
+        builder.axes[leaf] |= axes_of(values[number])
+    outputs = {}
+    for number, value in enumerate(values):
+        split = sorted(builder.axes[replaces[number]] if number in replaces else axes_of(value))
+        for index in np.ndindex(*(value.aval.shape[axis] for axis in split)):
+            outputs[Leaf(number, index, tuple(split))] = whole(_part(builder, value, split, index))
+    equations, builder.equations = builder.equations, []
+    inputs = builder.inputs()
+    variables, consts = zip(*builder.consts.values(), strict=True) if builder.consts else ((), ())
+    eqns = [*builder.equations, *equations]
+    flat = jex.Jaxpr(variables, [*inputs, *data], [*outputs.values()], eqns, jaxpr.effects, UNKNOWN)
+    slices = [Leaf(number, index, tuple(sorted(split))) for number, split in enumerate(builder.axes) for index in builder.slices(number)]
+    return Flat(jex.ClosedJaxpr(flat, consts), tuple(slices), tuple(outputs))
+
+
+def _part(builder: Builder, value: Value, axes: Sequence[int], index: Sequence[int]) -> Value:
+    """Return a slice of a value along several axes."""
+    for number, (axis, i) in enumerate(zip(axes, index, strict=True)):
+        value = item(builder, value, axis - number, i)
+    return value
+
+
+def _run(builder: Builder, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
+    """Add the equations of a jaxpr for other inputs and return its outputs."""
+    values: dict[Any, Value] = dict(zip(jaxpr.constvars, map(builder.constant, jaxpr.constvars, consts), strict=True))
+    values.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(var: Any) -> Value:
+        return var if is_literal(var) else values[var]
+
+    for equation in jaxpr.eqns:
+        results = _results(builder, equation, [read(var) for var in equation.invars])
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _results(builder: Builder, equation: Any, inputs: list[Value]) -> Sequence[Value]:
+    """Return the results of an equation for other inputs."""
+    name = equation.primitive.name
+    if name in _INLINED and not equation.params.get("name", "").startswith(CUT):
+        return _run(builder, *body_of(equation), inputs)
+    if name == "scan" and equation.params["length"]:
+        body, _ = body_of(equation)
+        if any(isinstance(x, Lazy) and x.of_leaf for x in inputs[sum(scan_parts(equation, body)) :]):
+            return _scan(builder, equation, inputs)
+    if any(isinstance(value, Lazy) for value in inputs):
+        result = _of_slices(builder, equation, inputs)
+        if result is not None:
+            return [result]
+    return builder.add(equation, [whole(value) for value in inputs])
+
+
+def _scan(builder: Builder, equation: Any, inputs: list[Value]) -> list[Value]:
+    """Return the results of a scan whose steps are added one by one."""
+    body, consts = body_of(equation)
+    count, carried = scan_parts(equation, body)
+    carry, xs = inputs[count : count + carried], inputs[count + carried :]
+    for x in xs:
+        if isinstance(x, Lazy):
+            x.split(0)
+    length = equation.params["length"]
+    steps: dict[int, list[Value]] = {}
+    for i in reversed(range(length)) if equation.params["reverse"] else range(length):
+        outputs = _run(builder, body, consts, [*inputs[:count], *carry, *(item(builder, x, 0, i) for x in xs)])
+        carry, steps[i] = outputs[:carried], outputs[carried:]
+    ys = enumerate(equation.outvars[carried:])
+    return [*carry, *(Stack(builder, var.aval, [steps[i][k] for i in range(length)]) for k, var in ys)]
+
+
+def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | None:
+    """Return the result of an equation that can be computed slice by slice, or None for another one."""
+    name, params, aval = equation.primitive.name, equation.params, equation.outvars[0].aval
+    if name in _ELEMENTWISE and params.get("sharding") is None and aval.shape:
+        is_sliced = all(isinstance(value, Lazy) if value.aval.shape == aval.shape else not value.aval.shape for value in inputs)
+        return Elementwise(builder, aval, equation, inputs) if is_sliced else None
+    source, *more = inputs
+    if more or not isinstance(source, Lazy) or not math.prod(source.aval.shape):
+        return None
+    before, after = source.aval.shape, getattr(aval, "shape", ())
+    if name == "transpose":
+        return transposed(builder, source, tuple(params["permutation"]))
+    if name == "squeeze":
+        return functools.reduce(lambda value, axis: item(builder, value, axis, 0), sorted(params["dimensions"], reverse=True), source)
+    if name == "rev" and tuple(params["dimensions"]) == (0,):
+        return Selected(aval, source, equation, range(before[0])[::-1])
+    if name == "slice" and after[1:] == before[1:] and after[0]:
+        stride = params["strides"][0] if params["strides"] else 1
+        return Selected(aval, source, equation, range(params["start_indices"][0], params["limit_indices"][0], stride))
+    if name == "reshape" and params["dimensions"] is None:
+        new = len(after) - len(before)
+        if new > 0 and before[1:] == after[new + 1 :]:  # (a * b, ...) -> (a, b, ...)
+            return Divided(aval, source, equation, new + 1)
+        if new == -1 and before[2:] == after[1:]:  # (a, b, ...) -> (a * b, ...)
+            return Joined(aval, source, equation)
+    return None

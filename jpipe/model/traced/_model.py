@@ -1,0 +1,350 @@
+"""A whole model that was traced and cut: its layers, and the way between their arrays and those of the whole."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.errors import InputError
+from jpipe.model._layer import Layer, describe, key_spec, spec_of
+from jpipe.model._ties import Tie
+from jpipe.model.jaxprs._wanted import evaluate_wanted
+from jpipe.model.traced._align import same_cuts
+from jpipe.model.traced._chain import Chain
+from jpipe.model.traced._cuts import Granularity, Path, choose_cuts
+from jpipe.model.traced._flatten import Leaf, take_slice
+from jpipe.model.traced._names import Part, parts_of, path_in, tree_of
+from jpipe.model.traced._segments import Segment, segments_of
+from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, stacked, trace_model
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The segments of a model for inputs of some shapes.
+
+    Attributes:
+        segments: in training (True) and in evaluation (False).
+        carries: the specs of what passes before each layer; in one of the two a value may be missing.
+        slots: in training and in evaluation, for each layer the positions in its carry of what its segment takes.
+        outputs: makes the outputs of the model from what the last segment gives.
+    """
+
+    segments: Mapping[bool, Sequence[Segment]]
+    carries: Sequence[tuple[jax.ShapeDtypeStruct, ...]]
+    slots: Mapping[bool, Sequence[tuple[int, ...]]]
+    outputs: Callable[[Sequence[Any]], Tree]
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A whole model, cut into layers.
+
+    Attributes:
+        whole: the model as one layer.
+        specs: of the parameters and the layer state of the whole model.
+        inputs: the specs of the inputs for which it was traced first.
+        parts: its layers.
+        chain: its first trace, in training.
+        positions: where that is cut.
+        leaves: its parameters and layer state.
+        homes: for each of them the number of the layer that has it first, or that writes it.
+        prepare: applied to the parameters of a layer before its equations; casts them.
+        fresh: whether `whole.init` makes the parameters; if not, they are given as arrays, and layers are initialized with zeros.
+    """
+
+    whole: Layer
+    specs: tuple[Tree, Tree]
+    inputs: Tree
+    parts: tuple[Part, ...]
+    chain: Chain
+    positions: tuple[int, ...]
+    leaves: Leaves
+    homes: tuple[int, ...]
+    prepare: Callable[[Tree], Tree]
+    fresh: bool
+    _cuts: dict[Any, _Cut] = field(default_factory=dict, compare=False)
+    _traces: dict[Any, Trace] = field(default_factory=dict, compare=False)
+    _inputs_of: dict[Any, Tree] = field(default_factory=dict, compare=False)
+
+    def recut(self, change: Callable[[Layer], Layer], prepare: Callable[[Tree], Tree]) -> "TracedModel":
+        """Return the model with another whole layer, cut at the same places.
+
+        Args:
+            change: of the whole layer.
+            prepare: as the attribute of that name.
+        """
+        return replace(self, whole=change(self.whole), prepare=prepare, _cuts={}, _traces={}, _inputs_of={})
+
+    # Layers --------------------------------------------------------------------------------------------------------------
+
+    def layers(self) -> dict[str, Layer]:
+        """Return the layers by id."""
+        cut = self._cut(self.inputs)
+        draws = {train: [segment.uses_key for segment in segments] for train, segments in cut.segments.items()}
+        return {
+            part.id: Layer(
+                partial(self._init, k),
+                partial(self._apply, k),
+                draws[True][k],
+                draws_in_evaluation=draws[False][k],
+                axes=self._axes(part),
+                of_model=True,
+            )
+            for k, part in enumerate(self.parts)
+        }
+
+    def ties(self) -> list[Tie]:
+        """Return the ties: of each parameter that several layers read."""
+        places = [
+            {leaf: (part.id, path_in([self.leaves.paths[each] for each in part.params], self.leaves.paths[leaf])) for leaf in part.params}
+            for part in self.parts
+        ]
+        return [
+            Tie(places[self.homes[leaf]][leaf], place)
+            for k, by_leaf in enumerate(places)
+            for leaf, place in by_leaf.items()
+            if self.homes[leaf] != k
+        ]
+
+    def equal(self) -> dict[str, str]:
+        """Return for each layer the first one that computes the same; their parameters may have other values."""
+        cut, first = self._cut(self.inputs), dict[Any, str]()
+        equal = {}
+        for k, part in enumerate(self.parts):
+            texts = tuple((cut.segments[train][k].text, cut.slots[train][k]) for train in (True, False))
+            trees = [str(jax.tree.structure(tree)) for tree in self._trees(part)]
+            equal[part.id] = first.setdefault((*texts, cut.carries[k], *trees), part.id)
+        return equal
+
+    def _trees(self, part: Part) -> tuple[Tree, Tree]:
+        """Return the parameters and the state of a layer, with numbers in place of arrays."""
+        return self._tree(part.params, self._numbers), self._tree(part.state, self._numbers)
+
+    def _tree(self, leaves: Sequence[int], values: Mapping[int, Any]) -> Tree:
+        """Return the values of some of the leaves of a layer as dicts in dicts."""
+        paths = self.leaves.paths
+        return tree_of([paths[leaf] for leaf in leaves], {paths[leaf]: values[leaf] for leaf in leaves if leaf in values})
+
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        return {leaf: leaf for leaf in range(len(self.leaves.leaves))}
+
+    def _axes(self, part: Part) -> dict[str, tuple[str | None, ...]]:
+        paths = [self.leaves.paths[leaf] for leaf in part.params]
+        axes = {}
+        for leaf, path in zip(part.params, paths, strict=True):
+            place = self.leaves.leaves[leaf]
+            names = self.whole.axes.get("/".join(self._whole_paths[place.number]), ())
+            kept = tuple(name for axis, name in enumerate(names) if axis not in place.axes)
+            if any(kept):
+                axes[path_in(paths, path)] = kept
+        return axes
+
+    @cached_property
+    def _whole_paths(self) -> list[Path]:
+        params, state = self.specs
+        return [*paths_of(params), *paths_of(state)]
+
+    def _init(self, k: int, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        """Return the parameters and state of one layer; nothing else of the model is made."""
+        trees = self._trees(self.parts[k])
+        numbers = jax.tree.leaves(trees)
+        places = [self.leaves.leaves[number] for number in numbers]
+        if not self.fresh:
+            specs = jax.tree.leaves(self.specs)
+            slices = [jnp.zeros(self.leaves.shapes[number], specs[self.leaves.leaves[number].number].dtype) for number in numbers]
+        else:
+            inputs = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self.inputs)]
+            closed, wanted = self._initializer, {place.number for place in places}
+            flags = [number in wanted for number in range(len(closed.jaxpr.outvars))]
+            values = evaluate_wanted(closed.jaxpr, closed.consts, [key, *inputs], flags)
+            slices = [take_slice(place, values[place.number]) for place in places]
+        params, state = jax.tree.unflatten(jax.tree.structure(trees), slices)
+        return params, state
+
+    @cached_property
+    def _initializer(self) -> Any:
+        return jax.make_jaxpr(lambda key, x: jax.tree.leaves(self.whole.init(key, x)))(key_spec(), self.inputs)
+
+    def _apply(self, k: int, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+        cut = self._cut_of(k, x)
+        segment, (param_numbers, state_numbers) = cut.segments[train][k], map(jax.tree.leaves, self._trees(self.parts[k]))
+        values = dict(zip(param_numbers, jax.tree.leaves(self.prepare(params)), strict=True))
+        state_leaves, state_def = jax.tree.flatten(state)
+        values |= dict(zip(state_numbers, state_leaves, strict=True))
+        carry = jax.tree.leaves(x)
+        if segment.uses_key and key is None:
+            key = jax.random.key(0)  # nothing is to be drawn
+        given, written = segment([values[leaf] for leaf in segment.leaves], key, [carry[slot] for slot in cut.slots[train][k]])
+        values |= dict(zip(segment.written, written, strict=True))
+        new_state = jax.tree.unflatten(state_def, [values[number] for number in state_numbers]) if train else state
+        if k == len(self.parts) - 1:
+            return cut.outputs(given), new_state
+        filled = dict(zip(cut.slots[train][k + 1], given, strict=True))
+        carry = [filled[i] if i in filled else jnp.zeros(spec.shape, spec.dtype) for i, spec in enumerate(cut.carries[k + 1])]
+        return carry[0] if len(carry) == 1 else tuple(carry), new_state
+
+    # Traces --------------------------------------------------------------------------------------------------------------
+
+    def _cut_of(self, k: int, x: Tree) -> _Cut:
+        """Return the cut for inputs of the model such that this layer gets `x`."""
+        spec = jax.tree.map(spec_of, x)
+        if k == 0:
+            return self._cut(spec)
+        known = self._inputs_of.get((k, *_hashable(spec)))
+        if known is None:
+            raise InputError(
+                f"layer '{self.parts[k].id}': its input {describe(spec)} is not what the layers before it give for any inputs of the model "
+                "seen so far; run the model from its first layer once with these shapes, as LayerStack.specs does"
+            )
+        return self._cut(known)
+
+    def _cut(self, inputs: Tree) -> _Cut:
+        key = (*_hashable(inputs), *context())
+        if key not in self._cuts:
+            self._cuts[key] = cut = self._make_cut(inputs)
+            for k, carry in enumerate(cut.carries):
+                leaves = inputs if k == 0 else carry[0] if len(carry) == 1 else carry
+                self._inputs_of.setdefault((k, *_hashable(leaves)), inputs)
+        return self._cuts[key]
+
+    def _make_cut(self, inputs: Tree) -> _Cut:
+        traces = {train: self._trace(inputs, train) for train in (True, False)}
+        segments = {}
+        for train, trace in traces.items():
+            ids = [part.id for part in self.parts]
+            positions = same_cuts(trace.chain, self.chain, self.positions, ids, self.leaves.names)
+            segments[train] = segments_of(trace.chain, positions)
+        return _joined(segments, traces[True].outputs)
+
+    def _trace(self, inputs: Tree, train: bool) -> Trace:
+        key = (*_hashable(inputs), train, *context())
+        if key not in self._traces:
+            trace = trace_model(self.whole, self.specs, self.prepare, inputs, train, self.leaves.axes)
+            if trace.leaves != self.leaves:
+                raise InputError(
+                    "from_model: the model has other parameters or layer state for inputs of other shapes; give such inputs first"
+                )
+            self._traces[key] = trace
+        return self._traces[key]
+
+    # The arrays of the whole model ---------------------------------------------------------------------------------------
+
+    def split(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
+        """Return the parameters and the state of each layer from those of the whole model.
+
+        Parameters that several layers read are with the first of them only, as are leaves that are no arrays with none. Slices of stacked
+        arrays are made on the host.
+        """
+        leaves = [*jax.tree.leaves(params), *jax.tree.leaves(state)]
+        by_layer = {}
+        for k, part in enumerate(self.parts):
+            kept = [leaf for leaf in part.params if self.homes[leaf] == k]
+            params, state = (
+                {leaf: self._slice(leaves, leaf) for leaf in each if _is_array(leaves, self.leaves.leaves[leaf])}
+                for each in (kept, part.state)
+            )
+            by_layer[part.id] = self._tree(part.params, params), self._tree(part.state, state)
+        return by_layer
+
+    def _slice(self, leaves: Sequence[Any], number: int) -> Any:
+        leaf = self.leaves.leaves[number]
+        return take_slice(leaf, np.asarray(leaves[leaf.number])) if leaf.axes else leaves[leaf.number]
+
+    def join(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
+        """Return the parameters and the layer state of the whole model from those of its layers.
+
+        Args:
+            params: by layer id. Leaves of the whole model that no layer has are `jax.ShapeDtypeStruct`s.
+            state: by layer id.
+        """
+        specs, treedef = jax.tree.flatten(self.specs)
+        slices: list[dict[Leaf, Any]] = [{} for _ in specs]
+        for k, part in enumerate(self.parts):
+            for numbers, trees in ((part.params, params), (part.state, state)):
+                order = jax.tree.leaves(self._tree(numbers, self._numbers)) if part.id in trees else []
+                for number, array in zip(order, jax.tree.leaves(trees.get(part.id, {})), strict=True):
+                    if self.homes[number] == k:
+                        slices[self.leaves.leaves[number].number][self.leaves.leaves[number]] = array
+        joined: tuple[Tree, Tree] = jax.tree.unflatten(treedef, list(map(stacked, specs, slices)))
+        return joined
+
+
+def _is_array(leaves: Sequence[Any], leaf: Any) -> bool:
+    return not isinstance(leaves[leaf.number], jax.ShapeDtypeStruct)
+
+
+def _hashable(tree: Tree) -> tuple[Any, ...]:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+
+
+def _joined(segments: Mapping[bool, Sequence[Segment]], outputs: Callable[[Sequence[Any]], Tree]) -> _Cut:
+    """Return the cut whose carries hold what passes in training and what passes in evaluation."""
+    carries, slots = [], {True: list[tuple[int, ...]](), False: list[tuple[int, ...]]()}
+    for k, (training, evaluation) in enumerate(zip(segments[True], segments[False], strict=True)):
+        carry, free, positions = list(training.takes), list(range(len(training.takes))), []
+        if k == 0:
+            positions = free
+        for spec in evaluation.takes if k else ():
+            slot = next((i for i in free if carry[i] == spec), None)
+            if slot is None:
+                slot = len(carry)
+                carry.append(spec)
+            else:
+                free.remove(slot)
+            positions.append(slot)
+        carries.append(tuple(carry))
+        slots[True].append(tuple(range(len(training.takes))))
+        slots[False].append(tuple(positions))
+    return _Cut(segments, carries, slots, outputs)
+
+
+def cut_model(
+    whole: Layer, specs: tuple[Tree, Tree], inputs: Tree, granularity: Granularity, prefixes: Sequence[str], fresh: bool
+) -> TracedModel:
+    """Trace a whole model and cut it into layers.
+
+    Args:
+        whole: the model as one layer.
+        specs: of its parameters and its layer state.
+        inputs: the specs of its inputs.
+        granularity, prefixes: as in `choose_cuts`.
+        fresh: as the attribute of `TracedModel`.
+
+    Raises:
+        InputError: the model cannot be traced, or cannot be cut.
+    """
+    training = trace_model(whole, specs, _as_is, inputs, True, {})
+    chain, leaves = training.chain, training.leaves
+    evaluation = trace_model(whole, specs, _as_is, inputs, False, leaves.axes)
+    positions = choose_cuts(chain, leaves.paths[: leaves.num_params], granularity, prefixes)
+    if not positions:
+        raise InputError(
+            "from_model: expected a model of several layers, found none at whose end fewer bytes pass than around it: all of its "
+            f"{len(chain.equations)} operations on its inputs are one layer; if it is one jax.checkpoint or one loop, put these into its "
+            "parts, or name places to cut with jpipe.cut"
+        )
+    marks = {k: chain.marks[position] for k, position in enumerate(positions) if position in chain.marks}
+    numbers = [str(k) for k in range(len(positions) + 1)]
+    cuts = {True: positions, False: same_cuts(evaluation.chain, chain, positions, numbers, leaves.names)}
+    read: list[set[int]] = [set() for _ in numbers]
+    writers: dict[int, int] = {}
+    for train, trace in ((True, training), (False, evaluation)):
+        for k, segment in enumerate(segments_of(trace.chain, cuts[train])):
+            read[k].update(segment.leaves, segment.written)
+            writers |= dict.fromkeys(segment.written if train else (), k)
+    parts = parts_of(read, leaves, marks)
+    having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in (*part.params, *part.state)} | writers
+    homes = tuple(having[leaf] for leaf in range(len(leaves.leaves)))
+    return TracedModel(whole, specs, inputs, parts, chain, positions, leaves, homes, _as_is, fresh)
+
+
+def _as_is(params: Tree) -> Tree:
+    return params

@@ -1,0 +1,119 @@
+"""The layers of a cut model: their ids and arrays, from the paths of parameters."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jpipe.model.traced._cuts import Path, is_numbered
+from jpipe.model.traced._trace import Leaves
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer of a cut model.
+
+    Attributes:
+        id: of the layer.
+        params: the parameters that it reads, and those that no layer reads and that it keeps, by number.
+        state: the layer state that it reads or writes, by number.
+    """
+
+    id: str
+    params: tuple[int, ...]
+    state: tuple[int, ...]
+
+
+def _layer_ids(first_read: Sequence[Sequence[Path]], read: Sequence[Sequence[Path]], named: Mapping[int, str]) -> list[str]:
+    """Return a unique id for each layer.
+
+    It is the shortest beginning of the path of the largest parameter that the layer is the first to read which no other layer has, but up to
+    a number that all of its parameters have, such as "blocks.3".
+
+    Args:
+        first_read: for each layer the paths of the parameters that it is the first to read, the largest first.
+        read: for each layer the paths of all parameters that it reads.
+        named: ids that the user chose, by number of the layer.
+    """
+    owners: dict[Path, set[int]] = {}
+    for number, paths in enumerate(first_read):
+        for path in paths:
+            for length in range(1, len(path) + 1):
+                owners.setdefault(path[:length], set()).add(number)
+    ids: list[str] = []
+    for number, (first, everything) in enumerate(zip(first_read, read, strict=True)):
+        path = (first or everything or [("layer",)])[0]
+        lengths = range(1 + next((i for i, part in enumerate(_common(first)) if is_numbered(part)), 0), len(path) + 1)
+        length = next((n for n in lengths if owners.get(path[:n]) == {number}), max(len(path) - 1, 1))
+        ids.append(_unique(named.get(number, ".".join(path[:length])), {*ids, *named.values()} - {named.get(number)}))
+    return ids
+
+
+def _common(paths: Sequence[Path]) -> Path:
+    """Return the common beginning of paths, without the last part."""
+    return common_beginning([path[:-1] for path in paths])
+
+
+def common_beginning(paths: Sequence[Path]) -> Path:
+    """Return the longest path with which all of these begin."""
+    same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return tuple(parts[0] for parts in same)
+
+
+def _unique(name: str, used: Iterable[str | None]) -> str:
+    used, count, unique = set(used), 1, name
+    while unique in used:
+        count += 1
+        unique = f"{name}_{count}"
+    return unique
+
+
+def tree_of(paths: Sequence[Path], values: Mapping[Path, Any]) -> dict[str, Any]:
+    """Return values as dicts in dicts, by their paths without the common beginning of `paths`.
+
+    Args:
+        paths: of all arrays of a layer.
+        values: of some or all of them.
+    """
+    begin = len(_common(paths))
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        node = tree
+        for part in path[begin:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = value
+    return tree
+
+
+def path_in(paths: Sequence[Path], path: Path) -> str:
+    """Return where `tree_of` puts the value of a path, joined by "/"."""
+    return "/".join(path[len(_common(paths)) :])
+
+
+def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str]) -> tuple[Part, ...]:
+    """Return the layers from the parameters and state that each reads or writes, and the ids that the user chose."""
+    is_param = [number < leaves.num_params for number in range(len(leaves.leaves))]
+    sizes = [math.prod(shape) for shape in leaves.shapes]
+    for number in range(len(leaves.leaves)):
+        if not any(number in each for each in read):
+            read[_nearest(number, read, leaves)].add(number)
+    seen: set[int] = set()
+    firsts, alls = [], []
+    for each in read:
+        params = sorted((number for number in each if is_param[number]), key=lambda number: (-sizes[number], number))
+        alls.append([leaves.paths[number] for number in params])
+        firsts.append([leaves.paths[number] for number in params if number not in seen])
+        seen.update(params)
+    ids = _layer_ids(firsts, alls, named)
+    return tuple(
+        Part(layer_id, tuple(n for n in sorted(each) if is_param[n]), tuple(n for n in sorted(each) if not is_param[n]))
+        for layer_id, each in zip(ids, read, strict=True)
+    )
+
+
+def _nearest(number: int, read: Sequence[set[int]], leaves: Leaves) -> int:
+    """Return the layer with the parameter whose path has most in common with that of a leaf that no layer reads."""
+    path = leaves.paths[number]
+    common = [max((len(common_beginning([path, leaves.paths[other]])) for other in each), default=0) for each in read]
+    return common.index(max(common))

@@ -1,0 +1,151 @@
+"""The equations between two cuts as a function, and what passes from one to the next."""
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from jpipe.model.jaxprs._dependence import is_literal
+from jpipe.model.jaxprs._min_cut import cheapest_cut
+from jpipe.model.jaxprs._wanted import UNKNOWN
+from jpipe.model.traced._chain import Chain, is_cheap, nbytes, operations
+
+_WORTH = 0.99  # a smaller set of values passes a cut if it has no more than this share of the bytes
+_AGAIN = 0.05  # share of a layer's operations that may be computed again for it
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a chain between two positions, as a jaxpr from (leaves, key if it is used, what it takes) to (what it gives, new state).
+
+    Attributes:
+        leaves: the parameters and layer state that it reads, by number.
+        written: the layer state that it writes, by number.
+        uses_key: whether it draws random numbers.
+        takes: the shape and dtype of each value that comes from before.
+        gives: of each value that it passes on, or of the outputs of the model.
+        jaxpr: its equations.
+    """
+
+    leaves: tuple[int, ...]
+    written: tuple[int, ...]
+    uses_key: bool
+    takes: tuple[jax.ShapeDtypeStruct, ...]
+    gives: tuple[jax.ShapeDtypeStruct, ...]
+    jaxpr: Any
+
+    @cached_property
+    def _function(self) -> Callable[..., Sequence[Any]]:
+        return jex.jaxpr_as_fun(self.jaxpr)
+
+    def __call__(self, leaves: Sequence[Any], key: Any, taken: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return (what it gives, the new values of what it writes)."""
+        results = self._function(*leaves, *([key] if self.uses_key else ()), *taken)
+        return results[: len(self.gives)], results[len(self.gives) :]
+
+    @cached_property
+    def text(self) -> str:
+        """What it computes, in words that are equal for equal segments."""
+        return re.sub("0x[0-9a-f]+", "", str(self.jaxpr))
+
+
+def segments_of(chain: Chain, positions: Sequence[int]) -> list[Segment]:
+    """Return the segments of a chain that is cut at these positions."""
+    bounds = [0, *positions, len(chain.equations)]
+    passes, again = _passing(chain, bounds)
+    written: list[list[int]] = [[] for _ in bounds[1:]]
+    for leaf, value in chain.new_state.items():
+        if value is not chain.leaves[leaf]:
+            written[_maker(chain, bounds, leaf, value)].append(leaf)
+    return [
+        _segment(chain, [*again[k], *chain.equations[begin:end]], passes[k], passes[k + 1], written[k])
+        for k, (begin, end) in enumerate(itertools.pairwise(bounds))
+    ]
+
+
+def _maker(chain: Chain, bounds: Sequence[int], leaf: int, value: Any) -> int:
+    """Return the segment that makes a new value of layer state: where its last equation is, or where the state is read first."""
+    number = None if is_literal(value) else chain.made.get(value)
+    if number is None:
+        number = next((i for i, reads in enumerate(chain.reads) if leaf in reads), 0)
+    return max(k for k in range(len(bounds) - 1) if bounds[k] <= max(number, 0))
+
+
+def _segment(chain: Chain, equations: Sequence[Any], taken: Sequence[Any], given: Sequence[Any], written: Sequence[int]) -> Segment:
+    results = [*given, *(chain.new_state[leaf] for leaf in written)]
+    body: dict[int, Any] = {}
+    for equation in equations:
+        body.update((id(source), source) for source in chain.behind(equation.invars))
+        body[id(equation)] = equation
+    body.update((id(source), source) for source in chain.behind(results))
+    read = {var for equation in body.values() for var in equation.invars if not is_literal(var)}
+    read.update(var for var in results if not is_literal(var))
+    leaves = [number for number, var in enumerate(chain.leaves) if var in read]
+    uses_key = chain.key in read
+    consts = [var for var in chain.consts if var in read]
+    arguments = [*(chain.leaves[number] for number in leaves), *([chain.key] if uses_key else ()), *taken]
+    effects = set().union(*(equation.effects for equation in body.values()))
+    jaxpr = jex.Jaxpr(consts, arguments, results, list(body.values()), effects, UNKNOWN)
+    closed = jex.ClosedJaxpr(jaxpr, [chain.consts[var] for var in consts])
+    return Segment(tuple(leaves), tuple(written), uses_key, _specs(taken), _specs(given), closed)
+
+
+def _specs(variables: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables)
+
+
+# What passes a cut -----------------------------------------------------------------------------------------------------
+
+
+def _passing(chain: Chain, bounds: Sequence[int]) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Return the variables that pass each bound, and the equations that the segment after it computes again.
+
+    From the last cut to the first: what a segment takes is what it reads, and what the segments after it need of what is before it.
+    """
+    passes: list[list[Any]] = [[] for _ in bounds]
+    again: list[list[Any]] = [[] for _ in bounds]
+    passes[0], passes[-1] = list(chain.inputs), list(chain.outputs)
+    for k in range(len(bounds) - 2, 0, -1):
+        begin, end = bounds[k], bounds[k + 1]
+        read = [var for equation in chain.equations[begin:end] for var in equation.invars]
+        wanted = [var for var in (*read, *passes[k + 1]) if not is_literal(var) and var in chain.made and chain.made[var] < begin]
+        passes[k], again[k] = _smallest(chain, list(dict.fromkeys(wanted)), int(chain.work[end] - chain.work[begin]))
+    return passes, again
+
+
+def _smallest(chain: Chain, wanted: list[Any], work: int) -> tuple[list[Any], list[Any]]:
+    """Return the fewest bytes of variables from which `wanted` can be made cheaply, and the equations that make them."""
+    costs, inputs_of, to_do = dict[Any, int](), dict[Any, list[Any]](), list(wanted)
+    while to_do:
+        var = to_do.pop()
+        if var in costs:
+            continue
+        costs[var] = nbytes(var)
+        number = chain.made[var]
+        if number >= 0 and is_cheap(chain.equations[number]) and not chain.reads[number]:
+            inputs_of[var] = [v for v in chain.equations[number].invars if not is_literal(v) and v in chain.made]
+            to_do += inputs_of[var]
+    chosen = set(cheapest_cut(costs, inputs_of, wanted)) if inputs_of else set(wanted)
+    numbers, to_do = set[int](), [var for var in wanted if var not in chosen]
+    while to_do:
+        var = to_do.pop()
+        if chain.made[var] not in numbers:
+            numbers.add(chain.made[var])
+            to_do += [v for v in inputs_of[var] if v not in chosen]
+    again = [chain.equations[number] for number in sorted(numbers)]
+    is_worth = sum(map(nbytes, chosen)) <= _WORTH * sum(map(nbytes, wanted)) and sum(map(operations, again)) <= _AGAIN * work
+    if not is_worth:
+        chosen, again = set(wanted), []
+    return sorted(chosen, key=lambda var: (chain.made[var], _position(chain, var))), again
+
+
+def _position(chain: Chain, var: Any) -> int:
+    """Return the position of a variable among those that are made with it."""
+    number = chain.made[var]
+    variables = chain.inputs if number < 0 else chain.equations[number].outvars
+    return next(i for i, each in enumerate(variables) if each is var)

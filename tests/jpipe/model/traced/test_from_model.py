@@ -1,0 +1,295 @@
+"""Whole models cut into layers: where, under which names, and that the layers compute what the model computes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import jpipe
+from jpipe import InputError, LayerStack
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Models of users promote dtypes and ranks as JAX does by default."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+X = jnp.linspace(-1, 1, 4 * 8).reshape(4, 8)
+
+
+class Norm(nnx.Module):
+    """Normalization that computes in the dtype of its input."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, 8))
+
+    def __call__(self, x):
+        x = x - x.mean(-1, keepdims=True)
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * self.scale[...]
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = Norm()
+        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x, mask):
+        return x + self.drop(self.down(jnp.tanh(self.up(self.norm(x))))) * mask
+
+
+class Tied(nnx.Module):
+    """A tied embedding, a mask from the tokens that is larger than they are, dropout, blocks."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(11, 8, rngs=rngs)
+        self.pos = nnx.Param(jnp.ones((6, 8)) / 8)
+        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+        self.norm = Norm()
+
+    def __call__(self, tokens):
+        mask = jnp.broadcast_to((tokens > 0)[..., None], (*tokens.shape, 8)).astype(jnp.float32)
+        x = self.embed(tokens) + self.pos[...][: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.embed.attend(self.norm(x))
+
+
+class UNet(nnx.Module):
+    """Skips across layers, and batch statistics."""
+
+    def __init__(self, rngs):
+        self.a, self.b, self.c = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs), nnx.Linear(4, 8, rngs=rngs)
+        self.norm, self.end = nnx.BatchNorm(8, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        a = jnp.tanh(self.norm(self.a(x)))
+        return self.end(jnp.concatenate([self.c(jnp.tanh(self.b(a))), a], -1))
+
+
+class Residual(linen.Module):
+    """A Linen module with compact calls, batch statistics and dropout."""
+
+    @linen.compact
+    def __call__(self, x, train: bool):
+        for _ in range(3):
+            x = x + linen.Dense(8)(jnp.tanh(linen.BatchNorm(use_running_average=not train)(x)))
+            x = linen.Dropout(0.25, deterministic=not train)(x)
+        return linen.Dense(4)(x)
+
+
+TOKENS = jnp.arange(24).reshape(4, 6) % 11
+MODELS = {
+    "tied": (lambda rngs: Tied(rngs), TOKENS),
+    "unet": (lambda rngs: UNet(rngs), X),
+    "residual": (Residual(), X),
+}
+
+
+def initialized(stack, x, key):
+    specs = stack.specs(x)
+    layers = {layer_id: stack.init_layer(layer_id, key, specs[layer_id].x) for layer_id in stack.ids}
+    return {layer_id: params for layer_id, (params, _) in layers.items()}, {layer_id: state for layer_id, (_, state) in layers.items()}
+
+
+def in_all_places(stack, entries):
+    return {layer_id: stack.ties.whole(layer_id, entries) for layer_id in stack.ids}
+
+
+def by_path(tree):
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+@pytest.mark.parametrize("granularity", ["block", "finest"])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_compute_what_the_model_computes(name, train, granularity):
+    """Outputs, gradients and new layer state, with the random numbers of the whole model."""
+    model, x = MODELS[name]
+    stack, key = LayerStack.from_model(model, x, granularity=granularity), jax.random.key(7)
+    params, state = initialized(stack, x, key)
+    whole, (whole_params, whole_state) = stack.whole.layer, stack.traced.join(params, state)
+
+    def in_layers(entries):
+        y, new_state = stack.apply(stack.ids, in_all_places(stack, entries), state, x, key=key, microbatch=3, train=train)
+        return jnp.sin(y).sum(), new_state
+
+    def at_once(params):
+        y, new_state = whole.apply(params, whole_state, x, stack.microbatch_key(key, 3, train), train)
+        return jnp.sin(y).sum(), new_state
+
+    (value, new_state), gradients = jax.value_and_grad(in_layers, has_aux=True)(stack.ties.split(params))
+    (expected, expected_state), expected_gradients = jax.value_and_grad(at_once, has_aux=True)(whole_params)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    joined = stack.traced.join(in_all_places(stack, gradients), new_state)
+    for (path, actual), wanted in zip(by_path(joined).items(), jax.tree.leaves((expected_gradients, expected_state)), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_initial_weights_are_those_of_the_model_with_the_same_key(name):
+    model, x = MODELS[name]
+    stack, key = LayerStack.from_model(model, x), jax.random.key(7)
+    params, state = stack.traced.join(*initialized(stack, x, key))
+    expected_params, expected_state = stack.whole.layer.init(key, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), (params, state), (expected_params, expected_state))
+    if name == "residual":
+        variables = model.init(key, x, train=True)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), params, variables["params"])
+    else:
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+            params,
+            nnx.to_pure_dict(nnx.state(model(nnx.Rngs(key)), nnx.Param)),
+        )
+
+
+def test_one_layer_for_each_block_named_by_its_parameters():
+    stack = LayerStack.from_model(MODELS["tied"][0], TOKENS)
+    assert stack.ids == ("embed", "blocks.0", "blocks.1", "blocks.2", "norm")
+    specs = stack.specs(TOKENS)
+    assert specs["blocks.1"].params.keys() == {"norm", "up", "down"}
+    assert specs["norm"].params.keys() == {"norm", "embed"}
+    (name,) = stack.ties.first
+    assert stack.ties.first[name] == ("embed", "embed/embedding")
+    assert stack.ties.shared["norm"] == {"embed/embedding": name}
+
+
+def test_a_mask_is_made_again_from_what_has_the_fewest_bytes():
+    specs = LayerStack.from_model(MODELS["tied"][0], TOKENS).specs(TOKENS)
+    for layer_id in ("blocks.0", "blocks.1", "blocks.2"):
+        assert sorted(str(leaf.dtype) for leaf in jax.tree.leaves(specs[layer_id].x)) == ["bool", "float32"]
+        assert sorted(leaf.shape for leaf in jax.tree.leaves(specs[layer_id].x)) == [(4, 6), (4, 6, 8)]
+    assert specs["norm"].x.shape == (4, 6, 8)  # no later layer reads the mask
+
+
+def test_a_skip_connection_is_carried_across_the_layers_between():
+    stack = LayerStack.from_model(MODELS["unet"][0], X)
+    specs = stack.specs(X)
+    assert stack.ids == ("a", "norm", "b", "c", "end")
+    assert [leaf.shape for leaf in jax.tree.leaves(specs["c"].x)] == [(4, 8), (4, 4)]
+    assert specs["norm"].state.keys() == {"mean", "var"}
+
+
+def test_the_finest_layers_are_smaller():
+    ids = LayerStack.from_model(MODELS["tied"][0], TOKENS, granularity="finest").ids
+    assert len(ids) > 5
+    assert {name.split(".")[0] for name in ids} == {"embed", "pos", "blocks", "norm", "embed_2"}
+
+
+def test_cuts_by_paths_and_by_marks_decide_alone():
+    stack = LayerStack.from_model(MODELS["tied"][0], TOKENS, cuts=["blocks.1", "norm"])
+    assert stack.ids == ("blocks.0", "blocks.1", "norm")
+
+    def model(params, x):
+        for number, layer in enumerate(params):
+            x = jnp.tanh(x @ layer["w"])
+            x = jpipe.cut(x, f"part {number}") if number in (1, 3) else x
+        return x
+
+    params = [{"w": jnp.eye(8) * number} for number in range(1, 7)]
+    stack = LayerStack.from_function(model, params, X)
+    assert stack.ids == ("part 1", "part 3", "4")
+    np.testing.assert_array_equal(stack.whole.layer.apply(params, {}, X, None, True)[0], jax.jit(model)(params, X))
+
+
+def test_equal_layers_are_traced_once():
+    params = [{"w": jnp.eye(8)} for _ in range(6)]
+    stack = LayerStack.from_function(lambda params, x: functools.reduce(lambda x, layer: jnp.tanh(x @ layer["w"]), params, x), params, X)
+    assert stack.ids == ("0", "1", "2", "3", "4", "5")
+    assert set(stack.traced.equal().values()) == {"0"}
+
+
+def test_inputs_of_other_shapes_are_cut_at_the_same_places():
+    stack = LayerStack.from_model(MODELS["tied"][0], TOKENS)
+    longer = jnp.zeros((2, 5), jnp.int32)
+    with pytest.raises(InputError, match="is not what the layers before it give for any inputs"):
+        stack.specs(jnp.zeros((2, 5, 8)), ["blocks.0"])
+    specs = stack.specs(longer[:, :6])
+    assert specs["norm"].output.shape == (2, 5, 11)
+    assert specs["blocks.1"].params == stack.specs(TOKENS)["blocks.1"].params
+
+
+def test_weights_of_a_built_model_are_the_initial_ones_and_come_back():
+    model = UNet(nnx.Rngs(3))
+    model.norm.mean.set_value(jnp.arange(8.0))
+    stack = LayerStack.from_model(model, X)
+    plan = jpipe.Plan.even(stack.ids, num_stages=2, schedule="pipedream_flush", microbatches=2)
+    pipe = jpipe.Pipeline(stack, plan, lambda y, labels: (((y - labels) ** 2).sum(), y.size), optax.sgd(0.1))
+    batch = jnp.concatenate([X, X]), jnp.zeros((8, 8))
+    state = pipe.init(jax.random.key(0), batch)
+    again = pipe.model(state)
+    assert isinstance(again, UNet)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(again)), nnx.to_pure_dict(nnx.state(model)))
+    state, _ = pipe.step(state, batch)
+    trained = pipe.model(state)
+    assert float(abs(trained.norm.mean.get_value() - jnp.arange(8.0)).max()) > 0.01  # the model's own statistics went on
+    assert float(abs(model.norm.mean.get_value() - jnp.arange(8.0)).max()) == 0
+    trained.eval()
+    assert {leaf.device for leaf in jax.tree.leaves(nnx.state(trained))} == {jax.devices()[0]}
+    np.testing.assert_allclose(trained(batch[0]), pipe.predict(state, batch[0]), rtol=1e-6, atol=1e-6)
+    params = pipe.params(state)
+    jax.tree.map(np.testing.assert_array_equal, params, nnx.to_pure_dict(nnx.state(trained, nnx.Param)))
+    resumed = pipe.init(jax.random.key(0), batch, params=params)
+    jax.tree.map(np.testing.assert_array_equal, pipe.params(resumed), params)
+    jax.tree.map(np.testing.assert_array_equal, pipe.params(pipe.init(jax.random.key(0), batch, params=trained)), params)
+
+
+def test_an_abstract_model_needs_parameters():
+    abstract = nnx.eval_shape(lambda: UNet(nnx.Rngs(0)))
+    stack = LayerStack.from_model(abstract, X)
+    plan = jpipe.Plan.even(stack.ids, num_stages=2, schedule="gpipe", microbatches=2)
+    pipe = jpipe.Pipeline(stack, plan, lambda y, labels: (((y - labels) ** 2).sum(), y.size), optax.sgd(0.1))
+    batch = jnp.concatenate([X, X]), jnp.zeros((8, 8))
+    with pytest.raises(InputError, match="no arrays to begin with"):
+        pipe.init(jax.random.key(0), batch)
+    model = UNet(nnx.Rngs(3))
+    state = pipe.init(jax.random.key(0), batch, params=model)
+    jax.tree.map(np.testing.assert_array_equal, pipe.params(state), nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda p, x: jax.nn.relu(x @ p[0] @ p[1]) @ p[1], None),
+        (lambda p, x: jnp.tanh(x @ p[0]), "expected a model of several layers"),
+        (lambda p, x: noisy(x @ p[0], ordered=True) @ p[1], "ordered side effects"),
+        (lambda p, x: (x @ p[0])[x[:, 0] > 0] @ p[1], "cannot be traced"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_rejected_by_name(model, message):
+    params = [jnp.eye(8), jnp.eye(8)]
+    if message is None:
+        assert len(LayerStack.from_function(model, params, X).ids) == 2
+        return
+    with pytest.raises(InputError, match=message):
+        LayerStack.from_function(model, params, X)
+
+
+def noisy(x, ordered):
+    jax.debug.print("{}", x.sum(), ordered=ordered)
+    return x
+
+
+def test_bad_arguments():
+    model = MODELS["tied"][0]
+    with pytest.raises(InputError, match="expected example inputs after the model"):
+        LayerStack.from_model(model)
+    with pytest.raises(InputError, match="cuts: no parameter that the model reads begins with 'block'"):
+        LayerStack.from_model(model, TOKENS, cuts=["block"])
+    with pytest.raises(InputError, match="cuts: expected a list"):
+        LayerStack.from_model(model, TOKENS, cuts="blocks.1")
+    with pytest.raises(InputError, match="batch statistics"):
+        LayerStack.from_function(in_the_middle, [jnp.eye(8)] * 2, X, state={"mean": jnp.zeros(8)})
+
+
+def in_the_middle(params, state, x):
+    """Read and write layer state on the two sides of a cut."""
+    x = jpipe.cut(x @ params[0] + state["mean"], "first")
+    return x @ params[1], {"mean": x.mean(0)}
