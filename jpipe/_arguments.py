@@ -37,7 +37,7 @@ def as_key(key: Any) -> jax.Array:
 
 def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, LayerSpec]) -> dict[str, tuple[Tree, Tree]]:
     """Return (parameters, state) of all layers: arrays of `params`, else those that the model has, else specs of fresh ones."""
-    known = stack.explicit(params), stack.initial
+    known = stack.by_layer(params), stack.initial
     for layer_id in known[0]:
         if layer_id not in specs:
             raise InputError(f"params: the model has no layer {layer_id!r}; {nearest(str(layer_id), specs)}")

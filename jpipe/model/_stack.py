@@ -19,9 +19,9 @@ from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_pyth
 from jpipe.model._ties import Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
 from jpipe.model.traced._cuts import Granularity
-from jpipe.model.traced._doors import open_function, open_model
 from jpipe.model.traced._model import TracedModel, cut_model
-from jpipe.model.traced._whole import Whole
+from jpipe.model.traced.doors._doors import open_function, open_model
+from jpipe.model.traced.doors._whole import Whole
 
 Tree = Any  # a pytree of arrays
 
@@ -200,11 +200,14 @@ class LayerStack:
         stack._abstract = self._abstract
         return stack
 
-    def explicit(self, params: Tree | None) -> dict[str, tuple[Tree, Tree]]:
+    def by_layer(self, params: Tree | None) -> dict[str, tuple[Tree, Tree]]:
         """Return the parameters and the state that are given to `Pipeline.init`, by layer id, with None where there is nothing.
 
         Args:
-            params: by layer id, or in the tree of the model that the layers were cut from; None: nothing given.
+            params: by layer id, or in the tree of the model that the layers were cut from; None: nothing.
+
+        Raises:
+            InputError: the model is abstract, and nothing was given.
         """
         if params is None and self._abstract is not None:
             raise self._abstract

@@ -77,7 +77,7 @@ def test_parameters_are_in_the_tree_of_the_model_or_by_layer():
     expected = arrays(trained())[0]
     check_equal(begun(pipe, expected)[0], expected)
     check_equal(begun(pipe, {"last": expected["last"]})[0]["last"], expected["last"])
-    by_layer = {layer_id: params for layer_id, (params, _) in pipe.stack.explicit(trained()).items()}
+    by_layer = {layer_id: params for layer_id, (params, _) in pipe.stack.by_layer(trained()).items()}
     assert by_layer["norm"].keys() != expected["norm"].keys()
     check_equal(begun(pipe, by_layer)[0], expected)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jpipe.errors import InputError
 from jpipe.model._layer import Layer
-from jpipe.model.traced._parts import Parts, array_spec, is_array, is_spec, is_trained, matched, path_name, specs_of
+from jpipe.model.traced.doors._parts import Parts, array_spec, is_array, is_spec, is_trained, matched, path_name, specs_of
 
 Tree = Any
 

@@ -13,8 +13,8 @@ from jpipe.model._adapters import is_constructor, linen_layer, needed_parameters
 from jpipe.model._calls import Randomness, arguments_of, call_by_name, is_bound, modes
 from jpipe.model._layer import Layer, describe, key_spec, spec_of
 from jpipe.model._nnx import NnxFunctions, abstract, built_functions, nnx_functions
-from jpipe.model.traced._parts import Parts, is_array, is_spec, matched, path_name
-from jpipe.model.traced._whole import WHERE, Whole, whole
+from jpipe.model.traced.doors._parts import Parts, is_array, is_spec, matched, path_name
+from jpipe.model.traced.doors._whole import WHERE, Whole, whole
 
 Tree = Any
 
