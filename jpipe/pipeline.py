@@ -222,8 +222,8 @@ class Pipeline:
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
             params: parameters to begin with, by layer id, as `params` gives them, as dicts in dicts with any arrays, or as an NNX module or
                 its `nnx.state`; they are copied. Where the layers were cut from a model, its own tree of parameters, too, or the model.
-                What is left out, whole layers or some of the parameters of one, is fresh, as all layer state and optimizer state is. Of
-                layers that are modules with arrays it is these arrays, those of their layer state too.
+                What is left out, whole layers or some of the parameters of one, is what the model has, if it has arrays, or else fresh. All
+                optimizer state is fresh.
             buckets: batches of the other shapes that steps and evaluations will get, such as longer sentences; only shapes and dtypes
                 are used. Each step computes with programs compiled for its own shape. All have as many rows as `batch`, and layers
                 whose parameters and state have the same shapes with each of them.

@@ -4,6 +4,7 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, get_args
 
 import flax
@@ -73,9 +74,8 @@ class LayerStack:
             if id(layer) not in same:
                 same[id(layer)] = adapt(layer_id, layer)
         self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, same[id(layer)]) for layer_id, layer in layers.items()}
-        arrays = {layer_id: initial for layer_id, layer in layers.items() if (initial := initial_arrays(layer_id, layer)) is not None}
-        self.initial_params = {layer_id: params for layer_id, (params, _) in arrays.items()}  # what a run begins with, by layer id
-        self.initial_state = {layer_id: state for layer_id, (_, state) in arrays.items()}
+        built = {layer_id: initial_arrays(layer_id, layer) for layer_id, layer in layers.items()}
+        self._built = {layer_id: arrays for layer_id, arrays in built.items() if arrays is not None}
         self._object_ids = {layer_id: id(layer) for layer_id, layer in layers.items()}
         self._alive = list(layers.values())  # so that no id() is used twice
         self._known: dict[Any, LayerSpec] = {}
@@ -185,8 +185,6 @@ class LayerStack:
         layers, equal = traced.layers(), traced.equal()
         stack = cls(layers, traced.ties())
         stack.traced, stack.whole = traced, whole
-        if whole is not None and whole.params is not None:
-            stack.initial_params, stack.initial_state = stack._split(whole.params, whole.state)
         stack._object_ids = {layer_id: id(layers[equal[layer_id]]) for layer_id in layers}
         return stack
 
@@ -202,8 +200,8 @@ class LayerStack:
         stack._abstract = self._abstract
         return stack
 
-    def by_layer(self, params: Tree | None) -> tuple[Mapping[str, Tree], Mapping[str, Tree]]:
-        """Return the parameters and the layer state that `Pipeline.init` was given, by layer id.
+    def by_layer(self, params: Tree | None) -> dict[str, tuple[Tree, Tree]]:
+        """Return the parameters and the state that are given to `Pipeline.init`, by layer id, with None where there is nothing.
 
         Args:
             params: by layer id, or in the tree of the model that the layers were cut from; None: nothing.
@@ -211,21 +209,35 @@ class LayerStack:
         Raises:
             InputError: the model is abstract, and nothing was given.
         """
+        if params is None and self._abstract is not None:
+            raise self._abstract
         if params is None:
-            if self._abstract is not None:
-                raise self._abstract
-            return {}, {}
-        if self.whole is None or (isinstance(params, Mapping) and set(params) <= set(self.ids)):
-            return params, {}
-        return self._split(*self.whole.from_user(params))
+            return {}
+        if self.traced is not None and self.whole is not None:
+            try:
+                return self._by_layer(*self.whole.from_user(params))
+            except InputError:
+                if not isinstance(params, Mapping) or not set(params) <= set(self.ids):
+                    raise
+        if not isinstance(params, Mapping):
+            raise InputError(f"params: expected a dict of parameters by layer id, found {type(params).__name__}")
+        return {layer_id: (tree, None) for layer_id, tree in params.items()}
 
-    def _split(self, params: Tree, state: Tree) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        """Return the parameters and the state of each layer from those of the whole model, in which None replaces what there is not."""
+    @cached_property
+    def initial(self) -> dict[str, tuple[Tree, Tree]]:
+        """The parameters and the state that the model has, by layer id, with None where there is nothing."""
+        return self._built if self.whole is None else self._by_layer(self.whole.params, self.whole.state)
+
+    def _by_layer(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
+        """Return the parameters and state of each layer from those of the whole model; either may be None."""
         assert self.traced is not None
-        specs = self.traced.specs
-        by_layer = self.traced.split(*jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, specs, (params, state)))
-        states = {layer_id: state for layer_id, (_, state) in by_layer.items()}
-        return {layer_id: params for layer_id, (params, _) in by_layer.items()}, states
+        trees = (
+            jax.tree.map(lambda _: None, spec) if tree is None else tree
+            for spec, tree in zip(self.traced.specs, (params, state), strict=True)
+        )
+        filled = jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, self.traced.specs, tuple(trees))
+        arrays = self.traced.split(*filled)
+        return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, arrays)
 
     def whole_params(self, params: Mapping[str, Tree]) -> Tree:
         """Return parameters by layer id in the tree of the model that the layers were cut from."""
