@@ -12,6 +12,7 @@ from jpipe import Pipeline, Plan
 from tests.examples.any_model import wholes
 from tests.jpipe import running
 
+
 UPDATES = 10
 
 # Flax and the models mix ranks, as their users' code may.
@@ -41,7 +42,7 @@ def plan_of(name: str, dtype: Any, schedule: str, stages: int) -> Plan:
 @pytest.mark.thinned
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw"])
-@pytest.mark.parametrize("name", wholes.EXAMPLES + wholes.FOR_TESTS)
+@pytest.mark.parametrize("name", wholes.DEPTH)
 def test_training_equals_that_of_the_whole_model(name, schedule, stages):
     with jax.enable_x64(True):
         whole = model(name, np.float64)
