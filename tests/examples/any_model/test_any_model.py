@@ -12,7 +12,6 @@ from jpipe import Pipeline, Plan
 from tests.examples.any_model import wholes
 from tests.jpipe import running
 
-
 UPDATES = 10
 
 # Flax and the models mix ranks, as their users' code may.
