@@ -1,6 +1,6 @@
 """Training with delayed weights as one jitted program on one device: each stage reads the weights that its schedule would give it.
 
-The letters in the shapes: d stages, m microbatches of a batch, v weight versions.
+The letters in the shapes: d stages, m equal parts of a batch, each a microbatch or a part of one, v weight versions.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,21 +16,41 @@ import jpipe
 from jpipe.optimizers import PredictDelayState, predict_delay
 
 Tree = Any
-Schedule = Literal["flush", "2BW", "PipeDream m = d", "PipeDream m = 1", "vertical sync m = d", "vertical sync m = 1"]
+Schedule = Literal[
+    "flush",
+    "2BW",
+    "PipeDream m = d",
+    "PipeDream m = 2d",
+    "PipeDream m = 1",
+    "vertical sync m = d",
+    "vertical sync m = 2d",
+    "vertical sync m = 1",
+]
+
+
+def microbatches_of(schedule: Schedule, d: int) -> int:
+    """Return the number of microbatches of a batch; d for schedules whose names have none."""
+    return {"1": 1, "2d": 2 * d}.get(schedule.rpartition(" = ")[2], d)
 
 
 def delays(schedule: Schedule, d: int, m: int) -> np.ndarray:
-    """Return how many updates old the weights are that each microbatch of a batch reads at each stage, int32 of shape (d, m)."""
-    stages, microbatches = np.arange(d)[:, None], np.arange(m)[None]
-    table = {
-        "flush": 0 * stages + 0 * microbatches,
-        "2BW": 1 + 0 * stages + 0 * microbatches,
-        "PipeDream m = d": (microbatches < d - 1 - stages) + 0,
-        "PipeDream m = 1": d - 1 - stages + 0 * microbatches,
-        "vertical sync m = d": (microbatches < d - 1) + 0 * stages,
-        "vertical sync m = 1": d - 1 + 0 * stages + 0 * microbatches,
-    }[schedule]
-    return table.astype(np.int32)
+    """Return how many updates old the weights are that each part of a batch reads at each stage, int32 of shape (d, m).
+
+    Args:
+        schedule: of the pipeline.
+        d: the number of stages.
+        m: the number of equal parts of a batch, a multiple of the number of microbatches.
+    """
+    count = microbatches_of(schedule, d)
+    stages, microbatches = np.broadcast_arrays(np.arange(d)[:, None], np.arange(m)[None] * count // m)
+    ahead = (0 if schedule.startswith("vertical sync") else stages) + microbatches  # of the microbatches that may read old weights
+    if schedule == "flush":
+        table = 0 * stages
+    elif schedule == "2BW":
+        table = 1 + 0 * stages
+    else:
+        table = -((ahead - (d - 1)) // count)
+    return np.maximum(table, 0).astype(np.int32)
 
 
 def warm_up_and_cosine(updates: int) -> Callable[[Any], Any]:
