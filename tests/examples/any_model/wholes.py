@@ -16,7 +16,18 @@ from jpipe import LayerStack
 KEY = 7
 MICROBATCHES, ROWS = 4, 2
 
-EXAMPLES = ("nnx_transformer", "linen_resnet", "unet", "vit", "encoder_decoder", "mixture_of_experts", "scanned")
+DEPTH = {
+    "nnx_transformer": 2,
+    "linen_resnet": 1,
+    "unet": 2,
+    "vit": 2,
+    "encoder_decoder": 1,
+    "mixture_of_experts": 2,
+    "scanned": 2,
+    "equinox_mixer": 2,
+    "pretrained": 2,
+}
+"""As small as four stages allow: what is compiled takes the time."""
 FOR_TESTS = ("equinox_mixer", "pretrained")
 
 
@@ -39,7 +50,7 @@ class Whole(NamedTuple):
 
 def module(name: str) -> Any:
     """Return the module of a model."""
-    return importlib.import_module(f"examples.any_model.{name}" if name in EXAMPLES else f"tests.examples.any_model.{name}")
+    return importlib.import_module(f"tests.examples.any_model.{name}" if name in FOR_TESTS else f"examples.any_model.{name}")
 
 
 def batches(name: str, count: int, dtype: Any) -> list[Any]:
@@ -53,10 +64,10 @@ def whole(name: str, dtype: Any) -> Whole:
     x, _ = jax.tree.map(lambda a: a[:ROWS], batches(name, 1, dtype)[0])
     inputs = x if isinstance(x, tuple) else (x,)
     if name == "pretrained":
-        return _of_function(example, cast_all(example.model(), dtype), inputs)
+        return _of_function(example, cast_all(example.model(DEPTH[name]), dtype), inputs)
     if "rngs" in inspect.signature(example.model).parameters:
-        return _of_nnx(lambda rngs: _cast_module(example.model(rngs=rngs), dtype), nnx.Rngs(key), inputs)
-    model = example.model()
+        return _of_nnx(lambda rngs: _cast_module(example.model(DEPTH[name], rngs=rngs), dtype), nnx.Rngs(key), inputs)
+    model = example.model(DEPTH[name])
     if isinstance(model, nnx.Module):
         return _of_nnx(_cast_module(model, dtype), None, inputs)
     if isinstance(model, linen.Module):
@@ -71,16 +82,18 @@ def _of_nnx(model: Any, rngs: nnx.Rngs | None, inputs: Any) -> Whole:
     training, params, streams, state = nnx.split(built, is_param, is_rng, ...)
     built.eval()
     graphs = {True: training, False: nnx.split(built, is_param, is_rng, ...)[0]}
-    leaves, treedef = jax.tree.flatten(streams)
+    leaves, treedefs = jax.tree.leaves(streams), [jax.tree.structure(part) for part in (params, streams, state)]
 
     def call(params: Any, state: Any, inputs: Any, key: jax.Array, train: bool) -> Any:
         """Call the module with each of its random streams at its start, with a key of its own."""
         drawn = [jax.random.fold_in(key, i) if _is_key(leaf) else jnp.zeros_like(leaf) for i, leaf in enumerate(leaves)]
-        merged = nnx.merge(graphs[train], params, jax.tree.unflatten(treedef, drawn), state, copy=True)
+        values = jax.tree.leaves(params), drawn, jax.tree.leaves(state)
+        merged = nnx.merge(graphs[train], *map(jax.tree.unflatten, treedefs, values))
         outputs = merged(*inputs)
-        return outputs, nnx.split(merged, is_param, is_rng, ...)[3]
+        return outputs, nnx.to_pure_dict(nnx.split(merged, is_param, is_rng, ...)[3])
 
-    return Whole(LayerStack.from_model(model, *inputs), params, state, call, lambda trained: nnx.state(trained, is_param))
+    initial = nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+    return Whole(LayerStack.from_model(model, *inputs), *initial, call, lambda trained: nnx.to_pure_dict(nnx.state(trained, is_param)))
 
 
 def _of_linen(model: linen.Module, key: jax.Array, inputs: Any, dtype: Any) -> Whole:
@@ -134,6 +147,9 @@ def cast_all(tree: Any, dtype: Any) -> Any:
 
 def _cast_module(model: nnx.Module, dtype: Any) -> nnx.Module:
     nnx.update(model, cast_all(nnx.state(model, nnx.Not(nnx.RngState)), dtype))
+    for _, part in nnx.iter_modules(model):
+        if isinstance(part, nnx.Embed):
+            part.dtype = dtype  # it keeps that of its table
     return model
 
 
