@@ -48,6 +48,19 @@ def params_or_specs(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) 
     }
 
 
+def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, LayerSpec]) -> dict[str, tuple[Tree, Tree]]:
+    """Return (parameters, state) of all layers: arrays of `params`, else those that the model begins with, else shapes."""
+    explicit, states = stack.by_layer(params)
+    chosen = jax.tree.map(
+        lambda leaf, other: other if isinstance(leaf, jax.ShapeDtypeStruct) else leaf,
+        params_or_specs(explicit, specs),
+        params_or_specs(stack.initial_params, specs),
+    )
+    stack.ties.check_values(chosen)
+    states = {**stack.initial_state, **states}
+    return {layer_id: (chosen[layer_id], states.get(layer_id, spec.state)) for layer_id, spec in specs.items()}
+
+
 def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:
     """Return the parameters of a layer as a plain tree: of an NNX module or an `nnx.State` its `nnx.Param`s.
 

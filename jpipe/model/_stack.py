@@ -4,17 +4,16 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, get_args
 
 import flax
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from jpipe.context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, short, shortened
-from jpipe.model._adapters import adapt, is_constructor
+from jpipe.model._adapters import adapt, initial_arrays, is_constructor, layers_by_id
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, with_arrays
 from jpipe.model._ties import Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
@@ -32,6 +31,7 @@ class LayerStack:
 
     A layer is given as
     - a callable with a parameter named `rngs`: the constructor of a Flax NNX module, `lambda rngs: nnx.Linear(4, 8, rngs=rngs)`;
+    - an NNX module that is built: a run begins with its arrays, which are not copied here, and the module stays as it is;
     - a Flax Linen module;
     - any other callable: a function of the layer's input, without parameters;
     - a `Layer`, for everything else.
@@ -42,7 +42,8 @@ class LayerStack:
     Random numbers, in initialization, training and evaluation, depend on (key, layer id, microbatch) only, never on where the stack is cut.
 
     Args:
-        layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it.
+        layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it. The ids of a list, a
+            tuple, an `nnx.List`, an `nnx.Sequential` or a Linen `Sequential` are "0", "1" and so on.
         ties: which layers share parameters. Each stage that uses a shared parameter holds a copy; their gradients are summed.
         carries_rows: whether layers keep a state of each row from batch to batch, so that no stage can have replicas, which see other rows.
 
@@ -56,9 +57,10 @@ class LayerStack:
     """
 
     @without_mesh()
-    def __init__(self, layers: Mapping[str, Any], ties: Iterable[Tie] = (), *, carries_rows: bool = False) -> None:
-        if not isinstance(layers, Mapping):
-            raise InputError(f"LayerStack: expected a dict of layers by id, found {type(layers).__name__}; give {{'layer id': layer, …}}")
+    def __init__(
+        self, layers: Mapping[str, Any] | Sequence[Any] | nnx.Module | linen.Module, ties: Iterable[Tie] = (), *, carries_rows: bool = False
+    ) -> None:
+        layers = layers_by_id(layers)
         if not list(layers):  # a length may be wrong
             raise InputError("LayerStack: expected at least one layer, found none")
         for layer_id in layers:
@@ -70,6 +72,9 @@ class LayerStack:
             if id(layer) not in same:
                 same[id(layer)] = adapt(layer_id, layer)
         self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, same[id(layer)]) for layer_id, layer in layers.items()}
+        arrays = {layer_id: initial for layer_id, layer in layers.items() if (initial := initial_arrays(layer_id, layer)) is not None}
+        self.initial_params = {layer_id: params for layer_id, (params, _) in arrays.items()}  # what a run begins with, by layer id
+        self.initial_state = {layer_id: state for layer_id, (_, state) in arrays.items()}
         self._object_ids = {layer_id: id(layer) for layer_id, layer in layers.items()}
         self._alive = list(layers.values())  # so that no id() is used twice
         self._known: dict[Any, LayerSpec] = {}
@@ -179,6 +184,8 @@ class LayerStack:
         layers, equal = traced.layers(), traced.equal()
         stack = cls(layers, traced.ties())
         stack.traced, stack.whole = traced, whole
+        if whole is not None and whole.params is not None:
+            stack.initial_params, stack.initial_state = stack._split(whole.params, whole.state)
         stack._object_ids = {layer_id: id(layers[equal[layer_id]]) for layer_id in layers}
         return stack
 
@@ -194,38 +201,30 @@ class LayerStack:
         stack._abstract = self._abstract
         return stack
 
-    def initial_params(self, params: Tree | None) -> Tree:
-        """Return the parameters with which a run begins, by layer id: those given to `Pipeline.init`, or else the weights of the model.
+    def by_layer(self, params: Tree | None) -> tuple[Mapping[str, Tree], Mapping[str, Tree]]:
+        """Return the parameters and the layer state that `Pipeline.init` was given, by layer id.
 
         Args:
-            params: by layer id, or in the tree of the model that the layers were cut from; None: nothing given.
+            params: by layer id, or in the tree of the model that the layers were cut from; None: nothing.
+
+        Raises:
+            InputError: the model is abstract, and nothing was given.
         """
-        if self.traced is None or self.whole is None:
-            return {} if params is None else params
-        if params is None and self._abstract is not None:
-            raise self._abstract
         if params is None:
-            return {layer_id: tree for layer_id, (tree, _) in self._initial.items()}
-        if isinstance(params, Mapping) and set(params) <= set(self.ids):
-            return params
-        return {layer_id: tree for layer_id, (tree, _) in self._by_layer(*self.whole.from_user(params)).items()}
+            if self._abstract is not None:
+                raise self._abstract
+            return {}, {}
+        if self.whole is None or (isinstance(params, Mapping) and set(params) <= set(self.ids)):
+            return params, {}
+        return self._split(*self.whole.from_user(params))
 
-    @cached_property
-    def initial_state(self) -> dict[str, Tree]:
-        """The layer state with which a run begins, by layer id, if the model that the layers were cut from has arrays."""
-        return {layer_id: state for layer_id, (_, state) in self._initial.items()}
-
-    @cached_property
-    def _initial(self) -> dict[str, tuple[Tree, Tree]]:
-        if self.whole is None or self.whole.params is None:
-            return {}
-        return self._by_layer(self.whole.params, self.whole.state)
-
-    def _by_layer(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
-        """Return the parameters and state of each layer from those of the whole model, with None in place of what there is not."""
+    def _split(self, params: Tree, state: Tree) -> tuple[dict[str, Tree], dict[str, Tree]]:
+        """Return the parameters and the state of each layer from those of the whole model, in which None replaces what there is not."""
         assert self.traced is not None
-        filled = jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, self.traced.specs, (params, state))
-        return self.traced.split(*filled)
+        specs = self.traced.specs
+        by_layer = self.traced.split(*jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, specs, (params, state)))
+        states = {layer_id: state for layer_id, (_, state) in by_layer.items()}
+        return {layer_id: params for layer_id, (params, _) in by_layer.items()}, states
 
     def whole_params(self, params: Mapping[str, Tree]) -> Tree:
         """Return parameters by layer id in the tree of the model that the layers were cut from."""
@@ -439,11 +438,22 @@ def _reject_untrainable(layer_id: str, params: Tree) -> None:
 
 
 def _reject_shared_modules(layers: Mapping[str, Any]) -> None:
-    """Raise `InputError` for two NNX constructors that return the same module or variable, from a closure."""
+    """Raise `InputError` for two NNX modules with the same variable, built or returned by constructors, from a closure."""
     constructors = {layer_id: layer for layer_id, layer in layers.items() if is_constructor(layer)}
+    seen: dict[int, str] = {}
+
+    def see(layer_id: str, module: nnx.Module) -> None:
+        params = {id(node): ".".join(map(str, path)) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
+        for identity, name in params.items():
+            if identity in seen:
+                raise _shared(seen[identity], layer_id, name)
+        seen.update(dict.fromkeys(params, layer_id))
+
+    for layer_id, layer in layers.items():
+        if isinstance(layer, nnx.Module):
+            see(layer_id, layer)
 
     def record(key: jax.Array) -> None:
-        seen: dict[int, str] = {}
         alive = []  # keeps the built modules alive, so that an id() is not used twice
         calls = Counter[int]()
         for layer_id, layer in constructors.items():
@@ -454,9 +464,7 @@ def _reject_shared_modules(layers: Mapping[str, Any]) -> None:
                 with nnx.use_eager_sharding(False):
                     module = layer(rngs=nnx.Rngs(key))
                 alive.append(module)
-                for path, node in nnx.iter_graph(module):
-                    if isinstance(node, nnx.Param) and seen.setdefault(id(node), layer_id) != layer_id:
-                        raise _shared(seen[id(node)], layer_id, ".".join(str(part) for part in path))
+                see(layer_id, module)
             except (InputError, KeyboardInterrupt):
                 raise
             except BaseException:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id

@@ -66,7 +66,7 @@ def whole(name: str, dtype: Any) -> Whole:
 
 
 def _of_nnx(model: Any, rngs: nnx.Rngs | None, inputs: Any) -> Whole:
-    built = nnx.clone(model if rngs is None else model(rngs))
+    built = nnx.clone(model if rngs is None else nnx.jit(model)(rngs))
     is_param, is_rng = nnx.Param, nnx.RngState
     built.train()
     training, params, streams, state = nnx.split(built, is_param, is_rng, ...)
@@ -148,29 +148,19 @@ class Trained(NamedTuple):
 
 def train(name: str, model: Whole, optimizer: optax.GradientTransformation, delay: int, count: int) -> Trained:
     """Train with the gradient of each batch at the weights that had `delay` updates fewer: the sum over its microbatches, by its weight."""
-    gradient, update = _compiled(name, optimizer, model.call)
-    versions, state, losses, optimizer_state = [model.params], model.state, [], optimizer.init(model.params)
-    for t, batch in enumerate(batches(name, count, _dtype(model.params))):
-        params, sums = versions[max(t - delay, 0)], None
-        for j in range(MICROBATCHES):
-            rows = slice(j * ROWS, (j + 1) * ROWS)
-            key = model.stack.microbatch_key(jax.random.key(KEY), t * MICROBATCHES + j, train=True)
-            added, state = gradient(params, state, *jax.tree.map(lambda a, rows=rows: a[rows], batch), key)
-            sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
-        (total, weight), gradients = sums
-        new, optimizer_state = update(jax.tree.map(lambda g, weight=weight: g / weight, gradients), optimizer_state, versions[-1])
+    step = _compiled(name, optimizer, model.call)
+    versions, state, losses, optimizer_state = [model.params], model.state, [], jax.jit(optimizer.init)(model.params)
+    for t, batch in enumerate(batches(name, count, jax.tree.leaves(model.params)[0].dtype)):
+        keys = [model.stack.microbatch_key(jax.random.key(KEY), t * MICROBATCHES + j, train=True) for j in range(MICROBATCHES)]
+        loss, new, state, optimizer_state = step(versions[max(t - delay, 0)], versions[-1], state, optimizer_state, batch, jnp.stack(keys))
         versions.append(new)
-        losses.append(float(total / weight))
+        losses.append(float(loss))
     return Trained(losses, versions[-1], state)
-
-
-def _dtype(params: Any) -> Any:
-    return jax.tree.leaves(params)[0].dtype
 
 
 @functools.cache
 def _compiled(name: str, optimizer: optax.GradientTransformation, call: Any) -> Any:
-    """Compile the gradient of one microbatch, and the update."""
+    """Compile the update with one batch: its microbatches one after another, then their gradient at the parameters `read`."""
 
     def loss(params: Any, state: Any, x: Any, labels: Any, key: jax.Array) -> Any:
         outputs, state = call(params, state, x if isinstance(x, tuple) else (x,), key, True)
@@ -178,16 +168,18 @@ def _compiled(name: str, optimizer: optax.GradientTransformation, call: Any) -> 
         return total, (weight.astype(total.dtype), state)
 
     @jax.jit
-    def gradient(*arguments: Any) -> Any:
-        (total, (weight, state)), gradients = jax.value_and_grad(loss, has_aux=True)(*arguments)
-        return ((total, weight), gradients), state
+    def step(read: Any, params: Any, state: Any, optimizer_state: Any, batch: Any, keys: jax.Array) -> Any:
+        def microbatch(state: Any, arguments: Any) -> Any:
+            (total, (weight, state)), gradients = jax.value_and_grad(loss, has_aux=True)(read, state, *arguments)
+            return state, (total, weight, gradients)
 
-    @jax.jit
-    def update(gradients: Any, state: Any, params: Any) -> Any:
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
+        x, labels = jax.tree.map(lambda a: a.reshape(MICROBATCHES, ROWS, *a.shape[1:]), batch)
+        state, parts = jax.lax.scan(microbatch, state, (x, labels, keys))
+        total, weight, gradients = jax.tree.map(lambda a: a.sum(0), parts)
+        updates, optimizer_state = optimizer.update(jax.tree.map(lambda g: g / weight, gradients), optimizer_state, params)
+        return total / weight, optax.apply_updates(params, updates), state, optimizer_state
 
-    return gradient, update
+    return step
 
 
 def evaluate(name: str, model: Whole, params: Any, state: Any, batch: Any) -> float:
