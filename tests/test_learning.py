@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jpipe import Layer, LayerStack, Pipeline, Plan
 from jpipe.optimizers import compensated_adamw, scale_by_delay
 from tests.jpipe import models, running
 
+ROOT = Path(__file__).parents[1]
 D, UPDATES, RATE, CLIP, SLOW_UPDATES = 4, 7, 0.05, 0.3, 5
 STACK = models.plain_stack(D)
 SCHEDULE = warm_up_and_cosine(20)
@@ -163,6 +165,14 @@ def test_tables_of_a_cpu_have_their_own_places(tmp_path, capsys):
     results.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in ROWS], "machine": {"platform": "cpu"}}))
     learning.main(["--from-json", str(results), "--every-rate"])
     assert "GPT, 4 stages, Adam, on a CPU\n\n| schedule | remedy | rate | seeds | loss |" in capsys.readouterr().out
+
+
+def test_the_tables_of_a_cpu_in_the_document_are_those_of_its_results(capsys):
+    learning.main(["--from-json", str(ROOT / "benchmarks" / "learning" / "cpu.json"), "--every-rate"])
+    tables, document = capsys.readouterr().out.strip().split("\n\n"), (ROOT / "docs" / "learning.md").read_text()
+    assert len(tables) == 2 * document.count(", on a CPU -->") > 0
+    for name, table in zip(tables[::2], tables[1::2], strict=True):
+        assert f"<!-- {name} -->\n\n{table}\n" in document
 
 
 def test_tables_and_pictures_are_made_of_the_results_of_a_run(tmp_path, capsys):

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="the whole grid with three seeds, five minutes on a large GPU")
+    parser.add_argument("--full", action="store_true", help="the whole grid with three seeds, some minutes for each part on a large GPU")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help='only these parts, such as "digits, 8 stages, SGD"')
     parser.add_argument("--updates", type=int, default=UPDATES, help="of each run; default: %(default)s")
     parser.add_argument("--seeds", type=int, help=f"default: {SEEDS} with --full, otherwise {SHORT_SEEDS}")

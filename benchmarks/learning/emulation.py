@@ -78,7 +78,7 @@ class Recipe(NamedTuple):
         constant_compensation: what is added to the τ of each stage; 1 alone is Nesterov's momentum.
         slow: 1 if the learning rate of a stage is divided by its delay at first (PipeMare), otherwise 0.
         momentum: the decay of the first moment.
-        clip_stages: whether each stage is clipped by its own norm instead of that of all stages.
+        stage_clip: the largest norm of the gradients of each stage, in units of `Emulation`'s `clip`; 0 to clip by the norm of all stages.
     """
 
     seed: Any
@@ -90,7 +90,7 @@ class Recipe(NamedTuple):
     constant_compensation: Any
     slow: Any
     momentum: Any
-    clip_stages: Any
+    stage_clip: Any
 
 
 class Rule(NamedTuple):
@@ -183,7 +183,7 @@ class Emulation:
         microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), batch)
         read = {i: jax.tree.map(lambda p, s=s: p[recipe.delays[s]], carry.versions[i]) for i, s in self._stage_of.items()}
         gradients = jax.vmap(jax.grad(self._mean_loss))(read, microbatches)
-        gradients = self._clipped(self._split(jax.tree.map(lambda g: g.mean(0), gradients)), recipe.clip_stages)
+        gradients = self._clipped(self._split(jax.tree.map(lambda g: g.mean(0), gradients)), recipe.stage_clip)
         newest, rate = self._split(jax.tree.map(lambda p: p[0], carry.versions)), recipe.rate * self._schedule(t)
         ages = jnp.minimum(recipe.delays, t)  # the first updates read the initial weights
         changed, optimizer, ahead = [], [], []
@@ -202,12 +202,13 @@ class Emulation:
         versions = jax.tree.map(lambda old, p: jnp.concatenate([p[None], old[:-1]]), carry.versions, new)
         return _Carry(versions, tuple(optimizer), tuple(ahead)), None
 
-    def _clipped(self, gradients: list[Tree], by_stage: jax.Array) -> list[Tree]:
+    def _clipped(self, gradients: list[Tree], stage_clip: jax.Array) -> list[Tree]:
         if self._clip is None:
             return gradients
         norms = [optax.tree.norm(gradient) for gradient in gradients]
         whole = jnp.sqrt(sum(norm**2 for norm in norms))
-        factors = [jnp.minimum(1, self._clip / jnp.where(by_stage, norm, whole)) for norm in norms]
+        largest = [self._clip * jnp.where(stage_clip > 0, stage_clip / norm, 1 / whole) for norm in norms]
+        factors = [jnp.minimum(1, factor) for factor in largest]
         return [jax.tree.map(lambda g, f=f: g * f, gradient) for gradient, f in zip(gradients, factors, strict=True)]
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:

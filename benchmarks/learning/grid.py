@@ -34,7 +34,8 @@ class Variant:
         control: what is added to λ, also without delay.
         slow: PipeMare's learning rate.
         momentum: the decay of the first moment, None for the optimizer's default.
-        clip: by the norm of the stage or of all stages.
+        stage_clip: the largest norm of the gradients of a stage of PipeDream, in units of the task's `clip`; 0 to clip all stages by their
+            global norm, as all other schedules do.
     """
 
     schedule: Schedule
@@ -43,7 +44,7 @@ class Variant:
     control: float = 0.0
     slow: bool = False
     momentum: float | None = None
-    clip: str = "stages"
+    stage_clip: float = 1.0
 
     @property
     def remedy(self) -> str:
@@ -59,8 +60,8 @@ class Variant:
             parts.append("rate by delay")
         if self.momentum is not None:
             parts.append(f"momentum {self.momentum:g}")
-        if self.clip != "stages" and self.schedule.startswith("PipeDream"):
-            parts.append("global clipping")
+        if self.stage_clip != 1:
+            parts.append(f"stages clipped at {self.stage_clip:g}" if self.stage_clip else "global clipping")
         return ", ".join(parts) or "none"
 
     def recipe(self, seed: int, rate: float, momentum: float, d: int, m: int) -> Recipe:
@@ -77,7 +78,7 @@ class Variant:
             np.float32(0 if by_delay else self.nesterov),
             np.float32(self.slow),
             np.float32(momentum if self.momentum is None else self.momentum),
-            np.bool_(self.clip == "stages" and self.schedule.startswith("PipeDream")),
+            np.float32(self.stage_clip if self.schedule.startswith("PipeDream") else 0),
         )
 
 
@@ -181,7 +182,7 @@ def rotated() -> Rule:
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "Adam": Optimizer(adam(), (5e-4, 1e-3, 2e-3, 4e-3), 0.9),
+    "Adam": Optimizer(adam(), (5e-4, 1e-3, 2e-3, 4e-3, 6e-3), 0.9),
     "Muon": Optimizer(muon(), (1.5e-3, 3e-3, 6e-3, 1e-2), 0.95),
     "NAdam of PyTorch": Optimizer(nadam(), (5e-4, 1e-3, 2e-3), 0.99),
     "SOAP": Optimizer(rotated(), (1e-3, 3e-3), 0.95, together=False),
@@ -204,12 +205,13 @@ PIPEDREAM_M_IS_D = (
     Variant("PipeDream m = d", nesterov="delay"),
     Variant("PipeDream m = d", nesterov=1.0, prediction=0.5),
     Variant("PipeDream m = d", nesterov=1.0, prediction=1.0),
-    Variant("PipeDream m = d", nesterov=1.0, prediction=0.5, clip="all"),
+    Variant("PipeDream m = d", nesterov=1.0, prediction=0.5, stage_clip=0.0),
 )
 PIPEDREAM_M_IS_2D = (
     Variant("PipeDream m = 2d"),
     Variant("PipeDream m = 2d", nesterov=1.0),
     Variant("PipeDream m = 2d", nesterov=1.0, prediction=1.0),
+    Variant("PipeDream m = 2d", nesterov=1.0, prediction=1.0, stage_clip=0.5),
 )
 VERTICAL_SYNC = tuple(
     Variant(schedule, nesterov=nesterov, prediction=prediction)
@@ -234,10 +236,10 @@ WITHOUT_MOMENTUM = tuple(Variant("2BW", prediction=prediction, momentum=0.0) for
 FULL = (
     Part("GPT", 4, "Adam", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_2D, *VERTICAL_SYNC, *PIPEDREAM_M_IS_1)),
     Part("GPT", 4, "Muon", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_2D, *VERTICAL_SYNC, *PIPEDREAM_M_IS_1[:6])),
-    Part("GPT", 8, "Adam", (*FLUSH, *OF_8_STAGES, *PIPEDREAM_M_IS_1)),
-    Part("GPT", 8, "Muon", (*FLUSH, *OF_8_STAGES, *PIPEDREAM_M_IS_1[:6])),
+    Part("GPT", 8, "Adam", (*FLUSH, *OF_8_STAGES, *PIPEDREAM_M_IS_1), (1e-3, 2e-3)),
+    Part("GPT", 8, "Muon", (*FLUSH, *OF_8_STAGES, *PIPEDREAM_M_IS_1[:6]), (3e-3, 6e-3)),
     Part("GPT", 4, "NAdam of PyTorch", PLAIN),
-    Part("GPT", 8, "NAdam of PyTorch", PLAIN),
+    Part("GPT", 8, "NAdam of PyTorch", PLAIN, (1e-3,)),
     Part("digits", 8, "SGD", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_1, *WITHOUT_MOMENTUM)),
     *(Part("clipped digits", d, optimizer, OF_CLIPPED_DIGITS) for d in (4, 8) for optimizer in ("Adam", "Muon")),
     Part("GPT", 8, "SOAP", (PLAIN[0], PLAIN[1], PLAIN[3])),
