@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from jpipe.model.traced._flatten import CUT, Leaf, flatten, stack_slices, take_slice
+from jpipe.model.traced.flat._flatten import CUT, Leaf, flatten, stack_slices, take_slice
 
 L, D = 3, 4
 UNFUSED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # fused operations may round differently
@@ -356,11 +356,12 @@ def test_marks_of_cuts_branches_and_custom_derivatives_stay(float64):
     cut.__name__ = f"{CUT}middle]"
 
     def function(p, x):
+        jax.debug.callback(lambda leaf: None, p[1])
         x = jax.jit(cut)(jax.nn.relu(scanned(p, x)))
         return jax.jit(lambda x: lax.cond(jnp.sum(x) > 0, lambda: x, lambda: x * 2))(x)
 
     flat = check_equal(function, params(), draw(*X))
-    assert {"custom_jvp_call", "cond"} <= set(primitives(flat))
+    assert {"custom_jvp_call", "cond", "debug_callback"} <= set(primitives(flat))
     names = [equation.params["name"] for equation in flat.closed.jaxpr.eqns if equation.primitive.name in ("jit", "pjit")]
     assert names == [f"{CUT}middle]"]
 

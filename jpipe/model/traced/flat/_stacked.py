@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jpipe.model.jaxprs._wanted import bind
-from jpipe.model.traced._builder import Atom, Builder, Fixed
+from jpipe.model.traced.flat._builder import Atom, Builder, Fixed
 
 MOST = 512
 """The most slices into which a leaf is split along one axis, so that a scan over words or time steps stays one equation."""

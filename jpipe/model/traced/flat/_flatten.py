@@ -11,8 +11,8 @@ import numpy as np
 
 from jpipe.model.jaxprs._dependence import body_of, is_literal, scan_parts
 from jpipe.model.jaxprs._wanted import UNKNOWN
-from jpipe.model.traced._builder import Builder
-from jpipe.model.traced._stacked import (
+from jpipe.model.traced.flat._builder import Builder
+from jpipe.model.traced.flat._stacked import (
     MOST,
     Divided,
     Elementwise,
@@ -173,7 +173,7 @@ def _results(builder: Builder, equation: Any, inputs: list[Value]) -> Sequence[V
         return _run(builder, *body_of(equation), inputs)
     if name == "scan" and 0 < equation.params["length"] <= MOST and _is_over_layers(builder, equation, inputs):
         return _scan(builder, equation, inputs)
-    if any(isinstance(value, Lazy) for value in inputs):
+    if len(equation.outvars) == 1 and any(isinstance(value, Lazy) for value in inputs):
         result = _of_slices(builder, equation, inputs)
         if result is not None:
             return [result]
@@ -233,7 +233,7 @@ def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | 
     source, *more = inputs
     if not isinstance(source, Lazy) or not math.prod(source.aval.shape):
         return None
-    before, after = tuple(source.aval.shape), tuple(getattr(aval, "shape", ()))
+    before, after = tuple(source.aval.shape), tuple(aval.shape)
     if name == "dynamic_slice" and after[1:] == before[1:] and before[0] <= MOST:
         start = builder.numbers(whole(more[0]))
         if start is None:
@@ -248,7 +248,7 @@ def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | 
 def _moved(builder: Builder, equation: Any, source: Lazy) -> Value | None:
     """Return the result of an equation that moves the numbers of a value, or None for another one."""
     name, params, aval = equation.primitive.name, equation.params, equation.outvars[0].aval
-    before, after = tuple(source.aval.shape), tuple(getattr(aval, "shape", ()))
+    before, after = tuple(source.aval.shape), tuple(aval.shape)
     if name == "transpose":
         return transposed(builder, source, tuple(params["permutation"]))
     if name == "squeeze":
