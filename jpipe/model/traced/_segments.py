@@ -50,8 +50,8 @@ class Segment:
 
     @cached_property
     def text(self) -> str:
-        """What it computes, in words that are equal for equal segments."""
-        return re.sub("0x[0-9a-f]+", "", str(self.jaxpr))
+        """What it computes, in words that are equal for segments that differ only in which random numbers they draw."""
+        return re.sub(r"(random_fold_in \S+) \d+:|0x[0-9a-f]+", r"\1", str(self.jaxpr))
 
 
 def segments_of(chain: Chain, positions: Sequence[int]) -> list[Segment]:

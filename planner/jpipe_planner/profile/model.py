@@ -49,8 +49,9 @@ class Costs(NamedTuple):
 class Model:
     """A model to be profiled, whose equal layers are profiled once.
 
-    Layers are equal if their traces, shapes and optimizer states are equal. The first layer, which has no input gradient, and the last
-    one, which includes the loss, are never equal to others.
+    Layers are equal if their traces, shapes, logical axes and optimizer states are equal. The names of their parameters may differ, and so
+    may the constants with which they make random keys, because neither changes what a layer costs. The first layer, which has no input
+    gradient, and the last one, which includes the loss, are never equal to others.
 
     Attributes:
         stack: its layers.
@@ -90,7 +91,7 @@ class Model:
         for layer_id in self.stack.ids:
             spec, layer = self._first_specs[layer_id], self.stack.layers[layer_id]
             traced = jax.make_jaxpr(lambda p, s, x, k, apply=layer.apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, key)
-            text = re.sub("0x[0-9a-f]+", "", str(traced))  # addresses of its functions
+            text = _INCIDENTAL.sub(r"\1", str(traced))
             end = layer_id if layer_id in (self.stack.ids[0], self.stack.ids[-1]) else None
             entries = self.stack.ties.split({layer_id: spec.params}, [layer_id])
             trained = layerwise.trained.part(entries)
@@ -98,7 +99,7 @@ class Model:
             leaves = repr(jax.tree.leaves(states))  # only leaves: it is keyed by layer id
             gradients = (*layerwise.trained.flags(entries), *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
             shares = tuple(self.stack.ties.shared.get(layer_id, {}))
-            equal[layer_id] = first.setdefault((end, layer.stochastic, repr(spec), leaves, gradients, shares, text), layer_id)
+            equal[layer_id] = first.setdefault((end, layer.stochastic, _without_names(spec), leaves, gradients, shares, text), layer_id)
         return equal
 
     @cached_property
@@ -181,7 +182,8 @@ class Model:
             x = self.batches[rows][0]
             layer_specs: dict[str, jpipe.model.LayerSpec] = {}
             for layer_id, first in self.first_equal.items():
-                known = first in layer_specs and layer_specs[first].x == x
+                has_names = self._first_specs[first] == self._first_specs[layer_id]
+                known = first in layer_specs and has_names and layer_specs[first].x == x
                 layer_specs[layer_id] = layer_specs[first] if known else self.stack.specs(x, [layer_id])[layer_id]
                 x = layer_specs[layer_id].output
             specs[rows] = layer_specs
@@ -322,6 +324,16 @@ def _share_for_weights(model: Model, layer_id: str) -> float:
 def parts_of_bytes(model: Model) -> int:
     """Return the number of parts of `count_bytes`, for a `Meter`."""
     return len(model.distinct) + len(model.pairs)
+
+
+_INCIDENTAL = re.compile(r"(random_fold_in \S+) \d+:|0x[0-9a-f]+")  # in a trace: the number of a random key, the address of a function
+
+
+def _without_names(spec: jpipe.model.LayerSpec) -> str:
+    """Return a layer's shapes, dtypes and logical axes, without the names of its parameters."""
+    named = jax.tree_util.tree_flatten_with_path(spec.params)[0]
+    params = [(leaf, spec.axes.get(jax.tree_util.keystr(path, simple=True, separator="/"))) for path, leaf in named]
+    return repr((spec.x, params, jax.tree.leaves(spec.state), spec.output))
 
 
 def _bytes(specs: Tree) -> int:

@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jpipe
 from jpipe_planner.cost.memory import stage_bytes
@@ -105,6 +106,45 @@ def test_equal_layers_are_recognized_under_any_optimizer():
     model = Model(stack, ones, loss, masked, (2,))
     assert model.first_equal == {"in": "in", "a": "a", "b": "b", "c": "a", "out": "out"}
     assert model.stage(["b"], 2).cost.optimizer < model.stage(["a"], 2).cost.optimizer
+
+
+class Block(linen.Module):
+    """A residual block with dropout, whose random numbers differ from those of other blocks."""
+
+    rate: float = 0.1
+
+    @linen.compact
+    def __call__(self, x, train):
+        return x + linen.Dense(4)(linen.Dropout(self.rate, deterministic=not train)(jnp.tanh(linen.Dense(8)(x))))
+
+
+class Residual(linen.Module):
+    """Blocks, and layers without a block, whose parameters have other names in each."""
+
+    @linen.compact
+    def __call__(self, x, train=True):
+        for _ in range(2):
+            x = jnp.tanh(linen.Dense(4)(x))
+        for rate in (0.1, 0.1, 0.5, 0.1):
+            x = Block(rate)(x, train)
+        for _ in range(3):
+            x = jnp.tanh(linen.Dense(4)(x))
+        return x
+
+
+def test_layers_cut_from_a_model_are_equal_whatever_their_names_and_random_keys():
+    stack = jpipe.LayerStack.from_model(Residual(), jnp.ones((2, 4)))
+    assert stack.ids == ("Dense_0", "Dense_1", "Block_0", "Block_1", "Block_2", "Block_3", "Dense_2", "Dense_3", "Dense_4")
+    model = Model(stack, ones, loss, optax.adam(1e-3), (2, 4))
+    blocks = {"Block_0": "Block_0", "Block_1": "Block_0", "Block_2": "Block_2", "Block_3": "Block_0"}  # one drops more
+    dense = {"Dense_0": "Dense_0", "Dense_1": "Dense_1", "Dense_2": "Dense_1", "Dense_3": "Dense_1", "Dense_4": "Dense_4"}
+    assert model.first_equal == blocks | dense
+    decayed = optax.masked(
+        optax.trace(0.9), lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "Dense_3" in str(path), params)
+    )
+    assert Model(stack, ones, loss, decayed, (2,)).first_equal["Dense_3"] == "Dense_3", "its optimizer differs"
+    profile = analyze(stack, ones, loss, optax.adam(1e-3), [2, 4], Device(flops={"float32": 1e9}))
+    assert profile.layers[3].model_copy(update={"id": "Block_0", "at": ()}) == profile.layers[2].model_copy(update={"at": ()})
 
 
 def test_the_average_of_the_weights_counts_as_optimizer_state():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from jpipe.model.traced._flatten import CUT, Leaf, flatten, stack_slices, take_slice
+from jpipe.model.traced.flat._flatten import CUT, Leaf, flatten, stack_slices, take_slice
 
 L, D = 3, 4
 
@@ -167,6 +167,24 @@ def two_axes(p, x):
     return nested([jnp.moveaxis(-leaf, 2, 1) for leaf in p], x)
 
 
+def counted(p, x):
+    return lax.fori_loop(0, len(p[0]), lambda i, x: block(x, p[0][i], p[1][i]), x)
+
+
+def counted_backwards(p, x):
+    def step(x, i):
+        return jax.checkpoint(block)(x, *(jax.jit(lambda leaf: leaf[i])(leaf) for leaf in p)), i
+
+    return lax.scan(step, x, jnp.arange(len(p[0])), reverse=True)
+
+
+def counted_groups(p, x):
+    def group(i, x):
+        return lax.fori_loop(0, 2, lambda k, x: block(x, *(leaf[2 * i + k] for leaf in p)), x)
+
+    return lax.fori_loop(0, len(p[0]) // 2, group, x)
+
+
 CASES = {
     "nested": (nested, (2, 3), (0, 1)),
     "reshaped": (reshaped, (6,), (0,)),
@@ -182,6 +200,9 @@ CASES = {
     "read as a whole": (read_as_a_whole, (3,), (0,)),
     "numbers": (with_numbers, (3,), (0,)),
     "skips": (skips, (3,), (0,)),
+    "counted": (counted, (3,), (0,)),
+    "counted backwards": (counted_backwards, (3,), (0,)),
+    "counted groups": (counted_groups, (6,), (0,)),
     "by numbers": (by_numbers, (3,), (0,)),
 }
 
