@@ -129,6 +129,7 @@ def test_a_mesh_changes_no_number_of_soap():
     running.check_close(models.on_first_device(found[1].params), models.on_first_device(found[0].params), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_replicas_share_the_state_of_soap():
     batches, found = models.masked_batches(4, 2, dtype=np.float64), []
@@ -161,6 +162,7 @@ def test_a_list_of_another_length_than_the_stages_is_refused():
         pipeline(plan, rule).check(models.masked_batches(1, 3)[0])
 
 
+@pytest.mark.slow
 def test_a_run_with_soap_goes_on_from_a_checkpoint(tmp_path):
     plan, batches = Plan.even(STACK.ids, **PLANS["2BW"]), models.masked_batches(8, 3)
     pipe = pipeline(plan, optimizer_of("soap"))

@@ -307,7 +307,7 @@ def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema
         running.check_close(on_host(later.params(state, weights="ema")), on_host(average))
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned(most_slow=2)
 @pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 @pytest.mark.parametrize("name", ["2BW", "pipedream"])
 def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precision):

@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.oldest
-@pytest.mark.thinned(most=5)
+@pytest.mark.thinned(most=3, most_slow=3)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_optax_on_the_whole_tree(case):
