@@ -211,6 +211,7 @@ PIPEDREAM_M_IS_D = (
 PIPEDREAM_M_IS_2D = (
     Variant("PipeDream m = 2d"),
     Variant("PipeDream m = 2d", nesterov=1.0),
+    Variant("PipeDream m = 2d", nesterov=1.0, prediction=0.5),
     Variant("PipeDream m = 2d", nesterov=1.0, prediction=1.0),
     Variant("PipeDream m = 2d", nesterov=1.0, prediction=1.0, stage_clip=0.5),
 )
@@ -251,7 +252,7 @@ FULL = (
 SHORT_SEEDS, SHORT_SECONDS = 1, 1500.0
 SHORT = (
     Part("digits", 8, "SGD", (*FLUSH, *TWO_BW[:2], *PIPEDREAM_M_IS_D[:2], *PIPEDREAM_M_IS_1[:2]), (0.01,)),
-    Part("GPT", 4, "Adam", (FLUSH[1], TWO_BW[0], TWO_BW[4], PIPEDREAM_M_IS_D[5], PIPEDREAM_M_IS_2D[3]), (6e-3,)),
+    Part("GPT", 4, "Adam", (FLUSH[1], TWO_BW[0], TWO_BW[4], PIPEDREAM_M_IS_D[4], PIPEDREAM_M_IS_2D[3]), (4e-3,)),
     Part("GPT", 4, "Muon", (FLUSH[1], TWO_BW[2], PIPEDREAM_M_IS_2D[3]), (6e-3,)),
 )
 
