@@ -151,7 +151,7 @@ def test_recipes_are_compared_with_the_best_flush():
 def test_lines_of_all_rates_compare_equal_seeds():
     """The best flush of seed 0 alone is another one than that of both seeds."""
     extra = [Row("GPT", 4, "Adam", schedule, "none", 1e-1, 0, 10, [loss]) for schedule, loss in (("flush", 0.5), ("2BW", 0.75))]
-    table = report.table([*ROWS, *extra], "GPT", 4, "Adam", every_rate=True)
+    table = report.table([*ROWS, *extra], "GPT", 4, "Adam")
     of_flush = {row[2]: row[3:6] for row in table.rows if row[0] == "flush"}
     assert of_flush["0.001"] == ["2", "1.050", "–"]
     assert of_flush["0.01"][:2] == ["2", "2.050"]
@@ -163,12 +163,12 @@ def test_lines_of_all_rates_compare_equal_seeds():
 def test_tables_of_a_cpu_have_their_own_places(tmp_path, capsys):
     results = tmp_path / "learning.json"
     results.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in ROWS], "machine": {"platform": "cpu"}}))
-    learning.main(["--from-json", str(results), "--every-rate"])
-    assert "GPT, 4 stages, Adam, on a CPU\n\n| schedule | remedy | rate | seeds | loss |" in capsys.readouterr().out
+    learning.main(["--from-json", str(results)])
+    assert "GPT, 4 stages, Adam, on a CPU\n\n| schedule | remedy | rate | loss |" in capsys.readouterr().out
 
 
 def test_the_tables_of_a_cpu_in_the_document_are_those_of_its_results(capsys):
-    learning.main(["--from-json", str(ROOT / "benchmarks" / "learning" / "cpu.json"), "--every-rate"])
+    learning.main(["--from-json", str(ROOT / "benchmarks" / "learning" / "cpu.json")])
     tables, document = capsys.readouterr().out.strip().split("\n\n"), (ROOT / "docs" / "learning.md").read_text()
     assert len(tables) == 2 * document.count(", on a CPU -->") > 0
     for name, table in zip(tables[::2], tables[1::2], strict=True):

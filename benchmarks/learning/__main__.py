@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows, platform = _read(options.from_json) if options.from_json else _run(options)
         if not rows:
             raise InputError("--seconds-limit: no run ended in this time; allow more, or lower --updates")
-        tables = report.tables(rows, options.every_rate, ", on a CPU" if platform == "cpu" else "")
+        tables = report.tables(rows, ", on a CPU" if platform == "cpu" else "")
         for table in tables:
             print(f"\n{table.name}\n\n{table.text}", end="")
         if options.document is not None:
@@ -55,7 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds-limit", type=float, help=limit)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/learning.json"), help="default: %(default)s")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="run nothing; make tables and pictures of these results")
-    parser.add_argument("--every-rate", action="store_true", help="a line for each learning rate, in place of one for the best")
     parser.add_argument("--document", type=Path, metavar="FILE", help="put the tables into this document, in place of its own")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw pictures into this folder")
     return parser

@@ -206,10 +206,12 @@ PIPEDREAM_M_IS_D = (
     Variant("PipeDream m = d", nesterov=1.0, prediction=0.5),
     Variant("PipeDream m = d", nesterov=1.0, prediction=1.0),
     Variant("PipeDream m = d", nesterov=1.0, prediction=0.5, stage_clip=0.0),
+    Variant("PipeDream m = d", nesterov=1.0, prediction=1.0, stage_clip=0.5),
 )
 PIPEDREAM_M_IS_2D = (
     Variant("PipeDream m = 2d"),
     Variant("PipeDream m = 2d", nesterov=1.0),
+    Variant("PipeDream m = 2d", nesterov=1.0, prediction=0.5),
     Variant("PipeDream m = 2d", nesterov=1.0, prediction=1.0),
     Variant("PipeDream m = 2d", nesterov=1.0, prediction=1.0, stage_clip=0.5),
 )
@@ -240,7 +242,7 @@ FULL = (
     Part("GPT", 8, "Muon", (*FLUSH, *OF_8_STAGES, *PIPEDREAM_M_IS_1[:6]), (3e-3, 6e-3)),
     Part("GPT", 4, "NAdam of PyTorch", PLAIN),
     Part("GPT", 8, "NAdam of PyTorch", PLAIN, (1e-3,)),
-    Part("digits", 8, "SGD", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_1, *WITHOUT_MOMENTUM)),
+    Part("digits", 8, "SGD", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D[:7], *PIPEDREAM_M_IS_1, *WITHOUT_MOMENTUM)),
     *(Part("clipped digits", d, optimizer, OF_CLIPPED_DIGITS) for d in (4, 8) for optimizer in ("Adam", "Muon")),
     Part("GPT", 8, "SOAP", (PLAIN[0], PLAIN[1], PLAIN[3])),
     Part("GPT", 4, "SOAP", OF_SOAP),
@@ -250,8 +252,8 @@ FULL = (
 SHORT_SEEDS, SHORT_SECONDS = 1, 1500.0
 SHORT = (
     Part("digits", 8, "SGD", (*FLUSH, *TWO_BW[:2], *PIPEDREAM_M_IS_D[:2], *PIPEDREAM_M_IS_1[:2]), (0.01,)),
-    Part("GPT", 4, "Adam", (FLUSH[1], TWO_BW[0], TWO_BW[4], PIPEDREAM_M_IS_D[5], PIPEDREAM_M_IS_2D[2]), (2e-3,)),
-    Part("GPT", 4, "Muon", (FLUSH[1], TWO_BW[2], PIPEDREAM_M_IS_2D[2]), (6e-3,)),
+    Part("GPT", 4, "Adam", (FLUSH[1], TWO_BW[0], TWO_BW[4], PIPEDREAM_M_IS_D[4], PIPEDREAM_M_IS_2D[3]), (4e-3,)),
+    Part("GPT", 4, "Muon", (FLUSH[1], TWO_BW[2], PIPEDREAM_M_IS_2D[3]), (6e-3,)),
 )
 
 

@@ -116,33 +116,29 @@ def whole_run_overhead(recipe: Recipe, flush: Recipe) -> float | None:
     return recipe.every * len(recipe.mean_curve) / reached if reached else None
 
 
-def table(rows: Iterable[Row], task: str, d: int, optimizer: str, every_rate: bool = False) -> Table:
-    """Return the table of one optimizer, with each recipe beside the best flush.
+def table(rows: Iterable[Row], task: str, d: int, optimizer: str) -> Table:
+    """Return the table of one optimizer: each recipe at its best rate, beside the best flush.
 
-    Args:
-        rows: the runs.
-        task: of the table.
-        d: the number of stages of the table.
-        optimizer: of the table.
-        every_rate: whether it has a line for each learning rate, with the number of seeds, in place of one for the best rate. The best
-            flush is then that of the same seeds.
+    If not all recipes have the same seeds, each learning rate has a line, with the number of seeds, and the best flush is that of these
+    seeds.
     """
     by_rate = recipes_by_rate(rows, task, d, optimizer)
+    every_rate = len({recipe.seeds for candidates in by_rate for recipe in candidates}) > 1
     overheads = [f"overhead, {share:.0%}" for share in SHARES]
     head = ["schedule", "remedy", "rate", *["seeds"] * every_rate, "loss", "more than the best flush", *overheads, "at its end"]
     if every_rate:
         recipes = [recipe for candidates in by_rate for recipe in candidates]
         lines = [_line(recipe, best_flush(recipes, recipe.seeds), [str(len(recipe.seeds))]) for recipe in recipes]
     else:
-        recipes = best_recipes(rows, task, d, optimizer)
+        recipes = [min(candidates, key=lambda recipe: recipe.loss) for candidates in by_rate]
         lines = [_line(recipe, best_flush(recipes)) for recipe in recipes]
     return Table(f"{task}, {d} stages, {optimizer}", head, lines)
 
 
-def tables(rows: Sequence[Row], every_rate: bool = False, where: str = "") -> list[Table]:
+def tables(rows: Sequence[Row], where: str = "") -> list[Table]:
     """Return the tables of all parts that have a flush; `where` is added to their names."""
     parts = dict.fromkeys((row.task, row.d, row.optimizer) for row in rows if row.schedule == FLUSH)
-    of_parts = [table(rows, *part, every_rate) for part in parts]
+    of_parts = [table(rows, *part) for part in parts]
     return [one._replace(name=one.name + where) for one in of_parts]
 
 
