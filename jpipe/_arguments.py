@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -35,17 +35,52 @@ def as_key(key: Any) -> jax.Array:
     return key
 
 
-def params_or_specs(params: Mapping[str, Tree], specs: Mapping[str, LayerSpec]) -> dict[str, Tree]:
-    """Return the parameters of all layers: arrays for those in `params`, else shapes."""
-    if not isinstance(params, Mapping):
-        raise InputError(f"params: expected a dict of parameters by layer id, found {type(params).__name__}")
-    for layer_id in params:
+def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, LayerSpec]) -> dict[str, tuple[Tree, Tree]]:
+    """Return (parameters, state) of all layers: arrays of `params`, else those that the model has, else specs of fresh ones."""
+    known = stack.by_layer(params), stack.initial
+    for layer_id in known[0]:
         if layer_id not in specs:
             raise InputError(f"params: the model has no layer {layer_id!r}; {nearest(str(layer_id), specs)}")
-    return {
-        layer_id: filled(spec.params, _plain_params(params.get(layer_id, {}), spec.params, layer_id), f"params: layer '{layer_id}'")
+    by_layer = {
+        layer_id: (
+            _first_arrays(spec.params, [_params_or_specs(arrays.get(layer_id, ({}, None))[0], spec.params, layer_id) for arrays in known]),
+            _first_arrays(spec.state, [arrays[layer_id][1] for arrays in known if layer_id in arrays]),
+        )
         for layer_id, spec in specs.items()
     }
+    initial = {layer_id: params for layer_id, (params, _) in by_layer.items()}
+    stack.ties.check_values(initial)
+    firsts = stack.ties.with_firsts(initial)
+    result = {layer_id: (firsts[layer_id], state) for layer_id, (_, state) in by_layer.items()}
+    if stack.traced is not None and not stack.traced.fresh:
+        _reject_missing(result)
+    return result
+
+
+def _first_arrays(specs: Tree, trees: Sequence[Tree]) -> Tree:
+    """Return for each leaf the first array that a tree has at its path, else the spec."""
+    arrays: dict[Any, Any] = {}
+    for tree in trees:
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        arrays = {path: leaf for path, leaf in leaves if not isinstance(leaf, jax.ShapeDtypeStruct)} | arrays
+    return jax.tree_util.tree_map_with_path(lambda path, spec: arrays.get(path, spec), specs)
+
+
+def _reject_missing(initial: Mapping[str, tuple[Tree, Tree]]) -> None:
+    """Raise `InputError` for an array that neither the user gave nor the model can make."""
+    for layer_id, trees in initial.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(trees)[0]:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+                raise InputError(
+                    f"params: layer '{layer_id}': '{name}' is missing, and the model, which is abstract, cannot make it; give all of its "
+                    "arrays"
+                )
+
+
+def _params_or_specs(params: Tree, specs: Tree, layer_id: str) -> Tree:
+    """Return the parameters of a layer: arrays for those in `params`, else specs."""
+    return filled(specs, _plain_params(params, specs, layer_id), f"params: layer '{layer_id}'")
 
 
 def _plain_params(params: Any, expected: Tree, layer_id: str) -> Tree:

@@ -20,8 +20,8 @@ from jpipe._arguments import (
     check_weights,
     checked_delay_factor,
     checked_metrics,
+    initial_arrays,
     log_correction,
-    params_or_specs,
 )
 from jpipe._interrupts import Results, consume, delayed_signals
 from jpipe.context import isolated_context
@@ -42,7 +42,7 @@ from jpipe.runtime._metrics import DelayNorms, Evaluation, Metrics
 from jpipe.runtime._placement import checked_devices, place, place_names, place_on
 from jpipe.runtime._plain import Plain
 from jpipe.runtime._snapshot import Snapshot, fitting, restored_worker
-from jpipe.runtime.state import State, WorkerState, check_state, fresh_worker, initialized_at
+from jpipe.runtime.state import State, WorkerState, check_state, fresh_worker, initialized_at, is_fresh
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import (
     Batch,
@@ -221,8 +221,9 @@ class Pipeline:
             key: seed of initialization and dropout.
             batch: (inputs, labels) as in `step`; only shapes and dtypes are used.
             params: parameters to begin with, by layer id, as `params` gives them, as dicts in dicts with any arrays, or as an NNX module or
-                its `nnx.state`; they are copied. Where the layers were cut from a model, its own tree of parameters, too.
-                What is left out, whole layers or some of the parameters of one, is fresh, as all layer state and optimizer state is.
+                its `nnx.state`; they are copied. Where the layers were cut from a model, its own tree of parameters, too, or the model.
+                What is left out, whole layers or some of the parameters of one, is what the model has, if it has arrays, or else fresh. All
+                optimizer state is fresh.
             buckets: batches of the other shapes that steps and evaluations will get, such as longer sentences; only shapes and dtypes
                 are used. Each step computes with programs compiled for its own shape. All have as many rows as `batch`, and layers
                 whose parameters and state have the same shapes with each of them.
@@ -239,12 +240,13 @@ class Pipeline:
         key = as_key(key)
         spec = microbatch_spec(batch, self.plan.microbatches)
         specs = self.stack.specs(spec[0])
-        initial = params_or_specs(self.stack.initial_params(params), specs)
-        self.stack.ties.check_values(initial)
+        initial = initial_arrays(params, self.stack, specs)
         executor = self._compile(batch, buckets, {"key": _bits(key)})
         warn_of_mixed_rows(self.stack, specs, spec[1], self.loss, rows_of(spec), self.plan.microbatches)
         places = [(layer_id, stage.place) for stage in executor.stages.values() for layer_id in initialized_at(stage)]
-        initializers = compile_initializers(self.stack, specs, places)
+        initializers = compile_initializers(
+            self.stack, specs, [(layer_id, place) for layer_id, place in places if is_fresh(initial[layer_id])]
+        )
         return self._start(
             executor, [fresh_worker(stage, self._most_versions(stage), initializers, key, initial) for stage in executor.stages.values()], 0
         )

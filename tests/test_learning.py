@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ import pytest
 from benchmarks.learning import __main__ as learning
 from benchmarks.learning import emulation as emulations
 from benchmarks.learning import grid, report
-from benchmarks.learning.emulation import Emulation, delays, warm_up_and_cosine
+from benchmarks.learning.emulation import Emulation, warm_up_and_cosine
 from benchmarks.learning.grid import OPTIMIZERS, Row, Variant
 from jpipe import Layer, LayerStack, Pipeline, Plan
 from jpipe.optimizers import compensated_adamw, scale_by_delay
 from tests.jpipe import models, running
 
+ROOT = Path(__file__).parents[1]
 D, UPDATES, RATE, CLIP, SLOW_UPDATES = 4, 7, 0.05, 0.3, 5
 STACK = models.plain_stack(D)
 SCHEDULE = warm_up_and_cosine(20)
@@ -26,8 +28,10 @@ PLANS = {
     "2BW": ("pipedream_2bw", D, {}),
     "PipeDream m = 1": ("pipedream", 1, {}),
     "PipeDream m = d": ("pipedream", D, {}),
+    "PipeDream m = 2d": ("pipedream", 2 * D, {}),
     "vertical sync m = 1": ("pipedream", 1, {"vertical_sync": True}),
     "vertical sync m = d": ("pipedream", D, {"vertical_sync": True}),
+    "vertical sync m = 2d": ("pipedream", 2 * D, {"vertical_sync": True}),
 }
 
 
@@ -40,10 +44,10 @@ def promotion():
 
 def emulated(variant, batches, start, optimizer="Adam", rate=RATE, clip=CLIP, schedule=SCHEDULE, momentum=0.9):
     """Return the result of an emulation that evaluates the first batch after every update."""
-    m, precise = PLANS[variant.schedule][1], np.asarray(batches[0][0]).dtype.type
+    precise = np.asarray(batches[0][0]).dtype.type
     momentum = momentum if variant.momentum is None else variant.momentum
-    recipe = variant.recipe(0, rate, momentum, D, D)
-    recipe = recipe._replace(delays=delays(variant.schedule, D, m), rate=precise(rate), momentum=precise(momentum))
+    recipe = variant.recipe(0, rate, momentum, D, 2 * D)
+    recipe = recipe._replace(rate=precise(rate), momentum=precise(momentum))
     data = jax.tree.map(lambda *leaves: np.stack(leaves)[:, None], *batches)
     stages = [(layer_id,) for layer_id in STACK.ids]
     emulation = Emulation(STACK, stages, models.squares, OPTIMIZERS[optimizer].rule, schedule, SLOW_UPDATES, D, clip)
@@ -54,6 +58,7 @@ def initial(batch):
     return {layer_id: STACK.init_layer(layer_id, jax.random.key(0), batch[0])[0] for layer_id in STACK.ids}
 
 
+@pytest.mark.thinned(most=5, most_slow=3)
 @pytest.mark.parametrize(
     ("schedule", "prediction", "slow"),
     [*((schedule, 1.0, False) for schedule in PLANS), ("2BW", 0.0, False), ("PipeDream m = 1", 0.5, True)],
@@ -143,9 +148,36 @@ def test_recipes_are_compared_with_the_best_flush():
     assert report.whole_run_overhead(predicted, flush) == pytest.approx(50 / 40)
 
 
+def test_lines_of_all_rates_compare_equal_seeds():
+    """The best flush of seed 0 alone is another one than that of both seeds."""
+    extra = [Row("GPT", 4, "Adam", schedule, "none", 1e-1, 0, 10, [loss]) for schedule, loss in (("flush", 0.5), ("2BW", 0.75))]
+    table = report.table([*ROWS, *extra], "GPT", 4, "Adam")
+    of_flush = {row[2]: row[3:6] for row in table.rows if row[0] == "flush"}
+    assert of_flush["0.001"] == ["2", "1.050", "–"]
+    assert of_flush["0.01"][:2] == ["2", "2.050"]
+    assert of_flush["0.1"] == ["1", "0.500", "–"]
+    assert next(row[3:6] for row in table.rows if row[:3] == ["2BW", "none", "0.1"]) == ["1", "0.750", "+0.250"]
+    assert next(row[5] for row in table.rows if row[1] == "prediction") == "+0.500 (+0.500 to +0.500)"
+
+
+def test_tables_of_a_cpu_have_their_own_places(tmp_path, capsys):
+    results = tmp_path / "learning.json"
+    results.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in ROWS], "machine": {"platform": "cpu"}}))
+    learning.main(["--from-json", str(results)])
+    assert "GPT, 4 stages, Adam, on a CPU\n\n| schedule | remedy | rate | loss |" in capsys.readouterr().out
+
+
+def test_the_tables_of_a_cpu_in_the_document_are_those_of_its_results(capsys):
+    learning.main(["--from-json", str(ROOT / "benchmarks" / "learning" / "cpu.json")])
+    tables, document = capsys.readouterr().out.strip().split("\n\n"), (ROOT / "docs" / "learning.md").read_text()
+    assert len(tables) == 2 * document.count(", on a CPU -->") > 0
+    for name, table in zip(tables[::2], tables[1::2], strict=True):
+        assert f"<!-- {name} -->\n\n{table}\n" in document
+
+
 def test_tables_and_pictures_are_made_of_the_results_of_a_run(tmp_path, capsys):
     results, document = tmp_path / "learning.json", tmp_path / "learning.md"
-    results.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in ROWS]}))
+    results.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in ROWS], "machine": {"platform": "gpu"}}))
     document.write_text("before\n\n<!-- GPT, 4 stages, Adam -->\n\nafter\n")
     learning.main(["--from-json", str(results), "--document", str(document), "--pictures", str(tmp_path)])
     assert "| 2BW | prediction | 0.001 | 1.550 | +0.500 (+0.500 to +0.500) | 1.33 | 1.25 | not reached | 1.25 |" in document.read_text()

@@ -14,7 +14,7 @@ import jax
 
 from benchmarks.learning import report
 from benchmarks.learning.draw import draw_all
-from benchmarks.learning.grid import FULL, SHORT, SHORT_SEEDS, Part, Row, study
+from benchmarks.learning.grid import FULL, SHORT, SHORT_SECONDS, SHORT_SEEDS, Part, Row, study
 from benchmarks.machine import describe
 from benchmarks.papers.document import write
 from jpipe import InputError, keep_freed_memory
@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     options = _parser().parse_args(arguments)
     try:
-        rows = _read(options.from_json) if options.from_json else _run(options)
+        rows, platform = _read(options.from_json) if options.from_json else _run(options)
         if not rows:
             raise InputError("--seconds-limit: no run ended in this time; allow more, or lower --updates")
-        tables = report.tables(rows)
+        tables = report.tables(rows, ", on a CPU" if platform == "cpu" else "")
         for table in tables:
             print(f"\n{table.name}\n\n{table.text}", end="")
         if options.document is not None:
@@ -46,12 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="the whole grid with three seeds, five minutes on a large GPU")
+    parser.add_argument("--full", action="store_true", help="the whole grid with three seeds, some minutes for each part on a large GPU")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help='only these parts, such as "digits, 8 stages, SGD"')
     parser.add_argument("--updates", type=int, default=UPDATES, help="of each run; default: %(default)s")
     parser.add_argument("--seeds", type=int, help=f"default: {SEEDS} with --full, otherwise {SHORT_SEEDS}")
     parser.add_argument("--at-once", type=int, help="how many runs are vectorized; default: 1 on CPUs, otherwise 52")
-    parser.add_argument("--seconds-limit", type=float, help="start no further runs after this time")
+    limit = f"start no further runs after this time; default: none with --full, otherwise {SHORT_SECONDS:.0f}"
+    parser.add_argument("--seconds-limit", type=float, help=limit)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/learning.json"), help="default: %(default)s")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="run nothing; make tables and pictures of these results")
     parser.add_argument("--document", type=Path, metavar="FILE", help="put the tables into this document, in place of its own")
@@ -59,12 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> list[Row]:
+def _run(options: argparse.Namespace) -> tuple[list[Row], str]:
     parts = _parts(FULL if options.full else SHORT, options.parts)
     if options.updates < EVALUATIONS:
         raise InputError(f"--updates: expected at least {EVALUATIONS}, one for each evaluation; found {options.updates}")
     machine = describe()
     print(f"{machine['device']}, {machine['cores']} cores, jax {machine['jax']}", file=sys.stderr)
+    limit = options.seconds_limit or (None if options.full else SHORT_SECONDS)
     rows = study(
         parts,
         options.json,
@@ -73,10 +75,10 @@ def _run(options: argparse.Namespace) -> list[Row]:
         evaluations=EVALUATIONS,
         seeds=options.seeds or (SEEDS if options.full else SHORT_SEEDS),
         at_once=options.at_once or (1 if machine["platform"] == "cpu" else 52),
-        deadline=None if options.seconds_limit is None else time.monotonic() + options.seconds_limit,
+        deadline=None if limit is None else time.monotonic() + limit,
     )
     print(f"written to {options.json}", file=sys.stderr)
-    return rows
+    return rows, machine["platform"]
 
 
 def _parts(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
@@ -86,9 +88,10 @@ def _parts(parts: Sequence[Part], names: Sequence[str] | None) -> list[Part]:
     return [known[name] for name in names or known]
 
 
-def _read(path: Path) -> list[Row]:
+def _read(path: Path) -> tuple[list[Row], str]:
     try:
-        return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
+        results = json.loads(path.read_text(encoding="utf-8"))
+        return [Row(**row) for row in results["rows"]], results["machine"]["platform"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"--from-json: expected results that this program wrote in '{path}': {error}") from None
 

@@ -1,6 +1,6 @@
 """Training with delayed weights as one jitted program on one device: each stage reads the weights that its schedule would give it.
 
-The letters in the shapes: d stages, m microbatches of a batch, v weight versions.
+The letters in the shapes: d stages, m equal parts of a batch, each a microbatch or a part of one, v weight versions.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,21 +16,41 @@ import jpipe
 from jpipe.optimizers import PredictDelayState, predict_delay
 
 Tree = Any
-Schedule = Literal["flush", "2BW", "PipeDream m = d", "PipeDream m = 1", "vertical sync m = d", "vertical sync m = 1"]
+Schedule = Literal[
+    "flush",
+    "2BW",
+    "PipeDream m = d",
+    "PipeDream m = 2d",
+    "PipeDream m = 1",
+    "vertical sync m = d",
+    "vertical sync m = 2d",
+    "vertical sync m = 1",
+]
+
+
+def microbatches_of(schedule: Schedule, d: int) -> int:
+    """Return the number of microbatches of a batch; d for schedules whose names have none."""
+    return {"1": 1, "2d": 2 * d}.get(schedule.rpartition(" = ")[2], d)
 
 
 def delays(schedule: Schedule, d: int, m: int) -> np.ndarray:
-    """Return how many updates old the weights are that each microbatch of a batch reads at each stage, int32 of shape (d, m)."""
-    stages, microbatches = np.arange(d)[:, None], np.arange(m)[None]
-    table = {
-        "flush": 0 * stages + 0 * microbatches,
-        "2BW": 1 + 0 * stages + 0 * microbatches,
-        "PipeDream m = d": (microbatches < d - 1 - stages) + 0,
-        "PipeDream m = 1": d - 1 - stages + 0 * microbatches,
-        "vertical sync m = d": (microbatches < d - 1) + 0 * stages,
-        "vertical sync m = 1": d - 1 + 0 * stages + 0 * microbatches,
-    }[schedule]
-    return table.astype(np.int32)
+    """Return how many updates old the weights are that each part of a batch reads at each stage, int32 of shape (d, m).
+
+    Args:
+        schedule: of the pipeline.
+        d: the number of stages.
+        m: the number of equal parts of a batch, a multiple of the number of microbatches.
+    """
+    count = microbatches_of(schedule, d)
+    stages, microbatches = np.broadcast_arrays(np.arange(d)[:, None], np.arange(m)[None] * count // m)
+    ahead = (0 if schedule.startswith("vertical sync") else stages) + microbatches  # of the microbatches that may read old weights
+    if schedule == "flush":
+        table = 0 * stages
+    elif schedule == "2BW":
+        table = 1 + 0 * stages
+    else:
+        table = -((ahead - (d - 1)) // count)
+    return np.maximum(table, 0).astype(np.int32)
 
 
 def warm_up_and_cosine(updates: int) -> Callable[[Any], Any]:
@@ -58,7 +78,7 @@ class Recipe(NamedTuple):
         constant_compensation: what is added to the τ of each stage; 1 alone is Nesterov's momentum.
         slow: 1 if the learning rate of a stage is divided by its delay at first (PipeMare), otherwise 0.
         momentum: the decay of the first moment.
-        clip_stages: whether each stage is clipped by its own norm instead of that of all stages.
+        stage_clip: the largest norm of the gradients of each stage, in units of `Emulation`'s `clip`; 0 to clip by the norm of all stages.
     """
 
     seed: Any
@@ -70,7 +90,7 @@ class Recipe(NamedTuple):
     constant_compensation: Any
     slow: Any
     momentum: Any
-    clip_stages: Any
+    stage_clip: Any
 
 
 class Rule(NamedTuple):
@@ -163,7 +183,7 @@ class Emulation:
         microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), batch)
         read = {i: jax.tree.map(lambda p, s=s: p[recipe.delays[s]], carry.versions[i]) for i, s in self._stage_of.items()}
         gradients = jax.vmap(jax.grad(self._mean_loss))(read, microbatches)
-        gradients = self._clipped(self._split(jax.tree.map(lambda g: g.mean(0), gradients)), recipe.clip_stages)
+        gradients = self._clipped(self._split(jax.tree.map(lambda g: g.mean(0), gradients)), recipe.stage_clip)
         newest, rate = self._split(jax.tree.map(lambda p: p[0], carry.versions)), recipe.rate * self._schedule(t)
         ages = jnp.minimum(recipe.delays, t)  # the first updates read the initial weights
         changed, optimizer, ahead = [], [], []
@@ -182,12 +202,13 @@ class Emulation:
         versions = jax.tree.map(lambda old, p: jnp.concatenate([p[None], old[:-1]]), carry.versions, new)
         return _Carry(versions, tuple(optimizer), tuple(ahead)), None
 
-    def _clipped(self, gradients: list[Tree], by_stage: jax.Array) -> list[Tree]:
+    def _clipped(self, gradients: list[Tree], stage_clip: jax.Array) -> list[Tree]:
         if self._clip is None:
             return gradients
         norms = [optax.tree.norm(gradient) for gradient in gradients]
         whole = jnp.sqrt(sum(norm**2 for norm in norms))
-        factors = [jnp.minimum(1, self._clip / jnp.where(by_stage, norm, whole)) for norm in norms]
+        largest = [self._clip * jnp.where(stage_clip > 0, stage_clip / norm, 1 / whole) for norm in norms]
+        factors = [jnp.minimum(1, factor) for factor in largest]
         return [jax.tree.map(lambda g, f=f: g * f, gradient) for gradient, f in zip(gradients, factors, strict=True)]
 
     def _mean_loss(self, params: Tree, batch: Tree) -> jax.Array:

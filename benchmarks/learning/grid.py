@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.learning.emulation import Emulation, Recipe, Rule, Schedule, delays, warm_up_and_cosine
+from benchmarks.learning.emulation import Emulation, Recipe, Rule, Schedule, delays, microbatches_of, warm_up_and_cosine
 from benchmarks.learning.tasks import Task, make_digits, make_gpt
 from benchmarks.machine import describe
 from jpipe.optimizers import compensated_adamw, compensated_muon, compensated_sgd, soap, torch_nadam
@@ -34,7 +34,8 @@ class Variant:
         control: what is added to λ, also without delay.
         slow: PipeMare's learning rate.
         momentum: the decay of the first moment, None for the optimizer's default.
-        clip: by the norm of the stage or of all stages.
+        stage_clip: the largest norm of the gradients of a stage of PipeDream, in units of the task's `clip`; 0 to clip all stages by their
+            global norm, as all other schedules do.
     """
 
     schedule: Schedule
@@ -43,7 +44,7 @@ class Variant:
     control: float = 0.0
     slow: bool = False
     momentum: float | None = None
-    clip: str = "stages"
+    stage_clip: float = 1.0
 
     @property
     def remedy(self) -> str:
@@ -59,12 +60,12 @@ class Variant:
             parts.append("rate by delay")
         if self.momentum is not None:
             parts.append(f"momentum {self.momentum:g}")
-        if self.clip != "stages" and self.schedule.startswith("PipeDream"):
-            parts.append("global clipping")
+        if self.stage_clip != 1:
+            parts.append(f"stages clipped at {self.stage_clip:g}" if self.stage_clip else "global clipping")
         return ", ".join(parts) or "none"
 
     def recipe(self, seed: int, rate: float, momentum: float, d: int, m: int) -> Recipe:
-        """Return it as arrays."""
+        """Return it as arrays, for d stages and batches of m equal parts."""
         table = delays(self.schedule, d, m)
         by_delay = self.nesterov == "delay"
         return Recipe(
@@ -77,7 +78,7 @@ class Variant:
             np.float32(0 if by_delay else self.nesterov),
             np.float32(self.slow),
             np.float32(momentum if self.momentum is None else self.momentum),
-            np.bool_(self.clip == "stages" and self.schedule.startswith("PipeDream")),
+            np.float32(self.stage_clip if self.schedule.startswith("PipeDream") else 0),
         )
 
 
@@ -103,8 +104,8 @@ class Part:
     """The runs of one program.
 
     Attributes:
-        task: "GPT" or "digits".
-        d: stages; the batch has as many microbatches.
+        task: "GPT", "digits", or "clipped digits", which have clipping and a warm-up and cosine as the GPT has.
+        d: stages.
         optimizer: by name.
         variants: schedules and remedies.
         rates: the learning rates; None for those of the optimizer.
@@ -120,6 +121,10 @@ class Part:
     def name(self) -> str:
         """A name such as "GPT, 4 stages, Adam"."""
         return f"{self.task}, {self.d} stages, {self.optimizer}"
+
+    def count(self, seeds: int) -> int:
+        """Return the number of runs."""
+        return len(self.variants) * len(self.rates or OPTIMIZERS[self.optimizer].rates) * seeds
 
 
 @dataclass(frozen=True)
@@ -144,10 +149,11 @@ def adam() -> Rule:
 
 
 def muon() -> Rule:
-    """Return Muon for the matrices of blocks and Adam for all other parameters."""
+    """Return Muon for the matrices of blocks and hidden layers, and Adam for all other parameters."""
 
     def labels(params: Tree) -> Tree:
-        return jax.tree.map_with_path(lambda path, p: "muon" if path[0].key.startswith("block") and p.ndim == 2 else "adam", params)
+        inner = ("block", "hidden")
+        return jax.tree.map_with_path(lambda path, p: "muon" if path[0].key.startswith(inner) and p.ndim == 2 else "adam", params)
 
     def make(rate: Any, momentum: Any = 0.95) -> optax.GradientTransformationExtraArgs:
         matrices = compensated_muon(MUON_FACTOR * rate, beta=momentum, weight_decay=WEIGHT_DECAY)
@@ -176,8 +182,8 @@ def rotated() -> Rule:
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "Adam": Optimizer(adam(), (5e-4, 1e-3, 2e-3), 0.9),
-    "Muon": Optimizer(muon(), (1.5e-3, 3e-3, 6e-3), 0.95),
+    "Adam": Optimizer(adam(), (5e-4, 1e-3, 2e-3, 4e-3, 6e-3), 0.9),
+    "Muon": Optimizer(muon(), (1.5e-3, 3e-3, 6e-3, 1e-2), 0.95),
     "NAdam of PyTorch": Optimizer(nadam(), (5e-4, 1e-3, 2e-3), 0.99),
     "SOAP": Optimizer(rotated(), (1e-3, 3e-3), 0.95, together=False),
     "SGD": Optimizer(sgd(), (0.01, 0.02, 0.05), 0.9),
@@ -198,7 +204,21 @@ PIPEDREAM_M_IS_D = (
     Variant("PipeDream m = d", nesterov=1.0),
     Variant("PipeDream m = d", nesterov="delay"),
     Variant("PipeDream m = d", nesterov=1.0, prediction=0.5),
-    Variant("PipeDream m = d", nesterov=1.0, prediction=0.5, clip="all"),
+    Variant("PipeDream m = d", nesterov=1.0, prediction=1.0),
+    Variant("PipeDream m = d", nesterov=1.0, prediction=0.5, stage_clip=0.0),
+    Variant("PipeDream m = d", nesterov=1.0, prediction=1.0, stage_clip=0.5),
+)
+PIPEDREAM_M_IS_2D = (
+    Variant("PipeDream m = 2d"),
+    Variant("PipeDream m = 2d", nesterov=1.0),
+    Variant("PipeDream m = 2d", nesterov=1.0, prediction=0.5),
+    Variant("PipeDream m = 2d", nesterov=1.0, prediction=1.0),
+    Variant("PipeDream m = 2d", nesterov=1.0, prediction=1.0, stage_clip=0.5),
+)
+VERTICAL_SYNC = tuple(
+    Variant(schedule, nesterov=nesterov, prediction=prediction)
+    for schedule in ("vertical sync m = d", "vertical sync m = 2d")
+    for nesterov, prediction in ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0))
 )
 PIPEDREAM_M_IS_1 = (
     Variant("PipeDream m = 1"),
@@ -210,44 +230,36 @@ PIPEDREAM_M_IS_1 = (
     Variant("PipeDream m = 1", nesterov="delay", momentum=0.99),
 )
 PLAIN = (Variant("flush"), Variant("2BW"), Variant("PipeDream m = d"), Variant("PipeDream m = 1"))
+OF_8_STAGES = (TWO_BW[0], TWO_BW[2], TWO_BW[3], PIPEDREAM_M_IS_D[0], PIPEDREAM_M_IS_D[2], PIPEDREAM_M_IS_D[4], *PIPEDREAM_M_IS_2D[1:])
+OF_CLIPPED_DIGITS = (*FLUSH, *TWO_BW, *PIPEDREAM_M_IS_D[:6], *PIPEDREAM_M_IS_2D, *VERTICAL_SYNC, *PIPEDREAM_M_IS_1[:5])
+OF_SOAP = (*PLAIN, Variant("2BW", prediction=1.0), Variant("PipeDream m = d", prediction=1.0), Variant("PipeDream m = 2d", prediction=1.0))
 WITHOUT_MOMENTUM = tuple(Variant("2BW", prediction=prediction, momentum=0.0) for prediction in (0.0, 1.0))
 
 FULL = (
-    Part("GPT", 4, "Adam", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_1)),
-    Part("GPT", 4, "Muon", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_1[:6])),
-    Part(
-        "GPT",
-        8,
-        "Adam",
-        (*FLUSH, TWO_BW[0], TWO_BW[2], TWO_BW[3], PIPEDREAM_M_IS_D[0], PIPEDREAM_M_IS_D[2], PIPEDREAM_M_IS_D[4], *PIPEDREAM_M_IS_1),
-        (1e-3,),
-    ),
-    Part(
-        "GPT",
-        8,
-        "Muon",
-        (*FLUSH, TWO_BW[0], TWO_BW[2], TWO_BW[3], PIPEDREAM_M_IS_D[0], PIPEDREAM_M_IS_D[2], PIPEDREAM_M_IS_D[4], *PIPEDREAM_M_IS_1[:6]),
-        (3e-3,),
-    ),
+    Part("GPT", 4, "Adam", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_2D, *VERTICAL_SYNC, *PIPEDREAM_M_IS_1)),
+    Part("GPT", 4, "Muon", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_2D, *VERTICAL_SYNC, *PIPEDREAM_M_IS_1[:6])),
+    Part("GPT", 8, "Adam", (*FLUSH, *OF_8_STAGES, *PIPEDREAM_M_IS_1), (1e-3, 2e-3)),
+    Part("GPT", 8, "Muon", (*FLUSH, *OF_8_STAGES, *PIPEDREAM_M_IS_1[:6]), (3e-3, 6e-3)),
     Part("GPT", 4, "NAdam of PyTorch", PLAIN),
     Part("GPT", 8, "NAdam of PyTorch", PLAIN, (1e-3,)),
-    Part("digits", 8, "SGD", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D, *PIPEDREAM_M_IS_1, *WITHOUT_MOMENTUM)),
-    Part("GPT", 8, "SOAP", (PLAIN[0], PLAIN[1], PLAIN[3]), (3e-3,)),
-    Part("GPT", 4, "SOAP", PLAIN, (3e-3,)),
+    Part("digits", 8, "SGD", (*FLUSH, *CONTROL, *TWO_BW, *PIPEDREAM_M_IS_D[:7], *PIPEDREAM_M_IS_1, *WITHOUT_MOMENTUM)),
+    *(Part("clipped digits", d, optimizer, OF_CLIPPED_DIGITS) for d in (4, 8) for optimizer in ("Adam", "Muon")),
+    Part("GPT", 8, "SOAP", (PLAIN[0], PLAIN[1], PLAIN[3])),
+    Part("GPT", 4, "SOAP", OF_SOAP),
 )
 
-# With one seed and one rate this takes half an hour on two cores.
-SHORT_SEEDS = 1
+# On two cores a run of the GPT takes up to two minutes, and one of the digits some seconds.
+SHORT_SEEDS, SHORT_SECONDS = 1, 1500.0
 SHORT = (
     Part("digits", 8, "SGD", (*FLUSH, *TWO_BW[:2], *PIPEDREAM_M_IS_D[:2], *PIPEDREAM_M_IS_1[:2]), (0.01,)),
-    Part("GPT", 4, "Adam", (FLUSH[0], FLUSH[1], TWO_BW[0], TWO_BW[1], TWO_BW[4], PIPEDREAM_M_IS_D[4]), (2e-3,)),
-    Part("GPT", 4, "Muon", (FLUSH[1], TWO_BW[2], TWO_BW[3], PIPEDREAM_M_IS_D[4]), (3e-3,)),
+    Part("GPT", 4, "Adam", (FLUSH[1], TWO_BW[0], TWO_BW[4], PIPEDREAM_M_IS_D[4], PIPEDREAM_M_IS_2D[3]), (4e-3,)),
+    Part("GPT", 4, "Muon", (FLUSH[1], TWO_BW[2], PIPEDREAM_M_IS_2D[3]), (6e-3,)),
 )
 
 
 def make_task(part: Part) -> Task:
     """Return the model and data of a part."""
-    return make_gpt(part.d) if part.task == "GPT" else make_digits()
+    return make_gpt(part.d) if part.task == "GPT" else make_digits(1.0 if part.task == "clipped digits" else None)
 
 
 def stages_of(task: Task, d: int) -> tuple[tuple[str, ...], ...]:
@@ -273,7 +285,7 @@ def run(part: Part, updates: int, evaluations: int, seeds: int, at_once: int, de
     """
     task, optimizer, d = make_task(part), OPTIMIZERS[part.optimizer], part.d
     every = updates // evaluations
-    m = d
+    m = max(microbatches_of(variant.schedule, d) for variant in part.variants)
     cells = [(v, rate, seed) for v in part.variants for rate in part.rates or optimizer.rates for seed in range(seeds)]
     recipes = [variant.recipe(seed, rate, optimizer.momentum, d, m) for variant, rate, seed in cells]
     data = _stacked([_batches(task, seed, evaluations, every) for seed in range(seeds)])
@@ -324,7 +336,7 @@ def study(parts: Sequence[Part], path: Path | None, report: Callable[[str], None
     for part in parts:
         start, before = time.perf_counter(), len(rows)
         rows += run(part, **options)
-        report(f"{part.task}, {part.d} stages, {part.optimizer}: {len(rows) - before} runs in {time.perf_counter() - start:.0f} s")
+        report(f"{part.name}: {len(rows) - before} of {part.count(options['seeds'])} runs in {time.perf_counter() - start:.0f} s")
         if path is not None:
             path.write_text(json.dumps({"rows": [asdict(row) for row in rows], "machine": describe()}) + "\n")
     return rows

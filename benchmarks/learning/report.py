@@ -20,6 +20,7 @@ class Recipe(NamedTuple):
         remedy: what is done about it, or "none".
         rate: the learning rate.
         every: updates between two evaluations.
+        seeds: of the runs, ascending.
         curves: the held-out losses of each seed.
     """
 
@@ -27,6 +28,7 @@ class Recipe(NamedTuple):
     remedy: str
     rate: float
     every: int
+    seeds: tuple[int, ...]
     curves: tuple[tuple[float, ...], ...]
 
     @property
@@ -51,19 +53,30 @@ class Recipe(NamedTuple):
         return any(part.startswith(control) and part != "momentum 0.99" for part in self.remedy.split(", ") for control in CONTROLS)
 
 
+def of_seeds(recipe: Recipe, seeds: Sequence[int]) -> Recipe:
+    """Return a recipe with the runs of some of its seeds."""
+    return recipe._replace(seeds=tuple(seeds), curves=tuple(recipe.curves[recipe.seeds.index(seed)] for seed in seeds))
+
+
 def best_recipes(rows: Iterable[Row], task: str, d: int, optimizer: str) -> list[Recipe]:
     """Return each schedule and remedy of one optimizer at its best learning rate, in the sequence of the rows."""
+    return [min(candidates, key=lambda recipe: recipe.loss) for candidates in recipes_by_rate(rows, task, d, optimizer)]
+
+
+def recipes_by_rate(rows: Iterable[Row], task: str, d: int, optimizer: str) -> list[list[Recipe]]:
+    """Return each schedule and remedy of one optimizer at all its learning rates, in the sequence of the rows."""
     runs: dict[tuple[str, str], dict[float, dict[int, Row]]] = {}
     for row in rows:
         if (row.task, row.d, row.optimizer) == (task, d, optimizer):
             runs.setdefault((row.schedule, row.remedy), {}).setdefault(row.rate, {})[row.seed] = row
     recipes = []
     for (schedule, remedy), rates in runs.items():
-        candidates = [
-            Recipe(schedule, remedy, rate, next(iter(seeds.values())).every, tuple(tuple(seeds[seed].losses) for seed in sorted(seeds)))
-            for rate, seeds in rates.items()
-        ]
-        recipes.append(min(candidates, key=lambda recipe: recipe.loss))
+        candidates = []
+        for rate, seeds in rates.items():
+            runs_of_rate = [seeds[seed] for seed in sorted(seeds)]
+            curves = tuple(tuple(row.losses) for row in runs_of_rate)
+            candidates.append(Recipe(schedule, remedy, rate, runs_of_rate[0].every, tuple(sorted(seeds)), curves))
+        recipes.append(candidates)
     return recipes
 
 
@@ -72,9 +85,10 @@ def best(recipes: Iterable[Recipe]) -> Recipe:
     return min((recipe for recipe in recipes if not recipe.is_control), key=lambda recipe: recipe.loss)
 
 
-def best_flush(recipes: Iterable[Recipe]) -> Recipe:
-    """Return the flush with the lowest loss."""
-    return best(recipe for recipe in recipes if recipe.schedule == FLUSH)
+def best_flush(recipes: Iterable[Recipe], seeds: Sequence[int] | None = None) -> Recipe:
+    """Return the flush with the lowest loss, of those with all these seeds; its other seeds are left out."""
+    flushes = [recipe for recipe in recipes if recipe.schedule == FLUSH]
+    return best(flushes if seeds is None else [of_seeds(recipe, seeds) for recipe in flushes if set(seeds) <= set(recipe.seeds)])
 
 
 def updates_until(curve: Sequence[float], every: int, target: float) -> float | None:
@@ -103,26 +117,41 @@ def whole_run_overhead(recipe: Recipe, flush: Recipe) -> float | None:
 
 
 def table(rows: Iterable[Row], task: str, d: int, optimizer: str) -> Table:
-    """Return the table of one optimizer: each recipe at its best rate, beside the best flush."""
-    recipes = best_recipes(rows, task, d, optimizer)
-    flush = best_flush(recipes)
-    head = ["schedule", "remedy", "rate", "loss", "more than the best flush", *(f"overhead, {share:.0%}" for share in SHARES), "at its end"]
-    lines = [_line(recipe, flush) for recipe in recipes]
+    """Return the table of one optimizer: each recipe at its best rate, beside the best flush.
+
+    If not all recipes have the same seeds, each learning rate has a line, with the number of seeds, and the best flush is that of these
+    seeds.
+    """
+    by_rate = recipes_by_rate(rows, task, d, optimizer)
+    every_rate = len({recipe.seeds for candidates in by_rate for recipe in candidates}) > 1
+    overheads = [f"overhead, {share:.0%}" for share in SHARES]
+    head = ["schedule", "remedy", "rate", *["seeds"] * every_rate, "loss", "more than the best flush", *overheads, "at its end"]
+    if every_rate:
+        recipes = [recipe for candidates in by_rate for recipe in candidates]
+        lines = [_line(recipe, best_flush(recipes, recipe.seeds), [str(len(recipe.seeds))]) for recipe in recipes]
+    else:
+        recipes = [min(candidates, key=lambda recipe: recipe.loss) for candidates in by_rate]
+        lines = [_line(recipe, best_flush(recipes)) for recipe in recipes]
     return Table(f"{task}, {d} stages, {optimizer}", head, lines)
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """Return the tables of all parts that have a flush."""
+def tables(rows: Sequence[Row], where: str = "") -> list[Table]:
+    """Return the tables of all parts that have a flush; `where` is added to their names."""
     parts = dict.fromkeys((row.task, row.d, row.optimizer) for row in rows if row.schedule == FLUSH)
-    return [table(rows, *part) for part in parts]
+    of_parts = [table(rows, *part) for part in parts]
+    return [one._replace(name=one.name + where) for one in of_parts]
 
 
-def _line(recipe: Recipe, flush: Recipe) -> list[str]:
+def _line(recipe: Recipe, flush: Recipe, seeds: Sequence[str] = ()) -> list[str]:
+    names = [recipe.schedule, recipe.remedy, f"{recipe.rate:g}", *seeds]
     if not math.isfinite(recipe.loss):
-        return [recipe.schedule, recipe.remedy, f"{recipe.rate:g}", "diverged", *["–"] * (len(SHARES) + 2)]
+        return [*names, "diverged", *["–"] * (len(SHARES) + 2)]
     differences = [a - b for a, b in zip(recipe.losses, flush.losses, strict=True)]
-    more = "–" if recipe is flush else f"{sum(differences) / len(differences):+.3f} ({min(differences):+.3f} to {max(differences):+.3f})"
+    more = f"{sum(differences) / len(differences):+.3f}"
+    if len(differences) > 1:
+        more += f" ({min(differences):+.3f} to {max(differences):+.3f})"
     overheads = [f"{value:.2f}" if value else "not reached" for value in token_overheads(recipe, flush)]
-    end = None if recipe is flush else whole_run_overhead(recipe, flush)
-    last = "1.00" if recipe is flush else f"{end:.2f}" if end else "< 1"
-    return [recipe.schedule, recipe.remedy, f"{recipe.rate:g}", f"{recipe.loss:.3f}", more, *overheads, last]
+    end = whole_run_overhead(recipe, flush)
+    if recipe == flush:
+        return [*names, f"{recipe.loss:.3f}", "–", *overheads, "1.00"]
+    return [*names, f"{recipe.loss:.3f}", more, *overheads, f"{end:.2f}" if end else "< 1"]

@@ -54,8 +54,12 @@ def make_gpt(depth: int = 4) -> Task:
     )
 
 
-def make_digits() -> Task:
-    """Return an MLP of eight layers of width 64, SGD with momentum 0.9, 32 of 1,437 images per batch, 360 held out."""
+def make_digits(clip: float | None = None) -> Task:
+    """Return an MLP of eight layers of width 64, 32 of 1,437 images per batch, and 360 held out.
+
+    Args:
+        clip: the largest norm of a gradient, or None without clipping and with a constant learning rate.
+    """
     from sklearn import datasets  # it takes a second to import
 
     images, labels = datasets.load_digits(return_X_y=True)
@@ -66,7 +70,7 @@ def make_digits() -> Task:
     return Task(
         jpipe.LayerStack({"in": partial(Dense, 64), **hidden, "out": lambda rngs: nnx.Linear(64, 10, rngs=rngs)}),
         cross_entropy.loss,
-        None,
+        clip,
         partial(_shuffled, len(train), 32, lambda rows: (images[train[rows]], labels[train[rows]])),
         (images[held_out], labels[held_out]),
     )

@@ -51,9 +51,9 @@ class EncoderDecoder(nn.Module):
         return self.logits(self.norm(x))
 
 
-def model() -> EncoderDecoder:
-    """Build a small one."""
-    return EncoderDecoder(vocabulary=12, width=16, heads=2, depth=2, dropout=0.1)
+def model(depth: int = 2) -> EncoderDecoder:
+    """Build a small one of twice `depth` blocks."""
+    return EncoderDecoder(vocabulary=12, width=16, heads=2, depth=depth, dropout=0.1)
 
 
 def batch(rows: int, seed: int) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:

@@ -42,9 +42,9 @@ class ResNet(nn.Module):
         return nn.Dense(self.classes)(x.mean((1, 2)))
 
 
-def model() -> ResNet:
-    """Build a small one."""
-    return ResNet(classes=4, channels=8, blocks=(2, 2))
+def model(depth: int = 2) -> ResNet:
+    """Build a small one of twice `depth` blocks."""
+    return ResNet(classes=4, channels=8, blocks=(depth, depth))
 
 
 def batch(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -54,9 +54,9 @@ class Mixture(nnx.Module):
         return self.logits(x), jnp.stack(balances)
 
 
-def model(*, rngs: nnx.Rngs) -> Mixture:
-    """Build a small one."""
-    return Mixture(vocabulary=16, width=16, experts=4, depth=4, rngs=rngs)
+def model(depth: int = 4, *, rngs: nnx.Rngs) -> Mixture:
+    """Build a small one of `depth` blocks."""
+    return Mixture(vocabulary=16, width=16, experts=4, depth=depth, rngs=rngs)
 
 
 def batch(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

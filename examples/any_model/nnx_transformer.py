@@ -40,9 +40,9 @@ class Transformer(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-def model(*, rngs: nnx.Rngs) -> Transformer:
-    """Build a small one."""
-    return Transformer(vocabulary=16, length=8, width=16, heads=2, depth=4, dropout=0.1, rngs=rngs)
+def model(depth: int = 4, *, rngs: nnx.Rngs) -> Transformer:
+    """Build a small one of `depth` blocks."""
+    return Transformer(vocabulary=16, length=8, width=16, heads=2, depth=depth, dropout=0.1, rngs=rngs)
 
 
 def batch(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

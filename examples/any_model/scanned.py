@@ -47,9 +47,9 @@ class Scanned(nn.Module):
         return nn.Dense(self.vocabulary)(nn.LayerNorm()(x))
 
 
-def model() -> Scanned:
-    """Build a small one."""
-    return Scanned(vocabulary=16, length=8, width=16, heads=2, depth=4, dropout=0.1)
+def model(depth: int = 4) -> Scanned:
+    """Build a small one of `depth` blocks."""
+    return Scanned(vocabulary=16, length=8, width=16, heads=2, depth=depth, dropout=0.1)
 
 
 def batch(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""A U-Net in Flax NNX: three resolutions, batch norm, and a skip connection at each but the lowest."""
+"""A U-Net in Flax NNX: several resolutions, batch norm, and a skip connection at each but the lowest."""
 
 import itertools
 
@@ -43,9 +43,9 @@ class UNet(nnx.Module):
         return self.last(x)[..., 0]
 
 
-def model() -> UNet:
-    """Build a small one."""
-    return UNet(inputs=1, channels=(4, 8, 16), rngs=nnx.Rngs(0))
+def model(depth: int = 3) -> UNet:
+    """Build a small one of `depth` resolutions."""
+    return UNet(inputs=1, channels=tuple(4 * 2**i for i in range(depth)), rngs=nnx.Rngs(0))
 
 
 def batch(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -46,9 +46,9 @@ class ViT(nnx.Module):
         return self.head(self.norm(self.blocks(x)[:, 0]))
 
 
-def model(*, rngs: nnx.Rngs) -> ViT:
-    """Build a small one."""
-    return ViT(side=8, patch=4, width=16, heads=2, depth=4, classes=4, dropout=0.1, rngs=rngs)
+def model(depth: int = 4, *, rngs: nnx.Rngs) -> ViT:
+    """Build a small one of `depth` blocks."""
+    return ViT(side=8, patch=4, width=16, heads=2, depth=depth, classes=4, dropout=0.1, rngs=rngs)
 
 
 def batch(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax
@@ -12,13 +12,13 @@ from flax import linen, nnx
 from jpipe.errors import InputError, cause
 from jpipe.model._calls import arguments_of, is_bound, modes, parameters_of
 from jpipe.model._layer import Layer
-from jpipe.model._nnx import nnx_functions
+from jpipe.model._nnx import NnxFunctions, built_functions, nnx_functions
 
 Tree = Any
 
 
 def adapt(layer_id: str, layer: Any) -> Layer:
-    """Return the layer for a function, a Linen module or an NNX constructor; a `Layer` as it is.
+    """Return the layer for a function, a Linen module, an NNX module or its constructor; a `Layer` as it is.
 
     Raises:
         InputError: it cannot be a layer.
@@ -36,11 +36,7 @@ def adapt(layer_id: str, layer: Any) -> Layer:
         name = layer.__name__
         raise InputError(f"layer '{layer_id}' is the Linen class {name}; give an instance of it, such as {name}(…)")
     if isinstance(layer, nnx.Module):
-        raise InputError(
-            f"layer '{layer_id}' is an NNX module that is built already; give its constructor instead, "
-            f"lambda rngs: {type(layer).__name__}(..., rngs=rngs), so that planning allocates nothing; to begin with its weights give "
-            f"init(…, params={{'{layer_id}': module}})"
-        )
+        return _built(layer_id, layer).layer()
     if is_constructor(layer):
         if needed := needed_parameters(layer):
             raise InputError(
@@ -56,9 +52,43 @@ def adapt(layer_id: str, layer: Any) -> Layer:
     if callable(layer):
         return _function(layer_id, layer)
     raise InputError(
-        f"layer '{layer_id}' is {type(layer).__name__}; expected an NNX constructor (a callable with a parameter 'rngs'), "
+        f"layer '{layer_id}' is {type(layer).__name__}; expected an NNX module or its constructor (a callable with a parameter 'rngs'), "
         "a Linen module, a function of the input, or a jpipe.Layer"
     )
+
+
+def initial_arrays(layer_id: str, layer: Any) -> tuple[Tree, Tree] | None:
+    """Return the parameters and the state that a layer begins with, if it is an NNX module that is built; else None."""
+    return _built(layer_id, layer).initial if isinstance(layer, nnx.Module) else None
+
+
+def _built(layer_id: str, module: nnx.Module) -> NnxFunctions:
+    functions = built_functions(f"layer '{layer_id}'", module)
+    if functions.arrays is None:
+        raise InputError(
+            f"layer '{layer_id}' is an abstract NNX module, which has no arrays; give its constructor, "
+            f"lambda rngs: {type(module).__name__}(…, rngs=rngs)"
+        )
+    return functions
+
+
+def layers_by_id(layers: Any) -> Mapping[Any, Any]:
+    """Return the layers by id: those of a list, a tuple, an `nnx.List`, or a `Sequential` of NNX or Linen by their numbers, as text.
+
+    Raises:
+        InputError: it is none of these, and no mapping.
+    """
+    if isinstance(layers, Mapping):
+        return layers
+    if type(layers) is linen.Sequential and layers.scope is not None:
+        raise InputError("LayerStack: the nn.Sequential is bound to variables, which would be dropped; give the module itself")
+    items = layers.layers if type(layers) in (nnx.Sequential, linen.Sequential) else layers
+    if not isinstance(items, (list, tuple, nnx.List)):
+        raise InputError(
+            f"LayerStack: expected a dict of layers by id, a list of layers or a Sequential, found {type(layers).__name__}; give "
+            "{'layer id': layer, …}"
+        )
+    return {str(number): layer for number, layer in enumerate(items)}
 
 
 def is_constructor(layer: Any) -> bool:

@@ -42,16 +42,17 @@ def nnx_functions(where: str, constructor: Callable[..., nnx.Module], num_inputs
 
     with callers_code(lambda error: f"{where}: its constructor fails: {cause(error)}; fix it there"):
         specs = jax.eval_shape(trace, key_spec())
-    return _functions(where, *traced[0], lambda key: _split(_build(where, constructor, key))[1:], specs, num_inputs)
+    kind, graphs = traced[0]
+    return _functions(where, kind, graphs, lambda key: _split(_build(where, constructor, key))[1:], specs, num_inputs)
 
 
-def built_functions(where: str, module: nnx.Module, num_inputs: int) -> "NnxFunctions":
+def built_functions(where: str, module: nnx.Module, num_inputs: int | None = None) -> "NnxFunctions":
     """Return the functions of a module that is built, or of an abstract one from `nnx.eval_shape`; its arrays are not copied.
 
     Args:
         where: what it is, for messages.
         module: stays as it is.
-        num_inputs: how many inputs it is called with.
+        num_inputs: how many inputs a whole model is called with; None for a layer of a stack.
 
     Raises:
         InputError: an array of an abstract module is lost.
@@ -91,7 +92,8 @@ def _functions(where: str, kind: type, graphs: Any, make: Callable[[jax.Array], 
     call = functools.partial(getattr(kind, "__call__"), None)  # noqa: B004, B009 - the method, which takes the module
     mode = modes(where, call, lambda parameter: parameter.default is None, num_inputs)
     randomness = Randomness() if num_inputs is None else Randomness.of(call)
-    return NnxFunctions(where, make, graphs, mode, randomness, *specs, num_inputs)
+    params, rngs, state = specs
+    return NnxFunctions(where, make, graphs, mode, randomness, params, rngs, state, num_inputs)
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,11 @@ class NnxFunctions:
         draws_in_evaluation = has_streams or asks.is_needed
         draws = has_streams or asks.name is not None
         return Layer(self.init, self.apply, draws, axes=_axes(self.params_specs), draws_in_evaluation=draws_in_evaluation)
+
+    @property
+    def initial(self) -> tuple[Tree, Tree] | None:
+        """The parameters and the state of a built module; None without one."""
+        return None if self.arrays is None else (nnx.to_pure_dict(self.arrays[0]), nnx.to_pure_dict(self.arrays[2]))
 
     def init(self, key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
         params, _, state = self.make(key)

@@ -10,17 +10,18 @@ from typing import Any, get_args
 import flax
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from jpipe.context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, short, shortened
-from jpipe.model._adapters import adapt, is_constructor
+from jpipe.model._adapters import adapt, initial_arrays, is_constructor, layers_by_id
 from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, with_arrays
 from jpipe.model._ties import Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
 from jpipe.model.traced._cuts import Granularity
-from jpipe.model.traced._doors import Whole, open_function, open_model
 from jpipe.model.traced._model import TracedModel, cut_model
+from jpipe.model.traced.doors._doors import open_function, open_model
+from jpipe.model.traced.doors._whole import Whole
 
 Tree = Any  # a pytree of arrays
 
@@ -32,6 +33,7 @@ class LayerStack:
 
     A layer is given as
     - a callable with a parameter named `rngs`: the constructor of a Flax NNX module, `lambda rngs: nnx.Linear(4, 8, rngs=rngs)`;
+    - an NNX module that is built: a run begins with its arrays, which are not copied here, and the module stays as it is;
     - a Flax Linen module;
     - any other callable: a function of the layer's input, without parameters;
     - a `Layer`, for everything else.
@@ -42,7 +44,8 @@ class LayerStack:
     Random numbers, in initialization, training and evaluation, depend on (key, layer id, microbatch) only, never on where the stack is cut.
 
     Args:
-        layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it.
+        layers: the layers by id, a non-empty string; parameters, checkpoints and error messages are keyed by it. The ids of a list, a
+            tuple, an `nnx.List`, an `nnx.Sequential` or a Linen `Sequential` are "0", "1" and so on.
         ties: which layers share parameters. Each stage that uses a shared parameter holds a copy; their gradients are summed.
         carries_rows: whether layers keep a state of each row from batch to batch, so that no stage can have replicas, which see other rows.
 
@@ -56,9 +59,10 @@ class LayerStack:
     """
 
     @without_mesh()
-    def __init__(self, layers: Mapping[str, Any], ties: Iterable[Tie] = (), *, carries_rows: bool = False) -> None:
-        if not isinstance(layers, Mapping):
-            raise InputError(f"LayerStack: expected a dict of layers by id, found {type(layers).__name__}; give {{'layer id': layer, …}}")
+    def __init__(
+        self, layers: Mapping[str, Any] | Sequence[Any] | nnx.Module | linen.Module, ties: Iterable[Tie] = (), *, carries_rows: bool = False
+    ) -> None:
+        layers = layers_by_id(layers)
         if not list(layers):  # a length may be wrong
             raise InputError("LayerStack: expected at least one layer, found none")
         for layer_id in layers:
@@ -70,6 +74,8 @@ class LayerStack:
             if id(layer) not in same:
                 same[id(layer)] = adapt(layer_id, layer)
         self.layers: dict[str, Layer] = {layer_id: with_arrays(layer_id, same[id(layer)]) for layer_id, layer in layers.items()}
+        built = {layer_id: initial_arrays(layer_id, layer) for layer_id, layer in layers.items()}
+        self._built = {layer_id: arrays for layer_id, arrays in built.items() if arrays is not None}
         self._object_ids = {layer_id: id(layer) for layer_id, layer in layers.items()}
         self._alive = list(layers.values())  # so that no id() is used twice
         self._known: dict[Any, LayerSpec] = {}
@@ -194,38 +200,44 @@ class LayerStack:
         stack._abstract = self._abstract
         return stack
 
-    def initial_params(self, params: Tree | None) -> Tree:
-        """Return the parameters with which a run begins, by layer id: those given to `Pipeline.init`, or else the weights of the model.
+    def by_layer(self, params: Tree | None) -> dict[str, tuple[Tree, Tree]]:
+        """Return the parameters and the state that are given to `Pipeline.init`, by layer id, with None where there is nothing.
 
         Args:
-            params: by layer id, or in the tree of the model that the layers were cut from; None: nothing given.
+            params: by layer id, or in the tree of the model that the layers were cut from; None: nothing.
+
+        Raises:
+            InputError: the model is abstract, and nothing was given.
         """
-        if self.traced is None or self.whole is None:
-            return {} if params is None else params
         if params is None and self._abstract is not None:
             raise self._abstract
         if params is None:
-            return {layer_id: tree for layer_id, (tree, _) in self._initial.items()}
-        if isinstance(params, Mapping) and set(params) <= set(self.ids):
-            return params
-        return {layer_id: tree for layer_id, (tree, _) in self._by_layer(*self.whole.from_user(params)).items()}
-
-    @cached_property
-    def initial_state(self) -> dict[str, Tree]:
-        """The layer state with which a run begins, by layer id, if the model that the layers were cut from has arrays."""
-        return {layer_id: state for layer_id, (_, state) in self._initial.items()}
-
-    @cached_property
-    def _initial(self) -> dict[str, tuple[Tree, Tree]]:
-        if self.whole is None or self.whole.params is None:
             return {}
-        return self._by_layer(self.whole.params, self.whole.state)
+        if self.traced is not None and self.whole is not None:
+            try:
+                return self._by_layer(*self.whole.from_user(params))
+            except InputError:
+                if not isinstance(params, Mapping) or not set(params) <= set(self.ids):
+                    raise
+        if not isinstance(params, Mapping):
+            raise InputError(f"params: expected a dict of parameters by layer id, found {type(params).__name__}")
+        return {layer_id: (tree, None) for layer_id, tree in params.items()}
+
+    @cached_property
+    def initial(self) -> dict[str, tuple[Tree, Tree]]:
+        """The parameters and the state that the model has, by layer id, with None where there is nothing."""
+        return self._built if self.whole is None else self._by_layer(self.whole.params, self.whole.state)
 
     def _by_layer(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
-        """Return the parameters and state of each layer from those of the whole model, with None in place of what there is not."""
+        """Return the parameters and state of each layer from those of the whole model; either may be None."""
         assert self.traced is not None
-        filled = jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, self.traced.specs, (params, state))
-        return self.traced.split(*filled)
+        trees = (
+            jax.tree.map(lambda _: None, spec) if tree is None else tree
+            for spec, tree in zip(self.traced.specs, (params, state), strict=True)
+        )
+        filled = jax.tree.map(lambda spec, leaf: spec if leaf is None else leaf, self.traced.specs, tuple(trees))
+        arrays = self.traced.split(*filled)
+        return jax.tree.map(lambda leaf: None if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, arrays)
 
     def whole_params(self, params: Mapping[str, Tree]) -> Tree:
         """Return parameters by layer id in the tree of the model that the layers were cut from."""
@@ -439,11 +451,22 @@ def _reject_untrainable(layer_id: str, params: Tree) -> None:
 
 
 def _reject_shared_modules(layers: Mapping[str, Any]) -> None:
-    """Raise `InputError` for two NNX constructors that return the same module or variable, from a closure."""
+    """Raise `InputError` for two NNX modules with the same variable, built or returned by constructors, from a closure."""
     constructors = {layer_id: layer for layer_id, layer in layers.items() if is_constructor(layer)}
+    seen: dict[int, str] = {}
+
+    def see(layer_id: str, module: nnx.Module) -> None:
+        params = {id(node): ".".join(map(str, path)) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
+        for identity, name in params.items():
+            if identity in seen:
+                raise _shared(seen[identity], layer_id, name)
+        seen.update(dict.fromkeys(params, layer_id))
+
+    for layer_id, layer in layers.items():
+        if isinstance(layer, nnx.Module):
+            see(layer_id, layer)
 
     def record(key: jax.Array) -> None:
-        seen: dict[int, str] = {}
         alive = []  # keeps the built modules alive, so that an id() is not used twice
         calls = Counter[int]()
         for layer_id, layer in constructors.items():
@@ -454,9 +477,7 @@ def _reject_shared_modules(layers: Mapping[str, Any]) -> None:
                 with nnx.use_eager_sharding(False):
                     module = layer(rngs=nnx.Rngs(key))
                 alive.append(module)
-                for path, node in nnx.iter_graph(module):
-                    if isinstance(node, nnx.Param) and seen.setdefault(id(node), layer_id) != layer_id:
-                        raise _shared(seen[id(node)], layer_id, ".".join(str(part) for part in path))
+                see(layer_id, module)
             except (InputError, KeyboardInterrupt):
                 raise
             except BaseException:  # noqa: S112 - a constructor that fails is reported by the adapter, with its layer id

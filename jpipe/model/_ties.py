@@ -226,6 +226,17 @@ class Ties:
                         "both must have the same shape and dtype"
                     )
 
+    def with_firsts(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Return parameters by layer id, with the values of first places in all places of a tie."""
+        return {
+            layer_id: _replaced(
+                tree, {path: _leaf(params[self.first[name][0]], self.first[name][1]) for path, name in self.shared[layer_id].items()}
+            )
+            if layer_id in self.shared
+            else tree
+            for layer_id, tree in params.items()
+        }
+
     def check_values(self, params: Mapping[str, Tree]) -> None:
         """Check that explicit parameters have the same values in all places of a tie.
 

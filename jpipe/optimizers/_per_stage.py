@@ -1,15 +1,18 @@
 """Optimizers whose arguments have another value at each stage."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jpipe.errors import InputError
+from jpipe.errors import InputError, short
 
 Tree = Any
 
@@ -40,8 +43,8 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
         A transformation whose `update` takes `stage`, the number of the stage, and `num_stages`, against which it checks the lists.
 
     Raises:
-        InputError: a list is empty or holds something else than numbers and schedules; `make` has no such argument, or needs another one.
-            From `update`: a list has another length than `num_stages`.
+        InputError: a list is empty or holds something else than finite numbers and schedules; numbers for the stages are no list; `make`
+            has no such argument, or needs another one. From `update`: a list has another length than `num_stages`.
 
     Example:
         >>> optimizer = per_stage(optax.adamw, learning_rate=[1e-4, 2e-4, optax.cosine_decay_schedule(3e-4, 1000)], b1=0.95)
@@ -88,12 +91,28 @@ def per_stage(make: Callable[..., optax.GradientTransformation], **arguments: An
 def _check(make: Callable[..., Any], staged: Mapping[str, list[Any]], constant: Mapping[str, Any]) -> None:
     """Check the lists, and that `make` accepts the arguments."""
     for name, values in staged.items():
-        if not values or not all(callable(value) or isinstance(value, int | float) for value in values):
-            raise InputError(f"per_stage: {name}: expected a list of numbers or schedules, one for each stage; found {values}")
+        if not values or not all(map(_is_value, values)):
+            raise InputError(
+                f"per_stage: {name}: expected a list of finite numbers or schedules, one for each stage; found {short(values)}"
+            )
+    signature = inspect.signature(make)
     try:
-        inspect.signature(make).bind(**staged, **constant)
+        signature.bind(**staged, **constant)
     except TypeError as error:
         raise InputError(f"per_stage: {getattr(make, '__name__', make)}: {error}; see its signature") from None
+    for name, value in constant.items():
+        parameter = signature.parameters.get(name)
+        is_number = name == "learning_rate" or (parameter is not None and isinstance(parameter.default, int | float))
+        if is_number and (isinstance(value, tuple) or getattr(value, "ndim", 0) > 0):
+            found = f"{type(value).__name__} {short(value)}"
+            raise InputError(f"per_stage: {name}: expected a list, or one value for all stages; found {found}; write list(...)")
+
+
+def _is_value(value: Any) -> bool:
+    """Return whether a value of a list is a schedule or a finite number."""
+    if isinstance(value, bool | np.bool_):
+        return False
+    return callable(value) or (isinstance(value, Real) and math.isfinite(value))
 
 
 def _of_stage(values: Sequence[Any], count: jax.Array, stage: ArrayLike) -> Any:

@@ -56,6 +56,29 @@ CASES: dict[str, dict[str, dict]] = {
         },
         "four_workers, clipped": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": 2, "clip": 3.0},
     },
+    "2, corrected": {
+        "tied, frozen": {
+            "num_stages": 2,
+            "schedule": "pipedream_2bw",
+            "microbatches": 3,
+            "tied": True,
+            "frozen": "mix",
+            "correction": "predict",
+            "clip": 3.0,
+            "ema": 0.5,
+        },
+        "replicas, tied, frozen": {
+            "num_stages": 2,
+            "schedule": "pipedream",
+            "microbatches": 4,
+            "vertical_sync": True,
+            "replicas": (1, 2),
+            "placement": [[0], [1, 0]],
+            "tied": True,
+            "frozen": "track",
+            "correction": 0.5,
+        },
+    },
     "2, more": {
         "naive": {"num_stages": 2, "schedule": "naive", "microbatches": 2},
         "flush": {"num_stages": 2, "schedule": "pipedream_flush", "microbatches": 3},
@@ -132,10 +155,12 @@ ROOT = Path(__file__).parents[2]
 
 def pipeline(fields: dict):
     """Build a pipeline over the rich model, and batches for it."""
+    import optax
+
     from jpipe import Pipeline, Plan, Precision
     from tests.jpipe import models
 
-    clip, stage_clip, ema = (fields.pop(name, None) for name in ("clip", "stage_clip", "ema"))
+    clip, stage_clip, ema, correction, frozen = (fields.pop(name, None) for name in ("clip", "stage_clip", "ema", "correction", "frozen"))
     params = fields.pop("params", "float32")
     precision = Precision(params=params, loss_scale="dynamic" if params == "float16" else None)
     tied, wide = fields.pop("tied", False), "mesh" in fields
@@ -145,7 +170,11 @@ def pipeline(fields: dict):
     plan = Plan.even(stack.ids, **fields)
     sizes = {"rows": 4, "width": 4} if wide else {}
     options = {"clip_global_norm": clip, "clip_stage_norm": stage_clip, "ema_decay": ema, "precision": precision}
-    pipe = Pipeline(stack, plan, models.masked_squares, models.momentum(), **options)
+    optimizer = models.momentum()
+    if frozen is not None:
+        labels = {layer_id: "frozen" if layer_id == frozen else "trained" for layer_id in stack.ids}
+        optimizer = optax.partition({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)
+    pipe = Pipeline(stack, plan, models.masked_squares, optimizer, delay_correction=correction, **options)
     return pipe, models.sequences(BATCHES, plan.microbatches) if lengths else models.masked_batches(BATCHES, plan.microbatches, **sizes)
 
 

@@ -333,7 +333,10 @@ UNTYPED = {
     "checkpoints.prune('runs', '3')": "keep: expected a number of checkpoints, 1 or more, found '3'",
     "pipe.init(jax.random.key(0), (x, x), params=3)": "params: expected a dict of parameters by layer id, found int",
     "LayerStack({3: abs})": "LayerStack: a layer id is a non-empty string, found 3",
-    "LayerStack([abs])": "LayerStack: expected a dict of layers by id, found list; give {'layer id': layer, …}",
+    "LayerStack(abs)": (
+        "LayerStack: expected a dict of layers by id, a list of layers or a Sequential, found builtin_function_or_method; "
+        "give {'layer id': layer, …}"
+    ),
     "LayerStack({'a': lambda rngs: None})": "layer 'a': its constructor returned NoneType, expected a flax.nnx.Module",
     "stack.specs(np.array(['a']))": "inputs: expected arrays of numbers, found <U1[1]",
     "Plan.even(stack, 1, 'gpipe', 1)": "plan: expected the layer ids in order, found LayerStack; give its ids, as stack.ids",

@@ -10,7 +10,7 @@ import numpy as np
 
 from jpipe.errors import InputError
 from jpipe.model.jaxprs._dependence import is_literal
-from jpipe.model.traced._flatten import CUT as MARK
+from jpipe.model.traced.flat._flatten import CUT as MARK
 
 
 @dataclass(frozen=True)

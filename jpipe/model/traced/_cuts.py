@@ -50,14 +50,21 @@ def readers(chain: Chain) -> list[int]:
 
 
 def _candidates(chain: Chain, paths: Sequence[Path]) -> list[int]:
-    """Return the narrowest position between each two modules that are read, of equally narrow ones the last."""
+    """Return the narrowest position between each two modules that are read, of equally narrow ones the last.
+
+    A module that is read a second time counts as another one.
+    """
     forbidden, widths = forbidden_positions(chain), chain.widths
-    candidates = []
+    candidates: list[int] = []
+    since: set[int] = set()  # the parameters that were read since the last candidate
     for first, second in itertools.pairwise(readers(chain)):
-        before, after = ({paths[leaf][:-1] or paths[leaf] for leaf in _params(chain, chain.reads[number])} for number in (first, second))
-        allowed = [position for position in range(first + 1, second + 1) if not forbidden[position] and before != after]
-        if allowed:
+        before, after = (_params(chain, chain.reads[number]) for number in (first, second))
+        since.update(before)
+        modules = [{paths[leaf][:-1] or paths[leaf] for leaf in leaves} for leaves in (before, after)]
+        allowed = [position for position in range(first + 1, second + 1) if not forbidden[position]]
+        if allowed and (modules[0] != modules[1] or not since.isdisjoint(after)):
             candidates.append(min(allowed, key=lambda position: (widths[position], -position)))
+            since = set()
     return candidates
 
 

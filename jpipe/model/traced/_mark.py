@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import jax
 
 from jpipe.errors import InputError
-from jpipe.model.traced._flatten import CUT as MARK
+from jpipe.model.traced.flat._flatten import CUT as MARK
 
 T = TypeVar("T")
 

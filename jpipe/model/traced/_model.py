@@ -16,10 +16,10 @@ from jpipe.model.jaxprs._wanted import evaluate_wanted
 from jpipe.model.traced._align import same_cuts
 from jpipe.model.traced._chain import Chain
 from jpipe.model.traced._cuts import Granularity, Path, choose_cuts
-from jpipe.model.traced._flatten import Leaf, take_slice
 from jpipe.model.traced._names import Part, parts_of, path_in, tree_of
 from jpipe.model.traced._segments import Segment, segments_of
 from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, stacked, trace_model
+from jpipe.model.traced.flat._flatten import Leaf, take_slice
 
 Tree = Any
 
@@ -239,23 +239,23 @@ class TracedModel:
     def split(self, params: Tree, state: Tree) -> dict[str, tuple[Tree, Tree]]:
         """Return the parameters and the state of each layer from those of the whole model.
 
-        Parameters that several layers read are with the first of them only, as are leaves that are no arrays with none. Slices of stacked
-        arrays are made on the host.
+        Parameters that several layers read are with the first of them only; those without arrays (`jax.ShapeDtypeStruct`s) are left out.
+        Slices of stacked arrays are made on the host.
         """
         leaves = [*jax.tree.leaves(params), *jax.tree.leaves(state)]
+        slices = {number: self._slice(leaves, number) for number in range(len(self.leaves.leaves))}
         by_layer = {}
         for k, part in enumerate(self.parts):
-            kept = [leaf for leaf in part.params if self.homes[leaf] == k]
-            params, state = (
-                {leaf: self._slice(leaves, leaf) for leaf in each if _is_array(leaves, self.leaves.leaves[leaf])}
-                for each in (kept, part.state)
-            )
-            by_layer[part.id] = self._tree(part.params, params), self._tree(part.state, state)
+            kept = {leaf for leaf in part.params if self.homes[leaf] == k and not isinstance(slices[leaf], jax.ShapeDtypeStruct)}
+            by_layer[part.id] = self._tree(part.params, {leaf: slices[leaf] for leaf in kept}), self._tree(part.state, slices)
         return by_layer
 
     def _slice(self, leaves: Sequence[Any], number: int) -> Any:
         leaf = self.leaves.leaves[number]
-        return take_slice(leaf, np.asarray(leaves[leaf.number])) if leaf.axes else leaves[leaf.number]
+        array = leaves[leaf.number]
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.leaves.shapes[number], array.dtype)
+        return take_slice(leaf, np.asarray(array)) if leaf.axes else array
 
     def join(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
         """Return the parameters and the layer state of the whole model from those of its layers.
@@ -274,10 +274,6 @@ class TracedModel:
                         slices[self.leaves.leaves[number].number][self.leaves.leaves[number]] = array
         joined: tuple[Tree, Tree] = jax.tree.unflatten(treedef, list(map(stacked, specs, slices)))
         return joined
-
-
-def _is_array(leaves: Sequence[Any], leaf: Any) -> bool:
-    return not isinstance(leaves[leaf.number], jax.ShapeDtypeStruct)
 
 
 def _hashable(tree: Tree) -> tuple[Any, ...]:

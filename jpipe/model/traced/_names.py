@@ -28,8 +28,8 @@ class Part:
 def _layer_ids(first_read: Sequence[Sequence[Path]], read: Sequence[Sequence[Path]], named: Mapping[int, str]) -> list[str]:
     """Return a unique id for each layer.
 
-    It is the shortest beginning of the path of the largest parameter that the layer is the first to read which no other layer has, but up to
-    a number that all of its parameters have, such as "blocks.3".
+    It is a beginning of the path of the largest parameter that the layer is the first to read: the shortest that no other layer has, but
+    with the first number that all of its parameters have, such as "blocks.3".
 
     Args:
         first_read: for each layer the paths of the parameters that it is the first to read, the largest first.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, describe, key_spec
 from jpipe.model.traced._chain import Chain, chain_of
 from jpipe.model.traced._cuts import Path
-from jpipe.model.traced._flatten import Leaf, flatten, stack_slices
+from jpipe.model.traced.flat._flatten import Leaf, flatten, stack_slices
 
 Tree = Any
 
@@ -95,7 +95,7 @@ def trace_model(
     leaves = Leaves(flat.leaves, paths, shapes, sum(leaf.number < num_params for leaf in flat.leaves))
     number_of = {leaf: number for number, leaf in enumerate(flat.leaves)}
     results = [result for result in flat.results if result.number < num_outputs]
-    written = [number_of[result._replace(number=replaces[result.number])] for result in flat.results[len(results) :]]
+    written = [number_of[replace(result, number=replaces[result.number])] for result in flat.results[len(results) :]]
     chain = chain_of(flat.closed, leaves.num_params, len(flat.leaves), written, len(results))
     return Trace(leaves, chain, partial(_outputs, outputs, results))
 

@@ -2,7 +2,7 @@
 
 from jpipe.runtime.state._consumed import Consumed
 from jpipe.runtime.state._fingerprint import fingerprint, model_of
-from jpipe.runtime.state._fresh import fresh_worker, initialized_at
+from jpipe.runtime.state._fresh import fresh_worker, initialized_at, is_fresh
 from jpipe.runtime.state._in_flight import Fields, Microbatch, PendingUpdate, pack, unpack
 from jpipe.runtime.state._state import CONSUMED, State, WorkerState, check_state, is_consumed
 from jpipe.runtime.state._weights import DoubleBuffer, Latest, Stash, Weights, weights_of
@@ -24,6 +24,7 @@ __all__ = [
     "fresh_worker",
     "initialized_at",
     "is_consumed",
+    "is_fresh",
     "model_of",
     "pack",
     "unpack",

@@ -18,15 +18,27 @@ Tree = Any
 
 
 def fresh_worker(
-    stage: CompiledStage, most: int, initializers: Mapping[tuple[str, Place], jax.stages.Compiled], key: jax.Array, initial: Tree
+    stage: CompiledStage,
+    most: int,
+    initializers: Mapping[tuple[str, Place], jax.stages.Compiled],
+    key: jax.Array,
+    initial: Mapping[str, Tree],
 ) -> WorkerState:
-    """Return a worker before batch 0, with the arrays in `initial` and fresh parameters elsewhere, which holds at most `most` versions."""
+    """Return a worker before batch 0.
+
+    Args:
+        stage: of the worker.
+        most: how many weight versions it holds at most.
+        initializers: the programs for the layers with fresh arrays.
+        key: of the run.
+        initial: (parameters, state) of each layer: arrays to copy, specs of fresh ones.
+    """
     f, first, a, params, state = stage.functions, stage.place.first, Arrays(stage.functions, stage.place), {}, {}
     for layer_id in initialized_at(stage):
-        fresh, state[layer_id] = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
-        params[layer_id] = jax.tree.map(partial(_copied_or_fresh, first), initial[layer_id], fresh)
-        if layer_id in f.stack.initial_state:
-            state[layer_id] = jax.tree.map(partial(_copied_or_fresh, first), f.stack.initial_state[layer_id], state[layer_id])
+        fresh = arrays = initial[layer_id]
+        if is_fresh(arrays):
+            fresh = initializers[layer_id, stage.place](jax.device_put(f.stack.init_key(layer_id, key), first))
+        params[layer_id], state[layer_id] = jax.tree.map(partial(_copied_or_fresh, first), arrays, fresh)
         if layer_id in a.fresh and not f.stack.ties.names([layer_id]):  # the first device of a mesh need not have room for all layers
             params[layer_id] = jax.device_put(params[layer_id], shardings_of(a.fresh[layer_id]))
     entries = jax.device_put(f.stack.ties.split(params, f.stage.layers), shardings_of(a.fresh))
@@ -44,6 +56,11 @@ def initialized_at(stage: CompiledStage) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))
 
 
-def _copied_or_fresh(device: jax.Device, initial: Any, fresh: jax.Array) -> jax.Array:
+def is_fresh(arrays: Tree) -> bool:
+    """Return whether any array of a layer is fresh, a spec where there would be an array to copy."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(arrays))
+
+
+def _copied_or_fresh(device: jax.Device, initial: Any, fresh: Any) -> jax.Array:
     """Return a copy of a given array, since updates write into the memory of the weights, or else the fresh one."""
     return fresh if isinstance(initial, jax.ShapeDtypeStruct) else jnp.copy(jax.device_put(initial, device))

@@ -53,8 +53,8 @@ class Mixer(eqx.Module):
         return jax.vmap(self.head)(x.mean(1))
 
 
-def model() -> Mixer:
-    return Mixer(side=8, patch=4, width=16, depth=3, classes=4, dropout=0.1, key=jax.random.key(0))
+def model(depth: int) -> Mixer:
+    return Mixer(side=8, patch=4, width=16, depth=depth, classes=4, dropout=0.1, key=jax.random.key(0))
 
 
 def batch(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

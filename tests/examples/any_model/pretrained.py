@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-WIDTH, HEADS, DEPTH, VOCABULARY, LENGTH, CLASSES, DROPOUT = 16, 2, 3, 16, 8, 4, 0.1
+WIDTH, HEADS, VOCABULARY, LENGTH, CLASSES, DROPOUT = 16, 2, 16, 8, 4, 0.1
 
 
 def _dense(params: Any, x: jax.Array) -> jax.Array:
@@ -32,12 +32,12 @@ def apply(
     params: Any, input_ids: jax.Array, attention_mask: jax.Array, dropout_rng: jax.Array | None = None, train: bool = False
 ) -> dict[str, Any]:
     """Return the logits of the class of each row, and the last hidden state."""
-    keys = iter(jax.random.split(dropout_rng, 1 + 2 * DEPTH) if train else [None] * (1 + 2 * DEPTH))
+    layers = params["encoder"]["layer"]
+    keys = iter(jax.random.split(dropout_rng, 1 + 2 * len(layers)) if train else [None] * (1 + 2 * len(layers)))
     table, positions = (params["embeddings"][name]["embedding"] for name in ("word_embeddings", "position_embeddings"))
     x = _drop(_norm(params["embeddings"]["LayerNorm"], table[input_ids] + positions[: input_ids.shape[1]]), next(keys))
     bias = jnp.where(attention_mask[:, None, None, :] > 0, 0.0, jnp.finfo(x.dtype).min).astype(x.dtype)
-    for i in range(DEPTH):
-        layer = params["encoder"]["layer"][str(i)]
+    for layer in (layers[str(i)] for i in range(len(layers))):
         y = _dense(layer["attention"]["output"]["dense"], _attention(layer["attention"]["self"], x, bias))
         x = _norm(layer["attention"]["output"]["LayerNorm"], x + _drop(y, next(keys)))
         y = _dense(layer["output"]["dense"], jax.nn.gelu(_dense(layer["intermediate"]["dense"], x)))
@@ -46,7 +46,7 @@ def apply(
     return {"logits": _dense(params["classifier"], pooled), "last_hidden_state": x}
 
 
-def model() -> Any:
+def model(depth: int) -> Any:
     """Return the parameters."""
     rng = np.random.default_rng(0)
 
@@ -69,7 +69,7 @@ def model() -> Any:
 
     return {
         "embeddings": {"word_embeddings": embedding(VOCABULARY), "position_embeddings": embedding(LENGTH), "LayerNorm": norm()},
-        "encoder": {"layer": {str(i): layer() for i in range(DEPTH)}},
+        "encoder": {"layer": {str(i): layer() for i in range(depth)}},
         "pooler": {"dense": dense(WIDTH, WIDTH)},
         "classifier": dense(WIDTH, CLASSES),
     }

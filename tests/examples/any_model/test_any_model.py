@@ -41,7 +41,7 @@ def plan_of(name: str, dtype: Any, schedule: str, stages: int) -> Plan:
 @pytest.mark.thinned
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw"])
-@pytest.mark.parametrize("name", wholes.EXAMPLES + wholes.FOR_TESTS)
+@pytest.mark.parametrize("name", wholes.DEPTH)
 def test_training_equals_that_of_the_whole_model(name, schedule, stages):
     with jax.enable_x64(True):
         whole = model(name, np.float64)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen, nnx
 
@@ -17,7 +16,18 @@ from jpipe import LayerStack
 KEY = 7
 MICROBATCHES, ROWS = 4, 2
 
-EXAMPLES = ("nnx_transformer", "linen_resnet", "unet", "vit", "encoder_decoder", "mixture_of_experts", "scanned")
+DEPTH = {
+    "nnx_transformer": 2,
+    "linen_resnet": 1,
+    "unet": 2,
+    "vit": 2,
+    "encoder_decoder": 1,
+    "mixture_of_experts": 2,
+    "scanned": 2,
+    "equinox_mixer": 2,
+    "pretrained": 2,
+}
+"""As small as four stages allow: what is compiled takes the time."""
 FOR_TESTS = ("equinox_mixer", "pretrained")
 
 
@@ -40,7 +50,7 @@ class Whole(NamedTuple):
 
 def module(name: str) -> Any:
     """Return the module of a model."""
-    return importlib.import_module(f"examples.any_model.{name}" if name in EXAMPLES else f"tests.examples.any_model.{name}")
+    return importlib.import_module(f"tests.examples.any_model.{name}" if name in FOR_TESTS else f"examples.any_model.{name}")
 
 
 def batches(name: str, count: int, dtype: Any) -> list[Any]:
@@ -54,10 +64,10 @@ def whole(name: str, dtype: Any) -> Whole:
     x, _ = jax.tree.map(lambda a: a[:ROWS], batches(name, 1, dtype)[0])
     inputs = x if isinstance(x, tuple) else (x,)
     if name == "pretrained":
-        return _of_function(example, cast_all(example.model(), dtype), inputs)
+        return _of_function(example, cast_all(example.model(DEPTH[name]), dtype), inputs)
     if "rngs" in inspect.signature(example.model).parameters:
-        return _of_nnx(lambda rngs: _cast_module(example.model(rngs=rngs), dtype), nnx.Rngs(key), inputs)
-    model = example.model()
+        return _of_nnx(lambda rngs: _cast_module(example.model(DEPTH[name], rngs=rngs), dtype), nnx.Rngs(key), inputs)
+    model = example.model(DEPTH[name])
     if isinstance(model, nnx.Module):
         return _of_nnx(_cast_module(model, dtype), None, inputs)
     if isinstance(model, linen.Module):
@@ -66,22 +76,24 @@ def whole(name: str, dtype: Any) -> Whole:
 
 
 def _of_nnx(model: Any, rngs: nnx.Rngs | None, inputs: Any) -> Whole:
-    built = nnx.clone(model if rngs is None else model(rngs))
+    built = nnx.clone(model if rngs is None else nnx.jit(model)(rngs))
     is_param, is_rng = nnx.Param, nnx.RngState
     built.train()
     training, params, streams, state = nnx.split(built, is_param, is_rng, ...)
     built.eval()
     graphs = {True: training, False: nnx.split(built, is_param, is_rng, ...)[0]}
-    leaves, treedef = jax.tree.flatten(streams)
+    leaves, treedefs = jax.tree.leaves(streams), [jax.tree.structure(part) for part in (params, streams, state)]
 
     def call(params: Any, state: Any, inputs: Any, key: jax.Array, train: bool) -> Any:
         """Call the module with each of its random streams at its start, with a key of its own."""
         drawn = [jax.random.fold_in(key, i) if _is_key(leaf) else jnp.zeros_like(leaf) for i, leaf in enumerate(leaves)]
-        merged = nnx.merge(graphs[train], params, jax.tree.unflatten(treedef, drawn), state, copy=True)
+        values = jax.tree.leaves(params), drawn, jax.tree.leaves(state)
+        merged = nnx.merge(graphs[train], *map(jax.tree.unflatten, treedefs, values))
         outputs = merged(*inputs)
-        return outputs, nnx.split(merged, is_param, is_rng, ...)[3]
+        return outputs, nnx.to_pure_dict(nnx.split(merged, is_param, is_rng, ...)[3])
 
-    return Whole(LayerStack.from_model(model, *inputs), params, state, call, lambda trained: nnx.state(trained, is_param))
+    initial = nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+    return Whole(LayerStack.from_model(model, *inputs), *initial, call, lambda trained: nnx.to_pure_dict(nnx.state(trained, is_param)))
 
 
 def _of_linen(model: linen.Module, key: jax.Array, inputs: Any, dtype: Any) -> Whole:
@@ -135,6 +147,9 @@ def cast_all(tree: Any, dtype: Any) -> Any:
 
 def _cast_module(model: nnx.Module, dtype: Any) -> nnx.Module:
     nnx.update(model, cast_all(nnx.state(model, nnx.Not(nnx.RngState)), dtype))
+    for _, part in nnx.iter_modules(model):
+        if isinstance(part, nnx.Embed):
+            part.dtype = dtype  # it keeps that of its table
     return model
 
 
@@ -148,29 +163,19 @@ class Trained(NamedTuple):
 
 def train(name: str, model: Whole, optimizer: optax.GradientTransformation, delay: int, count: int) -> Trained:
     """Train with the gradient of each batch at the weights that had `delay` updates fewer: the sum over its microbatches, by its weight."""
-    gradient, update = _compiled(name, optimizer, model.call)
-    versions, state, losses, optimizer_state = [model.params], model.state, [], optimizer.init(model.params)
-    for t, batch in enumerate(batches(name, count, _dtype(model.params))):
-        params, sums = versions[max(t - delay, 0)], None
-        for j in range(MICROBATCHES):
-            rows = slice(j * ROWS, (j + 1) * ROWS)
-            key = model.stack.microbatch_key(jax.random.key(KEY), t * MICROBATCHES + j, train=True)
-            added, state = gradient(params, state, *jax.tree.map(lambda a, rows=rows: a[rows], batch), key)
-            sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
-        (total, weight), gradients = sums
-        new, optimizer_state = update(jax.tree.map(lambda g, weight=weight: g / weight, gradients), optimizer_state, versions[-1])
+    step = _compiled(name, optimizer, model.call)
+    versions, state, losses, optimizer_state = [model.params], model.state, [], jax.jit(optimizer.init)(model.params)
+    for t, batch in enumerate(batches(name, count, jax.tree.leaves(model.params)[0].dtype)):
+        keys = [model.stack.microbatch_key(jax.random.key(KEY), t * MICROBATCHES + j, train=True) for j in range(MICROBATCHES)]
+        loss, new, state, optimizer_state = step(versions[max(t - delay, 0)], versions[-1], state, optimizer_state, batch, jnp.stack(keys))
         versions.append(new)
-        losses.append(float(total / weight))
+        losses.append(float(loss))
     return Trained(losses, versions[-1], state)
-
-
-def _dtype(params: Any) -> Any:
-    return jax.tree.leaves(params)[0].dtype
 
 
 @functools.cache
 def _compiled(name: str, optimizer: optax.GradientTransformation, call: Any) -> Any:
-    """Compile the gradient of one microbatch, and the update."""
+    """Compile the update with one batch: its microbatches one after another, then their gradient at the parameters `read`."""
 
     def loss(params: Any, state: Any, x: Any, labels: Any, key: jax.Array) -> Any:
         outputs, state = call(params, state, x if isinstance(x, tuple) else (x,), key, True)
@@ -178,16 +183,18 @@ def _compiled(name: str, optimizer: optax.GradientTransformation, call: Any) -> 
         return total, (weight.astype(total.dtype), state)
 
     @jax.jit
-    def gradient(*arguments: Any) -> Any:
-        (total, (weight, state)), gradients = jax.value_and_grad(loss, has_aux=True)(*arguments)
-        return ((total, weight), gradients), state
+    def step(read: Any, params: Any, state: Any, optimizer_state: Any, batch: Any, keys: jax.Array) -> Any:
+        def microbatch(state: Any, arguments: Any) -> Any:
+            (total, (weight, state)), gradients = jax.value_and_grad(loss, has_aux=True)(read, state, *arguments)
+            return state, (total, weight, gradients)
 
-    @jax.jit
-    def update(gradients: Any, state: Any, params: Any) -> Any:
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
+        x, labels = jax.tree.map(lambda a: a.reshape(MICROBATCHES, ROWS, *a.shape[1:]), batch)
+        state, parts = jax.lax.scan(microbatch, state, (x, labels, keys))
+        total, weight, gradients = jax.tree.map(lambda a: a.sum(0), parts)
+        updates, optimizer_state = optimizer.update(jax.tree.map(lambda g: g / weight, gradients), optimizer_state, params)
+        return total / weight, optax.apply_updates(params, updates), state, optimizer_state
 
-    return gradient, update
+    return step
 
 
 def evaluate(name: str, model: Whole, params: Any, state: Any, batch: Any) -> float:

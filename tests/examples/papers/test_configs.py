@@ -89,7 +89,7 @@ def test_a_full_config_is_planned_and_simulated_without_its_weights(name, here, 
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(f"{name}-small", id=name, marks=[] if name == "gpt" else pytest.mark.slow) for name in QUICK),
+        *(pytest.param(f"{name}-small", id=name, marks=pytest.mark.slow) for name in QUICK),
         *(
             pytest.param(f"{name}-small", id=name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
             for name in ("gnmt-8", "gnmt-16", "awd-lm", "bert")

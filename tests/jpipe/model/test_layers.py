@@ -176,11 +176,16 @@ def test_functions_and_layers_may_be_used_twice():
     [
         ({}, r"expected at least one layer, found none"),
         ({"": jnp.tanh}, r"a layer id is a non-empty string, found ''"),
-        ({"a": 5}, r"layer 'a' is int; expected an NNX constructor.*or a jpipe\.Layer"),
+        ({"a": 5}, r"layer 'a' is int; expected an NNX module or its constructor.*or a jpipe\.Layer"),
         (
-            {"a": nnx.Linear(2, 2, rngs=nnx.Rngs(0))},
-            r"layer 'a' is an NNX module that is built already; give its constructor.*lambda rngs: Linear",
+            {"a": nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))},
+            r"layer 'a' is an abstract NNX module, which has no arrays; give its constructor, lambda rngs: Linear\(…, rngs=rngs\)",
         ),
+        (
+            nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+            r"LayerStack: expected a dict of layers by id, a list of layers or a Sequential, found Linear",
+        ),
+        (linen.Sequential([jnp.tanh]).bind({}), r"LayerStack: the nn.Sequential is bound to variables"),
         ({"a": lambda rngs: None}, r"layer 'a': its constructor returned NoneType, expected a flax\.nnx\.Module"),
         ({"a": lambda rngs: 1 / 0}, r"layer 'a': its constructor fails: ZeroDivisionError: division by zero"),
     ],

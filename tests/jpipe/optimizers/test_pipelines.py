@@ -23,7 +23,7 @@ from jpipe.schedules import SCHEDULES
 from tests.jpipe import models, monolith, reference, running
 from tests.jpipe.weights.test_schedule_contract import legal
 
-STACK = models.plain_stack()
+STACK = models.plain_stack(3)
 PLANS = {
     "2BW": {"schedule": "pipedream_2bw", "num_stages": 3, "microbatches": 3},
     "2BW, flushed first": {"schedule": "pipedream_2bw", "num_stages": 3, "microbatches": 3, "flush_first": 2},
@@ -58,14 +58,17 @@ def pipeline(plan, optimizer, stack=STACK, **options):
 
 
 def sequential(pipe, batches, start, layer_state):
-    """Return the losses and the last weights: every version is kept, and each stage is updated by itself."""
+    """Return the losses and the last weights: every version is kept, and each stage is updated by itself.
+
+    There the layers of a stage go by their positions, so that equal stages have one program.
+    """
     plan, versions, losses = pipe.plan, [start], []
     m, stage_of = plan.microbatches, {layer_id: s for s, stage in enumerate(plan.stages) for layer_id in stage.layers}
     zero, (gradient_of, _) = jax.tree.map(jnp.zeros_like, start), monolith.compiled(pipe.stack, pipe.loss, pipe.optimizer)
     optimizer = optax.with_extra_args_support(pipe.optimizer)
     update = jax.jit(optimizer.update)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        states = [optimizer.init({i: start[i] for i in stage.layers}) for stage in plan.stages]
+        states = [optimizer.init(by_position(start, stage.layers)) for stage in plan.stages]
     for t, batch in enumerate(batches):
         microbatches = [jax.tree.map(lambda leaf, j=j: np.split(leaf, m)[j], batch) for j in range(m)]
         read = [[reference.version(plan, s, t * m + j) for j in range(m)] for s in range(plan.depth)]
@@ -73,14 +76,18 @@ def sequential(pipe, batches, start, layer_state):
         (loss, layer_state), gradient = gradient_of(zero, trees, layer_state, microbatches, t * m, jax.random.key(running.KEY))
         new = {}
         for s, stage in enumerate(plan.stages):
-            params = {i: versions[-1][i] for i in stage.layers}
+            params = by_position(versions[-1], stage.layers)
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                delay, part = np.float32(t - np.mean(read[s])), {i: gradient[i] for i in stage.layers}
+                delay, part = np.float32(t - np.mean(read[s])), by_position(gradient, stage.layers)
                 updates, states[s] = update(part, states[s], params, delay=delay, stage=np.int32(s))
-                new |= optax.apply_updates(params, updates)
+                new |= zip(stage.layers, optax.apply_updates(params, updates).values(), strict=True)
         versions.append(new)
         losses.append(float(loss))
     return losses, versions[-1]
+
+
+def by_position(tree, layers):
+    return dict(enumerate(tree[layer_id] for layer_id in layers))
 
 
 def check(pipe, batches):
@@ -106,9 +113,10 @@ def test_it_is_the_rule_with_the_delay_of_each_stage(plan, optimizer):
 @pytest.mark.parametrize("optimizer", ["muon", "adan", "soap"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_optimizers_that_bear_delay_in_every_schedule(schedule, optimizer):
-    fields = {"layers": STACK.ids, "num_stages": 4, "microbatches": 4}
+    stack = models.plain_stack()
+    fields = {"layers": stack.ids, "num_stages": 4, "microbatches": 4}
     plan = next(plan for chunks in (1, 2) for plan in legal(SCHEDULES[schedule], fields, chunks))
-    check(pipeline(plan, optimizer_of(optimizer)), models.masked_batches(6, 4, dtype=np.float64))
+    check(pipeline(plan, optimizer_of(optimizer), stack), models.masked_batches(6, 4, dtype=np.float64))
 
 
 @pytest.mark.slow
@@ -121,6 +129,7 @@ def test_a_mesh_changes_no_number_of_soap():
     running.check_close(models.on_first_device(found[1].params), models.on_first_device(found[0].params), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_replicas_share_the_state_of_soap():
     batches, found = models.masked_batches(4, 2, dtype=np.float64), []
@@ -153,6 +162,7 @@ def test_a_list_of_another_length_than_the_stages_is_refused():
         pipeline(plan, rule).check(models.masked_batches(1, 3)[0])
 
 
+@pytest.mark.slow
 def test_a_run_with_soap_goes_on_from_a_checkpoint(tmp_path):
     plan, batches = Plan.even(STACK.ids, **PLANS["2BW"]), models.masked_batches(8, 3)
     pipe = pipeline(plan, optimizer_of("soap"))

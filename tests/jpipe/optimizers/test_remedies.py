@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -254,12 +255,25 @@ def test_per_stage_keeps_the_dtypes_of_the_state():
     assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, after)
 
 
+def test_per_stage_passes_other_values_on_as_they_are():
+    """Numbers of NumPy are numbers, and an argument that is a tuple by default may be one."""
+    params = {"w": jnp.ones((2, 2))}
+    optimizer = per_stage(optax.contrib.muon, learning_rate=[np.float32(0.1), 0.2], ns_coeffs=(2.0, -1.5, 0.5), weight_decay=np.zeros(()))
+    expected = optax.contrib.muon(0.2, ns_coeffs=(2.0, -1.5, 0.5))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        updates, _ = optimizer.update(params, optimizer.init(params), params, stage=jnp.int32(1))
+        np.testing.assert_allclose(updates["w"], expected.update(params, expected.init(params), params)[0]["w"], rtol=1e-6)
+
+
 def test_per_stage_bad_arguments_refused():
     params = {"w": jnp.ones(3)}
-    with pytest.raises(InputError, match="learning_rate: expected a list of numbers or schedules, one for each stage; found"):
-        per_stage(optax.sgd, learning_rate=[])
-    with pytest.raises(InputError, match=r"found \['fast'\]"):
-        per_stage(optax.sgd, learning_rate=["fast"])
+    for value in ([], ["fast"], [0.1, float("nan")], [0.1, float("inf")], [True, 0.1], [np.True_, 0.1], [None]):
+        expected = f"per_stage: learning_rate: expected a list of finite numbers or schedules, one for each stage; found {value}"
+        with pytest.raises(InputError, match=re.escape(expected)):
+            per_stage(optax.sgd, learning_rate=value)
+    for name, value in {"learning_rate": (0.1, 0.2), "b1": np.array([0.9, 0.8])}.items():
+        with pytest.raises(InputError, match=f"per_stage: {name}: expected a list, or one value for all stages; found .*; write list"):
+            per_stage(optax.adam, **{"learning_rate": 0.1, name: value})
     with pytest.raises(InputError, match=r"keeps learning_rate in its state, as optax\.inject_hyperparams does"):
         per_stage(optax.inject_hyperparams(optax.sgd), learning_rate=[0.1, 0.2]).init(params)
     with pytest.raises(InputError, match="per_stage: adam: got an unexpected keyword argument 'b3'; see its signature"):

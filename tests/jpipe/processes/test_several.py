@@ -19,7 +19,7 @@ LIMIT = 240  # seconds for all of them together; only a deadlock comes near
     "group",
     [
         "2",
-        *(pytest.param(group, marks=pytest.mark.slow) for group in ("2, others", "4", "2, meshes")),
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("2, others", "2, corrected", "4", "2, meshes")),
         *(pytest.param(group, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for group in ("2, more", "4, meshes")),
     ],
 )

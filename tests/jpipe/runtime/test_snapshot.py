@@ -91,6 +91,7 @@ def test_a_restored_run_is_equal_where_updates_wait_for_the_norm(name):
     check_restored(name, plan_of(CLIPPED[name]), clip_global_norm=3.0)
 
 
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("fields", [{"schedule": "pipedream", "vertical_sync": True}, {"schedule": "pipedream_2bw"}], ids=["sync", "2bw"])
 def test_a_restored_run_is_equal_where_a_forward_and_half_a_backward_are_one_program(fields):
     check_restored("early", plan_of({**fields, "split_backward": "early"}), clip_global_norm=3.0)

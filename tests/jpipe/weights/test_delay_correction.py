@@ -140,7 +140,7 @@ def test_replicas_make_the_same_correction():
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("stack", [STACK, models.tied_stack()], ids=["untied", "tied"])
+@pytest.mark.parametrize("stack", [STACK, pytest.param(models.tied_stack(), marks=pytest.mark.slow)], ids=["untied", "tied"])
 def test_gradients_are_clipped_before_the_correction(stack):
     plan = plan_of("2BW", stack)
     batches = models.masked_batches(6, 3, dtype=np.float64)
@@ -172,7 +172,7 @@ def test_copies_of_a_shared_parameter_stay_equal_bit_for_bit():
 BITS = [name for name in PLANS if name not in ("flush", "chunks")]
 
 
-@pytest.mark.thinned(most=3)
+@pytest.mark.thinned(most=2, most_slow=2)
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("optimizer", [models.momentum(), optax.adamw(0.05)], ids=["momentum", "adamw"])
 def test_a_factor_of_zero_changes_no_bit(name, optimizer):
@@ -307,7 +307,8 @@ def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema
         running.check_close(on_host(later.params(state, weights="ema")), on_host(average))
 
 
-@pytest.mark.parametrize("precision", [Precision(), Precision(params="bfloat16")], ids=["float32", "masters"])
+@pytest.mark.thinned(most_slow=2)
+@pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 @pytest.mark.parametrize("name", ["2BW", "pipedream"])
 def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precision):
     plan = plan_of(name)
@@ -321,7 +322,7 @@ def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precisi
 def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begun_anew():
     plan = plan_of("2BW")
     precision = Precision(params="bfloat16")
-    on, off = (pipeline(plan, correction=correction, precision=precision) for correction in ("predict", None))
+    on, off = (pipeline(plan, correction=correction, precision=precision) for correction in (FACTOR, None))
     batches = models.masked_batches(4, plan.microbatches)
     layers, _, state = saved_at(on, batches, 4)
     expected = on_host(on.params(state))
@@ -342,7 +343,8 @@ def test_masters_and_versions_lose_the_prediction_where_it_is_turned_off_or_begu
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(ahead))
 
 
-@pytest.mark.parametrize("mesh", [{"mesh": {"data": 2}}, {"mesh": {"data": 2, "model": 2}, "fsdp": True}], ids=["rows", "fsdp"])
+@pytest.mark.thinned(most=1)
+@pytest.mark.parametrize("mesh", [{"mesh": {"data": 2, "model": 2}, "fsdp": True}, {"mesh": {"data": 2}}], ids=["fsdp", "rows"])
 def test_a_mesh_changes_no_number(mesh):
     stack, results = models.wide_stack(), []
     with jax.enable_x64(True):
@@ -393,9 +395,7 @@ def reading(seen):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-@pytest.mark.parametrize(
-    ("name", "tied"), [("2BW", False), ("2BW", True), ("pipedream, m = d", False), ("2-1, paper", False), ("flush", False)]
-)
+@pytest.mark.parametrize(("name", "tied"), [("2BW", True), ("pipedream, m = d", False), ("2-1, paper", False), ("flush", False)])
 def test_an_optimizer_gets_the_delay_and_the_stage_of_each_update(name, tied):
     stack, seen = models.tied_stack() if tied else STACK, []
     plan = plan_of(name, stack)
@@ -471,12 +471,13 @@ def test_a_correction_that_is_none_is_refused(value):
 
 
 def test_a_correction_that_goes_too_far_or_does_nothing_is_logged(caplog):
-    batch = models.masked_batches(1, 3)[0]
+    stack, batch = models.plain_stack(2), models.masked_batches(1, 2)[0]
+    late, flushed = (Plan.even(stack.ids, 2, schedule, 2) for schedule in ("pipedream_2bw", "pipedream_flush"))
     with caplog.at_level(logging.INFO, "jpipe"):
-        pipeline(plan_of("2BW"), optimizer=optax.nadam(0.1), correction=0.5).init(jax.random.key(0), batch)
+        pipeline(late, stack, optax.nadam(0.1), correction=0.5).init(jax.random.key(0), batch)
         assert not [message for message in caplog.messages if "delay_correction" in message]
-        pipeline(plan_of("2BW"), optimizer=optax.nadam(0.1), correction="predict").init(jax.random.key(0), batch)
-        pipeline(plan_of("flush"), correction="predict").init(jax.random.key(0), batch)
+        pipeline(late, stack, optax.nadam(0.1), correction="predict").init(jax.random.key(0), batch)
+        pipeline(flushed, stack, correction="predict").init(jax.random.key(0), batch)
     warning, note = (record for record in caplog.records if "delay_correction" in record.message)
     assert (warning.levelname, note.levelname) == ("WARNING", "INFO")
     assert "delay_correction: 1 is large for an optimizer with Nesterov's momentum" in warning.message

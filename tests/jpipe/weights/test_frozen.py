@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.oldest
-@pytest.mark.thinned(most=5)
+@pytest.mark.thinned(most=3, most_slow=3)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_optax_on_the_whole_tree(case):
@@ -100,7 +100,7 @@ REPLICATED = {
 }
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1, most_slow=2)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("words", [["layer0", "layer1/w"], ["layer1", "layer2/b"]], ids=" ".join)
 @pytest.mark.parametrize("case", REPLICATED)
@@ -291,7 +291,8 @@ def test_a_restored_run_has_equal_results(schedule, precision):
     running.check_equal(restored(pipe, batches, older, 3), expected)
 
 
-@pytest.mark.parametrize("precision", [Precision(), Precision(params="bfloat16")], ids=["float32", "masters"])
+@pytest.mark.thinned(most=1)
+@pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 def test_frozen_layers_are_trained_later_by_another_optimizer(precision):
     pipe = pipeline(WORDS, even(num_stages=2), precision=precision, inner=adamw)
     batches = models.masked_batches(STEPS, 4)

@@ -79,11 +79,11 @@ def test_a_plan_with_newer_weights_is_simulated_if_it_could_be_as_fast(monkeypat
 @pytest.mark.parametrize(
     ("max_delay", "expected"),
     [
-        (None, {"pipedream", "pipedream_2bw"}),
+        pytest.param(None, {"pipedream", "pipedream_2bw"}, marks=pytest.mark.slow),
         (1, {"pipedream", "pipedream_2bw"}),
         (0.5, {"pipedream"}),
         (3 / 16, {"pipedream"}),  # exactly that of four stages with 8 microbatches
-        (0.18, set()),
+        pytest.param(0.18, set(), marks=pytest.mark.slow),
         (0, set()),
     ],
 )

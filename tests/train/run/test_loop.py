@@ -311,6 +311,7 @@ def test_clipping_logs_the_norms(tiny, schedule):
     assert all(row["gradient_norm"] > 0.1 for row in rows)
 
 
+@pytest.mark.slow
 def test_clipping_of_each_stage_logs_its_norms(tiny):
     config = changed(tiny, plan={"schedule": "pipedream", "microbatches": 1}, optimizer={"clip_stage_norm": 0.1})
     rows = rows_of(loop.main(config).folder)

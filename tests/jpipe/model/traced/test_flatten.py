@@ -1,5 +1,6 @@
 """Flat jaxprs of models: scans over layers unrolled, slices of their leaves as inputs, the same numbers."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -12,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from jpipe.model.traced._flatten import CUT, Leaf, flatten, stack_slices, take_slice
+from jpipe.model.traced.flat._flatten import CUT, Leaf, flatten, stack_slices, take_slice
 
 L, D = 3, 4
+UNFUSED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # fused operations may round differently
 
 
 def draw(*shape):
@@ -45,8 +47,8 @@ def evaluate(flat, leaves, *inputs):
 def check_equal(function, leaves, *inputs, **options):
     """Check that a flat jaxpr gives the values of the function, and its gradients to rounding; return it."""
     flat = flat_of(function, leaves, *inputs, **options)
-    expected = jax.jit(lambda *arguments: jax.tree.leaves(function(*arguments)))(leaves, *inputs)
-    actual = jax.jit(lambda *arguments: evaluate(flat, *arguments))(leaves, *inputs)
+    expected = jax.jit(lambda *arguments: jax.tree.leaves(function(*arguments)), compiler_options=UNFUSED)(leaves, *inputs)
+    actual = jax.jit(lambda *arguments: evaluate(flat, *arguments), compiler_options=UNFUSED)(leaves, *inputs)
     assert [leaf.number for leaf in flat.leaves if not any(leaf.index)] == list(range(len(jax.tree.leaves(leaves))))
     for a, b in zip(actual, expected, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -84,6 +86,7 @@ X = (2, D)
 
 
 @pytest.mark.oldest
+@pytest.mark.thinned
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 2}], ids=str)
 @pytest.mark.parametrize("length", [1, L])
 def test_a_scan_over_layers_is_unrolled(length, options, float64):
@@ -153,6 +156,10 @@ def skips(p, x):
     return lax.scan(lambda x, p: (block(x, *p[0]) + p[1], None), x, (p, down), reverse=True)[0]
 
 
+def vmapped(p, x):
+    return jax.vmap(lambda x: scanned(p, x[None])[0])(x)
+
+
 def by_numbers(p, x):
     for i in range(len(p[0])):
         x = block(x, p[0][i], p[1][i])
@@ -165,6 +172,24 @@ def inner_axis(p, x):
 
 def two_axes(p, x):
     return nested([jnp.moveaxis(-leaf, 2, 1) for leaf in p], x)
+
+
+def counted(p, x):
+    return lax.fori_loop(0, len(p[0]), lambda i, x: block(x, p[0][i], p[1][i]), x)
+
+
+def counted_backwards(p, x):
+    def step(x, i):
+        return jax.checkpoint(block)(x, *(jax.jit(lambda leaf: leaf[i])(leaf) for leaf in p)), i
+
+    return lax.scan(step, x, jnp.arange(len(p[0])), reverse=True)
+
+
+def counted_groups(p, x):
+    def group(i, x):
+        return lax.fori_loop(0, 2, lambda k, x: block(x, *(leaf[2 * i + k] for leaf in p)), x)
+
+    return lax.fori_loop(0, len(p[0]) // 2, group, x)
 
 
 CASES = {
@@ -182,6 +207,10 @@ CASES = {
     "read as a whole": (read_as_a_whole, (3,), (0,)),
     "numbers": (with_numbers, (3,), (0,)),
     "skips": (skips, (3,), (0,)),
+    "vmap": (vmapped, (3,), (0,)),
+    "counted": (counted, (3,), (0,)),
+    "counted backwards": (counted_backwards, (3,), (0,)),
+    "counted groups": (counted_groups, (6,), (0,)),
     "by numbers": (by_numbers, (3,), (0,)),
 }
 
@@ -272,7 +301,7 @@ def test_scanned_linen_modules(axis, remat, float64, lenient):
 
 def check_split_states(flat, count):
     """Check that the new value of each leaf is split as the leaf is."""
-    assert [leaf._replace(number=leaf.number - 1) for leaf in flat.results if 1 <= leaf.number <= count] == [*flat.leaves]
+    assert [dataclasses.replace(leaf, number=leaf.number - 1) for leaf in flat.results if 1 <= leaf.number <= count] == [*flat.leaves]
 
 
 def running(state, x):
@@ -309,6 +338,17 @@ def test_scans_over_time_and_values_read_as_a_whole_stay(float64):
     assert primitives(flat).count("scan") == 1
 
 
+def test_scans_over_the_words_of_a_table_stay(float64):
+    def function(p, x):
+        def step(total, rows):
+            return total + jnp.sum(jnp.exp(x @ rows.T), 1), None
+
+        return lax.scan(step, jnp.zeros(2), p.reshape(-1, 3, D))[0], lax.scan(step, jnp.zeros(2), p[:, None])[0]
+
+    flat = check_equal(function, draw(600, D), draw(*X))
+    assert flat.leaves == (Leaf(0),)
+
+
 def test_marks_of_cuts_branches_and_custom_derivatives_stay(float64):
     def cut(x):
         return x
@@ -316,11 +356,12 @@ def test_marks_of_cuts_branches_and_custom_derivatives_stay(float64):
     cut.__name__ = f"{CUT}middle]"
 
     def function(p, x):
+        jax.debug.callback(lambda leaf: None, p[1])
         x = jax.jit(cut)(jax.nn.relu(scanned(p, x)))
         return jax.jit(lambda x: lax.cond(jnp.sum(x) > 0, lambda: x, lambda: x * 2))(x)
 
     flat = check_equal(function, params(), draw(*X))
-    assert {"custom_jvp_call", "cond"} <= set(primitives(flat))
+    assert {"custom_jvp_call", "cond", "debug_callback"} <= set(primitives(flat))
     names = [equation.params["name"] for equation in flat.closed.jaxpr.eqns if equation.primitive.name in ("jit", "pjit")]
     assert names == [f"{CUT}middle]"]
 

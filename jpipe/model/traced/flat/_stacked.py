@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jpipe.model.jaxprs._wanted import bind
-from jpipe.model.traced._builder import Atom, Builder, Fixed
+from jpipe.model.traced.flat._builder import Atom, Builder, Fixed
+
+MOST = 512
+"""The most slices into which a leaf is split along one axis, so that a scan over words or time steps stays one equation."""
 
 
 class Lazy(ABC):
@@ -151,15 +154,15 @@ class Elementwise(Lazy):
 
 
 class View(Lazy):
-    """A value that is made of another one's slices by an equation that moves numbers."""
+    """A value that is made of another one's slices by an equation that moves numbers; `more` are its further inputs."""
 
-    def __init__(self, aval: Any, source: Lazy, equation: Any):
-        self.source, self.equation = source, equation
-        super().__init__(source.builder, aval, source.of_leaf)
+    def __init__(self, aval: Any, source: Lazy, equation: Any, more: Sequence[Atom] = ()):
+        self.source, self.equation, self.more = source, equation, more
+        super().__init__(source.builder, aval, source.of_leaf and source.aval.shape[0] <= MOST)
 
     def _make(self) -> Atom:
         if self.equation is not None and 0 not in self.source.axes():
-            return self.builder.add(self.equation, [self.source.whole()])[0]
+            return self.builder.add(self.equation, [self.source.whole(), *self.more])[0]
         return self.builder.join([whole(self.item(0, i)) for i in range(self.aval.shape[0])])
 
     def _slice(self, axis: int, index: int) -> Value:
@@ -173,9 +176,9 @@ class View(Lazy):
 class Selected(View):
     """Some slices of a value along the first axis, in any sequence."""
 
-    def __init__(self, aval: Any, source: Lazy, equation: Any, indices: Sequence[int]):
+    def __init__(self, aval: Any, source: Lazy, equation: Any, indices: Sequence[int], more: Sequence[Atom] = ()):
         self.indices = indices
-        super().__init__(aval, source, equation)
+        super().__init__(aval, source, equation, more)
 
     def _first(self, index: int) -> Value:
         return self.source.item(0, self.indices[index])

@@ -1,19 +1,24 @@
 """A jaxpr that is built equation by equation, with inputs for slices of leaves."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jpipe.model.jaxprs._dependence import is_literal
+from jpipe.model.jaxprs._wanted import bind
 
 Atom = Any  # a variable or a literal of a jaxpr
 Fixed = frozenset[tuple[int, int]]
 """The slice of a leaf: pairs of an axis and an index."""
+
+_MOST = 4096  # integers in an array whose values are computed
 
 
 class Builder:
@@ -30,7 +35,9 @@ class Builder:
         self.axes = [set(axes.get(number, ())) for number in range(len(self.avals))]
         self.equations: list[Any] = []
         self.consts: dict[int, tuple[Any, Any]] = {}  # the variable and the value, by the identity of the value
-        self._reads: dict[tuple[int, Fixed], Any] = {}
+        self.reads: dict[tuple[int, Fixed], Any] = {}
+        self._producers: dict[Any, Any] = {}
+        self._numbers: dict[Any, np.ndarray | None] = {}
         self._templates: dict[Any, Any] = {}
 
     # Equations ------------------------------------------------------------------------------------------------------------
@@ -39,6 +46,7 @@ class Builder:
         """Add an equation for other inputs and return its results."""
         results = [var if isinstance(var, jex.DropVar) else jex.Var(var.aval) for var in equation.outvars]
         self.equations.append(equation.replace(invars=list(inputs), outvars=results))
+        self._producers.update(dict.fromkeys(results, self.equations[-1]))
         return results
 
     def call(self, name: Any, function: Callable[..., Any], inputs: Sequence[Atom]) -> Atom:
@@ -86,6 +94,8 @@ class Builder:
 
     def transposed_aval(self, aval: Any, permutation: tuple[int, ...]) -> Any:
         """Return the shape and dtype of a transposed array."""
+        if permutation == tuple(sorted(permutation)):
+            return aval
         function = functools.partial(lax.transpose, permutation=permutation)
         return self._template(("transpose", permutation), function, [aval]).jaxpr.outvars[0].aval
 
@@ -96,13 +106,39 @@ class Builder:
             self._templates[key] = jax.make_jaxpr(function)(*specs)
         return self._templates[key]
 
+    def variable(self, aval: Any, numbers: np.ndarray | None) -> Any:
+        """Return a new variable, with its value if it is known."""
+        variable = jex.Var(aval)
+        self._numbers[variable] = numbers
+        return variable
+
+    def numbers(self, atom: Atom) -> np.ndarray | None:
+        """Return the value of an integer or a small array of integers that depends on no input, or None for another value."""
+        if is_literal(atom):
+            return np.asarray(atom.val)
+        if atom not in self._numbers:
+            self._numbers[atom] = self._evaluate(atom)
+        return self._numbers[atom]
+
+    def _evaluate(self, atom: Atom) -> np.ndarray | None:
+        producer, aval = self._producers.get(atom), atom.aval
+        is_small = math.prod(aval.shape) <= _MOST and (jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == bool)
+        if producer is None or producer.effects or not is_small:
+            return None
+        inputs = [self.numbers(var) for var in producer.invars]
+        if any(value is None for value in inputs):
+            return None
+        with jax.ensure_compile_time_eval():
+            arrays = [jnp.asarray(value, var.aval.dtype) for value, var in zip(inputs, producer.invars, strict=True)]
+            return np.asarray(bind(producer, arrays)[producer.outvars.index(atom)])
+
     # Leaves ---------------------------------------------------------------------------------------------------------------
 
     def read(self, number: int, fixed: Fixed = frozenset()) -> Any:
         """Return the variable of a leaf, or of a slice of one."""
-        if (number, fixed) not in self._reads:
-            self._reads[number, fixed] = jex.Var(self.slice_aval(number, fixed))
-        return self._reads[number, fixed]
+        if (number, fixed) not in self.reads:
+            self.reads[number, fixed] = jex.Var(self.slice_aval(number, fixed))
+        return self.reads[number, fixed]
 
     def slice_aval(self, number: int, fixed: Fixed) -> Any:
         """Return the shape and dtype of a slice of a leaf."""
@@ -112,7 +148,7 @@ class Builder:
     def split_indexed(self) -> None:
         """Split the leaves that are only read by constant indices, each of them."""
         reads: dict[int, list[dict[int, int]]] = {}
-        for number, fixed in self._reads:
+        for number, fixed in self.reads:
             reads.setdefault(number, []).append(dict(fixed))
         for number, slices in reads.items():
             for axis, size in enumerate(self.avals[number].shape):
@@ -131,7 +167,7 @@ class Builder:
             for fixed in (frozenset(zip(sorted(axes), index, strict=True)) for index in self.slices(number))
         }
         available = dict(inputs)
-        for number, fixed in list(self._reads):
+        for number, fixed in list(self.reads):
             self._make(number, fixed, available)
         return list(inputs.values())
 

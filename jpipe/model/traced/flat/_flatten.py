@@ -4,15 +4,16 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.extend.core as jex
 import numpy as np
 
 from jpipe.model.jaxprs._dependence import body_of, is_literal, scan_parts
 from jpipe.model.jaxprs._wanted import UNKNOWN
-from jpipe.model.traced._builder import Builder
-from jpipe.model.traced._stacked import (
+from jpipe.model.traced.flat._builder import Builder
+from jpipe.model.traced.flat._stacked import (
+    MOST,
     Divided,
     Elementwise,
     Joined,
@@ -42,7 +43,8 @@ _ELEMENTWISE = frozenset(
 """Primitives whose parameters do not depend on shapes."""
 
 
-class Leaf(NamedTuple):
+@dataclass(frozen=True)
+class Leaf:
     """A leaf of a tree, or a slice of one.
 
     Attributes:
@@ -169,15 +171,41 @@ def _results(builder: Builder, equation: Any, inputs: list[Value]) -> Sequence[V
     name = equation.primitive.name
     if name in _INLINED and not equation.params.get("name", "").startswith(CUT):
         return _run(builder, *body_of(equation), inputs)
-    if name == "scan" and equation.params["length"]:
-        body, _ = body_of(equation)
-        if any(isinstance(x, Lazy) and x.of_leaf for x in inputs[sum(scan_parts(equation, body)) :]):
-            return _scan(builder, equation, inputs)
-    if any(isinstance(value, Lazy) for value in inputs):
+    if name == "scan" and 0 < equation.params["length"] <= MOST and _is_over_layers(builder, equation, inputs):
+        return _scan(builder, equation, inputs)
+    if len(equation.outvars) == 1 and any(isinstance(value, Lazy) for value in inputs):
         result = _of_slices(builder, equation, inputs)
         if result is not None:
             return [result]
     return builder.add(equation, [whole(value) for value in inputs])
+
+
+def _is_over_layers(builder: Builder, equation: Any, inputs: list[Value]) -> bool:
+    """Return whether each step of a scan reads other slices of a leaf: of one that it scans over, or by a number that it counts."""
+    body, consts = body_of(equation)
+    count, carried = scan_parts(equation, body)
+    is_leaf = [isinstance(value, Lazy) and value.of_leaf for value in inputs]
+    if any(is_leaf[count + carried :]) or not any(is_leaf[:count]):
+        return any(is_leaf[count + carried :])
+    trial = Builder([value.aval for value in inputs], {})
+    values: list[Value] = [
+        LeafSlice(trial, number, frozenset(), tuple(range(len(value.aval.shape))))
+        if is_leaf[number]
+        else trial.variable(value.aval, None if isinstance(value, Lazy) else builder.numbers(value))
+        for number, value in enumerate(inputs)
+    ]
+    carry, xs, reads = values[count : count + carried], values[count + carried :], []
+    for i in _steps(equation)[:2]:
+        outputs = _run(trial, body, consts, [*values[:count], *carry, *(item(trial, x, 0, i) for x in xs)])
+        carry = outputs[:carried]
+        reads.append({*trial.reads})
+    return any(fixed for _, fixed in reads[-1] - reads[0])
+
+
+def _steps(equation: Any) -> Sequence[int]:
+    """Return the numbers of the steps of a scan, in the sequence in which they run."""
+    steps = range(equation.params["length"])
+    return steps[::-1] if equation.params["reverse"] else steps
 
 
 def _scan(builder: Builder, equation: Any, inputs: list[Value]) -> list[Value]:
@@ -188,13 +216,12 @@ def _scan(builder: Builder, equation: Any, inputs: list[Value]) -> list[Value]:
     for x in xs:
         if isinstance(x, Lazy):
             x.split(0)
-    length = equation.params["length"]
     steps: dict[int, list[Value]] = {}
-    for i in reversed(range(length)) if equation.params["reverse"] else range(length):
+    for i in _steps(equation):
         outputs = _run(builder, body, consts, [*inputs[:count], *carry, *(item(builder, x, 0, i) for x in xs)])
         carry, steps[i] = outputs[:carried], outputs[carried:]
     ys = enumerate(equation.outvars[carried:])
-    return [*carry, *(Stack(builder, var.aval, [steps[i][k] for i in range(length)]) for k, var in ys)]
+    return [*carry, *(Stack(builder, var.aval, [steps[i][k] for i in range(len(steps))]) for k, var in ys)]
 
 
 def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | None:
@@ -204,9 +231,24 @@ def _of_slices(builder: Builder, equation: Any, inputs: list[Value]) -> Value | 
         is_sliced = all(isinstance(value, Lazy) if value.aval.shape == aval.shape else not value.aval.shape for value in inputs)
         return Elementwise(builder, aval, equation, inputs) if is_sliced else None
     source, *more = inputs
-    if more or not isinstance(source, Lazy) or not math.prod(source.aval.shape):
+    if not isinstance(source, Lazy) or not math.prod(source.aval.shape):
         return None
-    before, after = source.aval.shape, getattr(aval, "shape", ())
+    before, after = tuple(source.aval.shape), tuple(aval.shape)
+    if name == "dynamic_slice" and after[1:] == before[1:] and before[0] <= MOST:
+        start = builder.numbers(whole(more[0]))
+        if start is None:
+            return None
+        if not is_literal(more[0]):
+            source.split(0)
+        first = min(max(int(start), 0), before[0] - after[0])
+        return Selected(aval, source, equation, range(first, first + after[0]), [whole(value) for value in more])
+    return None if more else _moved(builder, equation, source)
+
+
+def _moved(builder: Builder, equation: Any, source: Lazy) -> Value | None:
+    """Return the result of an equation that moves the numbers of a value, or None for another one."""
+    name, params, aval = equation.primitive.name, equation.params, equation.outvars[0].aval
+    before, after = tuple(source.aval.shape), tuple(aval.shape)
     if name == "transpose":
         return transposed(builder, source, tuple(params["permutation"]))
     if name == "squeeze":

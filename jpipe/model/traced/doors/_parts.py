@@ -111,7 +111,7 @@ def matched(where: str, specs: Tree, tree: Tree) -> Tree:
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(specs)
     arrays = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-    leaves = []
+    leaves: list[Any] = []
     for path, spec in flat:
         leaf = arrays.pop(path_name(path), None)
         if not is_array(spec) or leaf is None:

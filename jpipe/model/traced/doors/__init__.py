@@ -1,0 +1,1 @@
+"""Whole models of each kind as one layer."""

@@ -1,0 +1,174 @@
+"""A whole model of any kind as one layer, and the way back to the user's model."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import jax
+from flax import linen, nnx
+
+from jpipe.errors import InputError, callers_code, cause
+from jpipe.model._adapters import is_constructor, linen_layer, needed_parameters
+from jpipe.model._calls import Randomness, arguments_of, call_by_name, is_bound, modes
+from jpipe.model._layer import Layer, describe, key_spec, spec_of
+from jpipe.model._nnx import NnxFunctions, abstract, built_functions, nnx_functions
+from jpipe.model.traced.doors._parts import Parts, is_array, is_spec, matched, path_name
+from jpipe.model.traced.doors._whole import WHERE, Whole, whole
+
+Tree = Any
+
+
+def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) -> Whole:
+    """Return a model of any kind as one layer.
+
+    Args:
+        model: an NNX module that is built, or an abstract one from `nnx.eval_shape`; a constructor of one, with a parameter `rngs`; a
+            Linen module; any other pytree that can be called, such as an Equinox module.
+        inputs: specs of the inputs, with which the model is called.
+        variables: of a Linen module; by default they are fresh.
+
+    Raises:
+        InputError: the model is none of these, or does not take the inputs.
+    """
+    if isinstance(model, linen.Module):
+        if model.scope is not None:
+            bound, model = model.variables, model.clone(parent=None)
+            variables = bound if variables is None else variables
+        return _open_linen(model, inputs, variables)
+    if variables is not None:
+        raise InputError(f"variables: expected None, because only a Linen module has variables apart from it, and found {_kind(model)}")
+    if isinstance(model, nnx.Module):
+        return _open_nnx(built_functions(WHERE, model, len(inputs)))
+    if callable(model) and not isinstance(model, type) and not jax.tree_util.all_leaves([model]):
+        return _open_called(type(model).__call__, model, inputs, None)
+    if is_constructor(model):
+        if needed := needed_parameters(model):
+            raise InputError(
+                f"{WHERE} is a constructor of an NNX module, because it has a parameter 'rngs'; it also needs "
+                f"{', '.join(map(repr, needed))}; give lambda rngs: … with all arguments, or for a function from_function"
+            )
+        return _open_nnx(nnx_functions(WHERE, model, len(inputs)))
+    remedy = (
+        f"give an instance of {model.__name__}" if isinstance(model, type) else "for a function of parameters and inputs use from_function"
+    )
+    raise InputError(
+        f"{WHERE}: expected an NNX module or its constructor (a callable with a parameter 'rngs'), a Linen module, or a pytree that can "
+        f"be called, such as an Equinox module; found {_kind(model)}; {remedy}"
+    )
+
+
+def open_function(fn: Any, params: Tree, inputs: tuple[Any, ...], *, state: Tree | None = None) -> Whole:
+    """Return a function of parameters as one layer.
+
+    A parameter named `key`, `rng` or `dropout_rng` gets the random key of the microbatch, and one named `rngs` a `flax.nnx.Rngs`, wherever
+    it stands; in evaluation only if it has no default. Whether it trains is passed as to layers. A leaf named `inference` of the
+    parameters that is True or False becomes False in training and True in evaluation.
+
+    Args:
+        fn: `fn(params, *inputs) -> y`, or with a state `fn(params, state, *inputs) -> (y, new state)`.
+        params: a pytree of arrays or specs. Floating-point arrays are trained, other arrays stay as they are, and all other leaves are part
+            of the function.
+        inputs: specs of the inputs.
+        state: arrays or specs that each training step passes on to the next.
+
+    Raises:
+        InputError: it is no such function.
+    """
+    if not callable(fn):
+        raise InputError(f"{WHERE}: expected a function of parameters and inputs, found {_kind(fn)}")
+    if inspect.ismethod(fn) and isinstance(fn.__self__, linen.Module):
+        name = type(fn.__self__).__name__
+        raise InputError(f"{WHERE} is a method of the Linen module {name}; give the module itself to from_model, with its variables")
+    return _open_called(fn, params, inputs, state)
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _open_nnx(functions: NnxFunctions) -> Whole:
+    specs = nnx.to_pure_dict(functions.params_specs), nnx.to_pure_dict(functions.state_specs)
+
+    def trees(tree: Any) -> tuple[Tree, Tree]:
+        """Return the parameters and the state of a module, of an `nnx.State`, or of plain dicts of parameters."""
+        if isinstance(tree, nnx.Module):
+            tree = nnx.state(tree)
+        if not isinstance(tree, nnx.State):
+            return tree, {}
+        params, _, state = nnx.split_state(tree, nnx.Param, nnx.RngState, ...)
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+
+    params, state = functions.initial or specs
+    return whole(functions.layer(), params, state, functions.module, trees)
+
+
+def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -> Whole:
+    layer, x = linen_layer(WHERE, module, len(inputs)), _x_of(inputs)
+    with callers_code(lambda error: f"{WHERE} does not take its inputs, {describe(x)}; it says: {cause(error)}; fix one of them"):
+        specs = jax.eval_shape(layer.init, key_spec(), x)
+
+    def trees(tree: Any) -> tuple[Tree, Tree]:
+        """Return the collection "params" and the others, of all variables or of the parameters alone."""
+        tree = linen.meta.unbox(flax.core.unfreeze(tree))
+        has_their_structure = jax.tree.structure(tree) == jax.tree.structure(specs[0])  # type: ignore[operator]
+        if not isinstance(tree, dict) or has_their_structure or not {"params", *specs[1]} & tree.keys():
+            return tree, {}
+        return tree.get("params", {}), {name: collection for name, collection in tree.items() if name != "params"}
+
+    params, state = specs
+    if variables is not None:
+        params, state = matched("variables: params", params, trees(variables)[0]), matched("variables", state, trees(variables)[1])
+        flat = jax.tree_util.tree_flatten_with_path((params, state), is_leaf=lambda leaf: leaf is None)[0]
+        if missing := next((path for path, leaf in flat if leaf is None), None):
+            raise InputError(f"variables: expected '{path_name(missing[1:])}', found none; give all that module.init returns")
+    return whole(layer, params, state, lambda params, state: {"params": params, **state}, trees)
+
+
+def _open_called(fn: Callable[..., Any], params: Tree, inputs: tuple[Any, ...], state: Tree | None) -> Whole:
+    """Return the whole of a function of a tree, of which only the arrays change."""
+    state_parts = Parts.of({} if state is None else state, is_array)
+    state_specs = state_parts.treedef.unflatten(state_parts.leaves)
+    state_arrays = state_parts.chosen_of({} if state is None else state)
+    num_inputs, mode, randomness = len(inputs), modes(WHERE, fn, is_bound(fn), (state is not None) + 1 + len(inputs)), Randomness.of(fn)
+
+    def init(key: jax.Array, x: Tree) -> tuple[Tree, Tree]:
+        if any(map(is_spec, jax.tree.leaves((params, state)))):
+            raise abstract(WHERE, "arrays in place of specs")
+        return params, state_arrays
+
+    def apply(tree: Tree, arrays: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, Tree]:
+        first = (_with_inference(tree, not train), *(() if state is None else (state_parts.joined(arrays),)))
+        named = {**mode(train), **randomness.arguments(key, train)}
+        y = call_by_name(fn, (*first, *arguments_of(x, num_inputs)), named)
+        if state is None:
+            return y, arrays
+        if not isinstance(y, tuple) or len(y) != 2:
+            raise InputError(f"{WHERE}: with a state its function returns a pair, (outputs, new state); found {_kind(y)}")
+        y, changed = y
+        if jax.tree.structure(changed) != state_parts.treedef:
+            raise InputError(
+                f"{WHERE}: expected a new state of the structure of the old, {describe(state_specs)}, found {describe(changed)}"
+            )
+        return y, state_parts.chosen_of(changed) if train else arrays
+
+    def rebuild(tree: Tree, arrays: Tree) -> Any:
+        return tree if state is None else (tree, state_parts.joined(arrays))
+
+    layer = Layer(init, apply, randomness.name is not None, draws_in_evaluation=randomness.is_needed)
+    return whole(layer, params, state_arrays, rebuild, lambda tree: (tree, {}))
+
+
+def _with_inference(tree: Tree, inference: bool) -> Tree:
+    """Set the leaves named `inference` that are True or False."""
+
+    def changed(path: tuple[Any, ...], leaf: Any) -> Any:
+        return inference if isinstance(leaf, bool) and path and path_name(path[-1:]) == "inference" else leaf
+
+    return jax.tree_util.tree_map_with_path(changed, tree)
+
+
+def _x_of(inputs: tuple[Any, ...]) -> Any:
+    """Return the layer's input."""
+    specs = jax.tree.map(spec_of, inputs)
+    return specs[0] if len(inputs) == 1 else specs

@@ -1,0 +1,1 @@
+"""Flat jaxprs: calls inlined, loops over layers unrolled."""
