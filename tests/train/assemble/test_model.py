@@ -12,7 +12,7 @@ import yaml
 import jpipe
 from jpipe.model._losses import call_with_randomness, random_parameter
 from jpipe_train import cli
-from jpipe_train.assemble import model
+from jpipe_train.assemble import build, model
 from jpipe_train.config import config_file, entry_point
 from jpipe_train.config.config import Config, EvalConfig, LossConfig, ModelConfig
 from tests.train.run.test_loop import rows_of
@@ -68,7 +68,11 @@ def whole(kind, width=4):
 
 
 def one_layer():
-    return linen.Dense(1)
+    return linen.Dense(1, use_bias=False)
+
+
+def no_module():
+    return lambda x: jnp.tanh(x)
 
 
 def fails():
@@ -269,9 +273,6 @@ def test_a_whole_model_is_trained_planned_simulated_and_exported(capsys):
     )
     assert (code, err) == (0, "")
     assert [row["loss"] for row in rows_of(Path("one"))] == pytest.approx([row["loss"] for row in losses], rel=1e-5)
-    code, _, err = run(capsys, "--allow-code", model={"target": "own_parts:one_layer"})
-    assert code == 2
-    assert err.startswith("jpipe: own.yaml: model.target: expected a model of several layers, found none")
 
 
 @pytest.mark.slow
@@ -386,6 +387,19 @@ def test_a_target_may_be_a_whole_model(target, arguments, ids):
         widths = [spec.output.shape[-1] for spec in stack.specs(jax.ShapeDtypeStruct((4, 2), np.float32)).values()]
     assert stack.ids == ids
     assert widths == [arguments.get("width", 4), 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("one_layer", "expected a model of several layers, found none"),
+        ("no_module", "expected an NNX module or its constructor .* found function"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_reported_with_the_key_that_names_it(name, message):
+    config = ModelConfig(target=f"own_parts:{name}")
+    with pytest.raises(jpipe.InputError, match=f"^model.target: {message}"), build.errors_name_config_keys(None):
+        model.layers(config, 8, None, None, lambda: np.zeros((8, 2), np.float32))
 
 
 def test_the_arguments_of_a_whole_model_are_checked():

@@ -154,7 +154,8 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
         of_optimizer = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction")
         where |= {f"{key}: ": f"optimizer.{key}: " for key in of_optimizer}
-        where |= {"from_model: ": "model.target: ", "precision: loss_scale: ": "precision.loss_scale: "}
+        where |= {"from_model: ": "model.target: ", "the model: ": "model.target: "}
+        where |= {"precision: loss_scale: ": "precision.loss_scale: "}
         for library, config in where.items():
             if str(error).startswith(library):
                 raise jpipe.InputError(*(line.replace(library, config, 1) for line in error.args)) from None
