@@ -86,7 +86,13 @@ def clip_by_stage(stages: tuple[tuple[str, ...], ...], largest: float) -> optax.
 
 
 def check_against_reference(
-    stack: LayerStack, plan: Plan, drain_after: set[int], batches=None, optimizer=None, loss=models.masked_squares, **options: Any
+    stack: LayerStack,
+    plan: Plan,
+    drain_after: set[int],
+    batches=None,
+    optimizer=None,
+    loss=models.masked_squares,
+    **options: Any,
 ) -> None:
     """Train through the pipeline twice, the second time with drains in the middle, and compare both with the reference.
 
