@@ -85,20 +85,28 @@ def clip_by_stage(stages: tuple[tuple[str, ...], ...], largest: float) -> optax.
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def check_against_reference(stack: LayerStack, plan: Plan, drain_after: set[int], batches=None, optimizer=None, **options: Any) -> None:
+def check_against_reference(
+    stack: LayerStack,
+    plan: Plan,
+    drain_after: set[int],
+    batches=None,
+    optimizer=None,
+    loss=models.masked_squares,
+    **options: Any,
+) -> None:
     """Train through the pipeline twice, the second time with drains in the middle, and compare both with the reference.
 
-    `batches` are `REFERENCE_BATCHES` many, `options` those of the pipeline: clipping, say.
+    `batches` are `REFERENCE_BATCHES` many and fit `loss`, `options` are those of the pipeline: clipping, say.
     """
     devices = (
         None
         if len(plan.workers) == plan.depth
         else [jax.devices()[p] for p, stages in enumerate(plan.pipeline_ranks) for _ in range(plan.replicas[stages[0]])]
     )  # replicas share what is compiled
-    pipe = Pipeline(stack, plan, models.masked_squares, optimizer or models.momentum(), devices, **options)
+    pipe = Pipeline(stack, plan, loss, optimizer or models.momentum(), devices, **options)
     batches = batches or models.masked_batches(REFERENCE_BATCHES, plan.microbatches)
     fresh = pipe.init(jax.random.key(KEY), batches[0])
-    key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, optimizer, *options.items()
+    key = stack, plan.stages, plan.sync_state, plan.scale_learning_rate, optimizer, loss, *options.items()
     if key not in JITTED:  # they depend on nothing else: the microbatches of all tests are alike
         functions = pipe.stage_functions(batches[0])
         names = ("forward", "backward", "forward_backward", "forward_backward_input", "backward_weight")

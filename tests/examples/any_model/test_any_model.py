@@ -11,7 +11,7 @@ import pytest
 from examples.any_model import table
 from jpipe import Pipeline, Plan
 from tests.examples.any_model import wholes
-from tests.jpipe import running
+from tests.jpipe import models, running
 
 UPDATES = 10
 QUICK = {("linen_resnet", "pipedream_flush", 4), ("pretrained", "pipedream_2bw", 2)}
@@ -74,13 +74,12 @@ def test_training_equals_that_of_the_whole_model(name, schedule, stages):
         np.testing.assert_allclose(float(pipe.evaluate(state, batch).loss), evaluated, rtol=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
-@pytest.mark.parametrize("name", wholes.DEPTH)
-def test_float32_equals_the_layers_in_sequence_bit_for_bit(name, stages):
-    actual, expected = (trained(name, np.float32, "pipedream_flush", count) for count in (stages, 1))
-    assert actual[2] == expected[2]
-    running.check_equal(*(model(name, np.float32).params_of(pipe.model(state)) for pipe, state, _ in (actual, expected)))
+@pytest.mark.parametrize(("name", "schedule", "stages"), cases(set()))
+def test_float32_equals_the_layers_in_sequence_bit_for_bit(name, schedule, stages):
+    """One microbatch after another, by the rule of the schedule; with and without a drain in the middle."""
+    stack, batches = model(name, np.float32).stack, wholes.batches(name, running.REFERENCE_BATCHES, np.float32)
+    plan = Plan.even(stack.ids, stages, schedule, wholes.MICROBATCHES)
+    running.check_against_reference(stack, plan, {4}, batches, models.momentum(), wholes.module(name).loss)
 
 
 @pytest.mark.parametrize("name", ["unet", "scanned"])

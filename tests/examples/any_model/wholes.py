@@ -198,8 +198,11 @@ def _compiled(name: str, optimizer: optax.GradientTransformation, call: Any) -> 
 
 
 def evaluate(name: str, model: Whole, params: Any, state: Any, batch: Any) -> float:
-    """Return the loss of a batch in evaluation mode, in one call of the model."""
-    x, labels = batch
-    outputs, _ = jax.jit(functools.partial(model.call, train=False))(params, state, x if isinstance(x, tuple) else (x,), jax.random.key(0))
-    total, weight = module(name).loss(outputs, labels)
-    return float(total / weight)
+    """Return the loss of a batch in evaluation mode, one microbatch after another."""
+    call, total, weight = jax.jit(functools.partial(model.call, train=False)), 0.0, 0.0
+    for j in range(MICROBATCHES):
+        x, labels = jax.tree.map(lambda a, rows=slice(j * ROWS, (j + 1) * ROWS): a[rows], batch)
+        outputs, _ = call(params, state, x if isinstance(x, tuple) else (x,), jax.random.key(0))
+        added, count = module(name).loss(outputs, labels)
+        total, weight = total + float(added), weight + float(count)
+    return total / weight
