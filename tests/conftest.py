@@ -94,7 +94,7 @@ NUMBERS = (
     *("planner/profile/test_tensor.py::test_bytes_on_a_mesh", "planner/ranking/test_compiled.py", "train/assemble/test_examples.py"),
     *(f"train/checkpoint/test_resume.py::test_{name}" for name in ("a_run_that_was_stopped", "another_plan", "a_run_resumes")),
     *("train/checkpoint/test_huggingface.py", "train/checkpoint/test_transformers.py", "train/generate/test_decoder.py", "train/models/"),
-    "train/report/test_measure.py::test_the_measured_window",
+    *("examples/any_model/test_any_model.py::test_training", "train/report/test_measure.py::test_the_measured_window"),
 )
 # Tests in these places that no optimization can change: of messages, names and shapes; and costly ones that repeat the computations of
 # another test, for example with the state of another optimizer.

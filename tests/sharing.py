@@ -95,7 +95,7 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     share(
         model,
         "layers",
-        lambda config, rows, computes=None, chunk=None: (
+        lambda config, rows, computes=None, chunk=None, inputs=None: (
             None if config.target else ((repr(config), rows, computes, chunk), model.built_in.layers)
         ),
     )

@@ -320,6 +320,9 @@ def cut_model(
     training = trace_model(whole, specs, _as_is, inputs, True, {})
     chain, leaves = training.chain, training.leaves
     evaluation = trace_model(whole, specs, _as_is, inputs, False, leaves.axes)
+    if evaluation.leaves != leaves:  # it splits more stacked arrays than training does
+        training = trace_model(whole, specs, _as_is, inputs, True, evaluation.leaves.axes)
+        chain, leaves = training.chain, training.leaves
     positions = choose_cuts(chain, leaves.paths[: leaves.num_params], granularity, prefixes)
     if not positions:
         raise InputError(

@@ -8,18 +8,31 @@ import numpy as np
 import optax
 import pytest
 
+from examples.any_model import table
 from jpipe import Pipeline, Plan
 from tests.examples.any_model import wholes
 from tests.jpipe import running
 
 UPDATES = 10
+QUICK = {("linen_resnet", "pipedream_flush", 4), ("pretrained", "pipedream_2bw", 2)}
+"""Each of the other cases compiles for ten seconds or more."""
 
-# Flax and the models mix ranks, as their users' code may.
-pytestmark = pytest.mark.usefixtures("lenient")
+
+def cases(quick: set[Any]) -> list[Any]:
+    """Return model, schedule and stages of each case; `make test-slow` has two for each model."""
+    of_schedules = ("pipedream_flush", 4), ("pipedream_2bw", 2), ("pipedream_flush", 2), ("pipedream_2bw", 4)
+    listed = []
+    for name in wholes.DEPTH:
+        for i, (schedule, stages) in enumerate(of_schedules):
+            case = name, schedule, stages
+            marks = [] if case in quick else [pytest.mark.slow] if i < 2 else [pytest.mark.slow, pytest.mark.exhaustive]
+            listed.append(pytest.param(*case, marks=marks))
+    return listed
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def lenient():
+    """Mix ranks and dtypes, as users' code may."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -34,27 +47,47 @@ def model(name: str, dtype: Any) -> wholes.Whole:
     return wholes.whole(name, dtype)
 
 
-def plan_of(name: str, dtype: Any, schedule: str, stages: int) -> Plan:
-    return Plan.even(model(name, dtype).stack.ids, stages, schedule, wholes.MICROBATCHES)
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw"])
-@pytest.mark.parametrize("name", wholes.DEPTH)
-def test_training_equals_that_of_the_whole_model(name, schedule, stages):
-    with jax.enable_x64(True):
-        whole = model(name, np.float64)
-        batches = wholes.batches(name, UPDATES + 1, np.float64)
-        pipe = Pipeline(whole.stack, plan_of(name, np.float64, schedule, stages), wholes.module(name).loss, adam())
-        state, losses = pipe.init(jax.random.key(wholes.KEY), batches[0]), []
-        for batch in batches[:UPDATES]:
-            state, metrics = pipe.step(state, batch)
-            losses += metrics.losses.values()
-        state, metrics = pipe.drain(state, with_metrics=True)
+def trained(name: str, dtype: Any, schedule: str, stages: int) -> tuple[Pipeline, Any, list[float]]:
+    """Train a model; return the pipeline, its state, and the losses."""
+    whole, batches = model(name, dtype), wholes.batches(name, UPDATES, dtype)
+    plan = Plan.even(whole.stack.ids, stages, schedule, wholes.MICROBATCHES)
+    pipe = Pipeline(whole.stack, plan, wholes.module(name).loss, adam())
+    state, losses = pipe.init(jax.random.key(wholes.KEY), batches[0]), []
+    for batch in batches:
+        state, metrics = pipe.step(state, batch)
         losses += metrics.losses.values()
+    state, metrics = pipe.drain(state, with_metrics=True)
+    return pipe, state, [float(loss) for loss in (*losses, *metrics.losses.values())]
+
+
+@pytest.mark.parametrize(("name", "schedule", "stages"), cases(QUICK))
+def test_training_equals_that_of_the_whole_model(name, schedule, stages):
+    """The losses of ten updates, the weights after them, and an evaluation."""
+    with jax.enable_x64(True):
+        pipe, state, losses = trained(name, np.float64, schedule, stages)
+        whole = model(name, np.float64)
         expected = wholes.train(name, whole, adam(), schedule == "pipedream_2bw", UPDATES)
-        np.testing.assert_allclose(np.asarray(losses), expected.losses, rtol=1e-10)
+        np.testing.assert_allclose(losses, expected.losses, rtol=1e-10)
         running.check_close(whole.params_of(pipe.model(state)), expected.params, 1e-10)
-        evaluated = wholes.evaluate(name, whole, expected.params, expected.state, batches[-1])
-        np.testing.assert_allclose(float(pipe.evaluate(state, batches[-1]).loss), evaluated, rtol=1e-10)
+        batch = wholes.batches(name, UPDATES + 1, np.float64)[-1]
+        evaluated = wholes.evaluate(name, whole, expected.params, expected.state, batch)
+        np.testing.assert_allclose(float(pipe.evaluate(state, batch).loss), evaluated, rtol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
+@pytest.mark.parametrize("name", wholes.DEPTH)
+def test_float32_equals_the_layers_in_sequence_bit_for_bit(name, stages):
+    actual, expected = (trained(name, np.float32, "pipedream_flush", count) for count in (stages, 1))
+    assert actual[2] == expected[2]
+    running.check_equal(*(model(name, np.float32).params_of(pipe.model(state)) for pipe, state, _ in (actual, expected)))
+
+
+@pytest.mark.parametrize("name", ["unet", "scanned"])
+def test_a_row_of_the_table(name):
+    row = table.row_of(name)
+    assert row["lines changed"] == 0
+    assert row["layers"] >= 4
+    assert row["equations"] > row["layers"]
+    example = wholes.module(name)
+    assert "jpipe" not in vars(example)

@@ -43,10 +43,32 @@ def wrong(kind):
         "dict": LAYERS,
         "none": None,
         "class": nnx.Linear,
-        "nnx": nnx.Linear(2, 4, rngs=nnx.Rngs(0)) if kind == "nnx" else 0,
-        "linen": linen.Dense(4),
         "list": [1],
     }[kind]
+
+
+class Net(nnx.Module):
+    """A whole model."""
+
+    def __init__(self, width=4, *, rngs):
+        self.first, self.last = nnx.Linear(2, width, rngs=rngs), nnx.Linear(width, 1, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(jnp.tanh(self.first(x))))
+
+
+def whole(kind, width=4):
+    return {
+        "built": lambda: Net(width, rngs=nnx.Rngs(0)),
+        "abstract": lambda: nnx.eval_shape(lambda: Net(width, rngs=nnx.Rngs(0))),
+        "constructor": lambda: lambda rngs: Net(width, rngs=rngs),
+        "linen": lambda: linen.Sequential([linen.Dense(width), jnp.tanh, linen.Dense(1)]),
+    }[kind]()
+
+
+def one_layer():
+    return linen.Dense(1)
 
 
 def fails():
@@ -228,6 +250,31 @@ def test_model_loss_and_data_can_all_be_the_users(capsys):
 
 
 @pytest.mark.slow
+def test_a_whole_model_is_trained_planned_simulated_and_exported(capsys):
+    sections = {"model": {"target": "own_parts:Net", "arguments": {"width": 8}}}
+    code, _, err = run(capsys, "--allow-code", **sections)
+    assert (code, err) == (0, "")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert cli.main(["plan", "own.yaml", "--allow-code", "--devices", "2", "--out", "plan.json"]) == 0
+        assert {layer for stage in yaml.safe_load(Path("plan.json").read_text())["stages"] for layer in stage["layers"]} == {
+            "first",
+            "last",
+        }
+        assert cli.main(["simulate", "own.yaml", "--allow-code"]) == 0
+        assert cli.main(["export", "run", "--out", "weights.safetensors"]) == 0
+    assert "first/kernel" in capsys.readouterr().out + Path("weights.safetensors").read_bytes()[:500].decode("latin1")
+    losses = rows_of(Path("run"))
+    code, _, err = run(
+        capsys, "--allow-code", **sections, plan={"schedule": "gpipe", "num_stages": 1, "microbatches": 2}, run={"dir": "one"}
+    )
+    assert (code, err) == (0, "")
+    assert [row["loss"] for row in rows_of(Path("one"))] == pytest.approx([row["loss"] for row in losses], rel=1e-5)
+    code, _, err = run(capsys, "--allow-code", model={"target": "own_parts:one_layer"})
+    assert code == 2
+    assert err.startswith("jpipe: own.yaml: model.target: expected a model of several layers, found none")
+
+
+@pytest.mark.slow
 def test_a_run_with_a_users_model_repeats_from_its_folder(capsys):
     assert run(capsys, "--allow-code")[0] == 0
     Path("run").rename("before")
@@ -299,15 +346,13 @@ def test_a_checkpoint_that_cannot_be_loaded_is_reported(target, message):
         ("model", {"scal": 2}, "model.arguments: 'own_parts:model' has no argument 'scal'; its arguments, the nearest first: scale"),
         ("fails", {"x": 2}, "model.arguments: 'own_parts:fails' has no argument 'x'; it takes none"),
         ("needs_width", {}, "model.arguments: 'own_parts:needs_width' needs the argument 'width'; add it"),
-        ("wrong", {"kind": "dict"}, "return a jpipe.LayerStack, found a dict with keys first, last; wrap it in jpipe.LayerStack(…)"),
-        ("wrong", {"kind": "none"}, "found None; does the function end with return?"),
-        ("wrong", {"kind": "class"}, "found the class Linear; return a LayerStack of layers, such as"),
         (
             "wrong",
-            {"kind": "nnx"},
-            "found the NNX module Linear, built already; return a LayerStack of its parts, each a constructor such as",
+            {"kind": "dict"},
+            "return a model or a jpipe.LayerStack, found a dict with keys first, last; wrap it in jpipe.LayerStack(…)",
         ),
-        ("wrong", {"kind": "linen"}, "found the Linen module Dense; return a LayerStack of its parts"),
+        ("wrong", {"kind": "none"}, "found None; does the function end with return?"),
+        ("wrong", {"kind": "class"}, "found the class Linear; return an instance of it, or name the class itself as model.target"),
         ("wrong", {"kind": "list"}, "found list; return jpipe.LayerStack("),
         ("fails", {}, "model.target: 'own_parts:fails' fails: KeyError: 'no such thing\\nand more' (LINE); fix it there"),
         ("fails_inside", {}, "(LINE); fix it there"),
@@ -322,6 +367,34 @@ def test_a_mistake_in_a_model_is_reported(name, arguments, message):
     line = {"fails": "raise KeyError", "fails_inside": "return jnp.ones", "leaves": "raise SystemExit", "halts": "raise Halt"}.get(name)
     assert (message.replace("LINE", line_of(line)) if line else message) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "ids"),
+    [
+        ("Net", {"width": 8}, ("first", "last")),
+        ("whole", {"kind": "built"}, ("first", "last")),
+        ("whole", {"kind": "abstract"}, ("first", "last")),
+        ("whole", {"kind": "constructor"}, ("first", "last")),
+        ("whole", {"kind": "linen", "width": 8}, ("layers_0", "layers_2")),
+    ],
+)
+def test_a_target_may_be_a_whole_model(target, arguments, ids):
+    config = ModelConfig(target=f"own_parts:{target}", arguments=arguments)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        stack = model.layers(config, 8, None, None, lambda: np.zeros((8, 2), np.float32))
+        widths = [spec.output.shape[-1] for spec in stack.specs(jax.ShapeDtypeStruct((4, 2), np.float32)).values()]
+    assert stack.ids == ids
+    assert widths == [arguments.get("width", 4), 1]
+
+
+def test_the_arguments_of_a_whole_model_are_checked():
+    for arguments, message in (
+        ({"widht": 8}, "has no argument 'widht'; its arguments, the nearest first: width"),
+        ({"rngs": 1}, "is given by jpipe"),
+    ):
+        with pytest.raises(jpipe.InputError, match=message):
+            model.layers(ModelConfig(target="own_parts:Net", arguments=arguments), 8, None, None, lambda: np.zeros((8, 2), np.float32))
 
 
 def test_a_loss_takes_its_arguments():

@@ -210,7 +210,10 @@ def test_an_override_twice(refused):
     [
         ("model={target: 'nowhere:f'}", r"model.target: there is no module 'nowhere' for 'nowhere:f' in the current folder "),
         ("model={target: 'own_parts:layer'}", r"model.target: the module 'own_parts' has no function 'layer'; did you mean 'layers'\?"),
-        ("model={target: 'own_parts:nothing'}", r"model.target: expected 'own_parts:nothing' to return a jpipe.LayerStack, found None; "),
+        (
+            "model={target: 'own_parts:nothing'}",
+            r"model.target: expected 'own_parts:nothing' to return a model or a jpipe.LayerStack, found None; ",
+        ),
         ("model={target: 'own_parts:layers'}", r"model.target: expected .* found a dict with keys in; wrap it in jpipe.LayerStack"),
         (
             "model={target: 'own_parts:fails'}",

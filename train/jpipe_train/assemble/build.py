@@ -1,6 +1,7 @@
 """Build a pipeline and its batches from a config, and check both before a device works."""
 
 import contextlib
+import functools
 import itertools
 import math
 import warnings
@@ -34,8 +35,15 @@ def build(
     Raises:
         jpipe.InputError: something in the config does not fit.
     """
+
+    @functools.cache
+    def read() -> data.Data:
+        with reporter.phase("reading the data"):
+            return (load or data.load)(config)
+
     with errors_name_config_keys(config.plan.file):
-        stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk)
+        computes, chunk = config.precision.computes, config.logits_chunk
+        stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read().like[0])
         loss = model.loss(config.loss)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
@@ -44,8 +52,7 @@ def build(
         check_per_stage(plan, config.optimizer.per_stage)
         plan.check_layers(stack.ids)
         meshes.check_heads(config.model, plan)
-        with reporter.phase("reading the data"):
-            batches = (load or data.load)(config)
+        batches = read()
         for remark in batches.remarks:
             reporter.say(remark)
         params = stack.ties.without_seconds(param_specs(stack, plan, batches.like))
@@ -147,7 +154,7 @@ def errors_name_config_keys(plan_file: str | None) -> Iterator[None]:
         where = options if plan_file in (None, AUTO) else {"plan: ": f"{plan_file}: "}
         of_optimizer = ("clip_global_norm", "clip_stage_norm", "skip_nonfinite", "ema_decay", "delay_correction")
         where |= {f"{key}: ": f"optimizer.{key}: " for key in of_optimizer}
-        where |= {"precision: loss_scale: ": "precision.loss_scale: "}
+        where |= {"from_model: ": "model.target: ", "precision: loss_scale: ": "precision.loss_scale: "}
         for library, config in where.items():
             if str(error).startswith(library):
                 raise jpipe.InputError(*(line.replace(library, config, 1) for line in error.args)) from None

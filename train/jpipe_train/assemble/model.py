@@ -1,13 +1,13 @@
 """The model, the loss and the metrics that a config names: built-in ones, or functions of the user's."""
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
 
 import jpipe
 from jpipe import InputError
@@ -19,24 +19,58 @@ from jpipe_train.models import cross_entropy
 from jpipe_train.models import layers as built_in
 
 
-def layers(config: ModelConfig, batch_size: int, computes: str | None = None, chunk: int | None = None) -> jpipe.LayerStack:
-    """Return the layers of the built-in model or of `model.target`.
+def layers(
+    config: ModelConfig,
+    batch_size: int,
+    computes: str | None = None,
+    chunk: int | None = None,
+    inputs: Callable[[], Any] | None = None,
+) -> jpipe.LayerStack:
+    """Return the layers of the built-in model or of `model.target`, which returns a LayerStack or a whole model.
 
     Args:
         config: the section `model`.
         batch_size: rows of a batch.
         computes: the dtype in which the built-in model computes, if other than `compute_dtype`.
         chunk: the number of positions whose logits the built-in loss computes at a time; None if the model computes all of them.
+        inputs: returns the inputs of a batch, or their shapes and dtypes. A whole model is cut for these, so that the same layers result
+            whatever the plan is. None: whole models are rejected.
 
     Raises:
-        InputError: the target does not exist, fails, or does not return a LayerStack.
+        InputError: the target does not exist, fails, or returns no model; its model cannot be cut.
     """
     if config.target is None:
         return built_in.layers(config if computes is None else config.model_copy(update={"compute_dtype": computes}), chunk)
-    stack = entry_point.call(config.target, "model.target", config.arguments, optional={"batch_size": batch_size})
-    if not isinstance(stack, jpipe.LayerStack):
-        raise InputError(f"model.target: expected '{config.target}' to return a jpipe.LayerStack, found {_describe(stack)}")
-    return stack
+    model = _of_target(config.target, config.arguments, batch_size)
+    if isinstance(model, jpipe.LayerStack):
+        return model
+    if inputs is None or not _is_whole(model):
+        raise InputError(f"model.target: expected '{config.target}' to return a model or a jpipe.LayerStack, found {_describe(model)}")
+    batch = jax.tree.map(_spec, inputs())
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    return jpipe.LayerStack.from_model(model, *arguments)
+
+
+def _of_target(target: str, arguments: Mapping[str, Any], batch_size: int) -> Any:
+    """Call a target, or return the constructor that it is with these arguments: a class or function with a parameter `rngs`."""
+    function = entry_point.load(target, "model.target")
+    signed = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009 - read, never called
+    parameters, optional = parameters_of(signed), {"batch_size": batch_size}
+    if "rngs" not in parameters:
+        return entry_point.call(target, "model.target", arguments, optional=optional)
+    wanted = {key: value for key, value in optional.items() if key in parameters and key not in arguments}
+    with entry_point.errors_about("model.arguments"):
+        check_names(signed, target, arguments, dict.fromkeys(("self", "rngs", *wanted), "is given by jpipe"))
+    return lambda rngs: function(**wanted, **arguments, rngs=rngs)
+
+
+def _is_whole(model: Any) -> bool:
+    """Return whether a value may be a whole model: a module, or any other callable but a class."""
+    return callable(model) and not inspect.isclass(model)
+
+
+def _spec(rows: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(rows.shape), jax.dtypes.canonicalize_dtype(rows.dtype))
 
 
 def loss(config: LossConfig) -> Any:
@@ -113,21 +147,11 @@ def _check_classes(metric: str, outputs: Any, labels: Any) -> None:
 
 
 def _describe(value: Any) -> str:
-    """Describe the value that was returned instead of a LayerStack, with advice."""
+    """Describe the value that was returned instead of a model, with advice."""
     if value is None:
         return "None; does the function end with return?"
     if isinstance(value, dict):
         return f"a dict with keys {', '.join(map(str, value))}; wrap it in jpipe.LayerStack(…)"
     if inspect.isclass(value):
-        return (
-            f"the class {value.__name__}; return a LayerStack of layers, such as {{'first': lambda rngs: {value.__name__}(…, rngs=rngs)}}"
-        )
-    if isinstance(value, nnx.Module):
-        name = type(value).__name__
-        return (
-            f"the NNX module {name}, built already; return a LayerStack of its parts, "
-            f"each a constructor such as lambda rngs: {name}(…, rngs=rngs)"
-        )
-    if isinstance(value, linen.Module):
-        return f"the Linen module {type(value).__name__}; return a LayerStack of its parts, {{'first': nn.Dense(8), …}}"
+        return f"the class {value.__name__}; return an instance of it, or name the class itself as model.target"
     return f"{type(value).__name__}; return jpipe.LayerStack({{'layer id': layer, …}})"

@@ -40,8 +40,8 @@ class ModelConfig(TargetSection):
     """A language model: `depth` blocks of `width` with `heads` heads over sequences of `seq_len` tokens.
 
     Parameters are float32 regardless of `compute_dtype`. The default is a GPT over bytes; a `preset` gives the other keys, and explicit
-    keys override it. A `target` is a function: `target(**arguments)` returns a `jpipe.LayerStack`, and `seq_len` then only applies to the
-    text.
+    keys override it. A `target` is a function: `target(**arguments)` returns a model or a `jpipe.LayerStack`; or it is the class of an NNX
+    module, whose constructor gets `rngs` and `arguments`. `seq_len` then only applies to the text.
     """
 
     keeps_meaning: ClassVar[frozenset[str]] = TargetSection.keeps_meaning | {"seq_len"}

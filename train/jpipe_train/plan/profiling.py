@@ -1,6 +1,7 @@
 """The parts of the model that a plan is searched for, and the profile of its layers."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +37,15 @@ class Parts:
     @classmethod
     def of(cls, config: Config, reporter: Reporter) -> "Parts":
         """Build the parts that a config describes; of the data only shapes are read."""
-        stack = model.layers(config.model, config.train.batch_size, config.precision.computes, config.logits_chunk)
-        loss = model.loss(config.loss)
-        with reporter.phase("reading the data"):
-            batch = jax.tree.map(_spec, data.unread(config).like)
+
+        @functools.cache
+        def read() -> Any:
+            with reporter.phase("reading the data"):
+                return jax.tree.map(_spec, data.unread(config).like)
+
+        computes, chunk = config.precision.computes, config.logits_chunk
+        stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read()[0])
+        loss, batch = model.loss(config.loss), read()
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
         rule = optimizer(same_at_all_stages(config.optimizer), config.train.steps, stack.ties.without_seconds(params))
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))

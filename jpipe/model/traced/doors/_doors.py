@@ -118,7 +118,8 @@ def _open_linen(module: linen.Module, inputs: tuple[Any, ...], variables: Any) -
 
     params, state = specs
     if variables is not None:
-        params, state = matched("variables: params", params, trees(variables)[0]), matched("variables", state, trees(variables)[1])
+        params = matched("variables: params", params, trees(variables)[0], any_float=True)
+        state = matched("variables", state, trees(variables)[1], any_float=True)
         flat = jax.tree_util.tree_flatten_with_path((params, state), is_leaf=lambda leaf: leaf is None)[0]
         if missing := next((path for path, leaf in flat if leaf is None), None):
             raise InputError(f"variables: expected '{path_name(missing[1:])}', found none; give all that module.init returns")

@@ -98,13 +98,14 @@ class Parts:
         )
 
 
-def matched(where: str, specs: Tree, tree: Tree) -> Tree:
+def matched(where: str, specs: Tree, tree: Tree, *, any_float: bool = False) -> Tree:
     """Return the arrays of a tree in the structure of `specs`, found by their paths; None where the tree has none.
 
     Args:
         where: what the tree is, for messages.
         specs: specs of the arrays; other leaves are left out.
         tree: any pytree with the same names on the path to each array.
+        any_float: whether floating-point arrays may have another floating-point dtype than their specs.
 
     Raises:
         InputError: an array that `specs` does not have, or of another shape or dtype.
@@ -119,7 +120,8 @@ def matched(where: str, specs: Tree, tree: Tree) -> Tree:
             continue
         if not is_array(leaf):
             raise InputError(f"{where}: expected an array as '{path_name(path)}', found {type(leaf).__name__}")
-        if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
+        has_dtype = leaf.dtype == spec.dtype or (any_float and is_trained(leaf) and is_trained(spec))
+        if leaf.shape != spec.shape or not has_dtype:
             raise InputError(f"{where}: expected '{path_name(path)}' as in the model, {describe(spec)}, found {describe(leaf)}")
         leaves.append(leaf)
     if unknown := next((name for name, leaf in arrays.items() if is_array(leaf)), None):

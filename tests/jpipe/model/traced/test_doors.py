@@ -228,6 +228,14 @@ def test_variables_of_a_linen_module_are_referred_to(bind):
     leaves_are(whole.to_user(whole.params), variables["params"])
 
 
+def test_variables_of_a_linen_module_may_have_another_dtype():
+    """As the module itself takes them."""
+    module = linen.Dense(4)
+    variables = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), module.init(KEY, X))
+    whole = open_model(module, (SPEC,), variables=variables)
+    assert {leaf.dtype for leaf in jax.tree.leaves((whole.params, whole.specs[0]))} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_wrong_variables_are_named():
     module, sizes = LinenNet(), (SPEC, SPEC)
     variables = module.init(KEY, X, X, train=True)
