@@ -282,7 +282,7 @@ def _difference(rule: Any, layerwise: Any, specs: dict[str, Any]) -> float:
         state, update = rule.init(whole), optax.with_extra_args_support(rule).update
         for step in range(STEPS):
             gradients, position = random_tree(), {"delay": jnp.float32(step / 2), "stage": jnp.int32(step % 2)}
-            updates, state = update(gradients, state, whole, **{name: position[name] for name in layerwise.takes})
+            updates, state = update(gradients, state, whole, **{name: position[name] for name in layerwise.accepted})
             whole = optax.apply_updates(whole, updates)
             for layer_id, params in layers.items():
                 parts = (trained.of(layer_id, tree) for tree in (gradients[layer_id], params))

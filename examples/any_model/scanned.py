@@ -17,7 +17,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
         drop = nn.Dropout(self.dropout, deterministic=not self.train)
-        x = x + drop(nn.SelfAttention(self.heads)(nn.LayerNorm()(x), mask))
+        x = x + drop(nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x), mask=mask))
         y = nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x)))
         return x + drop(nn.Dense(x.shape[-1])(y)), None
 

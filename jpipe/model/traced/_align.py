@@ -25,10 +25,11 @@ def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Sequence
     Raises:
         InputError: the traces read the parameters in another order.
     """
-    if [equation.primitive for equation in chain.equations] == [equation.primitive for equation in like.equations]:
+    theirs, ours = _positions_of(like), _positions_of(chain)
+    if [equation.primitive for equation in chain.equations] == [equation.primitive for equation in like.equations] and theirs == ours:
         return list(positions)
     marked = {name: position for position, name in chain.marks.items()}
-    forbidden, theirs, ours = forbidden_positions(chain), _positions_of(like), _positions_of(chain)
+    forbidden = forbidden_positions(chain)
     result: list[int] = []
     for k, position in enumerate(positions):
         if like.marks.get(position) in marked:

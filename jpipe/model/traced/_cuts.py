@@ -36,7 +36,7 @@ def choose_cuts(chain: Chain, paths: Sequence[Path], granularity: Granularity, p
         positions = [position for position in chain.marks if 0 < position < len(chain.equations)]
         return _without_forbidden(chain, positions, "jpipe.cut")
     if prefixes:
-        return _without_forbidden(chain, [_before(chain, paths, prefix) for prefix in prefixes], "cuts")
+        return _without_forbidden(chain, [position_before(chain, paths, prefix) for prefix in prefixes], "cuts")
     candidates = _candidates(chain, paths)
     if granularity == "finest":
         return tuple(_local_minima(chain, candidates))
@@ -120,8 +120,9 @@ def _one_per_block(chain: Chain, paths: Sequence[Path], positions: Sequence[int]
         pieces.append([paths[leaf] for leaf in dict.fromkeys(leaves) if leaf not in seen])
         seen.update(leaves)
     blocks = _blocks(pieces)
-    kept = [position for position, before, after in zip(positions, blocks, blocks[1:], strict=False) if before is None or before != after]
-    is_numbered = dict(zip(bounds, (block is not None and _numbers(block) > 0 for block in blocks), strict=False))
+    ends = [block or (_to_number(piece[-1], 1) if piece else None) for block, piece in zip(blocks, pieces, strict=True)]
+    kept = [position for position, before, after in zip(positions, ends, blocks[1:], strict=False) if before is None or before != after]
+    is_numbered = dict(zip(bounds, (block is not None and _numbers(block) > 0 for block in ends), strict=False))
     mean = chain.work[-1] / (len(kept) + 1)
     joined: list[int] = []
     for position, end in itertools.pairwise((*kept, len(chain.equations))):
@@ -180,7 +181,7 @@ def _params(chain: Chain, reads: frozenset[int | None]) -> list[int]:
     return [leaf for leaf in reads if leaf is not None and leaf < chain.num_params]
 
 
-def _before(chain: Chain, paths: Sequence[Path], prefix: str) -> int:
+def position_before(chain: Chain, paths: Sequence[Path], prefix: str) -> int:
     """Return the narrowest position between the first reader of the parameters with this prefix and the reader before it."""
     parts = tuple(prefix.replace(".", "/").split("/"))
     leaves = {leaf for leaf, path in enumerate(paths) if path[: len(parts)] == parts}

@@ -15,7 +15,7 @@ from jpipe.model._ties import Tie
 from jpipe.model.jaxprs._wanted import evaluate_wanted
 from jpipe.model.traced._align import same_cuts
 from jpipe.model.traced._chain import Chain
-from jpipe.model.traced._cuts import Granularity, Path, choose_cuts
+from jpipe.model.traced._cuts import Granularity, Path, choose_cuts, position_before
 from jpipe.model.traced._names import Part, parts_of, path_in, tree_of
 from jpipe.model.traced._segments import Segment, segments_of
 from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, stacked, trace_model
@@ -330,16 +330,17 @@ def cut_model(
             f"{len(chain.equations)} operations on its inputs are one layer; if it is one jax.checkpoint or one loop, put these into its "
             "parts, or name places to cut with jpipe.cut"
         )
-    marks = {k: chain.marks[position] for k, position in enumerate(positions) if position in chain.marks}
-    numbers = [str(k) for k in range(len(positions) + 1)]
-    cuts = {True: positions, False: same_cuts(evaluation.chain, chain, positions, numbers, leaves.names)}
-    read: list[set[int]] = [set() for _ in numbers]
-    writers: dict[int, int] = {}
-    for train, trace in ((True, training), (False, evaluation)):
-        for k, segment in enumerate(segments_of(trace.chain, cuts[train])):
-            read[k].update(segment.leaves, segment.written)
-            writers |= dict.fromkeys(segment.written if train else (), k)
-    parts = parts_of(read, leaves, marks)
+    named = {k: chain.marks[position] for k, position in enumerate(positions) if position in chain.marks}
+    prefix_at = {position_before(chain, leaves.paths, prefix): prefix for prefix in prefixes}
+    named |= {k + 1: prefix_at[position] for k, position in enumerate(positions) if position in prefix_at}
+    training_segments = segments_of(chain, positions)
+    read = [{*segment.leaves, *segment.written} for segment in training_segments]
+    ids = [part.id for part in parts_of([set(each) for each in read], leaves, named)]
+    evaluation_positions = same_cuts(evaluation.chain, chain, positions, ids, leaves.names)
+    for each, segment in zip(read, segments_of(evaluation.chain, evaluation_positions), strict=True):
+        each.update(segment.leaves)
+    writers = {leaf: k for k, segment in enumerate(training_segments) for leaf in segment.written}
+    parts = parts_of(read, leaves, named)
     having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in (*part.params, *part.state)} | writers
     homes = tuple(having[leaf] for leaf in range(len(leaves.leaves)))
     traced = TracedModel(whole, specs, inputs, parts, chain, positions, leaves, homes, _as_is, fresh)

@@ -266,7 +266,7 @@ def test_an_abstract_model_needs_parameters():
 def test_models_that_cannot_be_cut_are_rejected_by_name(model, message):
     params = [jnp.eye(8), jnp.eye(8)]
     if message is None:
-        assert len(LayerStack.from_function(model, params, X).ids) == 2
+        assert LayerStack.from_function(model, params, X).ids == ("0", "1", "1_2")
         return
     with pytest.raises(InputError, match=message):
         LayerStack.from_function(model, params, X)
@@ -275,6 +275,23 @@ def test_models_that_cannot_be_cut_are_rejected_by_name(model, message):
 def noisy(x, ordered):
     jax.debug.print("{}", x.sum(), ordered=ordered)
     return x
+
+
+class Reversed(nnx.Module):
+    """Reads its layers in another order in evaluation."""
+
+    def __init__(self, rngs):
+        self.parts = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
+
+    def __call__(self, x, train):
+        for part in self.parts if train else reversed(list(self.parts)):
+            x = jnp.tanh(part(x))
+        return x
+
+
+def test_another_order_in_evaluation_is_rejected():
+    with pytest.raises(InputError, match=r"between the layers 'parts\.0' and 'parts\.1' the model reads 'parts\..* in another order"):
+        LayerStack.from_model(lambda rngs: Reversed(rngs), X)
 
 
 def test_bad_arguments():
