@@ -257,6 +257,23 @@ class TracedModel:
             return jax.ShapeDtypeStruct(self.leaves.shapes[number], array.dtype)
         return take_slice(leaf, np.asarray(array)) if leaf.axes else array
 
+    def places(self) -> dict[str, dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]]:
+        """Return where each array of the layers is in the whole model, by "layer id/path": its path there, its index and axes in a stack.
+
+        Returns:
+            For "params" and for "state". An array that several layers have is with one of them only.
+        """
+        places: dict[str, dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]] = {"params": {}, "state": {}}
+        for k, part in enumerate(self.parts):
+            for kind, numbers in (("params", part.params), ("state", part.state)):
+                paths = [self.leaves.paths[number] for number in numbers]
+                for number, path in zip(numbers, paths, strict=True):
+                    leaf = self.leaves.leaves[number]
+                    if self.homes[number] == k:
+                        whole = "/".join(self._whole_paths[leaf.number])
+                        places[kind][f"{part.id}/{path_in(paths, path)}"] = whole, leaf.index, leaf.axes
+        return places
+
     def join(self, params: Mapping[str, Tree], state: Mapping[str, Tree]) -> tuple[Tree, Tree]:
         """Return the parameters and the layer state of the whole model from those of its layers.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import yaml
 
@@ -267,6 +268,10 @@ def test_a_whole_model_is_trained_planned_simulated_and_exported(capsys):
         assert cli.main(["simulate", "own.yaml", "--allow-code"]) == 0
         assert cli.main(["export", "run", "--out", "weights.safetensors"]) == 0
     assert "first/kernel" in capsys.readouterr().out + Path("weights.safetensors").read_bytes()[:500].decode("latin1")
+    assert cli.main(["export", "run", "--out", "whole", "--layout", "model"]) == 0
+    tree = ocp.StandardCheckpointer().restore(Path("whole").resolve())
+    assert tree.keys() == {"first", "last"}
+    assert tree["first"].keys() == {"kernel", "bias"}
     losses = rows_of(Path("run"))
     code, _, err = run(
         capsys, "--allow-code", **sections, plan={"schedule": "gpipe", "num_stages": 1, "microbatches": 2}, run={"dir": "one"}

@@ -8,12 +8,14 @@ import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
+import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.runtime import without_prediction
@@ -338,3 +340,28 @@ def test_the_pages_snippet_reads_a_checkpoint_without_jpipe(home, tmp_path, monk
     params = runpy.run_path(str(script))["params"]
     arrays = {f"{layer_id}/{name}": np.asarray(array) for layer_id, tree in params.items() for name, array in export.by_path(tree).items()}
     check_equal(arrays, newest(home.run, STEPS))
+
+
+def scanned(params, x):
+    """Run a model whose layers are stacked, along the second axis in one array."""
+
+    def step(x, layer):
+        return jnp.tanh(x @ layer[0] + layer[1][None]), None
+
+    return jax.lax.scan(step, x, (jnp.moveaxis(params["blocks"]["w"], 1, 0), params["blocks"]["b"]))[0] @ params["out"]
+
+
+def test_an_export_of_a_whole_model_is_stacked_as_the_model_is():
+    w, b = np.arange(36, dtype=np.float32).reshape(3, 4, 3), np.arange(12, dtype=np.float32).reshape(4, 3)
+    params = {"blocks": {"w": w, "b": b}, "out": np.eye(3, dtype=np.float32)}
+    stack = jpipe.LayerStack.from_function(scanned, params, np.ones((2, 3), np.float32))
+    by_layer = {layer_id: export.by_path(trees[0]) for layer_id, trees in stack.initial.items()}
+    arrays = {f"{layer_id}/{path}": np.asarray(array) for layer_id, tree in by_layer.items() for path, array in tree.items()}
+    assert len(arrays) == 9
+    places = json.loads(json.dumps(stack.traced.places()))
+    check_equal(export.of_whole_model(arrays, {"model": places}), {"blocks/w": w, "blocks/b": b, "out": params["out"]})
+    with pytest.raises(InputError, match="found one of layers"):
+        export.of_whole_model(arrays, {})
+    places["params"].pop(next(name for name in places["params"] if places["params"][name][0] == "blocks/w"))
+    with pytest.raises(InputError, match="does not say where its arrays are"):
+        export.of_whole_model(arrays, {"model": places})

@@ -28,7 +28,7 @@ def main(
     step: int | None,
     report: Callable[[str], None],
     weights: Weights = "newest",
-    layout: Literal["jpipe", "orbax"] = "jpipe",
+    layout: Literal["jpipe", "orbax", "model"] = "jpipe",
 ) -> None:
     """Write the parameters and the layer state of a checkpoint into a file or folder, which appears whole or not at all.
 
@@ -38,7 +38,8 @@ def main(
         step: of the checkpoint; None: the newest that is whole.
         report: gets a line for what was written, and one for each newer checkpoint that is damaged.
         weights: the newest parameters, or their moving average.
-        layout: a safetensors file, or an Orbax item with the names as nested dicts.
+        layout: a safetensors file, or an Orbax item with the names as nested dicts; "model" is such an item with the names that the arrays
+            have in the whole model from which the layers were cut, stacked where it has them stacked.
 
     Raises:
         InputError: no such run or checkpoint, a damaged one, one without an average, or `out` cannot be written.
@@ -49,6 +50,8 @@ def main(
     step = step_of(folder, step, "export", report)
     layers = _averaged(folder, step, checkpoint_files.read_layers(folder, step))
     arrays = by_name(layers if weights == "newest" else with_ema(layers, step))
+    if layout == "model":
+        arrays = of_whole_model(arrays, checkpoint_files.read_facts(folder, step))
     size = (_write_safetensors if layout == "jpipe" else _write_orbax)(path, out, arrays, step)
     report(f"{out}: {count(len(arrays), 'array')}, {size:,} bytes, step {step} of {run}")
 
@@ -111,6 +114,51 @@ def by_name(layers: Mapping[str, Any]) -> dict[str, Any]:
                     raise InputError(f"export: two arrays of the checkpoint would both be '{name}'; read it with Orbax")
                 arrays[name] = leaf
     return arrays
+
+
+def of_whole_model(arrays: Mapping[str, Any], facts: Any) -> dict[str, Any]:
+    """Return arrays by their paths in the whole model from which the layers were cut.
+
+    Args:
+        arrays: as `by_name` returns them.
+        facts: of the checkpoint, with the places of the arrays in the whole model.
+
+    Raises:
+        InputError: the layers were not cut from a model, or the facts are damaged.
+    """
+    places = facts.get("model") if isinstance(facts, Mapping) else None
+    if places is None:
+        raise InputError("--layout: expected a run whose model.target is a whole model, found one of layers; leave it out, or give orbax")
+    slices: dict[str, dict[tuple[int, ...], tuple[Any, tuple[int, ...]]]] = {}
+    try:
+        for kind, by_place in places.items():
+            for name, (path, index, axes) in by_place.items():
+                layer_id, _, inner = name.partition("/")
+                array = arrays[name if kind == "params" else f"{state_name(layer_id)}/{inner}"]
+                slices.setdefault(path, {})[tuple(index)] = array, tuple(axes)
+        return {path: _stacked(parts) for path, parts in slices.items()}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise InputError("export: the checkpoint does not say where its arrays are in the whole model; leave out --layout") from None
+
+
+def _stacked(parts: Mapping[tuple[int, ...], tuple[Any, tuple[int, ...]]]) -> Any:
+    """Return an array from its slices, by index, each with the axes that the index counts along."""
+    (first, axes), count = next(iter(parts.values())), max(parts)
+    if not axes:
+        return first
+    first = np.asarray(first)
+    shape = list(first.shape)
+    for axis, last in zip(axes, count, strict=True):
+        shape.insert(axis, last + 1)
+    if len(parts) != np.prod([last + 1 for last in count]):
+        raise ValueError("a slice is missing")
+    whole = np.empty(shape, first.dtype)
+    for index, (array, _) in parts.items():
+        position: list[Any] = [slice(None)] * len(shape)
+        for axis, i in zip(axes, index, strict=True):
+            position[axis] = i
+        whole[tuple(position)] = array
+    return whole
 
 
 def with_ema(layers: Mapping[str, Any], step: int) -> dict[str, Any]:

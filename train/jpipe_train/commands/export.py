@@ -17,7 +17,7 @@ def export(
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE.safetensors|FOLDER")] = None,
     step: OptionalCount = None,
     weights: Weights = "newest",
-    layout: Literal["jpipe", "orbax", "huggingface"] = "jpipe",
+    layout: Literal["jpipe", "orbax", "model", "huggingface"] = "jpipe",
     overrides: Overrides = (),
 ) -> int:
     """Write the weights of a run into one file, for inference or for another run to begin with; or as transformers loads them.
@@ -29,6 +29,7 @@ def export(
         step: The checkpoint after this number of steps; by default the newest that is complete.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         layout: Orbax's (orbax) is one tree that ocp.StandardCheckpointer restores, by the same names.
+            That of the whole model (model) is such a tree with the model's own paths, for a model.target that is a whole model.
             Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for GPT-2, Llama and BERT.
         overrides: Replace one key of a config, such as model.preset=gpt2-124m.
     """

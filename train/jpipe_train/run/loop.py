@@ -198,7 +198,7 @@ def run(
         utilization = None if folder is None or batches.shapes else mfu.find(pipe, batches.like)
         log = MetricsLog(config, folder, row_logs, reporter, measure, together, history, pipe.plan.depth, utilization)
         rows = (lambda: b"") if folder is None else folder.logged
-        facts = facts_of_run(config, pipe.plan)
+        facts = facts_of_run(config, pipe)
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
@@ -266,11 +266,12 @@ def local_stages(pipe: jpipe.Pipeline) -> set[int]:
     return {s for (s, _), device in zip(pipe.plan.workers, pipe.devices, strict=True) if device.process_index == index}
 
 
-def facts_of_run(config: Config, plan: jpipe.Plan) -> dict[str, Any]:
+def facts_of_run(config: Config, pipe: jpipe.Pipeline) -> dict[str, Any]:
     """Return the facts about the run that each of its checkpoints holds."""
-    return {
+    traced = pipe.stack.traced
+    return ({} if traced is None else {"model": traced.places()}) | {
         "config": to_yaml(config),
-        "plan": plan.to_json(),
+        "plan": pipe.plan.to_json(),
         "devices": jax.device_count(),
         "versions": VERSIONS | numeric_settings(),
     }
