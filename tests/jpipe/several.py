@@ -329,6 +329,33 @@ def train_all(group: str, count: int, file: str) -> None:
     np.savez(file, **numbers)
 
 
+def train_whole_model() -> dict[str, np.ndarray]:
+    """Return the numbers of a run of layers that were cut from a model with a shared parameter and dropout."""
+    import jax
+    import optax
+
+    from examples.any_model import nnx_transformer
+    from jpipe import InputError, LayerStack, Pipeline, Plan
+
+    batch = nnx_transformer.batch(8, 0)
+    stack = LayerStack.from_model(nnx_transformer.model, batch[0][:2])
+    pipe = Pipeline(stack, Plan.even(stack.ids, 2, "pipedream_2bw", 4), nnx_transformer.loss, optax.adam(1e-2))
+    state, numbers = pipe.init(jax.random.key(7), batch), {}
+    for _ in range(3):
+        state, metrics = pipe.step(state, batch)
+        numbers |= numbers_of(metrics)
+    state = pipe.drain(state)
+    numbers["evaluation"] = float(pipe.evaluate(state, batch).loss)
+    params = jax.tree_util.tree_leaves_with_path(pipe.params(state))
+    numbers |= {jax.tree_util.keystr(path): leaf for path, leaf in params if not isinstance(leaf, jax.ShapeDtypeStruct)}
+    if jax.process_count() > 1:
+        try:
+            pipe.model(state)
+        except InputError as error:
+            numbers["no model"] = str(error)
+    return {name: np.asarray(value) for name, value in numbers.items()}
+
+
 def train_endlessly(file: str) -> None:
     """Train until killed, and write FILE when the pipeline is in steady state."""
     import jax
@@ -362,6 +389,8 @@ def main(what: str, group: str, address: str, count: int, index: int, file: str)
         train_endlessly(file)
     if what == "differ":
         differ(file)
+    if what == "whole":
+        return np.savez(file, **train_whole_model())
     train_all(group, count, file)
     if (count, index) == (4, 1):
         raise ValueError("nobody catches this")

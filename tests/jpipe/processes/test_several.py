@@ -44,6 +44,24 @@ def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):
         check_refusal([str(numbers["refused"]) for numbers in each], 8 if "meshes" in group else len(each))
 
 
+@pytest.mark.slow
+def test_layers_of_a_whole_model_in_two_processes_have_the_bits_of_one(tmp_path):
+    ends, files = time.monotonic() + LIMIT, []
+    for count in (1, 2):
+        with started("whole", "", count, tmp_path) as processes:
+            for index, process in enumerate(processes):
+                code, text = process.wait(max(ends - time.monotonic(), 0.1)), (tmp_path / f"{count}.{index}.txt").read_text()
+                assert code == 0, text
+                files.append(dict(np.load(tmp_path / f"{count}.{index}.npz")))
+    one, *each = files
+    for numbers in each:
+        assert "expected a process that has all layers" in str(numbers.pop("no model"))
+        for name, value in numbers.items():
+            assert value.tobytes() == one[name].tobytes(), name
+    assert set(each[0]) | set(each[1]) == set(one)
+    assert set(each[0]) != set(one)
+
+
 def trained(group: str, several: int, folder) -> tuple[dict, list[dict]]:
     """Train the cases of a group in one process and in several, and return the arrays that each process saves."""
     ends = time.monotonic() + LIMIT
