@@ -55,7 +55,8 @@ ABSTRACT = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
 
 def test_a_run_begins_with_the_arrays_of_the_model():
     check_equal(begun(pipeline(trained())), arrays(trained()))
-    check_equal(begun(pipeline(Model)), arrays(Model(nnx.Rngs(jax.random.key(3)))))
+    made = begun(pipeline(Model)), arrays(Model(nnx.Rngs(jax.random.key(3))))
+    jax.tree.map(lambda actual, eager: np.testing.assert_allclose(actual, eager, rtol=1e-6), *made)  # compiled, the last bit may differ
 
 
 @pytest.mark.parametrize("model", [Model, Model(nnx.Rngs(0)), ABSTRACT], ids=["constructor", "built", "abstract"])
