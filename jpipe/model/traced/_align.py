@@ -26,7 +26,8 @@ def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Sequence
         InputError: the traces read the parameters in another order.
     """
     theirs, ours = _positions_of(like), _positions_of(chain)
-    if [equation.primitive for equation in chain.equations] == [equation.primitive for equation in like.equations] and theirs == ours:
+    same_params = all(theirs.get(leaf) == ours.get(leaf) for leaf in range(chain.num_params))
+    if same_params and [equation.primitive for equation in chain.equations] == [equation.primitive for equation in like.equations]:
         return list(positions)
     marked = {name: position for position, name in chain.marks.items()}
     forbidden = forbidden_positions(chain)

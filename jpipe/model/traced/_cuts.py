@@ -60,7 +60,7 @@ def _candidates(chain: Chain, paths: Sequence[Path]) -> list[int]:
     for first, second in itertools.pairwise(readers(chain)):
         before, after = (_params(chain, chain.reads[number]) for number in (first, second))
         since.update(before)
-        modules = [{paths[leaf][:-1] or paths[leaf] for leaf in leaves} for leaves in (before, after)]
+        modules = [{_module(paths[leaf]) for leaf in leaves} for leaves in (before, after)]
         allowed = [position for position in range(first + 1, second + 1) if not forbidden[position]]
         if allowed and (modules[0] != modules[1] or not since.isdisjoint(after)):
             candidates.append(min(allowed, key=lambda position: (widths[position], -position)))
@@ -168,9 +168,14 @@ def is_numbered(part: str) -> bool:
 
 def _to_number(path: Path, count: int) -> Path:
     """Return the path to its number of that count, or without a number to its last part."""
-    module = path[:-1] or path
+    module = _module(path)
     numbered = [i for i, part in enumerate(module) if is_numbered(part)]
     return path[: numbered[min(count, len(numbered)) - 1] + 1] if numbered else module
+
+
+def _module(path: Path) -> Path:
+    """Return the path of the module of a parameter; an array in a list, or at the top, is one by itself."""
+    return path if path[-1].isdigit() or len(path) == 1 else path[:-1]
 
 
 def _numbers(path: Path) -> int:

@@ -356,6 +356,13 @@ def cut_model(
     evaluation_positions = same_cuts(evaluation.chain, chain, positions, ids, leaves.names)
     for each, segment in zip(read, segments_of(evaluation.chain, evaluation_positions), strict=True):
         each.update(segment.leaves)
+    changed = {leaf for segment in training_segments for leaf in segment.written}
+    for k, (each, segment) in enumerate(zip(read, training_segments, strict=True)):
+        if stale := sorted(changed & each - {*segment.written}):
+            raise InputError(
+                f"from_model: layer '{ids[k]}' reads the layer state '{leaves.names[stale[0]]}', which another layer changes, so its copy "
+                "would be out of date; cut elsewhere (cuts=…, jpipe.cut), so that one layer reads and changes it"
+            )
     writers = {leaf: k for k, segment in enumerate(training_segments) for leaf in segment.written}
     parts = parts_of(read, leaves, named)
     having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in (*part.params, *part.state)} | writers

@@ -58,22 +58,36 @@ def segments_of(chain: Chain, positions: Sequence[int]) -> list[Segment]:
     """Return the segments of a chain that is cut at these positions."""
     bounds = [0, *positions, len(chain.equations)]
     passes, again = _passing(chain, bounds)
-    written: list[list[int]] = [[] for _ in bounds[1:]]
-    for leaf, value in chain.new_state.items():
-        if value is not chain.leaves[leaf]:
-            written[_maker(chain, bounds, leaf, value)].append(leaf)
+    written = _written(chain, bounds)
     return [
         _segment(chain, [*again[k], *chain.equations[begin:end]], passes[k], passes[k + 1], written[k])
         for k, (begin, end) in enumerate(itertools.pairwise(bounds))
     ]
 
 
-def _maker(chain: Chain, bounds: Sequence[int], leaf: int, value: Any) -> int:
-    """Return the segment that makes a new value of layer state: where its last equation is, or where the state is read first."""
-    number = None if is_literal(value) else chain.made.get(value)
-    if number is None:
-        number = next((i for i, reads in enumerate(chain.reads) if leaf in reads), 0)
-    return max(k for k in range(len(bounds) - 1) if bounds[k] <= max(number, 0))
+def _written(chain: Chain, bounds: Sequence[int]) -> list[list[int]]:
+    """Return the layer state that each segment writes.
+
+    What depends on the inputs is written where it is made. What does not, such as a counter, is written by all segments that read it, each
+    of which has a copy.
+    """
+    count = len(bounds) - 1
+    reads = [frozenset[Any]().union(*chain.reads[begin:end]) for begin, end in itertools.pairwise(bounds)]
+    written: list[set[int]] = [set() for _ in range(count)]
+    changed = {leaf: value for leaf, value in chain.new_state.items() if value is not chain.leaves[leaf]}
+    for leaf, value in changed.items():
+        number = None if is_literal(value) else chain.made.get(value)
+        if number is not None:
+            written[max(k for k in range(count) if bounds[k] <= max(number, 0))].add(leaf)
+        elif not any(leaf in each for each in reads):
+            written[0].add(leaf)
+    is_free = {leaf for leaf, value in changed.items() if is_literal(value) or value not in chain.made}
+    for k in range(count):
+        held = {*reads[k], *written[k]} & is_free
+        while held - written[k]:
+            written[k] |= held
+            held = is_free & chain.needs_of(changed[leaf] for leaf in held)  # what their new values are made of
+    return [sorted(leaves) for leaves in written]
 
 
 def _segment(chain: Chain, equations: Sequence[Any], taken: Sequence[Any], given: Sequence[Any], written: Sequence[int]) -> Segment:

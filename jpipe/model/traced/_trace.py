@@ -113,9 +113,8 @@ def stacked(spec: jax.ShapeDtypeStruct, slices: Mapping[Leaf, Any]) -> Any:
     """Return an array from its slices, or its spec where some are missing. Slices on several devices are stacked on the host."""
     if not slices or len(slices) < math.prod(spec.shape[axis] for axis in next(iter(slices)).axes):
         return spec
-    in_one_place = (
-        any(isinstance(part, jax.core.Tracer) for part in slices.values()) or len({part.sharding for part in slices.values()}) == 1
-    )
+    parts = list(slices.values())
+    in_one_place = any(isinstance(part, jax.core.Tracer) for part in parts) or len({getattr(part, "sharding", None) for part in parts}) == 1
     return stack_slices(slices, jnp.stack if in_one_place else lambda arrays, axis: np.stack([np.asarray(array) for array in arrays], axis))
 
 

@@ -16,7 +16,7 @@ Tree = Any
 
 def is_array(leaf: Any) -> bool:
     """Return whether a leaf is an array or the spec of one."""
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def is_spec(leaf: Any) -> bool:

@@ -277,6 +277,35 @@ def noisy(x, ordered):
     return x
 
 
+def counting(params, state, x):
+    """Scale by a counter in each layer; return a constant and a trained NumPy scalar, too."""
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w) * (1 + state["count"])
+    return {"y": x * params["scale"], "constant": jnp.float32(3.0)}, {"count": state["count"] + 1}
+
+
+def test_a_counter_that_several_layers_read_counts_in_each():
+    params = {"layers": [jnp.eye(8) * k for k in (0.5, 1.0, 1.5)], "scale": np.float32(1.5)}
+    stack = LayerStack.from_function(counting, params, X[:2], state={"count": np.zeros((), np.float32)})
+    assert stack.ids[:2] == ("layers.0", "layers.1")
+    plan = jpipe.Plan.even(stack.ids, num_stages=len(stack.ids), schedule="pipedream_flush", microbatches=2)
+    pipe = jpipe.Pipeline(stack, plan, lambda outputs, labels: ((outputs["y"] - labels).sum(), labels.size), optax.sgd(0.1))
+    state, metrics = pipe.step(pipe.init(jax.random.key(0), (X, 0 * X)), (X, 0 * X))
+
+    def whole(params):
+        count, total = {"count": jnp.float32(0)}, 0.0
+        for rows in (X[:2], X[2:]):
+            outputs, count = counting(params, count, rows)
+            total += outputs["y"].sum()
+        return total / X.size
+
+    expected, gradients = jax.value_and_grad(whole)(params)
+    np.testing.assert_allclose(float(metrics.losses[0]), expected, rtol=1e-5)
+    trained, counted = pipe.model(state)
+    jax.tree.map(lambda new, old, g: np.testing.assert_allclose(new, old - 0.1 * g, rtol=1e-5, atol=1e-6), trained, params, gradients)
+    assert float(counted["count"]) == 2
+
+
 class Reversed(nnx.Module):
     """Reads its layers in another order in evaluation."""
 
