@@ -212,6 +212,12 @@ def _split(module: nnx.Module) -> Any:
     return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
+def is_in_evaluation(module: nnx.Module) -> bool:
+    """Return whether all parts of a module that can be in evaluation are, as after `module.eval()`; False if there are none."""
+    flags = [getattr(part, name) for _, part in nnx.iter_modules(module) for name in _FROZEN if getattr(part, name, None) is not None]
+    return bool(flags) and all(flags)
+
+
 def _set_to_train(module: nnx.Module) -> None:
     """Call `module.train()`, but keep frozen what a constructor has frozen."""
     frozen = [(part, name) for _, part in nnx.iter_modules(module) for name in _FROZEN if getattr(part, name, None) is True]

@@ -135,7 +135,7 @@ class LayerStack:
             function: `function(params, *inputs)`, or with `state` `function(params, state, *inputs) -> (outputs, new state)`. It gets a
                 random key of the microbatch by a parameter named `key` or `rng`, and whether it trains as layers do.
             params: its initial parameters, any pytree; `jax.ShapeDtypeStruct`s if `Pipeline.init` will be given arrays. Arrays that are not
-                floating point are constants.
+                floating point, and Python numbers, are constants.
             inputs: as in `from_model`.
             state: the initial layer state.
             granularity, cuts: as in `from_model`.

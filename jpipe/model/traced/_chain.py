@@ -94,11 +94,12 @@ class Chain:
             if id(equation) not in seen:
                 seen[id(equation)] = equation
                 to_do += [var for var in _variables(equation.invars) if var in self.sources]
-        return sorted(seen.values(), key=self._order.__getitem__)
+        return sorted(seen.values(), key=lambda equation: self._order[id(equation)])
 
     @cached_property
-    def _order(self) -> "_ById":
-        return _ById(self.jaxpr.eqns)
+    def _order(self) -> dict[int, int]:
+        """The position of each equation of the jaxpr, by its identity: equations cannot be compared."""
+        return {id(equation): position for position, equation in enumerate(self.jaxpr.eqns)}
 
     @cached_property
     def marks(self) -> dict[int, str]:
@@ -133,16 +134,6 @@ class Chain:
             change[self.made[var] + 1] += nbytes(var)
             change[number + 1] -= nbytes(var)
         return np.cumsum(change)[:-1]
-
-
-class _ById:
-    """The position of each object of a sequence; equations cannot be compared."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._positions = {id(item): position for position, item in enumerate(items)}
-
-    def __getitem__(self, item: Any) -> int:
-        return self._positions[id(item)]
 
 
 def chain_of(closed: Any, num_params: int, num_leaves: int, written: Sequence[int], num_outputs: int) -> Chain:

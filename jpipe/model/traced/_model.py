@@ -211,8 +211,17 @@ class TracedModel:
             self._cuts[key] = cut = self._make_cut(inputs)
             for k, carry in enumerate(cut.carries):
                 leaves = inputs if k == 0 else carry[0] if len(carry) == 1 else carry
-                self._inputs_of.setdefault((k, *_hashable(leaves)), inputs)
+                first = self._inputs_of.setdefault((k, *_hashable(leaves)), inputs)
+                self._check_equal(k, cut, self._cuts.get((*_hashable(first), *context()), cut))
         return self._cuts[key]
+
+    def _check_equal(self, k: int, cut: _Cut, other: _Cut) -> None:
+        """Check that a layer which gets inputs of the same shapes in both cuts computes the same in both."""
+        if any(cut.segments[train][k].text != other.segments[train][k].text for train in (True, False)):
+            raise InputError(
+                f"from_model: layer '{self.parts[k].id}' gets inputs of the same shapes for inputs of the model of two shapes, but "
+                "computes something else with each, such as a division by a length; compute that length from an array that passes to it"
+            )
 
     def _make_cut(self, inputs: Tree) -> _Cut:
         traces = {train: self._trace(inputs, train) for train in (True, False)}
@@ -343,9 +352,8 @@ def cut_model(
     positions = choose_cuts(chain, leaves.paths[: leaves.num_params], granularity, prefixes)
     if not positions:
         raise InputError(
-            "from_model: expected a model of several layers, found none at whose end fewer bytes pass than around it: all of its "
-            f"{len(chain.equations)} operations on its inputs are one layer; if it is one jax.checkpoint or one loop, put these into its "
-            "parts, or name places to cut with jpipe.cut"
+            "from_model: expected a model of several modules with parameters, found no place between two of them; if it is one "
+            "jax.checkpoint or one loop, put these into its parts, or name places to cut with cuts=… or jpipe.cut"
         )
     named = {k: chain.marks[position] for k, position in enumerate(positions) if position in chain.marks}
     prefix_at = {position_before(chain, leaves.paths, prefix): prefix for prefix in prefixes}

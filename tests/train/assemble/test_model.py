@@ -397,7 +397,7 @@ def test_a_target_may_be_a_whole_model(target, arguments, ids):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("one_layer", "expected a model of several layers, found none"),
+        ("one_layer", "expected a model of several modules with parameters"),
         ("no_module", "expected an NNX module or its constructor .* found function"),
     ],
 )

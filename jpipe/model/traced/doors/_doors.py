@@ -1,6 +1,7 @@
 """A whole model of any kind as one layer, and the way back to the user's model."""
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,13 @@ from jpipe.errors import InputError, callers_code, cause
 from jpipe.model._adapters import is_constructor, linen_layer, needed_parameters
 from jpipe.model._calls import Randomness, arguments_of, call_by_name, is_bound, modes
 from jpipe.model._layer import Layer, describe, key_spec, spec_of
-from jpipe.model._nnx import NnxFunctions, abstract, built_functions, nnx_functions
+from jpipe.model._nnx import NnxFunctions, abstract, built_functions, is_in_evaluation, nnx_functions
 from jpipe.model.traced.doors._parts import Parts, is_array, is_spec, matched, path_name
 from jpipe.model.traced.doors._whole import WHERE, Whole, whole
 
 Tree = Any
+
+_LOG = logging.getLogger("jpipe")
 
 
 def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) -> Whole:
@@ -39,6 +42,12 @@ def open_model(model: Any, inputs: tuple[Any, ...], *, variables: Any = None) ->
     if variables is not None:
         raise InputError(f"variables: expected None, because only a Linen module has variables apart from it, and found {_kind(model)}")
     if isinstance(model, nnx.Module):
+        if is_in_evaluation(model):
+            _LOG.warning(
+                "from_model: the %s is in evaluation mode, so it will train without dropout and with its batch statistics as they are; "
+                "call train() on it first to train as usual",
+                type(model).__name__,
+            )
         return _open_nnx(built_functions(WHERE, model, len(inputs)))
     if callable(model) and not isinstance(model, type) and not jax.tree_util.all_leaves([model]):
         return _open_called(type(model).__call__, model, inputs, None)

@@ -258,7 +258,7 @@ def test_an_abstract_model_needs_parameters():
     ("model", "message"),
     [
         (lambda p, x: jax.nn.relu(x @ p[0] @ p[1]) @ p[1], None),
-        (lambda p, x: jnp.tanh(x @ p[0]), "expected a model of several layers"),
+        (lambda p, x: jnp.tanh(x @ p[0]), "expected a model of several modules with parameters"),
         (lambda p, x: noisy(x @ p[0], ordered=True) @ p[1], "ordered side effects"),
         (lambda p, x: (x @ p[0])[x[:, 0] > 0] @ p[1], "cannot be traced"),
     ],
@@ -304,6 +304,27 @@ def test_a_counter_that_several_layers_read_counts_in_each():
     trained, counted = pipe.model(state)
     jax.tree.map(lambda new, old, g: np.testing.assert_allclose(new, old - 0.1 * g, rtol=1e-5, atol=1e-6), trained, params, gradients)
     assert float(counted["count"]) == 2
+
+
+def averaged(params, x):
+    """Divide by the length of the input after a sum that removes it."""
+    return jnp.tanh(jnp.tanh(x @ params[0]).sum(1) @ params[1]) / x.shape[1] @ params[2]
+
+
+def test_a_layer_that_depends_on_a_length_that_it_does_not_see_is_rejected():
+    stack = LayerStack.from_function(averaged, [jnp.eye(8)] * 3, jnp.ones((2, 5, 8)), cuts=["1", "2"])
+    assert stack.specs(jnp.ones((2, 5, 8)))["2"].output.shape == (2, 8)
+    with pytest.raises(InputError, match="of the same shapes for inputs of the model of two shapes"):
+        stack.specs(jnp.ones((2, 7, 8)))
+
+
+def test_a_built_model_in_evaluation_mode_is_warned_of(caplog):
+    model = MODELS["unet"][0](nnx.Rngs(0))
+    LayerStack.from_model(model, X)
+    assert not caplog.messages
+    model.eval()
+    LayerStack.from_model(model, X)
+    assert [message for message in caplog.messages if "the UNet is in evaluation mode" in message]
 
 
 class Reversed(nnx.Module):
