@@ -90,7 +90,7 @@ bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a
 bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults
 
-bench-learning: .venv/ready ## Compare how well models learn with delayed weights, half an hour; docs/learning.md has the full grid
+bench-learning: .venv/ready ## Compare how well models learn with delayed weights, about eight minutes; docs/learning.md has the full grid
 	@$(VENV)/python -m benchmarks.learning
 
 docs: .venv/ready ## Build the API reference, build/docs/jpipe.html
