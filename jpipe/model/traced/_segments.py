@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from jpipe.model.jaxprs._dependence import is_literal
 from jpipe.model.jaxprs._min_cut import cheapest_cut
@@ -46,6 +47,7 @@ class Segment:
     def __call__(self, leaves: Sequence[Any], key: Any, taken: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return (what it gives, the new values of what it writes)."""
         results = self._function(*leaves, *([key] if self.uses_key else ()), *taken)
+        results = [result if isinstance(result, jax.Array) else jnp.asarray(result) for result in results]  # a constant is no array of JAX
         return results[: len(self.gives)], results[len(self.gives) :]
 
     @cached_property
