@@ -2,14 +2,34 @@
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import jax
 
 from jpipe.errors import InputError
 
 __all__ = [
+    "traced_platform",
+    "tracing_for",
     "without_mesh",
 ]
+
+_platform: ContextVar[str | None] = ContextVar("_platform", default=None)
+
+
+@contextlib.contextmanager
+def tracing_for(platform: str) -> Iterator[None]:
+    """Trace layers for another platform than JAX's default one, such as "cuda" where stages are compiled for a GPU that is not here."""
+    token = _platform.set(platform)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
+
+
+def traced_platform() -> str:
+    """Return the platform that layers are traced for, for layers that compute differently on some: "cpu", "gpu" or "tpu"."""
+    return _platform.get() or jax.default_backend()
 
 
 @contextlib.contextmanager

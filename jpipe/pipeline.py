@@ -559,7 +559,7 @@ class Pipeline:
         self,
         batch: Batch,
         *,
-        compiled_for: jax.Device | None = None,
+        compiled_for: jax.Device | Sequence[jax.Device] | None = None,
         stages: Collection[int] | None = None,
         programs: CompiledPrograms | None = None,
     ) -> tuple[StageCost, ...]:
@@ -572,7 +572,8 @@ class Pipeline:
         Args:
             batch: as in `init`; `jax.ShapeDtypeStruct`s will do.
             compiled_for: compile the stages for this device, whatever the plan's own are, only to know their temporaries; those on meshes
-                for the first devices of its kind.
+                for the first devices of its kind in this process. With a sequence of devices, those on meshes for the first of these,
+                which may be devices that are not here, such as those of `jax.experimental.topologies`.
             stages: with `compiled_for`, compile only these; all by default. The temporaries of the other stages are 0.
             programs: a dict that keeps what is compiled with `compiled_for`, so that other plans of this model need not compile equal
                 stages again; empty at first.

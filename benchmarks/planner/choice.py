@@ -80,7 +80,7 @@ def _measured(profile: Profile, topology: Topology, count: int) -> dict[str, Any
         begun = time.process_time()
         everything[candidate] = _simulated(profile, topology, candidate)
         seconds[candidate] = time.process_time() - begun
-    limit = topology.device.memory or float("inf")
+    limit = topology.device.limit or float("inf")
     fast = {candidate: one.samples_per_second for candidate, one in everything.items() if max(one.memory) <= limit}
     best = max(fast.values())
     before = _by_closed_form(fitting, fast)

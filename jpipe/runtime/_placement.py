@@ -33,20 +33,24 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
     )
 
 
-def place_on(device: jax.Device, mesh: FrozenMapping[int]) -> Place:
-    """Return a place for a mesh, on this device or on the first ones of its kind in this process.
+def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int]) -> Place:
+    """Return a place for a mesh, to compile for: on the first of these devices, or of those like a single one in this process.
 
     Raises:
         InputError: too few devices exist.
     """
-    here = [other for other in jax.local_devices(backend=device.platform) if other.device_kind == device.device_kind]
+    if isinstance(devices, jax.Device):
+        if not mesh:
+            return Place((devices,))
+        likes = [other for other in jax.local_devices(backend=devices.platform) if other.device_kind == devices.device_kind]
+        change = f"on CPUs jax.config.update('jax_num_cpu_devices', {math.prod(mesh.values())}) makes as many before JAX is used"
+    else:
+        likes, change = list(devices), "give as many as the largest mesh has"
     size = math.prod(mesh.values())
-    if size > len(here):
-        raise InputError(
-            f"costs: expected {size} devices like {device} for the mesh {dict(mesh)}, found {len(here)}; on CPUs "
-            f"jax.config.update('jax_num_cpu_devices', {size}) makes as many before JAX is used"
-        )
-    return Place(tuple(here[:size]), mesh) if mesh else Place((device,))
+    if size > len(likes):
+        like = f" like {devices}" if isinstance(devices, jax.Device) else ""
+        raise InputError(f"costs: expected {size} devices{like} for the mesh {dict(mesh)}, found {len(likes)}; {change}")
+    return Place(tuple(likes[:size]), mesh)
 
 
 def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device] | None) -> list[tuple[jax.Device, ...]]:

@@ -1,7 +1,9 @@
 from .cost.price import all_reduce_seconds, cut_seconds
 from .cost.shape import is_planned, needs_vertical_sync, planned_schedules, sharing_refusal
 from .cost.simulated import Simulated, simulate_plan
+from .machine.compiling import Compiling, compiling_for
 from .machine.local import host_memory, local_topology, usable_cores
+from .machine.targets import Target, TargetUnavailable, find_target, known_targets, target_devices
 from .machine.topology import Device, Level, Topology
 from .profile.analyze import analyze
 from .profile.flops import count_products
@@ -30,6 +32,7 @@ __all__ = [
     "Candidate",
     "Choice",
     "Compiled",
+    "Compiling",
     "Confirmation",
     "Degrees",
     "Device",
@@ -44,6 +47,8 @@ __all__ = [
     "Ranked",
     "SharedProfile",
     "Simulated",
+    "Target",
+    "TargetUnavailable",
     "TensorProfile",
     "Topology",
     "Updates",
@@ -54,15 +59,18 @@ __all__ = [
     "balance",
     "choose",
     "compile_stages",
+    "compiling_for",
     "confirm",
     "count_products",
     "cut_seconds",
     "draw_choice",
     "evaluate_partition",
     "find_candidates",
+    "find_target",
     "find_variants",
     "host_memory",
     "is_planned",
+    "known_targets",
     "local_topology",
     "measure",
     "mesh_refusal",
@@ -79,6 +87,7 @@ __all__ = [
     "search_pipedream",
     "sharing_refusal",
     "simulate_plan",
+    "target_devices",
     "usable_cores",
     "variant_schedules",
 ]

@@ -1,95 +1,23 @@
 """Topologies: devices joined level by level, each level slower than the one inside it, and the figures of a device."""
 
 import math
-import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 import jpipe
 from jpipe import InputError
 from jpipe_planner.machine.plain_yaml import parse
+from jpipe_planner.machine.targets import Target, find_target
+from jpipe_planner.machine.units import DTYPES, Data, Positive, Possible, Share, in_unit, seconds
 
 FORMAT = "jpipe-topology/1"
-DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-_PREFIXES = {
-    "": 1.0,
-    "K": 1e3,
-    "k": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-    "T": 1e12,
-    "P": 1e15,
-    "Ki": 2.0**10,
-    "Mi": 2.0**20,
-    "Gi": 2.0**30,
-    "Ti": 2.0**40,
-}
-_UNITS: Mapping[str, tuple[dict[str, float], str]] = {
-    "bytes per second": ({"B/s": 1.0, "bit/s": 1 / 8}, "25 Gbit/s or 30 GB/s"),
-    "bytes": ({"B": 1.0}, "16 GB or 16 GiB"),
-    "FLOP/s": ({"FLOP/s": 1.0, "FLOPS": 1.0}, "125 TFLOP/s"),
-}
-_IN_A_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 
 
-def _in(unit: str) -> BeforeValidator:
-    """Return a validator that reads a number, or text with a unit, such as `25 Gbit/s` for bytes per second."""
-    units, example = _UNITS[unit]
-
-    def convert(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([A-Za-z/]+)\s*", value)
-        for name, factor in units.items():
-            prefix = match[2].removesuffix(name) if match and match[2].endswith(name) else None
-            if match and prefix in _PREFIXES:
-                return _number(match[1], value, example) * factor * _PREFIXES[prefix]
-        raise ValueError(f"expected {unit}, such as {example}, found {value!r}")
-
-    return BeforeValidator(convert)
-
-
-def _seconds(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(s|ms|us|µs|ns)\s*", value)
-    if not match:
-        raise ValueError(f"expected seconds, such as 5 us or 0.1 ms, found {value!r}")
-    return _number(match[1], value, "5 us") / _IN_A_SECOND[match[2]]
-
-
-def _number(text: str, value: str, example: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"expected a number and a unit, such as {example}, found {value!r}") from None
-
-
-def _possible(value: float) -> float:
-    """Check that a number makes no time infinite or zero."""
-    if not 1e-3 <= value <= 1e30:
-        raise ValueError(f"expected a number from 0.001 to 1e30, found {value:g}; is it a typo?")
-    return value
-
-
-def _share(value: float) -> float:
-    if value < 1e-6:
-        raise ValueError(f"expected a share of at least 1e-06, found {value:g}; is it a typo?")
-    return value
-
-
-Positive = Field(gt=0, allow_inf_nan=False)
-_Possible = AfterValidator(_possible)
-
-
-class _Data(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
-
-class Level(_Data):
+class Level(Data):
     """Components of the level inside (single devices at the innermost level) that links join.
 
     Attributes:
@@ -101,27 +29,65 @@ class Level(_Data):
     """
 
     count: Annotated[int, Field(ge=1, le=2**20, strict=True)]
-    bandwidth: Annotated[float, _in("bytes per second"), Positive, _Possible]
-    latency: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible]
+    latency: Annotated[float, BeforeValidator(seconds), Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
     name: str = ""
 
 
-class Device(_Data):
+class Device(Data):
     """The figures of a device.
 
     Attributes:
-        name: a name to show.
+        name: a name to show; by default that of the target.
+        target: a name of the table of `jpipe target`, or a YAML file of the same format; stages are compiled for it, and its figures are
+            those of the device, except for those that are given here. None: stages are compiled for the devices of this machine.
         memory: bytes; None: not limited.
+        reserved: bytes that a plan leaves free, by what they are for; a single number or text for all together.
         flops: peak operations per second, by dtype; for analytic profiles.
         efficiency: share of `flops` that large matrix products reach in training.
         memory_bandwidth: bytes per second; for analytic profiles.
     """
 
     name: str = "device"
-    memory: Annotated[float, _in("bytes"), Positive, _Possible] | None = None
-    flops: dict[str, Annotated[float, _in("FLOP/s"), Positive, _Possible]] = {}
-    efficiency: Annotated[float, Field(gt=0, le=1), AfterValidator(_share)] = 0.5
-    memory_bandwidth: Annotated[float, _in("bytes per second"), Positive, _Possible] | None = None
+    target: str | None = None
+    memory: Annotated[float, in_unit("bytes"), Positive, Possible] | None = None
+    reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
+    flops: dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possible]] = Field(default_factory=dict)
+    efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
+    memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] | None = None
+
+    @property
+    def limit(self) -> float | None:
+        """The bytes that a plan may use: the memory without what is reserved; None: not limited."""
+        return None if self.memory is None else self.memory - sum(self.reserved.values())
+
+    @property
+    def compiles_for(self) -> Target | None:
+        """The target that stages are compiled for; None: the devices of this machine."""
+        return None if self.target is None else find_target(self.target)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _with_figures_of_target(cls, fields: Any) -> Any:
+        if not isinstance(fields, Mapping):
+            return fields
+        if isinstance(reserved := fields.get("reserved"), str | int | float):
+            fields = {**fields, "reserved": {"reserved": reserved}}
+        if not isinstance(fields.get("target"), str):
+            return fields
+        try:
+            target = find_target(fields["target"])
+        except InputError as error:
+            raise ValueError(str(error)) from None
+        return {**{name: getattr(target, name) for name in ("name", *_FIGURES)}, **fields}
+
+    @pydantic.model_validator(mode="after")
+    def _leaves_memory(self) -> "Device":
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(
+                f"reserved: expected less than the memory of {self.memory:,.0f} bytes, found {sum(self.reserved.values()):,.0f}"
+            )
+        return self
 
     @pydantic.field_validator("flops")
     @classmethod
@@ -132,7 +98,10 @@ class Device(_Data):
         return flops
 
 
-class Topology(_Data):
+_FIGURES = ("memory", "reserved", "flops", "efficiency", "memory_bandwidth")  # of a target
+
+
+class Topology(Data):
     """The levels of a machine, innermost first.
 
     Devices are numbered from the innermost level: 0 .. levels[0].count - 1 share one component.
@@ -244,12 +213,13 @@ class Topology(_Data):
         return cls(levels=({"count": count, "bandwidth": bandwidth, "latency": latency},), device={"memory": memory})
 
     @classmethod
-    def from_yaml(cls, text: str, where: str = "topology") -> "Topology":
+    def from_yaml(cls, text: str, where: str = "topology", folder: Path | None = None) -> "Topology":
         """Read a topology from YAML.
 
         Args:
             text: YAML, as in `configs/topologies/`.
             where: the source, such as a file name, for error messages.
+            folder: where a file that the device names as its target is; by default the current folder.
 
         Raises:
             InputError: the text is not YAML (with line and column), not a topology, or has impossible numbers.
@@ -258,6 +228,9 @@ class Topology(_Data):
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             actual = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {actual!r}; is this a topology of jpipe?")
+        device = data.get("device")
+        if folder is not None and isinstance(device, dict) and str(device.get("target")).endswith((".yaml", ".yml")):
+            data["device"] = {**device, "target": str(folder / device["target"])}
         try:
             return cls(**{str(key): value for key, value in data.items()})
         except InputError as error:

@@ -13,7 +13,8 @@ import optax
 
 import jpipe
 from jpipe import InputError
-from jpipe.context import without_mesh
+from jpipe.context import tracing_for, without_mesh
+from jpipe_planner.machine.compiling import compiling_for
 from jpipe_planner.machine.topology import Device
 from jpipe_planner.profile.flops import count_flops
 from jpipe_planner.profile.model import (
@@ -56,7 +57,8 @@ def analyze(
     `device.memory_bandwidth`, whichever is longer. FLOPs are counted by XLA before it optimizes, plus those of the further iterations of
     scans; of a while loop one iteration is counted. Traffic is what has to move even if everything is fused: weights, inputs, outputs,
     residuals, gradients and optimizer state, each once. Temporaries come from compiling forward and backward, and the backward of
-    neighbouring layers, at the smallest and the largest size, interpolated linearly; an update is assumed to need none. The profile does
+    neighbouring layers, at the smallest and the largest size, interpolated linearly; an update is assumed to need none. They are compiled
+    for the target of the device, and for this machine where it has none or XLA cannot compile for it here. The profile does
     not know that GPUs are slow with few rows: if the smallest microbatches look best, use a measured profile.
 
     Args:
@@ -76,14 +78,22 @@ def analyze(
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
     """
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction)
-    local_device = jax.local_devices()[0]
+    compiled_for = compiling_for(device).devices[0]
     meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
-    costs = {}
+    with tracing_for(compiled_for.platform):
+        costs = _costs(model, device, compiled_for, meter)
+        stage_costs = count_bytes(model, policies, meter)
+        return profile_of(model, costs, stage_costs, scratch_of_pairs(model, compiled_for), source="analytic", device=device.name)
+
+
+def _costs(model: Model, device: Device, compiled_for: jax.Device, meter: Meter) -> dict[tuple[str, int], Costs]:
+    """Return the costs of each distinct layer at each size."""
+    local_device, costs = jax.local_devices()[0], {}
     for layer_id in model.distinct:
         stages = {rows: model.stage([layer_id], rows) for rows in model.sizes}
         traced = {(rows, name): stage.trace(name, local_device) for rows, stage in stages.items() for name in PROGRAMS}
         lowered = {key: program.lower() for key, program in traced.items()}
-        temporaries = _temporaries(model.sizes, lowered)
+        temporaries = _temporaries(model.sizes, lowered if compiled_for == local_device else _lowered_at_ends(stages, compiled_for))
         for rows, temporary in zip(model.sizes, temporaries, strict=True):
             flops = {name: count_flops(traced[rows, name], lowered[rows, name]) for name in PROGRAMS}
             rate = _rate(device, layer_id, stages[rows].specs[layer_id], model.precision.compute)
@@ -91,8 +101,7 @@ def analyze(
             forward, backward, update = (_seconds(flops[name], traffic[name], rate, device) for name in PROGRAMS)
             costs[layer_id, rows] = Costs(forward, backward, update, temporary, flops["forward"])
         meter.step()
-    stage_costs = count_bytes(model, policies, meter)
-    return profile_of(model, costs, stage_costs, scratch_of_pairs(model, local_device), source="analytic", device=device.name)
+    return costs
 
 
 def _traffic(cost: jpipe.programs.StageCost) -> dict[str, int]:
@@ -130,6 +139,12 @@ def _rate(device: Device, layer_id: str, spec: jpipe.model.LayerSpec, compute: s
             f"topology: device '{device.name}' has flops for {known}, layer '{layer_id}' computes in {floats[0].name}; add them"
         )
     return device.flops[name] * device.efficiency
+
+
+def _lowered_at_ends(stages: Mapping[int, jpipe.stages.StandaloneStage], device: jax.Device) -> dict[Any, jax.stages.Lowered]:
+    """Return forward and backward at the smallest and the largest size, lowered for a device that is not here, which counts no FLOPs."""
+    ends = min(stages), max(stages)
+    return {(rows, name): stages[rows].trace(name, device).lower() for rows in ends for name in ("forward", "backward")}
 
 
 def _temporaries(sizes: Sequence[int], lowered: Mapping[Any, jax.stages.Lowered]) -> list[int]:

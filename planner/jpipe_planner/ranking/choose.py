@@ -132,7 +132,7 @@ def choose(
     meshes = Meshes(profile, topology)
     by_rank = sorted(candidates, key=lambda candidate: candidate.rank)
     fitting = [candidate for candidate in by_rank if candidate.over is None]
-    limit = math.inf if topology.device.memory is None else topology.device.memory
+    limit = math.inf if topology.device.limit is None else topology.device.limit
     known = {candidate: Outcome(one.seconds, max(one.memory) <= limit) for candidate, one in tried.items()}
 
     def run(candidate: Candidate) -> Outcome:

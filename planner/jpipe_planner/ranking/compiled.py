@@ -48,9 +48,14 @@ Programs = dict[Any, Any]
 
 
 def compile_stages(
-    choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device, programs: Programs | None = None
+    choice: Choice,
+    ranked: Ranked,
+    pipe: jpipe.Pipeline,
+    batch: Any,
+    devices: jax.Device | Sequence[jax.Device],
+    programs: Programs | None = None,
 ) -> Compiled:
-    """Compile the stages of a plan for a device of this machine, run nothing, and simulate the plan again with the exact memory.
+    """Compile the stages of a plan, run nothing, and simulate the plan again with the exact memory.
 
     Of a plan of many stages those of the fullest pipeline rank are compiled first, and the other stages only if these fit. The stages of a
     plan on meshes take longer to compile and are mostly equal, so the other ranks are not compiled: their memory is estimated.
@@ -60,7 +65,8 @@ def compile_stages(
         ranked: the plan.
         pipe: a pipeline of that plan.
         batch: specs of a whole batch, (inputs, labels).
-        device: the device to compile for; scratch memory is that of its kind, even if the topology has another kind.
+        devices: what to compile for, as `compiled_for` of `jpipe.Pipeline.costs`; scratch memory is that of their kind, even if the
+            topology has another kind.
         programs: programs compiled for other plans of the model; new ones are added.
     """
     programs = {} if programs is None else programs
@@ -68,20 +74,26 @@ def compile_stages(
     every, fullest = tuple(range(plan.depth)), plan.pipeline_ranks[max(range(len(ranked.memory)), key=ranked.memory.__getitem__)]
     on_meshes = any(stage.mesh for stage in plan.stages)
     if on_meshes or plan.depth > _AT_ONCE:
-        first = _with_compiled(choice, ranked, pipe, batch, device, fullest, programs)
+        first = _with_compiled(choice, ranked, pipe, batch, devices, fullest, programs)
         if on_meshes or not first.fits:
             return first
-    return _with_compiled(choice, ranked, pipe, batch, device, every, programs)
+    return _with_compiled(choice, ranked, pipe, batch, devices, every, programs)
 
 
 def _with_compiled(
-    choice: Choice, ranked: Ranked, pipe: jpipe.Pipeline, batch: Any, device: jax.Device, stages: Collection[int], programs: Programs
+    choice: Choice,
+    ranked: Ranked,
+    pipe: jpipe.Pipeline,
+    batch: Any,
+    devices: jax.Device | Sequence[jax.Device],
+    stages: Collection[int],
+    programs: Programs,
 ) -> Compiled:
     """Do the work of `compile_stages` with only these stages compiled."""
-    plan, limit = choice.plan(ranked), choice.topology.device.memory
+    plan, limit = choice.plan(ranked), choice.topology.device.limit
     profile, topology = choice.meshes.of(ranked.candidate.degrees)
     costs, estimates = [], profile.stage_costs(plan, ranked.candidate.rows)
-    sizes = pipe.costs(batch, compiled_for=device, stages=stages, programs=programs)
+    sizes = pipe.costs(batch, compiled_for=devices, stages=stages, programs=programs)
     for s, (size, estimate) in enumerate(zip(sizes, estimates, strict=True)):
         names = _TIMES if s in stages else (*_TIMES, "residuals", "stash", "temporary")
         costs.append(dataclasses.replace(size, **{name: getattr(estimate, name) for name in names}))

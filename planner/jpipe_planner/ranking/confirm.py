@@ -106,7 +106,7 @@ class _Confirm:
     ) -> None:
         self.result = Confirmation(known=dict(known))
         self._choice, self._compile, self._report = choice, compile, report
-        limit = choice.topology.device.memory
+        limit = choice.topology.device.limit
         self._limit = math.inf if limit is None else limit
         roomy = None if limit is None else (1 + NEAR) * limit
         device = choice.topology.device.model_copy(update={"memory": roomy})

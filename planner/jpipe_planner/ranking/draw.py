@@ -50,7 +50,7 @@ def _draw_candidates(
 ) -> None:
     from matplotlib import ticker
 
-    limit = choice.topology.device.memory
+    limit = choice.topology.device.limit
     points: dict[tuple[str, bool], list[tuple[int, float]]] = {}
     for candidate, known in candidates:
         memory = max((known or candidate).memory)

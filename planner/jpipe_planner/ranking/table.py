@@ -51,7 +51,7 @@ HEAD = (
 
 def rows(choice: Choice, most: int) -> list[tuple[str, ...]]:
     """Return rows for the first `most` plans that fit; see `head` for the columns."""
-    lines = [_row(n, ranked, choice.topology.device.memory) for n, ranked in enumerate(choice.ranked[:most], start=1)]
+    lines = [_row(n, ranked, choice.topology.device.limit) for n, ranked in enumerate(choice.ranked[:most], start=1)]
     if not has_meshes(choice):
         return lines
     return [(*row[:3], str(ranked.candidate.degrees), *row[3:]) for row, ranked in zip(lines, choice.ranked, strict=False)]
@@ -155,7 +155,7 @@ def rows_of(count: int) -> str:
 
 def why_rejected(choice: Choice, most: int) -> list[str]:
     """Return a line for each kind of plan that does not fit by its estimate, the one that lacks least memory first."""
-    limit = choice.topology.device.memory or 0.0
+    limit = choice.topology.device.limit or 0.0
     lines = []
     for candidate in choice.rejected[:most]:
         stage, lacking = candidate.over or (0, 0)
@@ -183,7 +183,7 @@ def attempt(one: Attempt) -> str:
 
 def why_chosen(choice: Choice, most: int) -> list[tuple[str, ...]]:
     """Return rows that compare the first plan that fits with the best of other kinds; see `WHY_HEAD` for the columns."""
-    best, limit = choice.ranked[0], choice.topology.device.memory
+    best, limit = choice.ranked[0], choice.topology.device.limit
     return [_why_row(best, other, limit) for other in choice.ranked[:most]]
 
 
@@ -227,7 +227,7 @@ def _bubble(ranked: Ranked) -> float:
 
 def what_would_fit(choice: Choice) -> list[str]:
     """Explain, for a model that fits nowhere, how much is lacking at which stage and what to change; recomputation was always tried."""
-    limit, best = choice.topology.device.memory or 0.0, choice.rejected[0]
+    limit, best = choice.topology.device.limit or 0.0, choice.rejected[0]
     stage, lacking = best.over or (0, 0)
     least, devices = min(choice.profile.sizes), choice.topology.num_devices
     untried = []

@@ -227,7 +227,7 @@ def _priced(
     candidate: Candidate, plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost], simulation: Simulated, topology: Topology
 ) -> Candidate:
     """Return the candidate with its simulation's numbers."""
-    limit, peaks = topology.device.memory, list(zip(plan.rank_positions, simulation.peak_bytes, strict=True))
+    limit, peaks = topology.device.limit, list(zip(plan.rank_positions, simulation.peak_bytes, strict=True))
     memory = tuple(max(peak for (pipeline_rank, _), peak in peaks if pipeline_rank == p) for p in range(len(plan.pipeline_ranks)))
     worst = max(range(len(memory)), key=memory.__getitem__)
     busy = [sum(costs[s].forward + costs[s].backward for s in stages) for stages in plan.pipeline_ranks]

@@ -91,7 +91,7 @@ def _pipedream(profile: Profile, topology: Topology, batch: int, exact: bool, ho
             inputs=profile.inputs[n],
             labels=profile.labels[n],
             dispatch=profile.dispatch,
-            memory=topology.device.memory,
+            memory=topology.device.limit,
             policies=policies,
         )
         partition = search_paper(problem, how) if how == "text" or how == "code" else search_pipedream(problem)

@@ -153,7 +153,7 @@ class _Sweep:
         self.profile, self.topology, self.batch, self.exact, self.price = profile, topology, batch, exact, price
         self.max_delay, self.is_restricted = max_delay, is_restricted
         self.layers = Layers(profile)
-        self.limit = topology.device.memory or np.inf
+        self.limit = topology.device.limit or np.inf
         self.tried = tuple((name, extra) for name in schedules for extra in _extras(jpipe.schedules.SCHEDULES[name]))
         self.cut = cache(self._cut)
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jpipe import InputError
+from jpipe.context import traced_platform
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import wider
 
@@ -33,7 +34,7 @@ def attend(
     if config.attention == "xla":
         return _of_xla(q, k, v, mask=mask, is_causal=is_causal)
     where = "model.attention: cudnn needs an NVIDIA GPU with cuDNN"
-    if jax.default_backend() == "cpu":
+    if traced_platform() == "cpu":
         raise InputError(f"{where}, found CPUs; set it to xla")
     try:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, implementation="cudnn")
@@ -52,7 +53,7 @@ def attend_cached(
 
 def _of_xla(q: Float[Array, "b s h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], **options: Any) -> Float[Array, "b s h d"]:
     """Call JAX's attention, in float32 for float16 on CPUs, which have no products of float16 that are summed in float32."""
-    if q.dtype == jnp.float16 and jax.default_backend() == "cpu":
+    if q.dtype == jnp.float16 and traced_platform() == "cpu":
         return _of_xla(*(x.astype(jnp.float32) for x in (q, k, v)), **options).astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
 

@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 import jpipe_planner
 from jpipe import InputError
-from jpipe_planner import Attempt, Choice, Compiled, Ranked, Topology, compile_stages
+from jpipe_planner import Attempt, Choice, Compiled, Compiling, Ranked, compile_stages
 from jpipe_planner.ranking import table
 from jpipe_train.console.terminal import count
 from jpipe_train.plan.profiling import Parts
@@ -20,12 +18,13 @@ def nothing_fits(choice: Choice) -> InputError:
     return InputError(*(f"plan: {line}" for line in table.what_would_fit(choice)))
 
 
-def confirm(searched: SearchResult, parts: Parts, report: Callable[[Attempt], None]) -> tuple[SearchResult, Compiled]:
+def confirm(searched: SearchResult, parts: Parts, compiling: Compiling, report: Callable[[Attempt], None]) -> tuple[SearchResult, Compiled]:
     """Compile the fastest plans until one fits, and those that may be as fast, and put the best first.
 
     Args:
         searched: the result of the search, by estimates.
         parts: the model.
+        compiling: the devices to compile for.
         report: called with each plan that does not fit.
 
     Returns:
@@ -34,17 +33,17 @@ def confirm(searched: SearchResult, parts: Parts, report: Callable[[Attempt], No
     Raises:
         InputError: no plan fits; the message lists what was tried.
     """
-    device, programs = jax.devices()[0], dict[Any, Any]()
+    programs = dict[Any, Any]()
 
     def compile(choice: Choice, ranked: Ranked) -> Compiled:
         pipe = parts.pipeline(choice.plan(ranked))
-        return compile_stages(choice, ranked, pipe, parts.rows(ranked.candidate.batch), device, programs)
+        return compile_stages(choice, ranked, pipe, parts.rows(ranked.candidate.batch), compiling.devices, programs)
 
     result = jpipe_planner.confirm(searched.choice, searched.candidates, searched.known, compile, report)
     if not result.attempts and not result.fitting:
         raise nothing_fits(searched.choice)
     if not result.fitting:
-        raise _nothing_fitted(result.attempts, scratch_words(parts, searched.choice.topology))
+        raise _nothing_fitted(result.attempts, compiled_words(parts, compiling))
     ranked = (*(compiled.ranked for compiled in result.fitting), *result.uncompiled)
     kinds = {plan.candidate.kind for plan in ranked}
     rejected = tuple(candidate for candidate in searched.choice.rejected if candidate.kind not in kinds)
@@ -68,17 +67,20 @@ def _nothing_fitted(attempts: Sequence[Attempt], scratch: str) -> InputError:
     return InputError(
         f"plan: no plan fits: the compiled stages of {count(len(attempts), 'plan')} need too much memory; {change}",
         *tried,
-        *([f"plan: {scratch}"] if scratch else []),
+        f"plan: stages are {scratch}",
     )
 
 
-def scratch_words(parts: Parts, topology: Topology) -> str:
-    """Explain how the scratch memory on other machines differs from that compiled here, or return "" if it does not."""
-    config = parts.config
-    computes = config.precision.computes or config.model.compute_dtype
-    if "16" not in computes or not topology.device.flops or jax.devices()[0].platform != "cpu":
-        return ""
+def compiled_words(parts: Parts, compiling: Compiling) -> str:
+    """Describe which devices the stages are compiled for and, if the plan is for others, by how much the scratch memory may differ."""
+    if not compiling.missing:
+        return f"compiled for {compiling.kind}"
+    computes = parts.config.precision.computes or parts.config.model.compute_dtype
+    ratios = RATIOS["16" in computes]
     return (
-        f"temporaries are those of a CPU, whose compiler asks in {computes} for up to four times the scratch memory of a GPU's: "
-        "on GPUs a plan that lacks less than its temporaries may fit, or need less recomputation"
+        f"compiled for this machine ({compiling.kind}), because {compiling.missing}; a CPU's compiler asks in {computes} for {ratios} the "
+        "scratch memory of an H100's, so on GPUs a plan that lacks less than its temporaries may fit, or need less recomputation"
     )
+
+
+RATIOS = {True: "2.1 to 3.9 times", False: "1 to 2 times"}  # in 16 bits, and otherwise; measured, see docs/planner.md

@@ -76,7 +76,7 @@ def read_topology(file: str) -> Topology:
     Raises:
         InputError: it cannot be read, or is no topology.
     """
-    return Topology.from_yaml(read_text(file, "--topology", _MOST_TOPOLOGY), where=file)
+    return Topology.from_yaml(read_text(file, "--topology", _MOST_TOPOLOGY), file, expanded(file, "--topology").parent)
 
 
 def read_profile(file: str, rows: int) -> Profile:

@@ -6,19 +6,33 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 import jpipe
 from jpipe import InputError
+from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically
-from jpipe_planner import NO_MESH, Choice, Compiled, Profile, Ranked, Topology, draw_choice, local_topology, price_of_flush
+from jpipe_planner import (
+    NO_MESH,
+    Choice,
+    Compiled,
+    Compiling,
+    Profile,
+    Ranked,
+    Topology,
+    compiling_for,
+    draw_choice,
+    local_topology,
+    price_of_flush,
+)
 from jpipe_planner.ranking import table
 from jpipe_train.config import config_file
 from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
-from jpipe_train.plan.confirm import confirm, nothing_fits, scratch_words
+from jpipe_train.plan.confirm import compiled_words, confirm, nothing_fits
 from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
 from jpipe_train.plan.profiling import Parts, profile_of
 from jpipe_train.plan.search import SearchResult, search
@@ -84,15 +98,15 @@ def main(
     profile, topology = _profile_and_topology(files, request, parts, batch, devices, rows, reporter)
     with reporter.phase(f"searching plans for {count(topology.num_devices, 'device')} and a batch of {table.rows_of(batch)}"):
         result = search(profile, topology, batch, request, parts is not None and parts.config.uses_global_norm, reporter)
-    confirmed = None
+    confirmed, known_by = None, "estimated"
     if parts is not None:
-        with reporter.phase("compiling the stages of the best plan"):
-            result, confirmed = confirm(result, parts, lambda attempt: reporter.say(table.attempt(attempt)))
+        compiling = compiling_of(request, topology)
+        with reporter.phase(f"compiling the stages of the best plan for {compiling.kind}"), tracing_for(compiling.devices[0].platform):
+            result, confirmed = confirm(result, parts, compiling, lambda attempt: reporter.say(table.attempt(attempt)))
+        known_by = compiled_words(parts, compiling)
     elif not result.choice.ranked:
         raise nothing_fits(result.choice)
-    _report(reporter, result, confirmed, batch)
-    if parts is not None and result.attempts and (words := scratch_words(parts, topology)):
-        reporter.say(words)
+    _report(reporter, result, confirmed, batch, known_by)
     if parts is not None and request.topology != LOCAL and (words := attention_words(parts.config, result.choice)):
         reporter.say(words)
     if explain:
@@ -142,6 +156,15 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
             raise InputError(f"{option}: there is no folder for '{path}'; make it first, or choose another")
 
 
+def compiling_of(request: Request, topology: Topology) -> Compiling:
+    """Return the devices to compile for: the target's of a topology in a file, or those of this machine if the plan is for it."""
+    here = jax.local_devices()
+    if request.topology == LOCAL:
+        return Compiling(tuple(here), here[0].device_kind)
+    degrees = request.degrees
+    return compiling_for(topology.device, topology.most_in_mesh if degrees is None else max(mesh.size for mesh in degrees))
+
+
 def _profile_and_topology(
     files: Files, request: Request, parts: Parts | None, batch: int, devices: int | None, rows: int | None, reporter: Reporter
 ) -> tuple[Profile, Topology]:
@@ -164,10 +187,10 @@ def _profile_and_topology(
     return profile, topology
 
 
-def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None, batch: int) -> None:
+def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None, batch: int, known_by: str) -> None:
     choice = result.choice
     profile, topology, chosen = choice.profile, choice.topology, choice.ranked[0]
-    limit = topology.device.memory
+    limit = topology.device.limit
     reporter.say(
         f"{topology.name or 'topology'}: {topology.num_devices} × {topology.device.name}"
         + (f" with {table.size(limit)}" if limit else "")
@@ -180,7 +203,7 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
         + table.how_known(choice, SHOWN)
         + "; delay: how many updates old the weights are that gradients are computed with, in the mean over stages"
         + "; peak memory of the fullest device: what it holds and the temporaries of its programs, "
-        + ("estimated" if confirmed is None else f"compiled in the first {first_rows}, estimated in the other rows")
+        + ("estimated" if confirmed is None else f"estimated except in the first {first_rows}, whose stages are {known_by}")
     )
     if choice.open:
         reporter.say(
@@ -220,7 +243,7 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
 
 def attention_words(config: Config, choice: Choice) -> str:
     """Describe the memory that XLA's attention holds for all pairs of positions, or return "" if it is small."""
-    model, candidate, limit = config.model, choice.ranked[0].candidate, choice.topology.device.memory
+    model, candidate, limit = config.model, choice.ranked[0].candidate, choice.topology.device.limit
     if model.target is not None or model.attention != "xla" or limit is None:
         return ""
     number = 2 if "16" in (config.precision.computes or model.compute_dtype) else 4

@@ -1,0 +1,270 @@
+"""Targets: devices that XLA compiles for although they are not here, with their published properties.
+
+Nothing is run on them. XLA needs a plugin for the platform, but no driver and no device: `jax-cuda13-plugin` for NVIDIA GPUs, `libtpu` for
+TPUs. `targets.yaml` is the table of known targets; a file of the same format adds others.
+"""
+
+import functools
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+import jpipe
+from jpipe import InputError, files
+from jpipe_planner.machine.plain_yaml import parse
+from jpipe_planner.machine.units import DTYPES, Data, Positive, Possible, Share, in_unit
+
+if TYPE_CHECKING:
+    import jax
+
+FORMAT = "jpipe-targets/1"
+MOST_BYTES = 2**20  # of a file of targets
+MOST_DEVICES = 8  # of one process to compile for
+Platform = Literal["cuda", "tpu"]
+EXTRAS: Mapping[str, str] = {"cuda": "target-cuda", "tpu": "target-tpu"}
+_PLUGINS: Mapping[str, tuple[str, str]] = {"cuda": ("jax-cuda13-plugin", "jax_plugins.xla_cuda13"), "tpu": ("libtpu", "libtpu")}
+
+# Published in the CUDA programming guide, technical specifications per compute capability. Names as in XLA's GpuDeviceInfoProto.
+CAPABILITIES: Mapping[str, Mapping[str, int]] = {
+    "9.0": {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": 233472,
+        "shared_memory_per_block_optin": 232448,
+        "threads_per_core_limit": 2048,
+        "fpus_per_core": 128,
+        "block_dim_limit_x": 2147483647,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+    }
+}
+
+
+class TargetUnavailable(InputError):
+    """A target that XLA cannot compile for here: its plugin is missing, does not fit, or does not know the device."""
+
+
+class Target(Data):
+    """A device to compile for.
+
+    Attributes:
+        platform: of JAX, "cuda" or "tpu".
+        name: the kind of the device, as JAX reports it.
+        memory: bytes, as published.
+        reserved: bytes that a plan leaves free, by what they are for.
+        flops: peak operations per second without sparsity, by dtype.
+        efficiency: share of `flops` that large matrix products reach in training.
+        memory_bandwidth: bytes per second.
+        compiler: what XLA needs to know. Of a GPU: `compute_capability`, `core_count`, `l2_cache_size`, `clock_rate_ghz` and
+            `device_memory_size`; further fields of XLA's `GpuDeviceInfoProto` replace those of the compute capability. Of a TPU:
+            `topology`, such as `v5e:2x4`, and `accelerator_type`.
+        sources: where the figures were published.
+    """
+
+    platform: Platform
+    name: Annotated[str, Field(pattern=r"^[\w .:()/+-]{1,80}$")]
+    memory: Annotated[float, in_unit("bytes"), Positive, Possible]
+    reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
+    flops: Annotated[dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possible]], Field(min_length=1)]
+    efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
+    memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible]
+    compiler: dict[str, str | int | float]
+    sources: tuple[str, ...] = ()
+
+    @pydantic.field_validator("flops")
+    @classmethod
+    def _of_known_types(cls, flops: dict[str, float]) -> dict[str, float]:
+        for name in flops:
+            if name not in DTYPES:
+                raise ValueError(f"unknown dtype {name!r}; {jpipe.errors.nearest(name, DTYPES)}")
+        return flops
+
+    @pydantic.model_validator(mode="after")
+    def _compilable(self) -> "Target":
+        needed = ("compute_capability", *_OF_A_GPU) if self.platform == "cuda" else tuple(_OF_A_TPU)
+        if missing := [name for name in needed if name not in self.compiler]:
+            raise ValueError(f"compiler: expected {', '.join(needed)}, found no {', '.join(missing)}; add them")
+        if self.platform == "cuda":
+            self._gpu_properties()
+        for name, pattern in _OF_A_TPU.items() if self.platform == "tpu" else ():
+            if not re.fullmatch(pattern, str(self.compiler[name])):
+                raise ValueError(f"compiler: {name}: expected text such as v5e:2x4 or v5litepod-8, found {self.compiler[name]!r}")
+        return self
+
+    def _gpu_properties(self) -> dict[str, int | float]:
+        """Return the fields of `GpuDeviceInfoProto` except the compute capability."""
+        capability = str(self.compiler["compute_capability"])
+        if not re.fullmatch(r"[0-9]{1,2}\.[0-9]", capability):
+            raise ValueError(f"compiler: compute_capability: expected text such as '9.0', found {capability!r}")
+        explicit = {name: value for name, value in self.compiler.items() if name != "compute_capability"}
+        unknown = sorted(explicit.keys() - {*_OF_A_GPU, *_OF_A_CAPABILITY})
+        if unknown:
+            raise ValueError(
+                f"compiler: unknown property {unknown[0]!r}; {jpipe.errors.nearest(unknown[0], (*_OF_A_GPU, *_OF_A_CAPABILITY))}"
+            )
+        for name, value in explicit.items():
+            if isinstance(value, str | bool) or not 0 < value < 1e15:
+                raise ValueError(f"compiler: {name}: expected a number above 0, found {value!r}")
+        known = {**CAPABILITIES.get(capability, {}), **explicit}
+        if missing := [name for name in _OF_A_CAPABILITY if name not in known]:
+            raise ValueError(
+                f"compiler: the table has no compute capability {capability}, only {', '.join(CAPABILITIES)}; add {', '.join(missing)}"
+            )
+        return {name: value if name == "clock_rate_ghz" else int(value) for name, value in known.items()}  # type: ignore[arg-type]
+
+    def config_text(self) -> str:
+        """Return the properties of a GPU as the text that XLA reads, a `GpuTargetConfigProto`."""
+        major, minor = str(self.compiler["compute_capability"]).split(".")
+        numbers = " ".join(f"{name}: {value}" for name, value in sorted(self._gpu_properties().items()))
+        info = f"cuda_compute_capability {{ major: {major} minor: {minor} }} memory_bandwidth: {int(self.memory_bandwidth)} {numbers}"
+        return (
+            f'gpu_device_info {{ {info} }}\nplatform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 8 patch: 0 }}\n'
+            f'device_description_str: "{self.name}"\n'
+        )
+
+
+_OF_A_TPU = {"topology": r"[a-z0-9]{2,8}:[0-9]{1,3}(x[0-9]{1,3}){1,2}", "accelerator_type": r"[a-z0-9]{2,12}-[0-9]{1,4}"}
+_OF_A_GPU = ("core_count", "l2_cache_size", "clock_rate_ghz", "device_memory_size")
+_OF_A_CAPABILITY = (
+    "threads_per_block_limit",
+    "threads_per_warp",
+    "shared_memory_per_block",
+    "shared_memory_per_core",
+    "shared_memory_per_block_optin",
+    "threads_per_core_limit",
+    "fpus_per_core",
+    "block_dim_limit_x",
+    "block_dim_limit_y",
+    "block_dim_limit_z",
+    "registers_per_core_limit",
+    "registers_per_block_limit",
+)
+
+
+class _Table(Data):
+    format: Literal["jpipe-targets/1"]
+    targets: Annotated[dict[str, Target], Field(min_length=1)]
+
+
+@functools.cache
+def known_targets() -> Mapping[str, Target]:
+    """Return the targets of the table, by name."""
+    text = importlib.resources.files("jpipe_planner.machine").joinpath("targets.yaml").read_text(encoding="utf-8")
+    return read_targets(text, "targets.yaml")
+
+
+def read_targets(text: str, where: str) -> dict[str, Target]:
+    """Read targets from YAML.
+
+    Args:
+        text: YAML, as `jpipe target --here` writes it.
+        where: the source, such as a file name, for error messages.
+
+    Raises:
+        InputError: the text is no such YAML; the message says what was expected.
+    """
+    data = parse(text, where)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        actual = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {actual!r}; is this a file of targets?")
+    try:
+        return _Table(**{str(key): value for key, value in data.items()}).targets
+    except pydantic.ValidationError as error:
+        raise jpipe.errors.explain(error, _Table, where) from None
+
+
+def find_target(name: str, folder: Path | None = None) -> Target:
+    """Return a target of the table, or the one in a file.
+
+    Args:
+        name: a name, such as `h100-80gb`, or a file that ends in `.yaml`.
+        folder: where relative files are; by default the current folder.
+
+    Raises:
+        InputError: there is no such target or file, or the file has several targets.
+    """
+    if not name.endswith((".yaml", ".yml")):
+        if name in known_targets():
+            return known_targets()[name]
+        nearest = jpipe.errors.nearest(name, known_targets())
+        raise InputError(f"target: unknown target '{name}'; {nearest} (a file of your own has to end in .yaml)")
+    path = Path(folder or "") / files.expanded(name, "target")
+    other = f"target: expected text in UTF-8 in '{name}', found other bytes"
+    targets = read_targets(
+        files.read_text(path, MOST_BYTES, f"target: cannot read '{path}'", "name a file that is there", other), str(path)
+    )
+    if len(targets) > 1:
+        raise InputError(f"{path}: expected one target, found {', '.join(targets)}; give each a file of its own")
+    return next(iter(targets.values()))
+
+
+def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple["jax.Device", ...]:
+    """Return devices to compile for: those of this process if they are of this kind, or devices that are not here.
+
+    `jax.jit(f).lower(spec).compile()` accepts shardings on them; nothing can run there.
+
+    Args:
+        target: the target.
+        count: the number of devices.
+        processes: the number of processes to which the devices belong, in equal parts.
+
+    Raises:
+        TargetUnavailable: XLA cannot compile for it here; the message says what to install.
+    """
+    import jax
+
+    here = [device for device in jax.local_devices() if device.device_kind == target.name]
+    if processes == 1 and len(here) >= count:
+        return tuple(here[:count])
+    if reason := _missing_plugin(target.platform):
+        raise TargetUnavailable(reason)
+    try:
+        devices = _devices_elsewhere(target.model_dump_json(), count, processes)
+    except Exception as error:  # XLA and its plugins raise errors of many classes
+        reason = jpipe.errors.cause(error)
+        raise TargetUnavailable(f"target: XLA cannot compile for {target.name} here: {reason}; the plugins of other versions may") from None
+    if len(devices) < count:
+        raise TargetUnavailable(f"target: expected {count} devices of {target.name}, found {len(devices)} in one slice; use smaller meshes")
+    return devices[:count]
+
+
+@functools.cache
+def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["jax.Device", ...]:
+    """Return devices that are not here. They are the same objects in each call, so equal programs have equal places."""
+    from jax.experimental import topologies
+
+    target = Target.model_validate_json(target_json)
+    if target.platform == "tpu":
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", str(target.compiler["accelerator_type"]))
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=str(target.compiler["topology"])).devices)
+    layout = f"1x{processes}x{-(-count // processes)}"
+    return tuple(topologies.get_topology_desc("", "cuda", target_config=target.config_text(), topology=layout).devices)
+
+
+def _missing_plugin(platform: Platform) -> str | None:
+    """Return why the compiler of a platform is not installed, or None."""
+    package, module = _PLUGINS[platform]
+    install = f"install jpipe-train[{EXTRAS[platform]}]"
+    try:
+        is_found = importlib.util.find_spec(module) is not None
+    except ImportError:
+        is_found = False
+    if not is_found:
+        return f"target: XLA's compiler for {platform} is not installed; {install}"
+    if platform == "cuda":
+        version, jaxlib = importlib.metadata.version(package), importlib.metadata.version("jaxlib")
+        if version != jaxlib:
+            return f"target: {package} {version} is for another JAX, this is {jaxlib}; {install} with the JAX that is installed"
+    return None
