@@ -1,8 +1,8 @@
 """Targets: devices that XLA compiles for although they are not here, with their published properties.
 
 Nothing is run on them. XLA needs a plugin for the platform, but no driver and no device: for TPUs `libtpu`; for NVIDIA GPUs
-`jax-cuda13-plugin`, and the programs `ptxas` and `nvlink` and libdevice, from `nvidia-cuda-nvcc` or an installed CUDA toolkit. `targets.yaml`
-is the table of known targets; a file of the same format adds others.
+`jax-cuda13-plugin`, and ptxas, nvlink and libdevice, from `nvidia-cuda-nvcc` or an installed CUDA toolkit. `targets.yaml` is the table of
+known targets; a file of the same format adds others.
 """
 
 import functools
