@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jpipe import InputError
 from jpipe_planner.machine.plain_yaml import dump
-from jpipe_planner.machine.targets import FORMAT, known_targets
+from jpipe_planner.machine.targets import FORMAT, known_targets, local_devices
 
 # Numbers of CUdevice_attribute in the CUDA driver API, by the names of XLA's GpuDeviceInfoProto.
 _ATTRIBUTES: Mapping[str, int] = {
@@ -58,7 +56,7 @@ def attached_target() -> Attached:
     Raises:
         InputError: there is none, or its properties cannot be read.
     """
-    device = jax.local_devices()[0]
+    device = local_devices()[0]
     kind, platform = device.device_kind, device.platform
     table = next((name for name, target in known_targets().items() if target.name == kind), "")
     if platform == "gpu" and "cuda" in device.client.platform_version.lower():

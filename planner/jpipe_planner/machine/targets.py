@@ -282,9 +282,7 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
     Raises:
         TargetUnavailable: XLA cannot compile for it here; the message says what to install.
     """
-    import jax
-
-    here = [device for device in jax.local_devices() if device.device_kind == target.name]
+    here = [device for device in local_devices() if device.device_kind == target.name]
     if processes == 1 and len(here) >= count:
         return tuple(here[:count])
     if reason := target_refusal(target):
@@ -297,6 +295,21 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
     if len(devices) < count:
         raise TargetUnavailable(f"target: expected {count} devices of {target.name}, found {len(devices)} in one slice; use smaller meshes")
     return devices[:count]
+
+
+def local_devices() -> "list[jax.Device]":
+    """Return the devices of this process.
+
+    Raises:
+        InputError: JAX cannot start them.
+    """
+    import jax
+
+    try:
+        return jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError without a message: GPUs are required and there are none
+        reason = (str(error).splitlines() or ["none found"])[0]
+        raise InputError(f"target: JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS") from None
 
 
 _REMEDIES: Mapping[str, str] = {

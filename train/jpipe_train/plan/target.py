@@ -6,8 +6,7 @@ from rich.filesize import decimal
 
 from jpipe import InputError, files
 from jpipe_planner import Target, TargetUnavailable, attached_target, find_target, known_targets, target_devices, target_refusal
-from jpipe_train.assemble.build import start_devices
-from jpipe_train.plan.simulate import align
+from jpipe_train.console.terminal import align
 
 _ENDINGS = ".yaml", ".yml"
 
@@ -64,7 +63,6 @@ def _listed(values: Mapping[str, str]) -> str:
 
 
 def _compiled_here(target: Target) -> str:
-    start_devices()
     try:
         target_devices(target)
     except TargetUnavailable as error:
@@ -85,7 +83,6 @@ def write_here(out: str | None) -> list[str]:
         raise InputError(f"--out: expected a name that ends in .yaml, found '{out}'")
     if out is not None:
         files.unused(out, "--out")
-    start_devices()
     attached = attached_target()
     path = files.unused(out or f"{attached.name}.yaml", "--out")
     try:
