@@ -10,6 +10,8 @@ import importlib.resources
 import importlib.util
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -32,22 +34,31 @@ Platform = Literal["cuda", "tpu"]
 EXTRAS: Mapping[str, str] = {"cuda": "target-cuda", "tpu": "target-tpu"}
 _PLUGINS: Mapping[str, tuple[str, str]] = {"cuda": ("jax-cuda13-plugin", "jax_plugins.xla_cuda13"), "tpu": ("libtpu", "libtpu")}
 
-# Published in the CUDA programming guide, technical specifications per compute capability. Names as in XLA's GpuDeviceInfoProto.
+# What a GPU's compute capability decides; the names are those of XLA's GpuDeviceInfoProto. Sources: XLA's own descriptions of a V100, an A100,
+# an RTX A6000 and an H100 (openxla/xla, xla/backends/gpu/target_config/specs); of 8.9, what deviceQuery reports of an L40S and an RTX 4090.
+_SIZES = {  # bytes of shared memory of a multiprocessor, and of a block at most; threads of a multiprocessor; its units for float32
+    "7.0": (98304, 98304, 2048, 64),
+    "8.0": (167936, 166912, 2048, 64),
+    "8.6": (102400, 101376, 1536, 128),
+    "8.9": (102400, 101376, 1536, 128),
+    "9.0": (233472, 232448, 2048, 128),
+}
 CAPABILITIES: Mapping[str, Mapping[str, int]] = {
-    "9.0": {
+    capability: {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
-        "shared_memory_per_core": 233472,
-        "shared_memory_per_block_optin": 232448,
-        "threads_per_core_limit": 2048,
-        "fpus_per_core": 128,
+        "shared_memory_per_core": per_core,
+        "shared_memory_per_block_optin": per_block,
+        "threads_per_core_limit": threads,
+        "fpus_per_core": units,
         "block_dim_limit_x": 2147483647,
         "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
     }
+    for capability, (per_core, per_block, threads, units) in _SIZES.items()
 }
 
 
@@ -68,7 +79,7 @@ class Target(Data):
         memory_bandwidth: bytes per second.
         compiler: what XLA needs to know. Of a GPU: `compute_capability`, `core_count`, `l2_cache_size`, `clock_rate_ghz` and
             `device_memory_size`; further fields of XLA's `GpuDeviceInfoProto` replace those of the compute capability. Of a TPU:
-            `topology`, such as `v5e:2x4`, and `accelerator_type`.
+            `topology`, such as `v5e:2x4`, and `chip_config_name` where a chip is one device of two cores.
         sources: where the figures were published.
     """
 
@@ -92,15 +103,28 @@ class Target(Data):
 
     @pydantic.model_validator(mode="after")
     def _compilable(self) -> "Target":
-        needed = ("compute_capability", *_OF_A_GPU) if self.platform == "cuda" else tuple(_OF_A_TPU)
+        needed = ("compute_capability", *_OF_A_GPU) if self.platform == "cuda" else ("topology",)
         if missing := [name for name in needed if name not in self.compiler]:
             raise ValueError(f"compiler: expected {', '.join(needed)}, found no {', '.join(missing)}; add them")
         if self.platform == "cuda":
             self._gpu_properties()
-        for name, pattern in _OF_A_TPU.items() if self.platform == "tpu" else ():
-            if not re.fullmatch(pattern, str(self.compiler[name])):
-                raise ValueError(f"compiler: {name}: expected text such as v5e:2x4 or v5litepod-8, found {self.compiler[name]!r}")
+        else:
+            self._tpu_properties()
         return self
+
+    def _tpu_properties(self) -> dict[str, str]:
+        """Return the arguments of JAX's `get_topology_desc`."""
+        examples = {
+            "topology": (r"[a-z0-9]{2,8}:[0-9]{1,3}(x[0-9]{1,3}){1,2}", "v5e:2x4"),
+            "chip_config_name": (r"[a-z_]{2,30}", "megacore"),
+        }
+        for name, value in self.compiler.items():
+            if name not in examples:
+                raise ValueError(f"compiler: unknown property {name!r}; {jpipe.errors.nearest(name, examples)}")
+            pattern, example = examples[name]
+            if not re.fullmatch(pattern, str(value)):
+                raise ValueError(f"compiler: {name}: expected text such as {example}, found {value!r}")
+        return {"topology_name" if name == "topology" else name: str(value) for name, value in self.compiler.items()}
 
     def _gpu_properties(self) -> dict[str, int | float]:
         """Return the fields of `GpuDeviceInfoProto` except the compute capability."""
@@ -127,14 +151,15 @@ class Target(Data):
         """Return the properties of a GPU as the text that XLA reads, a `GpuTargetConfigProto`."""
         major, minor = str(self.compiler["compute_capability"]).split(".")
         numbers = " ".join(f"{name}: {value}" for name, value in sorted(self._gpu_properties().items()))
-        info = f"cuda_compute_capability {{ major: {major} minor: {minor} }} memory_bandwidth: {int(self.memory_bandwidth)} {numbers}"
+        features = " feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
+        capability = f"cuda_compute_capability {{ major: {major} minor: {minor}{features} }}"
+        info = f"{capability} memory_bandwidth: {round(self.memory_bandwidth)} {numbers}"
         return (
             f'gpu_device_info {{ {info} }}\nplatform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 8 patch: 0 }}\n'
             f'device_description_str: "{self.name}"\n'
         )
 
 
-_OF_A_TPU = {"topology": r"[a-z0-9]{2,8}:[0-9]{1,3}(x[0-9]{1,3}){1,2}", "accelerator_type": r"[a-z0-9]{2,12}-[0-9]{1,4}"}
 _OF_A_GPU = ("core_count", "l2_cache_size", "clock_rate_ghz", "device_memory_size")
 _OF_A_CAPABILITY = (
     "threads_per_block_limit",
@@ -227,8 +252,8 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
     here = [device for device in jax.local_devices() if device.device_kind == target.name]
     if processes == 1 and len(here) >= count:
         return tuple(here[:count])
-    if reason := _missing_plugin(target.platform):
-        raise TargetUnavailable(reason)
+    if reason := _missing_plugin(target.platform) or _unknown_to_ptxas(target):
+        raise TargetUnavailable(f"target: {reason}")
     try:
         devices = _devices_elsewhere(target.model_dump_json(), count, processes)
     except Exception as error:  # XLA and its plugins raise errors of many classes
@@ -239,6 +264,15 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
     return devices[:count]
 
 
+# libtpu asks no server for the machine's own TPUs, and compiles in several processes at the same time.
+_TPU_SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
 @functools.cache
 def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["jax.Device", ...]:
     """Return devices that are not here. They are the same objects in each call, so equal programs have equal places."""
@@ -246,9 +280,9 @@ def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["j
 
     target = Target.model_validate_json(target_json)
     if target.platform == "tpu":
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", str(target.compiler["accelerator_type"]))
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=str(target.compiler["topology"])).devices)
+        for name, value in _TPU_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        return tuple(topologies.get_topology_desc(platform="tpu", **target._tpu_properties()).devices)
     layout = f"1x{processes}x{-(-count // processes)}"
     return tuple(topologies.get_topology_desc("", "cuda", target_config=target.config_text(), topology=layout).devices)
 
@@ -262,9 +296,33 @@ def _missing_plugin(platform: Platform) -> str | None:
     except ImportError:
         is_found = False
     if not is_found:
-        return f"target: XLA's compiler for {platform} is not installed; {install}"
+        return f"XLA's compiler for {platform} is not installed; {install}"
+    if platform == "cuda" and _ptxas() is None:
+        return f"there is no ptxas, NVIDIA's assembler; {install}"
     if platform == "cuda":
         version, jaxlib = importlib.metadata.version(package), importlib.metadata.version("jaxlib")
         if version != jaxlib:
-            return f"target: {package} {version} is for another JAX, this is {jaxlib}; {install} with the JAX that is installed"
+            return f"{package} {version} is for another JAX, this is {jaxlib}; {install} with the JAX that is installed"
     return None
+
+
+def _ptxas() -> str | None:
+    """Return the assembler that XLA will call: the first one on the PATH, or that of the package nvidia-cuda-nvcc beside the plugin."""
+    plugin = importlib.util.find_spec(_PLUGINS["cuda"][1])
+    places = [] if plugin is None else [Path(place).parents[1] for place in plugin.submodule_search_locations or ()]
+    beside = [place / "nvidia" / "cu13" / "bin" / "ptxas" for place in places]
+    return shutil.which("ptxas") or next((str(file) for file in beside if file.is_file()), None)
+
+
+def _unknown_to_ptxas(target: Target) -> str | None:
+    """Return why NVIDIA's assembler does not know a GPU, or None: that of CUDA 13 begins with compute capability 7.5."""
+    if target.platform != "cuda" or float(target.compiler["compute_capability"]) >= 7.5:
+        return None
+    words = subprocess.run([str(_ptxas()), "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    release = re.search(r"release (\d+)", words)
+    if release and int(release[1]) < 13:
+        return None
+    return (
+        f"{target.name} has compute capability {target.compiler['compute_capability']}, and the ptxas of CUDA 13 begins with 7.5; put that of "
+        "CUDA 12, of the package nvidia-cuda-nvcc-cu12, first on the PATH"
+    )
