@@ -11,6 +11,8 @@ import importlib.resources
 import importlib.util
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,47 +33,40 @@ MOST_BYTES = 2**20  # of a file of targets
 MOST_DEVICES = 8  # of one process to compile for
 Platform = Literal["cuda", "tpu"]
 EXTRAS: Mapping[str, str] = {"cuda": "target-cuda", "tpu": "target-tpu"}
-_CUDA_PLUGINS = ("cuda13", "cuda12")  # JAX starts one of them only
-_CUDA_13 = (7, 5)  # the least compute capability for which its compiler makes code; that of CUDA 12 for 5.0
+_PLUGINS: Mapping[str, tuple[str, str]] = {"cuda": ("jax-cuda13-plugin", "jax_plugins.xla_cuda13"), "tpu": ("libtpu", "libtpu")}
 
-
-def _of_capability(shared: int, shared_of_block: int, threads: int, fpus: int) -> Mapping[str, int]:
-    """Return the properties of a compute capability, by their names in XLA's GpuDeviceInfoProto.
-
-    Args:
-        shared: bytes of shared memory of a multiprocessor.
-        shared_of_block: the most of these that a block can have.
-        threads: the most threads of a multiprocessor.
-        fpus: results of float32 in a clock cycle of a multiprocessor.
-    """
-    return {
+# What a GPU's compute capability decides; the names are those of XLA's GpuDeviceInfoProto. Sources: XLA's own descriptions of a V100, an
+# A100, an RTX A6000 and an H100 (openxla/xla, xla/backends/gpu/target_config/specs); of 8.9, what deviceQuery reports of an L40S and an RTX
+# 4090; of the remaining ones, the CUDA programming guide's technical specifications and throughput of instructions.
+# Of each: bytes of shared memory of a multiprocessor, and of a block at most; threads of a multiprocessor; its units for float32.
+_SIZES = {
+    "5.2": (98304, 49152, 2048, 128),
+    "6.1": (98304, 49152, 2048, 128),
+    "7.0": (98304, 98304, 2048, 64),
+    "7.5": (65536, 65536, 1024, 64),
+    "8.0": (167936, 166912, 2048, 64),
+    "8.6": (102400, 101376, 1536, 128),
+    "8.9": (102400, 101376, 1536, 128),
+    "9.0": (233472, 232448, 2048, 128),
+    "10.0": (233472, 232448, 2048, 128),
+    "12.0": (102400, 101376, 1536, 128),
+}
+CAPABILITIES: Mapping[str, Mapping[str, int]] = {
+    capability: {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
-        "shared_memory_per_block": 48 * 1024,
-        "shared_memory_per_core": shared,
-        "shared_memory_per_block_optin": shared_of_block,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": per_core,
+        "shared_memory_per_block_optin": per_block,
         "threads_per_core_limit": threads,
-        "fpus_per_core": fpus,
-        "block_dim_limit_x": 2**31 - 1,  # of blocks in a grid
+        "fpus_per_core": units,
+        "block_dim_limit_x": 2147483647,  # of blocks in a grid
         "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
     }
-
-
-# Published in the CUDA programming guide, technical specifications and throughput of instructions by compute capability.
-CAPABILITIES: Mapping[str, Mapping[str, int]] = {
-    "5.2": _of_capability(96 * 1024, 48 * 1024, 2048, 128),
-    "6.1": _of_capability(96 * 1024, 48 * 1024, 2048, 128),
-    "7.0": _of_capability(96 * 1024, 96 * 1024, 2048, 64),
-    "7.5": _of_capability(64 * 1024, 64 * 1024, 1024, 64),
-    "8.0": _of_capability(164 * 1024, 163 * 1024, 2048, 64),
-    "8.6": _of_capability(100 * 1024, 99 * 1024, 1536, 128),
-    "8.9": _of_capability(100 * 1024, 99 * 1024, 1536, 128),
-    "9.0": _of_capability(228 * 1024, 227 * 1024, 2048, 128),
-    "10.0": _of_capability(228 * 1024, 227 * 1024, 2048, 128),
-    "12.0": _of_capability(100 * 1024, 99 * 1024, 1536, 128),
+    for capability, (per_core, per_block, threads, units) in _SIZES.items()
 }
 
 
@@ -92,7 +87,7 @@ class Target(Data):
         memory_bandwidth: bytes per second.
         compiler: what XLA needs to know. Of a GPU: `compute_capability`, `core_count`, `l2_cache_size`, `clock_rate_ghz` and
             `device_memory_size`; further fields of XLA's `GpuDeviceInfoProto` replace those of the compute capability. Of a TPU:
-            `topology`, such as `v5e:2x4`, and of some `chip_config_name`, such as `megacore`.
+            `topology`, such as `v5e:2x4`, and `chip_config_name` where a chip is one device of two cores.
         sources: where the figures were published.
 
     Raises:
@@ -144,15 +139,8 @@ class Target(Data):
             raise ValueError(f"reserved: expected less than the memory of {self.memory:,.0f} bytes, found {reserved:,.0f}")
         if self.platform == "cuda":
             self._gpu_properties()
-            return self
-        if missing := [name for name in ("topology",) if name not in self.compiler]:
-            raise ValueError(f"compiler: key '{missing[0]}' is missing; add it, such as topology: v5e:2x4")
-        for name, value in self.compiler.items():
-            if name not in _OF_A_TPU:
-                raise ValueError(f"compiler: unknown property {name!r}; {jpipe.errors.nearest(name, _OF_A_TPU)}")
-            pattern, example = _OF_A_TPU[name]
-            if not isinstance(value, str) or not re.fullmatch(pattern, value):
-                raise ValueError(f"compiler: {name}: expected text such as '{example}', found {jpipe.errors.short(value)}")
+        else:
+            self.tpu_topology()
         return self
 
     @property
@@ -165,6 +153,18 @@ class Target(Data):
             raise ValueError(f"compiler: compute_capability: expected text such as '9.0', found {jpipe.errors.short(text)}")
         major, minor = str(text).split(".")
         return int(major), int(minor)
+
+    def tpu_topology(self) -> dict[str, str]:
+        """Return the arguments of JAX's `get_topology_desc` for a TPU."""
+        if "topology" not in self.compiler:
+            raise ValueError("compiler: key 'topology' is missing; add it, such as v5e:2x4")
+        for name, value in self.compiler.items():
+            if name not in _OF_A_TPU:
+                raise ValueError(f"compiler: unknown property {jpipe.errors.short(name)}; {jpipe.errors.nearest(name, _OF_A_TPU)}")
+            pattern, example = _OF_A_TPU[name]
+            if not isinstance(value, str) or not re.fullmatch(pattern, value):
+                raise ValueError(f"compiler: {name}: expected text such as '{example}', found {jpipe.errors.short(value)}")
+        return {"topology_name" if name == "topology" else name: value for name, value in self.compiler.items()}
 
     def _gpu_properties(self) -> dict[str, int | float]:
         """Return the fields of `GpuDeviceInfoProto` except the compute capability."""
@@ -190,16 +190,18 @@ class Target(Data):
         """Return the properties of a GPU as the text that XLA reads, a `GpuTargetConfigProto`."""
         major, minor = self.capability
         numbers = " ".join(f"{name}: {value}" for name, value in sorted(self._gpu_properties().items()))
-        info = f"cuda_compute_capability {{ major: {major} minor: {minor} }} memory_bandwidth: {int(self.memory_bandwidth)} {numbers}"
+        features = " feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
+        capability = f"cuda_compute_capability {{ major: {major} minor: {minor}{features} }}"
+        info = f"{capability} memory_bandwidth: {round(self.memory_bandwidth)} {numbers}"
         return (
             f'gpu_device_info {{ {info} }}\nplatform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 8 patch: 0 }}\n'
             f'device_description_str: "{self.name}"\n'
         )
 
 
-_OF_A_TPU = {  # arguments of jax.experimental.topologies.get_topology_desc
+_OF_A_TPU = {
     "topology": (r"[a-z0-9]{2,8}:[0-9]{1,3}(x[0-9]{1,3}){1,2}", "v5e:2x4"),
-    "chip_config_name": (r"[a-z_]{1,32}", "megacore"),
+    "chip_config_name": (r"[a-z_]{2,30}", "megacore"),
 }
 _OF_A_GPU = ("core_count", "l2_cache_size", "clock_rate_ghz", "device_memory_size")
 _OF_A_CAPABILITY = tuple(CAPABILITIES["9.0"])
@@ -318,6 +320,15 @@ _REMEDIES: Mapping[str, str] = {
 }
 
 
+# libtpu asks no server for the machine's own TPUs, and compiles in several processes at the same time.
+_TPU_SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
 @functools.cache
 def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["jax.Device", ...]:
     """Return devices that are not here. They are the same objects in each call, so equal programs have equal places."""
@@ -325,21 +336,13 @@ def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["j
 
     target = Target.model_validate_json(target_json)
     if target.platform == "tpu":
-        for name, value in _OF_LIBTPU.items():
+        for name, value in _TPU_SETTINGS.items():
             os.environ.setdefault(name, value)
-        return tuple(topologies.get_topology_desc(platform="tpu", **_topology_of(target)).devices)
+        return tuple(topologies.get_topology_desc(platform="tpu", **target.tpu_topology()).devices)
     layout = f"1x{processes}x{-(-count // processes)}"
     devices = topologies.get_topology_desc("", "cuda", target_config=target.config_text(), topology=layout).devices
     _compile_on(devices[0])
     return tuple(devices)
-
-
-# libtpu asks the machine for these and complains where it is no TPU's; they say nothing of the target.
-_OF_LIBTPU = {"TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"}
-
-
-def _topology_of(target: Target) -> dict[str, str]:
-    return {{"topology": "topology_name"}.get(name, name): value for name, value in target.compiler.items()}
 
 
 def _compile_on(device: "jax.Device") -> None:
@@ -351,34 +354,56 @@ def _compile_on(device: "jax.Device") -> None:
 
 
 def target_refusal(target: Target) -> str | None:
-    """Return why XLA cannot compile for a target here, as far as the installed packages tell, or None."""
-    if target.platform == "tpu":
-        return None if _is_installed("libtpu") else _to_install("tpu")
-    plugin = next((name for name in _CUDA_PLUGINS if _is_installed(f"jax_plugins.xla_{name}")), None)
-    if plugin != "cuda12" and target.capability < _CUDA_13:
-        major, minor = target.capability
-        return (
-            f"the compiler of CUDA 13 makes no code for compute capability {major}.{minor}, only for 7.5 and above; install that of CUDA "
-            "12, jax-cuda12-plugin and nvidia-cuda-nvcc-cu12" + ("" if plugin is None else f", in place of jax-{plugin}-plugin")
-        )
-    if plugin is None:
-        return _to_install("cuda")
-    package = f"jax-{plugin}-plugin"
+    """Return why XLA cannot compile for a target here, as far as the installed packages and programs tell, or None."""
+    package, module = _PLUGINS[target.platform]
+    install = f"install jpipe-train[{EXTRAS[target.platform]}]"
     try:
-        version, jaxlib = importlib.metadata.version(package), importlib.metadata.version("jaxlib")
-    except importlib.metadata.PackageNotFoundError:  # not installed by a package manager: JAX checks it
+        is_installed = importlib.util.find_spec(module) is not None
+    except ImportError:
+        is_installed = False
+    if not is_installed:
+        return f"XLA's compiler for {target.platform} is not installed; {install}"
+    if target.platform == "tpu":
         return None
+    version, jaxlib = _version(package), _version("jaxlib")
     if version != jaxlib:
-        return f"{package} {version} is for another JAX than the installed {jaxlib}; install {package}=={jaxlib}"
+        return f"{package} {version} is for another JAX, this is {jaxlib}; {install} with the JAX that is installed"
+    if (ptxas := _ptxas()) is None:
+        return f"there is no ptxas, NVIDIA's assembler; {install}"
+    if target.capability < _LEAST_OF_CUDA_13 and _release(ptxas) >= 13:
+        capability = ".".join(map(str, target.capability))
+        return (
+            f"{target.name} has compute capability {capability}, and the ptxas of CUDA 13 begins with 7.5; put that of CUDA 12, of the "
+            "package nvidia-cuda-nvcc-cu12, first on the PATH"
+        )
     return None
 
 
-def _to_install(platform: Platform) -> str:
-    return f"XLA's compiler for {platform} is not installed; install jpipe-train[{EXTRAS[platform]}]"
+_LEAST_OF_CUDA_13 = (7, 5)
 
 
-def _is_installed(module: str) -> bool:
+def _version(package: str) -> str:
     try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _ptxas() -> str | None:
+    """Return the assembler that XLA will call: on the PATH, of a CUDA toolkit, or of the package nvidia-cuda-nvcc beside the plugin."""
+    plugin = importlib.util.find_spec(_PLUGINS["cuda"][1])
+    beside = [Path(folder).parents[1] / "nvidia" / "cu13" for folder in (plugin.submodule_search_locations if plugin else None) or ()]
+    files = [folder / "bin" / "ptxas" for folder in (Path("/usr/local/cuda"), Path("/opt/cuda"), *beside)]
+    return shutil.which("ptxas") or next((str(file) for file in files if file.is_file()), None)
+
+
+@functools.cache
+def _release(ptxas: str) -> int:
+    """Return the release of CUDA that an assembler is of, or 0 if it does not tell."""
+    try:
+        command = [ptxas, "--version"]
+        words = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    match = re.search(r"release (\d+)", words)
+    return int(match[1]) if match else 0
