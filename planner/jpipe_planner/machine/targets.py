@@ -33,7 +33,11 @@ MOST_BYTES = 2**20  # of a file of targets
 MOST_DEVICES = 8  # of one process to compile for
 Platform = Literal["cuda", "tpu"]
 EXTRAS: Mapping[str, str] = {"cuda": "target-cuda", "tpu": "target-tpu"}
-_PLUGINS: Mapping[str, tuple[str, str]] = {"cuda": ("jax-cuda13-plugin", "jax_plugins.xla_cuda13"), "tpu": ("libtpu", "libtpu")}
+# The packages of XLA's compilers, with their modules, the preferred one first.
+_PLUGINS: Mapping[str, Mapping[str, str]] = {
+    "cuda": {"jax-cuda13-plugin": "jax_plugins.xla_cuda13", "jax-cuda12-plugin": "jax_plugins.xla_cuda12"},
+    "tpu": {"libtpu": "libtpu"},
+}
 
 # What a GPU's compute capability decides; the names are those of XLA's GpuDeviceInfoProto. Sources: XLA's own descriptions of a V100, an
 # A100, an RTX A6000 and an H100 (openxla/xla, xla/backends/gpu/target_config/specs); of 8.9, what deviceQuery reports of an L40S and an RTX
@@ -259,7 +263,8 @@ def find_target(name: str, folder: Path | None = None) -> Target:
     if not name.endswith((".yaml", ".yml")):
         if name in known_targets():
             return known_targets()[name]
-        nearest = jpipe.errors.nearest(name, known_targets())
+        longer = " or ".join(repr(known) for known in known_targets() if name and known.startswith(name))
+        nearest = f"did you mean {longer}?" if longer else jpipe.errors.nearest(name, known_targets())
         raise InputError(f"target: unknown target '{name}'; {nearest} (a file of your own has to end in .yaml)")
     path = Path(folder or "") / files.expanded(name, "target")
     other = f"target: expected text in UTF-8 in '{name}', found other bytes"
@@ -355,13 +360,9 @@ def _compile_on(device: "jax.Device") -> None:
 
 def target_refusal(target: Target) -> str | None:
     """Return why XLA cannot compile for a target here, as far as the installed packages and programs tell, or None."""
-    package, module = _PLUGINS[target.platform]
     install = f"install jpipe-train[{EXTRAS[target.platform]}]"
-    try:
-        is_installed = importlib.util.find_spec(module) is not None
-    except ImportError:
-        is_installed = False
-    if not is_installed:
+    package = next((name for name, module in _PLUGINS[target.platform].items() if _folder(module)), None)
+    if package is None:
         return f"XLA's compiler for {target.platform} is not installed; {install}"
     if target.platform == "tpu":
         return None
@@ -389,10 +390,19 @@ def _version(package: str) -> str:
         return "of an unknown version"
 
 
+def _folder(module: str) -> Path | None:
+    """Return the folder of a package that is installed, without importing it."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        return None
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
 def _ptxas() -> str | None:
-    """Return the assembler that XLA will call: on the PATH, of a CUDA toolkit, or of the package nvidia-cuda-nvcc beside the plugin."""
-    plugin = importlib.util.find_spec(_PLUGINS["cuda"][1])
-    beside = [Path(folder).parents[1] / "nvidia" / "cu13" for folder in (plugin.submodule_search_locations if plugin else None) or ()]
+    """Return the assembler that XLA will call: on the PATH, of a CUDA toolkit, or of NVIDIA's packages beside the plugin."""
+    plugins = [folder for module in _PLUGINS["cuda"].values() if (folder := _folder(module))]
+    beside = [folder.parents[1] / "nvidia" / package for folder in plugins for package in ("cu13", "cuda_nvcc")]
     files = [folder / "bin" / "ptxas" for folder in (Path("/usr/local/cuda"), Path("/opt/cuda"), *beside)]
     return shutil.which("ptxas") or next((str(file) for file in files if file.is_file()), None)
 

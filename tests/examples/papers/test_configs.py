@@ -69,7 +69,8 @@ def test_a_full_config_is_planned_and_simulated_without_its_weights(name, here, 
     monkeypatch.setattr(jpipe.Pipeline, "init", refuse)
     arrays = {id(array) for array in jax.live_arrays()}
     config = load(name)
-    plan, costs, _ = plan_and_costs(config, compile=False)
+    subject = plan_and_costs(config, compile=False)
+    plan, costs = subject.plan, subject.costs
     prediction = jpipe.simulate(jpipe.lower(plan, 6, shared=jpipe.programs.shared_stages(costs)), costs)
     assert max(prediction.held_bytes) < 16 * 2**30
     parts = Parts.of(config, silent())

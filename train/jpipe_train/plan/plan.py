@@ -32,7 +32,8 @@ from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
-from jpipe_train.plan.confirm import compiled_words, confirm, nothing_fits
+from jpipe_train.plan.compiling import compiled_words, compiler_errors
+from jpipe_train.plan.confirm import confirm, nothing_fits
 from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
 from jpipe_train.plan.profiling import Parts, profile_of
 from jpipe_train.plan.search import SearchResult, search
@@ -101,9 +102,10 @@ def main(
     confirmed, known_by = None, "estimated"
     if parts is not None:
         compiling = compiling_of(request, topology)
-        with reporter.phase(f"compiling the stages of the best plan for {compiling.kind}"), tracing_for(compiling.devices[0].platform):
+        phase = reporter.phase(f"compiling the stages of the best plan for {compiling.kind}")
+        with phase, tracing_for(compiling.devices[0].platform), compiler_errors(compiling.kind):
             result, confirmed = confirm(result, parts, compiling, lambda attempt: reporter.say(table.attempt(attempt)))
-        known_by = compiled_words(parts, compiling)
+        known_by = compiled_words(parts.config, compiling)
     elif not result.choice.ranked:
         raise nothing_fits(result.choice)
     _report(reporter, result, confirmed, batch, known_by)
