@@ -21,7 +21,7 @@ from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.config import config_file
 from jpipe_train.config.config import MOST_PLAN_BYTES, Config
 from jpipe_train.console.progress import Reporter
-from jpipe_train.console.terminal import count
+from jpipe_train.console.terminal import align, count
 from jpipe_train.data import data
 
 if TYPE_CHECKING:
@@ -200,12 +200,6 @@ def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int,
             row += [f"{plan.delays[s]:.3g}"] if delayed else []
             rows.append([*row, *(sizes if first else [""] * len(sizes))] if sized else row)
     return rows
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def cut_grid(grid: str, width: int) -> str:
