@@ -2,11 +2,13 @@
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -56,7 +58,7 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     print_table(
         ("device", "recompute", "stage", "error at the median", "lowest estimate", "highest"),
         [
-            (
+(
                 *key,
                 f"{statistics.median(size for size, _ in some):.0%}",
                 *(f"{pick(signed for _, signed in some):+.0%}" for pick in (min, max)),
@@ -122,5 +124,19 @@ def _parts(model: str) -> Parts:
         "train.batch_size": max(ROWS) * MICROBATCHES,
         "plan.file": AUTO,
     }
-    config = config_file.load(path, [f"{key}={value}" for key, value in changes.items()])
-    return Parts.of(config, Reporter(1, 1, "samples", Console(quiet=True)))
+    with tempfile.TemporaryDirectory() as folder:
+        if model.startswith("bert"):
+            changes |= _masked_text(Path(folder))
+        config = config_file.load(path, [f"{key}={value}" for key, value in changes.items()])
+        return Parts.of(config, Reporter(1, 1, "samples", Console(quiet=True)))
+
+
+def _masked_text(folder: Path) -> dict[str, Any]:
+    """Write a text and a tokenizer with a mask, of which only the shapes of the batches are used."""
+    tokenizer, text = folder / "tokenizer.json", folder / "text.txt"
+    special = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(special)}, "[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tokenizer))
+    text.write_text("word " * 200_000, encoding="utf-8")
+    return {"data.tokenizer": tokenizer, "data.path": text}
