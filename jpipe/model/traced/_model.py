@@ -225,12 +225,14 @@ class TracedModel:
 
     def _make_cut(self, inputs: Tree) -> _Cut:
         traces = {train: self._trace(inputs, train) for train in (True, False)}
-        segments = {}
-        for train, trace in traces.items():
-            ids = [part.id for part in self.parts]
-            positions = same_cuts(trace.chain, self.chain, self.positions, ids, self.leaves.names)
-            segments[train] = segments_of(trace.chain, positions)
-        return _joined(segments, traces[True].outputs)
+
+        def ids() -> list[str]:
+            return [part.id for part in self.parts]
+
+        positions = {train: same_cuts(trace.chain, self.chain, self.positions, ids, self.leaves.names) for train, trace in traces.items()}
+        evaluation = segments_of(traces[False].chain, positions[False])
+        training = segments_of(traces[True].chain, positions[True], evaluation)
+        return _joined({True: training, False: evaluation}, traces[True].outputs)
 
     def _trace(self, inputs: Tree, train: bool) -> Trace:
         key = (*_hashable(inputs), train, *context())
@@ -358,18 +360,21 @@ def cut_model(
     named = {k: chain.marks[position] for k, position in enumerate(positions) if position in chain.marks}
     prefix_at = {position_before(chain, leaves.paths, prefix): prefix for prefix in prefixes}
     named |= {k + 1: prefix_at[position] for k, position in enumerate(positions) if position in prefix_at}
-    training_segments = segments_of(chain, positions)
-    read = [{*segment.leaves, *segment.written} for segment in training_segments]
-    ids = [part.id for part in parts_of([set(each) for each in read], leaves, named)]
-    evaluation_positions = same_cuts(evaluation.chain, chain, positions, ids, leaves.names)
-    for each, segment in zip(read, segments_of(evaluation.chain, evaluation_positions), strict=True):
-        each.update(segment.leaves)
+
+    def ids() -> list[str]:
+        read = [{*segment.leaves, *segment.written} for segment in segments_of(chain, positions)]
+        return [part.id for part in parts_of(read, leaves, named)]
+
+    evaluation_segments = segments_of(evaluation.chain, same_cuts(evaluation.chain, chain, positions, ids, leaves.names))
+    training_segments = segments_of(chain, positions, evaluation_segments)
+    pairs = zip(training_segments, evaluation_segments, strict=True)
+    read = [{*segment.leaves, *segment.written, *evaluated.leaves} for segment, evaluated in pairs]
     changed = {leaf for segment in training_segments for leaf in segment.written}
     for k, (each, segment) in enumerate(zip(read, training_segments, strict=True)):
         if stale := sorted(changed & each - {*segment.written}):
             raise InputError(
-                f"from_model: layer '{ids[k]}' reads the layer state '{leaves.names[stale[0]]}', which another layer changes, so its copy "
-                "would be out of date; cut elsewhere (cuts=…, jpipe.cut), so that one layer reads and changes it"
+                f"from_model: layer '{ids()[k]}' reads the layer state '{leaves.names[stale[0]]}', which another layer changes, so its "
+                "copy would be out of date; cut elsewhere (cuts=…, jpipe.cut), so that one layer reads and changes it"
             )
     writers = {leaf: k for k, segment in enumerate(training_segments) for leaf in segment.written}
     parts = parts_of(read, leaves, named)

@@ -306,6 +306,27 @@ def test_a_counter_that_several_layers_read_counts_in_each():
     assert float(counted["count"]) == 2
 
 
+def centered(params, state, x, train):
+    """Count forwards in each layer; only evaluation reads the counts, as in Equinox's batch normalization."""
+    counts = []
+    for w, count in zip(params, state, strict=True):
+        x = jnp.tanh(x @ w) if train else jnp.tanh(x @ w) / count
+        counts.append(count + 1)
+    return x, counts
+
+
+def test_state_that_only_evaluation_reads_is_in_the_layer_that_reads_it():
+    params, state = [jnp.eye(8) * k for k in (0.5, 1.0, 1.5)], [jnp.float32(k) for k in (1, 2, 3)]
+    stack = LayerStack.from_function(centered, params, X[:2], state=state)
+    plan = jpipe.Plan.even(stack.ids, num_stages=3, schedule="pipedream_flush", microbatches=2)
+    pipe = jpipe.Pipeline(stack, plan, lambda outputs, labels: ((outputs - labels).sum(), labels.size), optax.sgd(0.1))
+    trained, _ = pipe.step(pipe.init(jax.random.key(0), (X, 0 * X)), (X, 0 * X))
+    weights, counts = pipe.model(trained)
+    assert [float(count) for count in counts] == [3, 4, 5]
+    expected = centered(weights, counts, X, False)[0].mean()
+    np.testing.assert_allclose(float(pipe.evaluate(trained, (X, 0 * X)).loss), expected, rtol=1e-5)
+
+
 def averaged(params, x):
     """Divide by the length of the input after a sum that removes it."""
     return jnp.tanh(jnp.tanh(x @ params[0]).sum(1) @ params[1]) / x.shape[1] @ params[2]
