@@ -14,8 +14,9 @@ from jpipe.model._layer import Layer, describe, key_spec, spec_of
 from jpipe.model._ties import Tie
 from jpipe.model.jaxprs._wanted import evaluate_wanted
 from jpipe.model.traced._align import same_cuts
+from jpipe.model.traced._blocks import Path
 from jpipe.model.traced._chain import Chain
-from jpipe.model.traced._cuts import Granularity, Path, choose_cuts, position_before
+from jpipe.model.traced._cuts import Granularity, choose_cuts, position_before
 from jpipe.model.traced._names import Part, parts_of, path_in, tree_of
 from jpipe.model.traced._segments import Segment, segments_of
 from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, stacked, trace_model

@@ -1,12 +1,11 @@
 """The layers of a cut model: their ids and arrays, from the paths of parameters."""
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jpipe.model.traced._cuts import Path, is_numbered
+from jpipe.model.traced._blocks import Path, common_beginning, is_numbered
 from jpipe.model.traced._trace import Leaves
 
 
@@ -53,12 +52,6 @@ def _layer_ids(first_read: Sequence[Sequence[Path]], read: Sequence[Sequence[Pat
 def _common(paths: Sequence[Path]) -> Path:
     """Return the common beginning of paths, without the last part."""
     return common_beginning([path[:-1] for path in paths])
-
-
-def common_beginning(paths: Sequence[Path]) -> Path:
-    """Return the longest path with which all of these begin."""
-    same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-    return tuple(parts[0] for parts in same)
 
 
 def _unique(name: str, used: Iterable[str | None]) -> str:
