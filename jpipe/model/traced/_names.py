@@ -100,7 +100,10 @@ def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str])
     seen: set[int] = set()
     firsts, alls = [], []
     for each in read:
-        params = sorted((number for number in each if is_param[number]), key=lambda number: (-sizes[number], _with_numbers(leaves.paths[number]), number))
+        params = sorted(
+            (number for number in each if is_param[number]),
+            key=lambda number: (-sizes[number], _with_numbers(leaves.paths[number]), number),
+        )
         alls.append([leaves.paths[number] for number in params])
         firsts.append([leaves.paths[number] for number in params if number not in seen])
         seen.update(params)
