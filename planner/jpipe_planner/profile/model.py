@@ -345,7 +345,8 @@ def _without_names(layer: jpipe.Layer, spec: jpipe.model.LayerSpec, key: Any, *,
     def traced(order: Sequence[int]) -> Any:
         def apply(arrays: Sequence[Any], x: Tree, key: Any) -> Any:
             values = dict(zip(order, arrays, strict=True))
-            y, state = layer.apply(*treedef.unflatten([values[i] for i in range(len(named))]), x, key, True)
+            params, state = jax.tree.unflatten(treedef, [values[i] for i in range(len(named))])
+            y, state = layer.apply(params, state, x, key, True)
             leaves = jax.tree.leaves(state)
             return y, [leaves[i - num_params] for i in order if i >= num_params]
 
