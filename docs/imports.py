@@ -28,13 +28,13 @@ def heights(imports: dict[str, set[str]]) -> dict[str, int]:
     """Compute the level of each package: one more than the highest that it imports.
 
     Raises:
-        ValueError: packages import each other in a circle.
+        ValueError: packages import each other in a cycle.
     """
     levels: dict[str, int] = {}
     while len(levels) < len(imports):
         ready = [name for name, imported in imports.items() if name not in levels and imported <= levels.keys()]
         if not ready:
-            raise ValueError(f"import each other in a circle: {', '.join(sorted(imports.keys() - levels.keys()))}")
+            raise ValueError(f"import each other in a cycle: {', '.join(sorted(imports.keys() - levels.keys()))}")
         levels |= {name: 1 + max((levels[other] for other in imports[name]), default=-1) for name in ready}
     return levels
 
