@@ -12,6 +12,7 @@ import jax
 
 from benchmarks import parts
 from benchmarks.planner import choice, here, speed, targets
+from jpipe_planner import known_targets
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "speed": lambda _: speed.main(),
@@ -30,6 +31,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--profiles", metavar="FOLDER", help="of `choice`: a folder with a graph.txt in each of its folders")
     parser.add_argument("--models", nargs="+", choices=list(targets.MODELS), help="of `targets`; by default all")
+    parser.add_argument(
+        "--targets", nargs="+", choices=[targets.CPU, *known_targets()], help="of `targets`; by default a CPU, an H100 and a v5e"
+    )
     parts.run(parser, PARTS, "benchmarks/planner.json", arguments)
 
 

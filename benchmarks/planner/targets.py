@@ -1,6 +1,7 @@
 """Compare the memory of stages as compiled for a CPU, a GPU and a TPU that are not here, and the planner's estimates of it."""
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -24,7 +25,8 @@ from jpipe_train.plan.profiling import Parts
 MODELS = {"gpt2-124m": 1024, "bert-110m": 512, "llama-3-8b": 2048}  # positions in a row
 ROWS = (1, 4)
 POLICIES = ("none", "full")
-TARGETS = (None, "h100-80gb", "v5e")  # None: this machine's CPU
+CPU = "cpu"  # of this machine
+TARGETS = (CPU, "h100-80gb", "v5e")
 STAGES, MICROBATCHES = 4, 8
 ROOT = Path(__file__).parents[2]
 KINDS = ("first", "inner", "inner", "last")
@@ -34,9 +36,10 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure, print and return the figures.
 
     Args:
-        options: `models`, names of `MODELS`; None: all.
+        options: `models`, names of `MODELS`; None: all. `targets`, names of `jpipe target`; None: `TARGETS`.
     """
-    rows = [row for model in options.models or MODELS for target in TARGETS for row in _measured(model, target)]
+    targets = options.targets or TARGETS
+    rows = [row for model in options.models or MODELS for target in targets for row in _measured(model, target)]
     head = ("model", "rows", "recompute", "device", "temporaries of each stage", "peak of each rank", "estimated", "seconds")
     shown = [
         (
@@ -58,7 +61,7 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     print_table(
         ("device", "recompute", "stage", "error at the median", "lowest estimate", "highest"),
         [
-(
+            (
                 *key,
                 f"{statistics.median(size for size, _ in some):.0%}",
                 *(f"{pick(signed for _, signed in some):+.0%}" for pick in (min, max)),
@@ -69,9 +72,9 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _measured(model: str, target: str | None) -> Iterator[dict[str, Any]]:
+def _measured(model: str, target: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each microbatch size and recomputation policy."""
-    device = Device(target=target) if target else Device(name="CPU", flops={"bfloat16": 1e12, "float32": 1e12})
+    device = Device(name="CPU", flops=dict.fromkeys(("bfloat16", "float16", "float32"), 1e12)) if target == CPU else Device(target=target)
     parts = _parts(model)
     begin = time.perf_counter()
     profile = analyze(
@@ -93,7 +96,7 @@ def _stages(parts: Parts, profile: Profile, device: Device, rows: int, policy: s
     """Return the compiled and the estimated bytes of one plan."""
     ids, batch = parts.stack.ids, parts.rows(rows * MICROBATCHES)
     ends = [len(ids) * s // STAGES for s in range(STAGES + 1)]
-    stages = [{"layers": ids[a:b], "recompute": policy} for a, b in zip(ends, ends[1:], strict=False)]
+    stages = [{"layers": ids[a:b], "recompute": policy} for a, b in itertools.pairwise(ends)]
     plan = jpipe.Plan(schedule="pipedream_flush", microbatches=MICROBATCHES, stages=stages)
     compiling, topology = compiling_for(device, 1), Topology(levels=({"count": STAGES, "bandwidth": 1e11},), device=device)
     begin = time.perf_counter()
@@ -102,7 +105,8 @@ def _stages(parts: Parts, profile: Profile, device: Device, rows: int, policy: s
     seconds = time.perf_counter() - begin
     estimates = profile.stage_costs(plan, rows)
     exact, estimated = (simulate_plan(plan, each, topology) for each in (costs, estimates))
-    assert exact is not None and estimated is not None
+    assert exact is not None
+    assert estimated is not None
     return {
         "device": compiling.kind,
         "missing": compiling.missing,
