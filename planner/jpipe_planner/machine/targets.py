@@ -297,7 +297,7 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
     try:
         devices = _devices_elsewhere(target.model_dump_json(), count, processes)
     except Exception as error:  # XLA and its plugins raise errors of many classes
-        reason = jpipe.errors.cause(error)
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         raise TargetUnavailable(f"target: XLA cannot compile for {target.name} here: {reason}; {_REMEDIES[target.platform]}") from None
     if len(devices) < count:
         raise TargetUnavailable(f"target: expected {count} devices of {target.name}, found {len(devices)} in one slice; use smaller meshes")

@@ -16,6 +16,12 @@ RATIOS = {True: "2.1 to 3.9 times", False: "1 to 2 times"}  # in 16 bits, and ot
 _MOST = 2**20  # bytes of a file
 
 
+def of_this_machine() -> Compiling:
+    """Return the devices of this machine, to compile for."""
+    devices = jax.local_devices()
+    return Compiling(tuple(devices), devices[0].device_kind)
+
+
 def read_device(name: str, option: str = "--target") -> Device:
     """Return the device that stages are to be compiled for.
 

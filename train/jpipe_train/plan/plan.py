@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 import jpipe
@@ -32,7 +31,7 @@ from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
-from jpipe_train.plan.compiling import compiled_words, compiler_errors
+from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_machine
 from jpipe_train.plan.confirm import confirm, nothing_fits
 from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
 from jpipe_train.plan.profiling import Parts, profile_of
@@ -160,9 +159,8 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
 
 def compiling_of(request: Request, topology: Topology) -> Compiling:
     """Return the devices to compile for: the target's of a topology in a file, or those of this machine if the plan is for it."""
-    here = jax.local_devices()
     if request.topology == LOCAL:
-        return Compiling(tuple(here), here[0].device_kind)
+        return of_this_machine()
     degrees = request.degrees
     return compiling_for(topology.device, topology.most_in_mesh if degrees is None else max(mesh.size for mesh in degrees))
 

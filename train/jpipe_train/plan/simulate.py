@@ -9,7 +9,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -17,7 +16,7 @@ import jpipe
 from jpipe import files
 from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically
-from jpipe_planner import Compiling, Device, compiling_for
+from jpipe_planner import Device, compiling_for
 from jpipe_train.assemble.build import build, devices_of, errors_name_config_keys
 from jpipe_train.assemble.delay import delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
@@ -26,7 +25,7 @@ from jpipe_train.config.config import MOST_PLAN_BYTES, Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import align, count
 from jpipe_train.data import data
-from jpipe_train.plan.compiling import compiled_words, compiler_errors, read_device
+from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_machine, read_device
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -80,15 +79,10 @@ def main(
     long = jpipe.simulate(jpipe.lower(plan, steady_from + 3, shared=shared), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, steady_from, 2)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
-    halves = (
-        ", each of its halves 1" if any(jpipe.ops.OPS[span.op].reads == "stash" for spans in prediction.timeline for span in spans) else ""
-    )
-    recomputes = any(stage.recompute != "none" for stage in plan.stages)
-    recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
     return "\n".join(
         [
             f"{plan.schedule}: {_extent(plan, shown)}",
-            f"times in units of one forward, taken to be the same at all stages; a backward takes 2{halves}{recomputing}",
+            _unit_words(plan, prediction),
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",
@@ -100,6 +94,15 @@ def main(
             *pictures,
         ]
     )
+
+
+def _unit_words(plan: jpipe.Plan, prediction: jpipe.programs.Prediction) -> str:
+    """Say how long the computations take."""
+    has_halves = any(jpipe.ops.OPS[span.op].reads == "stash" for spans in prediction.timeline for span in spans)
+    halves = ", each of its halves 1" if has_halves else ""
+    recomputes = any(stage.recompute != "none" for stage in plan.stages)
+    recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
+    return f"times in units of one forward, taken to be the same at all stages; a backward takes 2{halves}{recomputing}"
 
 
 def _extent(plan: jpipe.Plan, batches: int) -> str:
@@ -180,8 +183,7 @@ def plan_and_costs(config: Config, compile: bool = True, device: Device | None =
         compile: whether to compile the stages, from which the temporaries are known.
         device: the device to compile for; None: this machine's.
     """
-    here = jax.local_devices()
-    compiling = Compiling(tuple(here), here[0].device_kind) if device is None else compiling_for(device)
+    compiling = of_this_machine() if device is None else compiling_for(device)
     silent = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
     with tracing_for(compiling.devices[0].platform):
         pipe, batches = build(config, silent, load=data.unread)
