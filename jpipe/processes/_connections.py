@@ -52,8 +52,8 @@ class Connection:
             return
         packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
         programs = [self._group.compile(_onward, array) for array in packing.arrays]
-        placeholders = [self._group.shared(self._group.zeros(array)) for array in packing.arrays]
-        self._programs[kind] = _Moves(packing, programs, [] if self._sends else jax.block_until_ready(placeholders))
+        placeholders = [] if self._sends else [self._group.shared(self._group.zeros(array)) for array in packing.arrays]
+        self._programs[kind] = _Moves(packing, programs, jax.block_until_ready(placeholders))
 
     def connect(self) -> None:
         """Open the connection. Both processes call it, within 30 s of each other, and all processes connect in one order.
@@ -203,7 +203,7 @@ class Reduction:
         """Return the steps of a sum of two processes: each sends everything and adds it up."""
         large = self._group.blocks and max((a.size * a.dtype.itemsize for a in packing.arrays), default=0) > _BUFFERED
         parts: list[Any] = [[array] * 2 if large else self._group.here((2, *array.shape), array.dtype) for array in packing.arrays]
-        add = jax.jit(lambda parts: packing.unpack(_sums(packing, parts))).lower(parts).compile()
+        add = jax.jit(lambda parts: packing.trace_unpack(_sums(packing, parts))).lower(parts).compile()
         return [packing.pack, self._swapped(packing.arrays) if large else self._both(packing.arrays), add]
 
     def _both(self, arrays: list[Spec]) -> _Step:
@@ -235,11 +235,11 @@ class Reduction:
         shares = [self._group.here((-(-array.size // n),), array.dtype) for array in packing.arrays]
 
         def cut(leaves: Rows) -> list[Rows]:
-            return [list(jnp.pad(a.ravel(), (0, -a.size % n)).reshape(n, -1)) for a in packing.pack(leaves)]
+            return [list(jnp.pad(a.ravel(), (0, -a.size % n)).reshape(n, -1)) for a in packing.trace_pack(leaves)]
 
         def join(rows: list[Rows]) -> Rows:
             whole = [jnp.concatenate(row)[: a.size].reshape(a.shape) for row, a in zip(rows, packing.arrays, strict=True)]
-            return packing.unpack(whole)
+            return packing.trace_unpack(whole)
 
         def swap(*rows: jax.Array) -> Rows:
             return list(jax.lax.all_to_all(jnp.stack(rows), AXIS, split_axis=0, concat_axis=0))

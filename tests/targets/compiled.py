@@ -1,0 +1,87 @@
+"""The programs of a pipeline compiled for devices that are not here, and what their compiled text says."""
+
+import math
+import re
+
+import jax
+
+from jpipe import Pipeline
+from jpipe.context import tracing_for
+from jpipe.runtime._placement import place_on
+from jpipe.stages._compile import compile_start, compile_workers
+from jpipe.stages._compiled_stage import CompiledStage
+from jpipe.stages._shares import shares_of
+
+
+def compile_pipeline(pipe: Pipeline, batch, devices, *, start: bool = False) -> dict[int, CompiledStage]:
+    """Compile all programs of each worker as `Pipeline.init` does, workers on equal meshes in one place, and check their donations."""
+    with tracing_for(devices[0].platform):
+        functions = pipe.stage_functions(batch)
+        shares = [shares_of(pipe.plan, f) for f in functions]
+        workers = {
+            w: (functions[s], place_on(devices, functions[s].partition.mesh), shares[s][r]) for w, (s, r) in enumerate(pipe.plan.workers)
+        }
+        stages = compile_workers(workers, pipe._steps_of(functions).verified_runs, [len(f.counted) for f in functions])
+        for worker in workers.values() if start else ():
+            compile_start(*worker)
+    for stage in stages.values():
+        for name, program in stage.calls.items():
+            check_donations(name, program)
+    return stages
+
+
+def programs_of(stages) -> dict[str, list]:
+    """Return the programs of all workers by name, each once."""
+    by_name: dict[str, dict[int, object]] = {}
+    for stage in stages.values():
+        for name, program in stage.calls.items():
+            by_name.setdefault(name, {})[id(program)] = program
+    return {name: list(programs.values()) for name, programs in by_name.items()}
+
+
+def check_donations(name, program) -> None:
+    """Check that each donated array becomes a result: XLA writes the result into its memory, so that no second copy is alive."""
+    donated = donated_bytes(program)
+    alias = re.search(r"input_output_alias={(.*?) }", text_of(program).partition("\n")[0])
+    numbers = set(re.findall(r"\((\d+), ", alias[1])) if alias else set()
+    assert len(numbers) == len(donated), f"{name}: {len(donated)} arrays are donated, {len(numbers)} become results"
+    aliased, is_padded = program.memory_analysis().alias_size_in_bytes, "T(" in text_of(program)
+    assert aliased >= sum(donated) if is_padded else aliased == sum(donated), f"{name}: {sum(donated)} bytes are donated, {aliased} reused"
+
+
+def donated_bytes(program) -> list[int]:
+    """Return the bytes on a device of each donated array."""
+    infos = jax.tree.leaves(program.args_info)
+    donated = [info for info in infos if info.donated]
+    shardings = jax.tree.leaves(program.input_shardings)
+    by_info = dict(zip(map(id, infos), shardings, strict=True)) if len(shardings) == len(infos) else {}
+    sizes = []
+    for info in donated:
+        shape = by_info[id(info)].shard_shape(info.shape) if by_info else info.shape
+        sizes.append(math.prod(shape) * info.dtype.itemsize)
+    return sizes
+
+
+def text_of(program) -> str:
+    """Return the compiled text."""
+    return program.as_text()
+
+
+def matrix_products(program) -> list[tuple[str, ...]]:
+    """Return the dtypes of the factors of each matrix product in a compiled program."""
+    products = []
+    for computation in re.split(r"\n(?=\S)", text_of(program)):
+        dtypes = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", computation))
+        for line in computation.splitlines():
+            if found := re.search(r" (?:dot|convolution|custom-call)\(([^)]*)\)", line):
+                if "custom-call(" in line and "gemm" not in line:
+                    continue
+                names = re.findall(r"%([\w.-]+)", found[1])[:2]
+                products.append(tuple(dtypes[name] for name in names))
+    return products
+
+
+def collectives(program) -> set[str]:
+    """Return the kinds of collectives in a compiled program."""
+    kinds = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+    return set(re.findall(rf" ({kinds})(?:-start)?\(", text_of(program)))
