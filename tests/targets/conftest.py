@@ -23,17 +23,23 @@ def target(request):
 @pytest.fixture
 def devices(target):
     """Return eight devices of the target, which are not here."""
-    return devices_of(target, 1)
+    return devices_of(target)
 
 
 @pytest.fixture
 def two_hosts(target):
-    """Return one device in each of two processes, the first of them this one."""
-    devices = devices_of(target, 2)
-    return tuple(next(device for device in devices if device.process_index == process) for process in range(2))
+    """Return the devices of each of two processes, the first of them this one."""
+    return hosts_of(target, 2)
 
 
-def devices_of(target, processes):
+def hosts_of(target, processes):
+    """Return the devices of each process, of eight in all."""
+    devices = devices_of(target, processes)
+    return [[device for device in devices if device.process_index == process] for process in range(processes)]
+
+
+def devices_of(target, processes=1):
+    """Return eight devices, or skip the test where XLA cannot compile for them."""
     try:
         return target_devices(target, 8, processes)
     except TargetUnavailable as error:
