@@ -42,7 +42,7 @@ class Connection:
         self._programs: dict[Kind, _Moves] = {}
 
     def compile(self, spec: Tree) -> None:
-        """Compile the transfer of one kind of message; the receiving process keeps an array for each leaf.
+        """Compile the transfer of one kind of message.
 
         Args:
             spec: the message as a tree of `jax.ShapeDtypeStruct`, of any dtypes but typed random keys.
@@ -52,14 +52,15 @@ class Connection:
             return
         packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
         programs = [self._group.compile(_onward, array) for array in packing.arrays]
-        placeholders = [] if self._sends else [self._group.shared(self._group.zeros(array)) for array in packing.arrays]
-        self._programs[kind] = _Moves(packing, programs, jax.block_until_ready(placeholders))
+        self._programs[kind] = _Moves(packing, programs, [])
 
     def connect(self) -> None:
         """Open the connection. Both processes call it, within 30 s of each other, and all processes connect in one order.
 
         Without it the first message does so, and gloo fails if the peer does not call for that message within 30 s.
         """
+        for moves in () if self._sends else self._programs.values():
+            self._placeholders(moves)
         self._byte(self._group.zeros(_BYTE))
 
     def send(self, tree: Tree) -> None:
@@ -84,9 +85,16 @@ class Connection:
         """
         assert not self._sends, "this process has the sending end of the link"
         kind = known(spec, self._programs)
-        packing, programs, placeholders = self._programs[kind]
-        arrays = [program.run(placeholder) for program, placeholder in zip(programs, placeholders, strict=True)]
-        return jax.tree.unflatten(kind[0], packing.unpack(arrays))
+        moves = self._programs[kind]
+        arrays = [program.run(placeholder) for program, placeholder in zip(moves.programs, self._placeholders(moves), strict=True)]
+        return jax.tree.unflatten(kind[0], moves.packing.unpack(arrays))
+
+    def _placeholders(self, moves: "_Moves") -> Rows:
+        """Return the receiver's inputs, allocated at the first call: devices that are only compiled for hold no arrays."""
+        if not moves.placeholders:
+            moves.placeholders += [self._group.shared(self._group.zeros(array)) for array in moves.packing.arrays]
+            jax.block_until_ready(moves.placeholders)
+        return moves.placeholders
 
 
 class Handover:
@@ -133,7 +141,8 @@ class _Moves(NamedTuple):
     Attributes:
         packing: of its leaves.
         programs: one for each array that is sent.
-        placeholders: the receiver's inputs; creating them for each message would cost as much memory traffic as the message.
+        placeholders: the receiver's inputs, kept after the first message: creating them for each one would cost as much memory traffic as
+            the message; empty before.
     """
 
     packing: Packing

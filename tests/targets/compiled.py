@@ -66,16 +66,18 @@ def text_of(program) -> str:
 
 
 def matrix_products(program) -> list[tuple[str, ...]]:
-    """Return the dtypes of the factors of each matrix product in a compiled program."""
+    """Return the dtypes of the factors of each matrix product in a compiled program, as they are multiplied."""
     products = []
     for computation in re.split(r"\n(?=\S)", text_of(program)):
         dtypes = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", computation))
         for line in computation.splitlines():
-            if found := re.search(r" (?:dot|convolution|custom-call)\(([^)]*)\)", line):
-                if "custom-call(" in line and "gemm" not in line:
-                    continue
-                names = re.findall(r"%([\w.-]+)", found[1])[:2]
-                products.append(tuple(dtypes[name] for name in names))
+            call = re.search(r" (dot|convolution|custom-call)\(([^)]*)\)", line)
+            if call is None or (call[1] == "custom-call" and "gemm" not in line):
+                continue
+            if algorithm := re.search(r"algorithm=dot_(\w+?)_(\w+?)_", line):  # whatever the arrays are in
+                products.append(algorithm.groups())
+            else:
+                products.append(tuple(dtypes[name] for name in re.findall(r"%([\w.-]+)", call[2])[:2]))
     return products
 
 

@@ -33,15 +33,17 @@ def two_hosts(target):
 
 
 def hosts_of(target, processes):
-    """Return the devices of each process, of eight in all."""
+    """Return the devices of each process."""
+    if target.platform == "tpu" and processes > 2:
+        target = target.model_copy(update={"compiler": {**target.compiler, "topology": "v5e:4x4", "accelerator_type": "v5litepod-16"}})
     devices = devices_of(target, processes)
     return [[device for device in devices if device.process_index == process] for process in range(processes)]
 
 
 def devices_of(target, processes=1):
-    """Return eight devices, or skip the test where XLA cannot compile for them."""
+    """Return eight devices, of more processes four of each, or skip the test where XLA cannot compile for them."""
     try:
-        return target_devices(target, 8, processes)
+        return target_devices(target, max(8, 4 * processes), processes)
     except TargetUnavailable as error:
         if os.environ.get("JPIPE_REQUIRE_TARGETS"):
             raise
