@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from jpipe.errors import InputError
 from jpipe.processes._collectives import AXIS, Collective, Group, Kind, Packing, Spec, Tree, kind_of, known
 
 Rows = list[jax.Array]  # one for each device or from each
 _Step = Callable[[Tree], Tree]  # of a sum
 
 _BYTE = Spec((), jnp.uint8)
+_MOST_TPUS = 3  # of one chip in each of four hosts of a v5e 4x4, libtpu 0.0.50 aborts while it compiles an all-gather
 _BUFFERED = 1 << 17  # bytes; smaller messages fit into the buffers of the network
 
 
@@ -163,9 +165,17 @@ class Reduction:
 
     Args:
         devices: in the order in which their parts are added.
+
+    Raises:
+        InputError: more TPUs than libtpu is known to compile collectives for.
     """
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
+        if devices[0].platform == "tpu" and len(devices) > _MOST_TPUS:
+            raise InputError(
+                f"replicas: expected a stage's replicas in at most {_MOST_TPUS} processes on TPUs, found {len(devices)}: libtpu's compiler "
+                "aborts for sums over some sets of more chips; use fewer replicas, or meshes"
+            )
         self._group = Group(devices)
         self._bytes = {self._group: self._group.compile(_gathered, _BYTE)}
         self._programs: dict[Kind, list[_Step]] = {}

@@ -33,19 +33,20 @@ TOKENS = jax.ShapeDtypeStruct((4, 64), jnp.int32)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_products_stay_in_16_bits(dtype, devices):
-    """Forward, backward and evaluation of a decoder, attention included. TPUs have no products of float16: XLA widens these."""
+    """Forward, backward and evaluation of a decoder, attention included."""
     stack = layers(ModelConfig(**{**GPT, **LLAMA}).model_copy(update={"compute_dtype": dtype}))
     plan = Plan.even(stack.ids, 1, "gpipe", 1)
     precision = Precision(params=dtype, loss_scale="dynamic" if dtype == "float16" else None)
     pipe = Pipeline(stack, plan, cross_entropy.loss, optax.adamw(1e-3), precision=precision)
     programs = programs_of(compile_pipeline(pipe, (TOKENS, TOKENS), devices))
-    widened = dtype == "float16" and devices[0].platform == "tpu"
-    expected = "f32" if widened else {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    expected = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     for name, least in (("forward_backward", 18), ("evaluate", 6)):
         products = matrix_products(programs[name][0])
         assert len(products) >= least
-        # On TPUs one factor may be in float32, such as the gradient of attention's logits: XLA rounds it.
-        assert all(expected in product if devices[0].platform == "tpu" else {*product} == {expected} for product in products), products
+        if devices[0].platform == "gpu":
+            assert {dtype for product in products for dtype in product} == {expected}
+        else:  # the others are in float32: the gradient of attention's logits, which XLA rounds, and in float16 all of attention
+            assert sum({*product} == {expected} for product in products) >= least - 4
 
 
 class Net(nnx.Module):
