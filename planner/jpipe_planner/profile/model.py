@@ -90,16 +90,16 @@ class Model:
         equal = {}
         for layer_id in self.stack.ids:
             spec, layer = self._first_specs[layer_id], self.stack.layers[layer_id]
-            traced = jax.make_jaxpr(lambda p, s, x, k, apply=layer.apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, key)
-            text = _INCIDENTAL.sub(r"\1", str(traced))
             end = layer_id if layer_id in (self.stack.ids[0], self.stack.ids[-1]) else None
             entries = self.stack.ties.split({layer_id: spec.params}, [layer_id])
             trained = layerwise.trained.part(entries)
             states = [jax.eval_shape(functools.partial(layerwise.init, entry), params) for entry, params in trained.items()]
-            leaves = repr(jax.tree.leaves(states))  # only leaves: it is keyed by layer id
-            gradients = (*layerwise.trained.flags(entries), *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
+            leaves = tuple(sorted(map(repr, jax.tree.leaves(states))))  # only leaves: it is keyed by layer id
+            flags = layerwise.trained.flags(entries)
+            gradients = (*flags, *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
             shares = tuple(self.stack.ties.shared.get(layer_id, {}))
-            equal[layer_id] = first.setdefault((end, layer.stochastic, _without_names(spec), leaves, gradients, shares, text), layer_id)
+            text = _without_names(layer, spec, key, by_use=all(flags) and not shares)
+            equal[layer_id] = first.setdefault((end, layer.stochastic, text, leaves, gradients, shares), layer_id)
         return equal
 
     @cached_property
@@ -329,11 +329,38 @@ def parts_of_bytes(model: Model) -> int:
 _INCIDENTAL = re.compile(r"(random_fold_in \S+) \d+:|0x[0-9a-f]+")  # in a trace: the number of a random key, the address of a function
 
 
-def _without_names(spec: jpipe.model.LayerSpec) -> str:
-    """Return a layer's shapes, dtypes and logical axes, without the names of its parameters."""
-    named = jax.tree_util.tree_flatten_with_path(spec.params)[0]
-    params = [(leaf, spec.axes.get(jax.tree_util.keystr(path, simple=True, separator="/"))) for path, leaf in named]
-    return repr((spec.x, params, jax.tree.leaves(spec.state), spec.output))
+def _without_names(layer: jpipe.Layer, spec: jpipe.model.LayerSpec, key: Any, *, by_use: bool) -> str:
+    """Return a layer's trace, shapes, dtypes and logical axes, without the names of its parameters.
+
+    Args:
+        layer: the layer.
+        spec: its specs.
+        key: the spec of a random key.
+        by_use: whether its arrays are in the order in which it reads them, which does not depend on their names either.
+    """
+    named, treedef = jax.tree_util.tree_flatten_with_path((spec.params, spec.state))
+    axes = [spec.axes.get(jax.tree_util.keystr(path[1:], simple=True, separator="/")) for path, _ in named]
+    num_params = len(jax.tree.leaves(spec.params))
+
+    def traced(order: Sequence[int]) -> Any:
+        def apply(arrays: Sequence[Any], x: Tree, key: Any) -> Any:
+            values = dict(zip(order, arrays, strict=True))
+            params, state = jax.tree.unflatten(treedef, [values[i] for i in range(len(named))])
+            y, state = layer.apply(params, state, x, key, True)
+            leaves = jax.tree.leaves(state)
+            return y, [leaves[i - num_params] for i in order if i >= num_params]
+
+        return jax.make_jaxpr(apply)([named[i][1] for i in order], spec.x, key)
+
+    order = list(range(len(named)))
+    closed = traced(order)
+    if by_use:
+        numbers = {id(var): number for number, var in enumerate(closed.jaxpr.invars[: len(named)])}
+        read = [numbers[id(var)] for equation in closed.jaxpr.eqns for var in equation.invars if id(var) in numbers]
+        by_first_use = list(dict.fromkeys([*read, *order]))
+        order, closed = by_first_use, closed if by_first_use == order else traced(by_first_use)
+    arrays = [(named[i][1], axes[i] if i < num_params else None) for i in order]
+    return _INCIDENTAL.sub(r"\1", repr((spec.x, arrays, spec.output, num_params)) + str(closed))
 
 
 def _bytes(specs: Tree) -> int:
