@@ -174,7 +174,7 @@ class LayerStack:
         if whole.params is None:
             try:
                 jax.eval_shape(whole.layer.init, key_spec(), x)
-            except InputError as error:  # it says how to begin
+            except InputError as error:  # its message says how the model is initialized
                 abstract = error
         stack = cls._of_traced(cut_model(whole.layer, whole.specs, x, granularity, cuts, whole.params is None and not abstract), whole)
         stack._abstract = abstract

@@ -56,7 +56,7 @@ class Group:
         """Return the dtype in which arrays are sent: XLA on CPUs would widen bfloat16 and the like (NumPy's kind V) to twice the bytes."""
         return np.dtype(f"uint{8 * dtype.itemsize}") if self.blocks and dtype.kind == "V" else dtype
 
-    def here(self, shape: tuple[int, ...], dtype: Any) -> Spec:
+    def local_spec(self, shape: tuple[int, ...], dtype: Any) -> Spec:
         """Return the spec of an array on this process's device, in the dtype in which it is sent."""
         return Spec(shape, self.plain(dtype), sharding=SingleDeviceSharding(self.device))
 
@@ -65,7 +65,7 @@ class Group:
         return jnp.zeros(spec.shape, spec.dtype, device=self.device)
 
     def shared(self, array: jax.Array) -> jax.Array:
-        """Return an array over all devices whose shard here is this very array."""
+        """Return an array over all devices whose shard in this process is `array` itself, not a copy."""
         return jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array])
 
 
@@ -144,7 +144,7 @@ class Packing:
         self._empty = {i: leaf for i, leaf in enumerate(zeros) if leaf.size == 0}
         arrays = self.pack(zeros)
         self.unpack(arrays)  # now both are compiled
-        self.arrays = [group.here(array.shape, array.dtype) for array in arrays]
+        self.arrays = [group.local_spec(array.shape, array.dtype) for array in arrays]
         self.dtypes = [leaves[i].dtype for i in (*self._alone, *(i for i, *_ in self._together))]
 
     def pack(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:

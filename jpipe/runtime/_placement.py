@@ -14,7 +14,7 @@ from jpipe.plan import Plan
 
 
 def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Place, ...]:
-    """Return where each worker computes, which is where its rank does.
+    """Return the place of each worker, which is that of its rank.
 
     Args:
         plan: the plan, with `placement` or `keep_together`.
@@ -39,14 +39,14 @@ def place_on(device: jax.Device, mesh: FrozenMapping[int]) -> Place:
     Raises:
         InputError: too few devices exist.
     """
-    here = [other for other in jax.local_devices(backend=device.platform) if other.device_kind == device.device_kind]
+    local = [other for other in jax.local_devices(backend=device.platform) if other.device_kind == device.device_kind]
     size = math.prod(mesh.values())
-    if size > len(here):
+    if size > len(local):
         raise InputError(
-            f"costs: expected {size} devices like {device} for the mesh {dict(mesh)}, found {len(here)}; on CPUs "
+            f"costs: expected {size} devices like {device} for the mesh {dict(mesh)}, found {len(local)}; on CPUs "
             f"jax.config.update('jax_num_cpu_devices', {size}) makes as many before JAX is used"
         )
-    return Place(tuple(here[:size]), mesh) if mesh else Place((device,))
+    return Place(tuple(local[:size]), mesh) if mesh else Place((device,))
 
 
 def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device] | None) -> list[tuple[jax.Device, ...]]:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.checkpoints import own_layers
+from jpipe.checkpoints import layers_to_read
 from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
 from jpipe_train.assemble.build import param_specs
@@ -76,7 +76,7 @@ def load(
         return source, fitting(source, model, strict=strict)
 
     def read() -> dict[str, dict[str, np.ndarray]]:
-        names = {layer_id: [name for name in model[layer_id] if name in matching] for layer_id in own_layers(pipe)}
+        names = {layer_id: [name for name in model[layer_id] if name in matching] for layer_id in layers_to_read(pipe)}
         layer_of = {name: layer_id for layer_id, inner in names.items() for name in inner}
         params: dict[str, dict[str, np.ndarray]] = {layer_id: {} for layer_id in names}
         for arrays in source.read({layer_id: inner for layer_id, inner in names.items() if inner}):

@@ -238,8 +238,8 @@ _WORTH_TELLING = 0.001  # share of a device's memory above which the pairs of po
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
     """Return the peak memory of a rank with its parts, and the error of the estimate if its stages are compiled."""
-    peak, held = chosen.memory[p], chosen.held
-    parts = "" if held is None else f" (held {table.size(held[p])}, temporary {table.size(peak - held[p])})"
+    peak, persistent = chosen.memory[p], chosen.held
+    parts = "" if persistent is None else f" (held {table.size(persistent[p])}, temporary {table.size(peak - persistent[p])})"
     if confirmed is None or p not in confirmed.ranks:
         return f"estimated peak memory {table.size(peak)}{parts}"
     return f"peak memory {table.size(peak)}{parts}, estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"
