@@ -23,7 +23,7 @@ else $(MAKE) --no-print-directory .venv-oldest/ready && .venv-oldest/bin/$(PYTES
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-oldest test-all test-gpu check check-types check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs pictures clean
+.PHONY: help train test test-slow test-oldest test-all test-targets test-gpu check check-types check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -32,7 +32,7 @@ train: .venv/ready ## Train the GPT of configs/gpt-bytes.yaml through a four-sta
 	@$(VENV)/jpipe train configs/gpt-bytes.yaml
 
 test: .venv/ready ## Run all tests except the slow ones, about six minutes on two cores (PYTEST_ARGS="-k name" for some of them)
-	@$(QUICKLY) $(VENV)/$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	@$(QUICKLY) $(VENV)/$(PYTEST) -m "not slow and not targets" $(PYTEST_ARGS)
 
 test-slow: .venv/ready ## Run the tests that `make test` leaves out, but for the combinations that only `make test-all` has
 	@$(VENV)/$(PYTEST) -m "numbers and not exhaustive" $(PYTEST_ARGS) $(NONE_IS_FINE)
@@ -44,6 +44,9 @@ test-oldest: .venv/ready ## Run the tests marked `oldest` on Python 3.11 and the
 test-all: .venv/ready .venv-torch/ready ## Run all tests, and those marked `oldest` once more on Python 3.11 and the JAX for it
 	@$(VENV)/$(PYTEST) $(PYTEST_ARGS)
 	@$(call on_oldest)
+
+test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and TPUs that are not here, about three minutes; nothing is run on them
+	@[ ! -e .venv-targets/ready ] || JPIPE_REQUIRE_TARGETS=1 JAX_PLATFORMS=cpu .venv-targets/bin/$(PYTEST) -m targets tests/targets $(PYTEST_ARGS)
 
 test-gpu: .venv/ready ## Run the tests of numbers on one NVIDIA GPU, if there is one; .venv needs JAX for it (.venv/bin/pip install 'jax[cuda13]')
 	@$(VENV)/$(PYTEST) -p tests.on_gpu -m "not slow" $(ON_GPU) $(PYTEST_ARGS)
@@ -100,7 +103,7 @@ pictures: .venv/ready ## Draw the pictures of docs/pictures/ again
 	@$(VENV)/python -m docs.pictures
 
 clean: ## Remove the virtual environments and everything else that was built (not runs/)
-	rm -rf .venv .venv-oldest .venv-torch build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-targets .venv-torch build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml constraints.txt
@@ -116,6 +119,15 @@ clean: ## Remove the virtual environments and everything else that was built (no
 	@[ -x .venv-oldest/bin/pip ] || "$$(.ci/find-python 3.11)" -m venv .venv-oldest
 	@.venv-oldest/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# The packages of .venv, and XLA's compilers for GPUs and TPUs (1.1 GB).
+.venv-targets/ready: .venv/ready
+	@echo "Setting up .venv-targets (once; a minute or two) ..."
+	@[ -x .venv-targets/bin/pip ] || .venv/bin/python -m venv .venv-targets
+	@.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.venv-targets/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@.venv-targets/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[target-cuda,target-tpu]' \
+		&& touch $@ || echo "XLA's compilers for GPUs and TPUs cannot be installed here: their tests are skipped." >&2
 
 # PyTorch's CPU build (200 MB; the CUDA build has gigabytes) and transformers. Without them the benchmark omits its rows, and slow tests
 # are skipped. PyTorch's pipelines need numpy.

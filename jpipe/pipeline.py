@@ -24,7 +24,7 @@ from jpipe._arguments import (
     log_correction,
 )
 from jpipe._interrupts import Results, consume, delayed_signals
-from jpipe.context import isolated_context
+from jpipe.context import isolated_context, tracing_for
 from jpipe.errors import InputError
 from jpipe.meshes._place import Place
 from jpipe.model._losses import Loss
@@ -581,16 +581,18 @@ class Pipeline:
         Raises:
             InputError: a batch or layers that do not fit; see `check`.
         """
-        functions = self.stage_functions(batch)
-        shares = [shares_of(self.plan, f) for f in functions]
-        compiled: dict[int, CompiledStage] = {}
-        for w, stage in {} if self._executor is None else self._executor.compiled_for(functions).items():
-            compiled[self.plan.workers[w][0]] = stage
-        if compiled_for is not None:
-            wanted = range(self.plan.depth) if stages is None else stages
-            places = {s: place_on(compiled_for, functions[s].partition.mesh) for s in wanted}
-            firsts = [share for share, *_ in shares]
-            compiled = compile_stages(self.plan, functions, self._steps_of(functions).verified_runs, places, firsts, programs)
+        first = compiled_for if compiled_for is None or isinstance(compiled_for, jax.Device) else compiled_for[0]
+        with contextlib.nullcontext() if first is None else tracing_for(first.platform):
+            functions = self.stage_functions(batch)
+            shares = [shares_of(self.plan, f) for f in functions]
+            compiled: dict[int, CompiledStage] = {}
+            for w, stage in {} if self._executor is None else self._executor.compiled_for(functions).items():
+                compiled[self.plan.workers[w][0]] = stage
+            if compiled_for is not None:
+                wanted = range(self.plan.depth) if stages is None else stages
+                places = {s: place_on(compiled_for, functions[s].partition.mesh) for s in wanted}
+                firsts = [share for share, *_ in shares]
+                compiled = compile_stages(self.plan, functions, self._steps_of(functions).verified_runs, places, firsts, programs)
         return measure_stages(self.plan, functions, shares, compiled)
 
     @cached_property

@@ -73,13 +73,14 @@ class Collective:
     """A compiled program that all devices of a group run together.
 
     Attributes:
+        program: as JAX compiled it.
         done: the number of collectives that have run in this process: a long wait is no hang while it grows.
     """
 
     done = 0
 
     def __init__(self, group: Group, program: jax.stages.Compiled) -> None:
-        self._group, self._program = group, program
+        self._group, self.program = group, program
 
     def __call__(self, *arrays: jax.Array) -> Tree:
         if self._group.blocks:
@@ -88,7 +89,7 @@ class Collective:
 
     def run(self, *arrays: jax.Array) -> Tree:
         """Run the program on arrays over all devices and return the shards here of its results."""
-        results = self._program(*arrays)
+        results = self.program(*arrays)
         if self._group.blocks:
             jax.block_until_ready(results)  # a failure is raised here and nowhere later
         Collective.done += 1
@@ -139,24 +140,39 @@ class Packing:
         self._alone = [i for i, *more in groups if not more and group.plain(leaves[i].dtype) == leaves[i].dtype]
         self._together = [positions for positions in groups if positions[0] not in self._alone]
         self._plain = [group.plain(leaves[i].dtype) for i, *_ in self._together]
-        self._join, self._split = jax.jit(self._joined), jax.jit(self._pieces)
-        zeros = [group.zeros(leaf) for leaf in leaves]
-        self._empty = {i: leaf for i, leaf in enumerate(zeros) if leaf.size == 0}
-        arrays = self.pack(zeros)
-        self.unpack(arrays)  # now both are compiled
-        self.arrays = [group.local_spec(array.shape, array.dtype) for array in arrays]
+        self._empty = {i: group.zeros(leaf) for i, leaf in enumerate(leaves) if leaf.size == 0}
+        apart = [[self.leaves[i] for i in positions] for positions in self._together]
+        together = [group.local_spec(array.shape, array.dtype) for array in jax.eval_shape(self._joined, apart)]
+        # Compiled ahead, and not run: the devices may be ones that are only compiled for.
+        self._join = jax.jit(self._joined).lower(apart).compile() if apart else self._joined
+        self._split = jax.jit(self._pieces).lower(together).compile() if apart else self._pieces
+        self.arrays = [*(self.leaves[i] for i in self._alone), *together]
         self.dtypes = [leaves[i].dtype for i in (*self._alone, *(i for i, *_ in self._together))]
 
     def pack(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Pack a tree into arrays to send."""
-        alone = [leaves[i] for i in self._alone]
-        return [*alone, *self._join([[leaves[i] for i in positions] for positions in self._together])] if self._together else alone
+        """Pack a tree into arrays to send, by a compiled program."""
+        return self._packed(leaves, self._join)
 
     def unpack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Unpack received arrays into leaves."""
+        """Unpack received arrays into leaves, by a compiled program."""
+        return self._unpacked(arrays, self._split)
+
+    def trace_pack(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """Pack a tree inside another program."""
+        return self._packed(leaves, self._joined)
+
+    def trace_unpack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Unpack arrays inside another program."""
+        return self._unpacked(arrays, self._pieces)
+
+    def _packed(self, leaves: Sequence[jax.Array], join: Callable[..., list[jax.Array]]) -> list[jax.Array]:
+        alone = [leaves[i] for i in self._alone]
+        return [*alone, *join([[leaves[i] for i in positions] for positions in self._together])] if self._together else alone
+
+    def _unpacked(self, arrays: Sequence[jax.Array], split: Callable[..., list[list[jax.Array]]]) -> list[jax.Array]:
         leaves = self._empty | dict(zip(self._alone, arrays, strict=False))
         if self._together:
-            for positions, pieces in zip(self._together, self._split(arrays[len(self._alone) :]), strict=True):
+            for positions, pieces in zip(self._together, split(arrays[len(self._alone) :]), strict=True):
                 leaves.update(zip(positions, pieces, strict=True))
         return [leaves[i] for i in range(len(self.leaves))]
 

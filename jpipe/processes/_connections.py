@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from jpipe.errors import InputError
 from jpipe.processes._collectives import AXIS, Collective, Group, Kind, Packing, Spec, Tree, kind_of, known
 
 Rows = list[jax.Array]  # one for each device or from each
 _Step = Callable[[Tree], Tree]  # of a sum
 
 _BYTE = Spec((), jnp.uint8)
+_MOST_TPUS = 3  # of one chip in each of four hosts of a v5e 4x4, libtpu 0.0.50 aborts while it compiles an all-gather
 _BUFFERED = 1 << 17  # bytes; smaller messages fit into the buffers of the network
 
 
@@ -42,7 +44,7 @@ class Connection:
         self._programs: dict[Kind, _Moves] = {}
 
     def compile(self, spec: Tree) -> None:
-        """Compile the transfer of one kind of message; the receiving process keeps an array for each leaf.
+        """Compile the transfer of one kind of message.
 
         Args:
             spec: the message as a tree of `jax.ShapeDtypeStruct`, of any dtypes but typed random keys.
@@ -52,14 +54,15 @@ class Connection:
             return
         packing = Packing(self._group, [Spec(*leaf) for leaf in kind[1]])
         programs = [self._group.compile(_onward, array) for array in packing.arrays]
-        placeholders = [self._group.shared(self._group.zeros(array)) for array in packing.arrays]
-        self._programs[kind] = _Moves(packing, programs, [] if self._sends else jax.block_until_ready(placeholders))
+        self._programs[kind] = _Moves(packing, programs, [])
 
     def connect(self) -> None:
         """Open the connection. Both processes call it, within 30 s of each other, and all processes connect in one order.
 
         Without it the first message does so, and gloo fails if the peer does not call for that message within 30 s.
         """
+        for moves in () if self._sends else self._programs.values():
+            self._placeholders(moves)
         self._byte(self._group.zeros(_BYTE))
 
     def send(self, tree: Tree) -> None:
@@ -84,9 +87,16 @@ class Connection:
         """
         assert not self._sends, "this process has the sending end of the link"
         kind = known(spec, self._programs)
-        packing, programs, placeholders = self._programs[kind]
-        arrays = [program.run(placeholder) for program, placeholder in zip(programs, placeholders, strict=True)]
-        return jax.tree.unflatten(kind[0], packing.unpack(arrays))
+        moves = self._programs[kind]
+        arrays = [program.run(placeholder) for program, placeholder in zip(moves.programs, self._placeholders(moves), strict=True)]
+        return jax.tree.unflatten(kind[0], moves.packing.unpack(arrays))
+
+    def _placeholders(self, moves: "_Moves") -> Rows:
+        """Return the receiver's inputs, allocated at the first call: devices that are only compiled for hold no arrays."""
+        if not moves.placeholders:
+            moves.placeholders += [self._group.shared(self._group.zeros(array)) for array in moves.packing.arrays]
+            jax.block_until_ready(moves.placeholders)
+        return moves.placeholders
 
 
 class Handover:
@@ -133,7 +143,8 @@ class _Moves(NamedTuple):
     Attributes:
         packing: of its leaves.
         programs: one for each array that is sent.
-        placeholders: the receiver's inputs; creating them for each message would cost as much memory traffic as the message.
+        placeholders: the receiver's inputs, kept after the first message: creating them for each one would cost as much memory traffic as
+            the message; empty before.
     """
 
     packing: Packing
@@ -154,9 +165,17 @@ class Reduction:
 
     Args:
         devices: in the order in which their parts are added.
+
+    Raises:
+        InputError: more TPUs than libtpu is known to compile collectives for.
     """
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
+        if devices[0].platform == "tpu" and len(devices) > _MOST_TPUS:
+            raise InputError(
+                f"replicas: expected a stage's replicas in at most {_MOST_TPUS} processes on TPUs, found {len(devices)}: libtpu's compiler "
+                "aborts for sums over some sets of more chips; use fewer replicas, or meshes"
+            )
         self._group = Group(devices)
         self._bytes = {self._group: self._group.compile(_gathered, _BYTE)}
         self._programs: dict[Kind, list[_Step]] = {}
@@ -203,7 +222,7 @@ class Reduction:
         """Return the steps of a sum of two processes: each sends everything and adds it up."""
         large = self._group.blocks and max((a.size * a.dtype.itemsize for a in packing.arrays), default=0) > _BUFFERED
         parts: list[Any] = [[array] * 2 if large else self._group.local_spec((2, *array.shape), array.dtype) for array in packing.arrays]
-        add = jax.jit(lambda parts: packing.unpack(_sums(packing, parts))).lower(parts).compile()
+        add = jax.jit(lambda parts: packing.trace_unpack(_sums(packing, parts))).lower(parts).compile()
         return [packing.pack, self._swapped(packing.arrays) if large else self._both(packing.arrays), add]
 
     def _both(self, arrays: list[Spec]) -> _Step:
@@ -235,11 +254,11 @@ class Reduction:
         shares = [self._group.local_spec((-(-array.size // n),), array.dtype) for array in packing.arrays]
 
         def cut(leaves: Rows) -> list[Rows]:
-            return [list(jnp.pad(a.ravel(), (0, -a.size % n)).reshape(n, -1)) for a in packing.pack(leaves)]
+            return [list(jnp.pad(a.ravel(), (0, -a.size % n)).reshape(n, -1)) for a in packing.trace_pack(leaves)]
 
         def join(rows: list[Rows]) -> Rows:
             whole = [jnp.concatenate(row)[: a.size].reshape(a.shape) for row, a in zip(rows, packing.arrays, strict=True)]
-            return packing.unpack(whole)
+            return packing.trace_unpack(whole)
 
         def swap(*rows: jax.Array) -> Rows:
             return list(jax.lax.all_to_all(jnp.stack(rows), AXIS, split_axis=0, concat_axis=0))

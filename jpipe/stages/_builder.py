@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 
+from jpipe.context import traced_platform
 from jpipe.errors import InputError
 from jpipe.meshes._partition import partitions
 from jpipe.model._layer import LayerSpec
@@ -70,7 +71,7 @@ class StageBuilder:
         Raises:
             InputError: layers or a loss that do not fit, or an optimizer that cannot be applied layer by layer.
         """
-        known = spec, jax.dtypes.canonicalize_dtype(np.float64)  # losses are summed in it
+        known = spec, jax.dtypes.canonicalize_dtype(np.float64), traced_platform()  # losses are summed in that dtype
         if self._built is not None and self._built[0] == known:
             return self._built[1]
         inputs, labels = spec

@@ -69,13 +69,14 @@ def trace_call(
     function, outputs = call.function, call.outputs
     if name in (*ops_by_call(), *get_args(UpdateKind)):
         function, outputs = _with_done(function), (outputs, place.specs(_DONE))
+    function = _named(function, name)
     options: dict[str, Any] = {"donate_argnums": call.donated, "keep_unused": name.startswith(("in_place", "into_retired"))}
     if place.mesh or name in ("zero_accumulators", "init_optimizer"):  # without arguments that are used JAX would take the first device
         options["out_shardings"] = shardings_of(outputs)
     traced = jax.jit(function, **options).trace(*call.inputs)
     if with_effects or not traced.jaxpr.effects:
         return traced
-    return jax.jit(without_effects(function), **options).trace(*call.inputs)
+    return jax.jit(_named(without_effects(function), name), **options).trace(*call.inputs)
 
 
 def _call(a: Arrays, name: str, counts: Sequence[int]) -> Call:
@@ -150,6 +151,16 @@ def _calls_for_shared(a: Arrays) -> dict[str, Call]:
         calls[f"into_new shared {group}"] = Call(step, (1, 2), arguments, updated)
         calls[f"into_retired shared {group}"] = Call(_into(step), (0, 2, 3), (params, *arguments), updated)
     return calls
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the function with a name, which the compiled program and profiles of it show."""
+
+    def named(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    named.__name__ = named.__qualname__ = name.replace(" ", "_")
+    return named
 
 
 def _with_done(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,8 +52,8 @@ def attend_cached(
 
 
 def _of_xla(q: Float[Array, "b s h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], **options: Any) -> Float[Array, "b s h d"]:
-    """Call JAX's attention, in float32 for float16 on CPUs, which have no products of float16 that are summed in float32."""
-    if q.dtype == jnp.float16 and traced_platform() == "cpu":
+    """Call JAX's attention, in float32 for float16 on CPUs and TPUs, which have no products of float16 that are summed in float32."""
+    if q.dtype == jnp.float16 and traced_platform() in ("cpu", "tpu"):
         return _of_xla(*(x.astype(jnp.float32) for x in (q, k, v)), **options).astype(q.dtype)
     return jax.nn.dot_product_attention(q, k, v, implementation="xla", **options)
 
