@@ -361,21 +361,21 @@ def _compile_on(device: "jax.Device") -> None:
 def target_refusal(target: Target) -> str | None:
     """Return why XLA cannot compile for a target here, as far as the installed packages and programs tell, or None."""
     install = f"install jpipe-train[{EXTRAS[target.platform]}]"
-    package = next((name for name, module in _PLUGINS[target.platform].items() if _folder(module)), None)
+    package = next((name for name, module in _PLUGINS[target.platform].items() if _folders(module)), None)
     if package is None:
         return f"XLA's compiler for {target.platform} is not installed; {install}"
     if target.platform == "tpu":
         return None
     version, jaxlib = _version(package), _version("jaxlib")
-    if version != jaxlib:
+    if version and version != jaxlib:
         return f"{package} {version} is for another JAX, this is {jaxlib}; {install} with the JAX that is installed"
     if (ptxas := _ptxas()) is None:
         return f"there is no ptxas, NVIDIA's assembler; {install}"
     if target.capability < _LEAST_OF_CUDA_13 and _release(ptxas) >= 13:
         capability = ".".join(map(str, target.capability))
         return (
-            f"{target.name} has compute capability {capability}, and the ptxas of CUDA 13 begins with 7.5; put that of CUDA 12, of the "
-            "package nvidia-cuda-nvcc-cu12, first on the PATH"
+            f"{target.name} has compute capability {capability}, and the ptxas of CUDA 13 begins with 7.5; install nvidia-cuda-nvcc-cu12, "
+            "that of CUDA 12, and set CUDA_ROOT to its folder nvidia/cuda_nvcc"
         )
     return None
 
@@ -383,28 +383,32 @@ def target_refusal(target: Target) -> str | None:
 _LEAST_OF_CUDA_13 = (7, 5)
 
 
-def _version(package: str) -> str:
+def _version(package: str) -> str | None:
+    """Return the version of a package, or None if it was not installed as one."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "of an unknown version"
+        return None
 
 
-def _folder(module: str) -> Path | None:
-    """Return the folder of a package that is installed, without importing it."""
+def _folders(module: str) -> list[Path]:
+    """Return the folders of a package that is installed, without importing it."""
     try:
         spec = importlib.util.find_spec(module)
     except ImportError:
-        return None
-    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+        return []
+    return [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
 
 
 def _ptxas() -> str | None:
-    """Return the assembler that XLA will call: on the PATH, of a CUDA toolkit, or of NVIDIA's packages beside the plugin."""
-    plugins = [folder for module in _PLUGINS["cuda"].values() if (folder := _folder(module))]
-    beside = [folder.parents[1] / "nvidia" / package for folder in plugins for package in ("cu13", "cuda_nvcc")]
-    files = [folder / "bin" / "ptxas" for folder in (Path("/usr/local/cuda"), Path("/opt/cuda"), *beside)]
-    return shutil.which("ptxas") or next((str(file) for file in files if file.is_file()), None)
+    """Return the assembler that XLA will call: that of CUDA_ROOT, of NVIDIA's packages, on the PATH or of a CUDA toolkit."""
+    root = os.environ.get("CUDA_ROOT")
+    preferred = [Path(root)] if root else [*_folders("nvidia.cu13"), *_folders("nvidia.cuda_nvcc")]
+    first, last = (
+        [str(file) for folder in folders if (file := folder / "bin" / "ptxas").is_file()]
+        for folders in (preferred, [Path("/usr/local/cuda"), Path("/opt/cuda")])
+    )
+    return next(iter([*first, *filter(None, [shutil.which("ptxas")]), *last]), None)
 
 
 @functools.cache

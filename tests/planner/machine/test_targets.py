@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -186,10 +187,9 @@ def installed(monkeypatch, tmp_path):
 
     def installed(modules=(), versions=None, ptxas=13):
         names = {"jaxlib": "0.12.0", **(versions or {})}
-        monkeypatch.setattr(targets, "_folder", lambda module: tmp_path / "a" / module if module in modules else None)
+        monkeypatch.setattr(targets, "_folders", lambda module: [tmp_path] if module in modules else [])
         monkeypatch.setattr(importlib.metadata, "version", lambda name: names[name])
-        monkeypatch.setattr(targets.shutil, "which", lambda name: None if ptxas is None else "/bin/ptxas")
-        monkeypatch.setattr(targets.Path, "is_file", lambda path: False)
+        monkeypatch.setattr(targets, "_ptxas", lambda: None if ptxas is None else "/bin/ptxas")
         monkeypatch.setattr(targets, "_release", lambda path: ptxas)
 
     return installed
@@ -216,8 +216,8 @@ CUDA = ("jax_plugins.xla_cuda13",)
         (
             "titan-x",
             {"modules": CUDA, "versions": {"jax-cuda13-plugin": "0.12.0"}},
-            "NVIDIA TITAN X (Pascal) has compute capability 6.1, and the ptxas of CUDA 13 begins with 7.5; put that of CUDA 12, of the "
-            "package nvidia-cuda-nvcc-cu12, first on the PATH",
+            "NVIDIA TITAN X (Pascal) has compute capability 6.1, and the ptxas of CUDA 13 begins with 7.5; install "
+            "nvidia-cuda-nvcc-cu12, that of CUDA 12, and set CUDA_ROOT to its folder nvidia/cuda_nvcc",
         ),
     ],
 )
@@ -238,6 +238,27 @@ def test_installed_compilers_are_not_refused(installed):
     assert [targets.target_refusal(target) for target in known_targets().values()] == [None] * len(known_targets())
     installed(("jax_plugins.xla_cuda12",), {"jax-cuda12-plugin": "0.12.0"})
     assert targets.target_refusal(find_target("h100-80gb")) is None
+
+
+def test_the_assembler_is_the_one_that_xla_takes(tmp_path, monkeypatch):
+    def put(*folders) -> str:
+        (file := tmp_path.joinpath(*folders, "bin", "ptxas")).parent.mkdir(parents=True)
+        file.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.9, V12.9.86\n")
+        file.chmod(0o700)
+        return str(file)
+
+    root, package, on_path = put("root"), put("site", "nvidia", "cu13"), put("path")
+    monkeypatch.setattr(targets, "_folders", lambda module: [tmp_path / "site" / module.replace(".", "/")])
+    monkeypatch.setenv("PATH", str(tmp_path / "path" / "bin"))
+    monkeypatch.setenv("CUDA_ROOT", str(tmp_path / "root"))
+    assert targets._ptxas() == root
+    monkeypatch.delenv("CUDA_ROOT")
+    assert targets._ptxas() == package
+    Path(package).unlink()
+    assert targets._ptxas() == on_path
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert targets._release(on_path) == 12
+    assert targets._release(str(tmp_path / "none")) == 0
 
 
 def test_a_target_for_which_xla_cannot_compile_is_one_line(monkeypatch):

@@ -43,6 +43,21 @@ def test_the_topologies_that_come_with_it_load(file):
     assert file.read_text().startswith("# "), "say where the numbers are from"
 
 
+def test_the_topologies_name_targets_and_those_of_the_papers_reserve_nothing():
+    devices = {file.stem: Topology.from_yaml(file.read_text(), str(file)).device for file in FILES}
+    assert all(device.compiles_for is not None for device in devices.values())
+    reserving = {name for name, device in devices.items() if device.limit < device.memory}
+    assert reserving == {"dgx-h100-2", "dgx-h100-4", "dgx-h200-2"}
+    figures = {
+        name: (device.memory, device.flops["float32"], device.efficiency, device.memory_bandwidth) for name, device in devices.items()
+    }
+    assert figures["cluster-a"] == (16e9, 14e12, 0.7, 900e9)
+    assert figures["cluster-b"] == (16e9, 15.7e12, 0.7, 900e9)
+    assert figures["cluster-c"] == (12e9, 11e12, 0.5, 480e9)
+    assert figures["gtx-1080ti-32"] == (11e9, 11.3e12, 0.7, 484e9)
+    assert figures["v100-16gb-8"] == figures["v100-16gb-64"] == (16e9, 15.7e12, 0.36, 900e9)
+
+
 def test_numbers_with_units_are_converted():
     topology = Topology.from_yaml(GOOD)
     assert [level.bandwidth for level in topology.levels] == [30e9, 25e9 / 8]

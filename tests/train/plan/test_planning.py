@@ -20,6 +20,7 @@ from jpipe_train.launch.together import Together
 from jpipe_train.plan import auto
 from jpipe_train.plan import confirm as confirming
 from jpipe_train.plan import search as searching
+from jpipe_train.plan.compiling import of_this_machine
 from jpipe_train.plan.confirm import confirm
 from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.profiling import Parts
@@ -135,7 +136,10 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
     candidates = tuple(candidate for candidate in result.candidates if candidate.rows == 2 or candidate.kind == best.kind)
     compiled = fits(lambda candidate: candidate.rows == 1)
     after, confirmed = confirm(
-        dataclasses.replace(result, candidates=candidates), parts(), lambda attempt: attempts.append(attempt.ranked.candidate)
+        dataclasses.replace(result, candidates=candidates),
+        parts(),
+        of_this_machine(),
+        lambda attempt: attempts.append(attempt.ranked.candidate),
     )
     first = after.choice.ranked[0]
     assert attempts == compiled[:-1]
@@ -151,7 +155,7 @@ def test_a_plan_that_does_not_fit_when_compiled_gives_way_to_a_smaller_one_of_it
 def test_where_nothing_fits_when_compiled_the_missing_bytes_are_reported(fits):
     fits(lambda candidate: False)
     with pytest.raises(jpipe.InputError, match=r"stages of .* plans need too much memory(.|\n)*: stage 0 lacks 2 kB when compiled"):
-        confirm(searched(TWO), parts(), lambda _: None)
+        confirm(searched(TWO), parts(), of_this_machine(), lambda _: None)
 
 
 @pytest.mark.parametrize(("memory", "near", "does"), [(1.15e9, True, True), (1.15e9, True, False), (1.0e9, False, True)])
@@ -163,7 +167,7 @@ def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, do
     assert all(candidate.over is not None for candidate in parallel)
     assert all(ranked.candidate.depth == 2 for ranked in result.choice.ranked)
     compiled = fits(lambda candidate: candidate.depth == 2 or does)
-    after, confirmed = confirm(result, parts(), lambda *_: None)
+    after, confirmed = confirm(result, parts(), of_this_machine(), lambda *_: None)
     assert (compiled[0].depth == 1) == near
     first = after.choice.ranked[0].candidate
     assert first.depth == (1 if near and does else 2)
@@ -175,7 +179,7 @@ def test_near_misses_are_compiled_if_they_would_be_faster(fits, memory, near, do
 def test_nothing_is_compiled_if_no_plan_can_fit(fits):
     compiled = fits(lambda candidate: True)
     with pytest.raises(jpipe.InputError, match="no plan fits: nearest is"):
-        confirm(searched(Topology.flat(2, 1e9, memory=1e6)), parts(), lambda *_: None)
+        confirm(searched(Topology.flat(2, 1e9, memory=1e6)), parts(), of_this_machine(), lambda *_: None)
     assert not compiled
 
 
