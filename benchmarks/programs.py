@@ -32,7 +32,7 @@ class Program:
         name: of the program, for messages.
         commands: the command line of each process.
         cores: the core that each process is pinned to.
-        environment: variables besides those of this process.
+        environment: variables in addition to those of this process.
     """
 
     def __init__(

@@ -28,24 +28,26 @@ def heights(imports: dict[str, set[str]]) -> dict[str, int]:
     """Compute the level of each package: one more than the highest that it imports.
 
     Raises:
-        ValueError: packages import each other in a circle.
+        ValueError: packages import each other in a cycle.
     """
     levels: dict[str, int] = {}
     while len(levels) < len(imports):
-        ready = [name for name, others in imports.items() if name not in levels and others <= levels.keys()]
+        ready = [name for name, imported in imports.items() if name not in levels and imported <= levels.keys()]
         if not ready:
-            raise ValueError(f"import each other in a circle: {', '.join(sorted(imports.keys() - levels.keys()))}")
+            raise ValueError(f"import each other in a cycle: {', '.join(sorted(imports.keys() - levels.keys()))}")
         levels |= {name: 1 + max((levels[other] for other in imports[name]), default=-1) for name in ready}
     return levels
 
 
 def needed(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """Return the arrows to draw, without those that follow from others."""
+    """Return the arrows to draw, without those that other arrows imply."""
 
     def behind(name: str) -> set[str]:
         return imports[name].union(*(behind(other) for other in imports[name]))
 
-    return {(name, other) for name, others in imports.items() for other in others if all(other not in behind(third) for third in others)}
+    return {
+        (name, other) for name, imported in imports.items() for other in imported if all(other not in behind(third) for third in imported)
+    }
 
 
 def draw(axes: matplotlib.axes.Axes, package: str) -> None:
@@ -70,7 +72,7 @@ def draw(axes: matplotlib.axes.Axes, package: str) -> None:
 def picture() -> Figure:
     """Draw all packages side by side."""
     figure = Figure(figsize=(13, 6.5), layout="constrained")
-    figure.suptitle("What imports what: arrows point to what is imported; those that follow from others are left out", fontsize=10)
+    figure.suptitle("What imports what: arrows point to what is imported; indirect imports are omitted", fontsize=10)
     for axes, package in zip(figure.subplots(1, len(PACKAGES)), PACKAGES, strict=True):
         draw(axes, package)
     return figure

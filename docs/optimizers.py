@@ -59,7 +59,7 @@ def _by_name(module: Any, prefix: str, names: str, instead: str = "", remark: st
     ]
 
 
-def _noise_of_its_own() -> Any:
+def _noise_per_layer() -> Any:
     noises = {layer_id: optax.add_noise(0.1, 0.55, jax.random.key(n)) for n, layer_id in enumerate(SHAPES)}
     return optax.chain(optax.partition(noises, {layer_id: layer_id for layer_id in SHAPES}), optax.sgd(RATE))
 
@@ -230,7 +230,7 @@ WRAPPERS = (
     Row("`add_decayed_weights`", lambda: _before_sgd(optax.add_decayed_weights(0.1))),
     Row("`keep_params_nonnegative`", lambda: optax.chain(optax.sgd(RATE), optax.keep_params_nonnegative())),
     Row("`add_noise`", lambda: _before_sgd(optax.add_noise(0.1, 0.55, jax.random.key(0))), _NOISE),
-    Row("an `add_noise` for each layer", _noise_of_its_own, in_structure=True),
+    Row("an `add_noise` for each layer", _noise_per_layer, in_structure=True),
     Row("`ema`", lambda: _before_sgd(optax.ema(0.9)), remark="averages gradients; for weights use `ema_decay` of the pipeline"),
     Row("`lookahead`", lambda: optax.lookahead(optax.sgd(RATE), 5, 0.5), "`ema_decay` of the pipeline"),
     Row(

@@ -58,7 +58,7 @@ def initial_arrays(params: Tree | None, stack: LayerStack, specs: Mapping[str, L
 
 
 def _first_arrays(specs: Tree, trees: Sequence[Tree]) -> Tree:
-    """Return for each leaf the first array that a tree has at its path, else the spec."""
+    """Return the specs, each replaced by the first array that one of the trees has at its path."""
     arrays: dict[Any, Any] = {}
     for tree in trees:
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -67,7 +67,7 @@ def _first_arrays(specs: Tree, trees: Sequence[Tree]) -> Tree:
 
 
 def _reject_missing(initial: Mapping[str, tuple[Tree, Tree]]) -> None:
-    """Raise `InputError` for an array that neither the user gave nor the model can make."""
+    """Raise `InputError` for an array that is not among the arguments and that an abstract model cannot initialize."""
     for layer_id, trees in initial.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(trees)[0]:
             if isinstance(leaf, jax.ShapeDtypeStruct):

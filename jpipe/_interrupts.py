@@ -23,7 +23,7 @@ from jpipe.runtime.state import CONSUMED, State, is_consumed
 Tree = Any
 
 _DEFERRED = signal.SIGINT, signal.SIGTERM
-_PATIENCE = 3.0  # seconds after which a user who presses Ctrl-C again means it: the step may wait for something that never comes
+_PATIENCE = 3.0  # seconds after which a second Ctrl-C takes effect at once, since the step may be waiting for something that never comes
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ class Op:
 
     @property
     def trains(self) -> bool:
-        """Whether it is a part of training, and not an evaluation."""
+        """Whether it is part of training, rather than of an evaluation."""
         return self.leaves != ("output",)
 
     @property
@@ -63,7 +63,7 @@ class Op:
 
     @cached_property
     def pieces(self) -> tuple[str, ...]:
-        """The ops that do the same one after the other, with a whole backward as one: its time, and how it is drawn, are theirs."""
+        """The ops that together compute the same, where a whole backward counts as one op. They determine its time and its picture."""
         backward = {"IW": "B"}.get(after := self.parts.removeprefix("F"), after)
         return tuple(name for name in ("F" * self.begins, backward) if name)
 

@@ -1,4 +1,4 @@
-"""The user's object: a pipeline over a model, a plan, a loss and an optimizer; functional, state in and state out."""
+"""The class `Pipeline`: a model, a plan, a loss and an optimizer as functions from state to state."""
 
 import contextlib
 import logging
@@ -70,7 +70,7 @@ _LOG = logging.getLogger("jpipe")
 
 
 class Pipeline:
-    """Trains `stack` as `plan` says; holds compiled programs, and nothing that changes from step to step.
+    """Trains a model through a pipeline as a plan says. It holds compiled programs, but no state of the training.
 
     `init` verifies the programs (see `simulate`) before it compiles what they use. In a run of several processes (after
     `jax.distributed.initialize`) every process makes the same pipeline and calls the same methods in the same order; each runs the
@@ -403,7 +403,7 @@ class Pipeline:
 
     @isolated_context()
     def evaluate(self, state: State, batch: Batch, metrics: Mapping[str, Loss] | None = None, *, weights: Weights = "newest") -> Evaluation:
-        """Forward only, at one version for all stages, in evaluation mode; leaves the state as it is, work in flight included.
+        """Compute loss and metrics of a batch in evaluation mode, with one weight version for all stages; the state is not changed.
 
         Layers, loss and metrics that draw random numbers get other keys than in training, of the key of the run and the position of the
         microbatch in the batch: the same call gives the same numbers.
@@ -448,7 +448,7 @@ class Pipeline:
 
     @isolated_context()
     def predict(self, state: State, batch: Tree, *, weights: Weights = "newest", to: To = "all") -> Tree | None:
-        """Return what the last layer gives for each row, in evaluation mode; leaves the state as it is, work in flight included.
+        """Return the outputs of the last layer for each row, in evaluation mode; the state is not changed.
 
         The version of the weights and the layer state are those of `evaluate`. The last microbatch is filled up with copies of the last
         row, whose outputs are dropped: layers that look at other rows of a microbatch see them. Compiled at the first call.

@@ -414,9 +414,9 @@ def test_a_row_of_table_1_is_planned_and_put_into_the_document(real, monkeypatch
     table, sums, recurrence = json.loads((tmp_path / "papers.json").read_text())["table-1"]
     ((model, cluster, paper, planned, as_paper, *_),) = table["rows"]
     assert (model, cluster, paper) == ("S2VT", "4 × 1 C", "2-1-1 (3.01)")
-    faster, papers_own = (float(re.search(r"\((.+)\)", cell)[1]) for cell in (planned, as_paper))
+    faster, of_paper = (float(re.search(r"\((.+)\)", cell)[1]) for cell in (planned, as_paper))
     assert as_paper.startswith("2-1-1 ")
-    assert faster >= papers_own > (0 if real else 1)
+    assert faster >= of_paper > (0 if real else 1)
     text, *below = (papers.Table(**one).text for one in (table, sums, recurrence))
     after = "".join(f"<!-- {one['name']} -->\n\n{rows}\n" for one, rows in zip((sums, recurrence), below, strict=True))
     assert document.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n\n{after}"

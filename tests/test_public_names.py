@@ -70,8 +70,8 @@ def _is_allowed(node: ast.Attribute, modules: dict[str, str], package: str) -> b
     path = _path(node.value, modules)
     if path is not None and _is_foreign(path, package) and isinstance(_resolve(path), types.ModuleType):
         return _is_public(path, node.attr)
-    is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-    return is_own or package == "jpipe" or not _is_private(node.attr) or node.attr in OF_PYTHON
+    is_of_class = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    return is_of_class or package == "jpipe" or not _is_private(node.attr) or node.attr in OF_PYTHON
 
 
 def _path(node: ast.expr, modules: dict[str, str]) -> str | None:

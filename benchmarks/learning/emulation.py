@@ -54,7 +54,7 @@ def delays(schedule: Schedule, d: int, m: int) -> np.ndarray:
 
 
 def warm_up_and_cosine(updates: int) -> Callable[[Any], Any]:
-    """Return the factor of the learning rate at each of so many updates: a warm-up in the first 5%, then a cosine to a tenth."""
+    """Return the factor of the learning rate at each of `updates` updates: a warm-up in the first 5%, then a cosine to a tenth."""
     warm = max(updates // 20, 1)
 
     def factor(t: Any) -> Any:
@@ -107,7 +107,7 @@ class Trained(NamedTuple):
     """The results of one run.
 
     Attributes:
-        losses: held-out loss after every so many updates, on the weights without prediction.
+        losses: held-out loss at regular intervals, on the weights without prediction.
         params: the weights that the last update made, by layer id, the prediction included.
         ahead: the prediction in them, by layer id.
     """

@@ -41,7 +41,7 @@ class Task:
 
 
 def make_gpt(depth: int = 4) -> Task:
-    """Return the byte GPT of `configs/gpt-bytes.yaml` with so many blocks, and 16 sequences of 96 bytes per batch."""
+    """Return the byte GPT of `configs/gpt-bytes.yaml` with `depth` blocks, and 16 sequences of 96 bytes per batch."""
     text = read_bytes(None, 0.05)
     train, held_out = Windows(text.train, SEQ_LEN), Windows(text.validation, SEQ_LEN)
     rng = np.random.default_rng(0)

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.planner [speed] [choice] [here] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
+"""`python -m benchmarks.planner [speed] [choice] [here] [targets] [--profiles FOLDER] [--json FILE]`: print tables, write JSON.
 
 `speed` times the searches, `choice` compares the chosen plan with simulating every candidate, `here` trains on this machine and compares
-measurements with predictions. `benchmarks.papers` has the papers' experiments.
+measurements with predictions, `targets` compiles stages for devices that are not here. `benchmarks.papers` has the papers' experiments.
 """
 
 import argparse
@@ -11,12 +11,14 @@ from typing import Any
 import jax
 
 from benchmarks import parts
-from benchmarks.planner import choice, here, speed
+from benchmarks.planner import choice, here, speed, targets
+from jpipe_planner import known_targets
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "speed": lambda _: speed.main(),
     "choice": choice.main,
     "here": lambda _: here.main(),
+    "targets": targets.main,
 }
 
 
@@ -28,6 +30,10 @@ def main(arguments: list[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--profiles", metavar="FOLDER", help="of `choice`: a folder with a graph.txt in each of its folders")
+    parser.add_argument("--models", nargs="+", choices=list(targets.MODELS), help="of `targets`; by default all")
+    parser.add_argument(
+        "--targets", nargs="+", choices=[targets.CPU, *known_targets()], help="of `targets`; by default a CPU, an H100 and a v5e"
+    )
     parts.run(parser, PARTS, "benchmarks/planner.json", arguments)
 
 

@@ -120,13 +120,13 @@ def run(plan: jpipe.Plan, steps: int) -> dict[str, Any]:
     runner(3, tracer)
     memory = tracer.finish().memory
     costs = pipe.costs(batch)  # those of other processes' stages without temporaries
-    here = [rank for rank, workers in enumerate(plan.rank_workers) if pipe.devices[workers[0]].process_index == jax.process_index()]
+    local = [rank for rank, workers in enumerate(plan.rank_workers) if pipe.devices[workers[0]].process_index == jax.process_index()]
     unseen = [
         size
         for stages, size in zip(plan.pipeline_ranks, temporary_of_ranks(plan, costs), strict=True)
         for _ in range(plan.replicas[stages[0]])
     ]
-    peaks = {rank: max(sample.total for sample in memory[rank]) + unseen[rank] for rank in here}
+    peaks = {rank: max(sample.total for sample in memory[rank]) + unseen[rank] for rank in local}
     return {"ends": ends, "peaks": peaks, "costs": [vars(cost) for cost in costs]}
 
 

@@ -27,7 +27,7 @@ from jpipe.runtime._snapshot import CopiesDiffer, SharedCopy, Snapshot, layer_of
 from jpipe.runtime.state import State
 from jpipe.stages._batch import Batch
 
-__all__ = ["load", "own_layers", "prune", "read", "save", "stand_ins", "steps"]
+__all__ = ["layers_to_read", "load", "prune", "read", "save", "stand_ins", "steps"]
 
 _PATIENCE = 5.0  # seconds without any progress until the processes are named that have not called `save`
 
@@ -191,7 +191,7 @@ def _without_memory(specs: dict[str, Plain]) -> dict[str, Plain]:
     return jax.tree.map(lambda spec: np.broadcast_to(np.zeros((), spec.dtype), spec.shape), specs)
 
 
-def own_layers(pipe: Pipeline) -> list[str]:
+def layers_to_read(pipe: Pipeline) -> list[str]:
     """Return the layers of this process's workers and those with the first places of the shared parameters that these use."""
     ids, ties = _local_layers(pipe), pipe.stack.ties
     return list(dict.fromkeys((*ids, *(ties.first[name][0] for name in ties.names(ids)))))

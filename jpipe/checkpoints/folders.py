@@ -202,7 +202,7 @@ def remove(path: Path) -> None:
 
 
 def remove_part(path: Path, process: int) -> None:
-    """Remove what a process wrote into an unfinished checkpoint; files that cannot be removed are only in the way of the next attempt."""
+    """Remove what a process wrote into an unfinished checkpoint; files that cannot be removed hinder only the next attempt."""
     for part in (path / f"process-{process}", *path.glob(f"process-{process}.*")):
         if not _OURS.fullmatch(part.name):
             continue

@@ -42,7 +42,7 @@ def save(manager: ocp.CheckpointManager, step: int, layers: Mapping[str, Tree], 
     tree = escape_names(jax.tree.map(np.asarray, jax.device_get(dict(layers))))
     try:
         manager.save(step, args=ocp.args.PyTreeSave(tree), custom_metadata=None if facts is None else {"facts": facts})
-    except ValueError:  # whose text may have all arrays
+    except ValueError:  # its message may contain all arrays
         raise InputError(
             f"folder: expected an ocp.CheckpointManager that saves one tree, found one of '{manager.directory}' that does not accept "
             "ocp.args.PyTreeSave; make it without item_names, item_handlers and handler_registry"
@@ -108,7 +108,7 @@ def _specs(manager: ocp.CheckpointManager, step: int) -> Tree:
         if all(isinstance(parts, dict) for parts in specs.values()):
             return specs
         problem = "an array in place of a layer"
-    except Exception as error:  # of many kinds
+    except Exception as error:  # Orbax and TensorStore raise errors of many kinds
         problem = (str(error).splitlines() or [""])[0][:200]
     raise InputError(
         f"{manager.directory}: expected a checkpoint of step {step} that jpipe.checkpoints.save wrote, found {problem}; to begin with the "

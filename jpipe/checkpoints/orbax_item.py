@@ -250,7 +250,7 @@ def _compare(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     try:
         store = ts.KvStore.open(_store_spec(path)).result()
         equal = all(store.read(_chunk_key(name, array)).result().value == array.tobytes() for name, array in arrays.items())
-    except Exception as error:  # of many kinds, since files are missing
+    except Exception as error:  # TensorStore raises errors of many kinds for missing files
         raise OSError(errno.EIO, f"its files were removed, or cannot be read again ({type(error).__name__})", str(path)) from error
     if not equal:
         raise OSError(errno.EIO, "its files are not what was written", str(path))

@@ -147,9 +147,9 @@ def _partition(
     for entry, parameters in _entries(stack, stage.layers, layers).items():
         for path, (parameter, spec) in parameters.items():
             in_use = _sharded(parameter, spec, axes[parameter.layer_id].get(parameter.path), rules, mesh)
-            at_rest = _over_rows(in_use, spec, mesh, batch) if stage.fsdp and batch is not None else in_use
-            if at_rest != WHOLE:
-                params.setdefault(entry, {})[path] = at_rest
+            stored = _over_rows(in_use, spec, mesh, batch) if stage.fsdp and batch is not None else in_use
+            if stored != WHOLE:
+                params.setdefault(entry, {})[path] = stored
             if in_use != WHOLE:
                 gathered.setdefault(entry, {})[path] = in_use
     return Partition(mesh, rows, batch, params, gathered)

@@ -57,7 +57,7 @@ class Place:
 
 
 def crowded_meshes(places: Iterable[Place]) -> frozenset[Place]:
-    """Return the meshes of CPU devices that more than one of these workers has.
+    """Return the meshes of CPU devices that several of these workers share.
 
     Collectives of XLA block the threads that compute there, one per device or core. Programs of several workers on the same devices are
     independent of each other: if many have begun on one device and not on another, no thread is left for the programs they wait for, and

@@ -172,9 +172,9 @@ def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree]
             result = future.result()
             with lock:
                 results[number] = result
-                if len(results) < len(order):
+                if len(results) < len(positions):
                     return
-            result = joins.pop()([results[i] for i in order])
+            result = joins.pop()([results[i] for i in positions])
             results.clear()  # a future keeps this function, and would keep the arrays alive
             whole.set_result(result)
         except BaseException as error:
@@ -183,7 +183,7 @@ def joined(futures: "Sequence[Future[Tree]]", join: Callable[[list[Tree]], Tree]
                 if not whole.done():
                     whole.set_exception(error)
 
-    order = range(len(futures))
+    positions = range(len(futures))
     for number, future in enumerate(futures):
         future.add_done_callback(partial(one, number))
     return whole

@@ -2,7 +2,7 @@
 
 from jpipe.model._layer import LayerSpec
 from jpipe.model._precision import cast_layers
-from jpipe.model.layerwise._find import find_layerwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
+from jpipe.model.layerwise._probe import find_layerwise
 
 __all__ = ["LayerSpec", "LayerwiseOptimizer", "cast_layers", "find_layerwise"]

@@ -18,7 +18,7 @@ Tree = Any
 
 
 def adapt(layer_id: str, layer: Any) -> Layer:
-    """Return the layer for a function, a Linen module, an NNX module or its constructor; a `Layer` as it is.
+    """Return the layer for a function, a Linen module, an NNX module or its constructor; a `Layer` is returned unchanged.
 
     Raises:
         InputError: it cannot be a layer.
@@ -58,7 +58,7 @@ def adapt(layer_id: str, layer: Any) -> Layer:
 
 
 def initial_arrays(layer_id: str, layer: Any) -> tuple[Tree, Tree] | None:
-    """Return the parameters and the state that a layer begins with, if it is an NNX module that is built; else None."""
+    """Return the initial parameters and state of a built NNX module; None for any other layer."""
     return _built(layer_id, layer).initial if isinstance(layer, nnx.Module) else None
 
 
@@ -173,7 +173,7 @@ def linen_layer(where: str, module: linen.Module, num_inputs: int | None = None)
 
 
 def _streams(key: jax.Array) -> dict[str, jax.Array]:
-    """Return the random keys of a whole model: Linen draws from "params" what it finds no stream for."""
+    """Return the random keys of a whole model; Linen draws from "params" in place of a stream that is missing."""
     return {"dropout": key, "params": jax.random.fold_in(key, 1)}
 
 

@@ -1,4 +1,4 @@
-"""What the parameters of a user's function ask for: whether it trains, and random numbers."""
+"""The arguments that a user's function asks for by the names of its parameters: the mode, training or evaluation, and random numbers."""
 
 import functools
 import inspect

@@ -156,7 +156,7 @@ class NnxFunctions:
         return nnx.merge(self.graphs[mode], *parts)
 
     def _forward(self, params: Tree, state: Tree, x: Tree, key: jax.Array | None, train: bool) -> tuple[Tree, nnx.Module]:
-        """Return the output, and the module after it."""
+        """Return the output, and the module after the call."""
         module: Any = self._merged(train, params, self._rng_state(key), state)
         before, variables = _static_attributes(module), _variables(module)
         y = module(*arguments_of(x, self.num_inputs), **self.mode(train), **self.randomness.arguments(key, train))
@@ -213,13 +213,13 @@ def _split(module: nnx.Module) -> Any:
 
 
 def is_in_evaluation(module: nnx.Module) -> bool:
-    """Return whether all parts of a module that can be in evaluation are, as after `module.eval()`; False if there are none."""
+    """Return whether all parts of a module with an evaluation mode are in it, as after `module.eval()`; False if no part has one."""
     flags = [getattr(part, name) for _, part in nnx.iter_modules(module) for name in _FROZEN if getattr(part, name, None) is not None]
     return bool(flags) and all(flags)
 
 
 def _set_to_train(module: nnx.Module) -> None:
-    """Call `module.train()`, but keep frozen what a constructor has frozen."""
+    """Call `module.train()`, but leave the parts frozen that a constructor has frozen."""
     frozen = [(part, name) for _, part in nnx.iter_modules(module) for name in _FROZEN if getattr(part, name, None) is True]
     module.train()
     for part, name in frozen:

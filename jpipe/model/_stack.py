@@ -174,7 +174,7 @@ class LayerStack:
         if whole.params is None:
             try:
                 jax.eval_shape(whole.layer.init, key_spec(), x)
-            except InputError as error:  # it says how to begin
+            except InputError as error:  # its message says how the model is initialized
                 abstract = error
         stack = cls._of_traced(cut_model(whole.layer, whole.specs, x, granularity, cuts, whole.params is None and not abstract), whole)
         stack._abstract = abstract
@@ -182,10 +182,8 @@ class LayerStack:
 
     @classmethod
     def _of_traced(cls, traced: TracedModel, whole: Whole | None) -> "LayerStack":
-        layers, equal = traced.layers(), traced.equal()
-        stack = cls(layers, traced.ties())
+        stack = cls(traced.layers(), traced.ties())
         stack.traced, stack.whole = traced, whole
-        stack._object_ids = {layer_id: id(layers[equal[layer_id]]) for layer_id in layers}
         return stack
 
     def recut(self, change: Callable[[Layer], Layer], prepare: Callable[[Tree], Tree]) -> "LayerStack":
@@ -388,7 +386,8 @@ class LayerStack:
         """Return what a layer's spec depends on: layers given as one object, such as one constructor, are traced once for each input."""
         leaves, treedef = jax.tree.flatten(x)
         settings = tuple(jax.config.values[name] for name in _SETTINGS)
-        return self._object_ids[layer_id], layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
+        same = self._object_ids[layer_id] if self.traced is None else self.traced.first_equal(layer_id, x)
+        return same, layer_id == self.ids[-1], treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves), settings
 
     def _spec(self, layer_id: str, before: str, x: Tree) -> LayerSpec:
         """Return the specs around one layer, whose input `x` comes from `before`."""

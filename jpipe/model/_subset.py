@@ -35,25 +35,25 @@ class Subset:
         """Return the chosen leaves."""
         return trees if self.is_all else {name: self.of(name, tree) for name, tree in trees.items()}
 
-    def others(self, trees: Mapping[str, Tree]) -> dict[str, Tree]:
+    def unchosen(self, trees: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the unchosen leaves of the trees that have any; no other array is kept alive."""
         opposite = Subset({name: tuple(not is_chosen for is_chosen in leaves) for name, leaves in self.chosen.items()})
         return {name: opposite.of(name, tree) for name, tree in trees.items() if name in self.chosen}
 
-    def joined(self, part: Mapping[str, Tree], others: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Return whole trees from their chosen and their other leaves.
+    def joined(self, part: Mapping[str, Tree], unchosen: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Return whole trees from their chosen and their unchosen leaves.
 
         Args:
             part: the chosen leaves of some trees.
-            others: at least the other leaves of these trees; the chosen leaves of whole trees are ignored.
+            unchosen: at least the other leaves of these trees; the chosen leaves of whole trees are ignored.
         """
-        return {name: self.filled(name, tree, others.get(name)) for name, tree in part.items()}
+        return {name: self.filled(name, tree, unchosen.get(name)) for name, tree in part.items()}
 
-    def filled(self, name: str, part: Tree, others: Tree) -> Tree:
+    def filled(self, name: str, part: Tree, unchosen: Tree) -> Tree:
         """Return one whole tree, as `joined`."""
         if name not in self.chosen:
             return part
-        return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, part, others, is_leaf=lambda leaf: leaf is None)
+        return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, part, unchosen, is_leaf=lambda leaf: leaf is None)
 
     def flags(self, trees: Mapping[str, Tree]) -> list[bool]:
         """Return for each leaf of the trees whether it is chosen."""

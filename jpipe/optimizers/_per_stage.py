@@ -104,8 +104,8 @@ def _check(make: Callable[..., Any], staged: Mapping[str, list[Any]], constant: 
         parameter = signature.parameters.get(name)
         is_number = name == "learning_rate" or (parameter is not None and isinstance(parameter.default, int | float))
         if is_number and (isinstance(value, tuple) or getattr(value, "ndim", 0) > 0):
-            found = f"{type(value).__name__} {short(value)}"
-            raise InputError(f"per_stage: {name}: expected a list, or one value for all stages; found {found}; write list(...)")
+            actual = f"{type(value).__name__} {short(value)}"
+            raise InputError(f"per_stage: {name}: expected a list, or one value for all stages; found {actual}; write list(...)")
 
 
 def _is_value(value: Any) -> bool:
@@ -125,5 +125,5 @@ def _of_stage(values: Sequence[Any], count: jax.Array, stage: ArrayLike) -> Any:
 
 
 def _in_dtypes_of(before: Tree, after: Tree) -> Tree:
-    """Return a state in the dtypes that it had: a value of a schedule is no Python number, which would take on any dtype."""
+    """Cast a state to its earlier dtypes, since the values of schedules are arrays and may promote it."""
     return jax.tree.map(lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype), before, after)

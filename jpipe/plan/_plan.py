@@ -169,7 +169,7 @@ class Plan(pydantic.BaseModel):
 
     @property
     def placing_order(self) -> tuple[int, ...]:
-        """The ranks in the order in which they take devices where `placement` names none, as `keep_together` says."""
+        """The ranks in the order in which devices are assigned to them without a `placement`; `keep_together` determines it."""
         key = (lambda rank: rank) if self.keep_together == "replicas" else (lambda rank: self.rank_positions[rank][::-1])
         return tuple(sorted(range(len(self.rank_positions)), key=key))
 

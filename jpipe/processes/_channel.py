@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
 from jpipe.processes._coordinator import Beat, Coordinator, Message
-from jpipe.processes._finding import Store, connect_to_first, listen_for_processes
+from jpipe.processes._rendezvous import Store, connect_to_first, listen_for_processes
 from jpipe.processes.handshake import Caller, Door
 
 _LOOK = 0.01  # seconds between two polls of the door

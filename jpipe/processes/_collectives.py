@@ -62,7 +62,7 @@ class Group:
         """Return the dtype in which arrays are sent: XLA on CPUs would widen bfloat16 and the like (NumPy's kind V) to twice the bytes."""
         return np.dtype(f"uint{8 * dtype.itemsize}") if self.blocks and dtype.kind == "V" else dtype
 
-    def here(self, shape: tuple[int, ...], dtype: Any) -> Spec:
+    def local_spec(self, shape: tuple[int, ...], dtype: Any) -> Spec:
         """Return the spec of an array on this process's device, in the dtype in which it is sent."""
         return Spec(shape, self.plain(dtype), sharding=SingleDeviceSharding(self.device))
 
@@ -71,7 +71,7 @@ class Group:
         return jnp.zeros(spec.shape, spec.dtype, device=self.device)
 
     def shared(self, array: jax.Array) -> jax.Array:
-        """Return an array over all devices whose shard here is this very array."""
+        """Return an array over all devices whose shard in this process is `array` itself, not a copy."""
         return jax.make_array_from_single_device_arrays(array.shape, self._sharding, [array])
 
 
@@ -147,7 +147,7 @@ class Packing:
         self._plain = [group.plain(leaves[i].dtype) for i, *_ in self._together]
         self._empty = {i: group.zeros(leaf) for i, leaf in enumerate(leaves) if leaf.size == 0}
         apart = [[self.leaves[i] for i in positions] for positions in self._together]
-        together = [group.here(array.shape, array.dtype) for array in jax.eval_shape(self._joined, apart)]
+        together = [group.local_spec(array.shape, array.dtype) for array in jax.eval_shape(self._joined, apart)]
         # Compiled ahead, and not run: the devices may be ones that are only compiled for.
         self._join = jax.jit(self._joined).lower(apart).compile() if apart else self._joined
         self._split = jax.jit(self._pieces).lower(together).compile() if apart else self._pieces

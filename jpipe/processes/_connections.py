@@ -231,7 +231,7 @@ class Reduction:
     def _of_two(self, packing: Packing) -> list[_Step]:
         """Return the steps of a sum of two processes: each sends everything and adds it up."""
         large = self._group.blocks and max((a.size * a.dtype.itemsize for a in packing.arrays), default=0) > _BUFFERED
-        parts: list[Any] = [[array] * 2 if large else self._group.here((2, *array.shape), array.dtype) for array in packing.arrays]
+        parts: list[Any] = [[array] * 2 if large else self._group.local_spec((2, *array.shape), array.dtype) for array in packing.arrays]
         add = jax.jit(lambda parts: packing.trace_unpack(_sums(packing, parts))).lower(parts).compile()
         return [packing.pack, self._swapped(packing.arrays) if large else self._both(packing.arrays), add]
 
@@ -261,7 +261,7 @@ class Reduction:
     def _of_shares(self, packing: Packing) -> list[_Step]:
         """Return the steps of a sum by shares: each process adds up one share, and then sends it to all."""
         n = self._group.size
-        shares = [self._group.here((-(-array.size // n),), array.dtype) for array in packing.arrays]
+        shares = [self._group.local_spec((-(-array.size // n),), array.dtype) for array in packing.arrays]
 
         def cut(leaves: Rows) -> list[Rows]:
             return [list(jnp.pad(a.ravel(), (0, -a.size % n)).reshape(n, -1)) for a in packing.trace_pack(leaves)]

@@ -117,7 +117,7 @@ class Coordinator:
         where all wait for each other.
         """
         seconds, reached = self._beats[waiter].seconds / 2, [waiter]
-        for process in reached:  # grows meanwhile
+        for process in reached:  # the list grows in the loop
             awaited = [other for other in self._awaited(process) if other not in reached]
             reached += awaited
             for other in awaited:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from jpipe.errors import InputError, PeerLost
 
-_MAX_UNREAD = 65536  # unread messages; of more the oldest are dropped
-_BLAME_SECONDS = 20.0  # within which the death of the process that made something fail here is known
+_MAX_UNREAD = 65536  # unread messages; beyond that the oldest are dropped
+_BLAME_SECONDS = 20.0  # after a failure: by then it is known whether the death of another process caused it
 
 
 class Inbox:

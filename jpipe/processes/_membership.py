@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from jpipe.errors import InputError, PeerLost
 from jpipe.processes._channel import Channel, Limits
 from jpipe.processes._coordinator import END, Message
-from jpipe.processes._finding import JaxStore, Store
 from jpipe.processes._inbox import Inbox
+from jpipe.processes._rendezvous import JaxStore, Store
 from jpipe.processes._waits import Wait, Waits
 
 

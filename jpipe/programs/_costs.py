@@ -113,6 +113,8 @@ class LayerCost:
         update: time of one update.
         temporary: the largest scratch memory of its programs, without recomputation.
         temporary_more: what scratch memory a stage needs more than for the larger of both, where the next layer is in the same stage.
+        remaking: the scratch memory of a backward that makes all residuals of the layer itself, as with recomputation; None: not known.
+        remaking_more: what scratch memory such a backward needs more if the layer comes before the others of its stage.
         ahead: the prediction of `delay_correction`, which stages hold whose gradients are late.
     """
 
@@ -131,6 +133,8 @@ class LayerCost:
     backward_weight: float | None = None
     stash: Mapping[str, int] = field(default_factory=dict)
     temporary_more: int = 0
+    remaking: int | None = None
+    remaking_more: int = 0
     ahead: int = 0
 
     @property
@@ -290,7 +294,7 @@ def sum_layer_costs(
                 optimizer=sum(layer.optimizer + (layer.ahead if plan.delays[s] else 0) for layer in layer_costs),
                 state=sum(layer.state for layer in layer_costs),
                 accumulators=sum(layer.summed for layer in layer_costs),
-                temporary=_scratch(layer_costs) + max(inside - (0 if fused else residuals), 0),
+                temporary=_scratch(layer_costs, inside, max(inside - (0 if fused else residuals), 0), before),
             )
         )
     if plan.shard_optimizer:
@@ -298,9 +302,22 @@ def sum_layer_costs(
     return _with_shared(plan, costs, shared)
 
 
-def _scratch(layers: Sequence[LayerCost]) -> int:
-    """Return the scratch memory of a stage of these layers, without recomputed residuals."""
-    return max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
+def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: int) -> int:
+    """Return the scratch memory of a stage of these layers.
+
+    Args:
+        layers: its layers.
+        unchanged: bytes of the residuals of its layers, without recomputation.
+        remade: the part of them that the program of the backward makes itself.
+        inputs: bytes of the stage input, which no program makes.
+    """
+    scratch = max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
+    last = layers[-1].remaking
+    if not remade or last is None:
+        return scratch + remade
+    everything = last + sum(layer.remaking_more for layer in layers[:-1])
+    share = min(remade / max(unchanged - inputs, 1), 1.0)
+    return scratch + math.ceil(max(everything - scratch, 0) * share)
 
 
 def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:

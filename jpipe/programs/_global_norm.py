@@ -1,4 +1,4 @@
-"""Messages that bring the global norm of a batch's gradients to all workers: separate ones at a flush, else along with others.
+"""Messages that bring the global norm of a batch's gradients to all workers: separate at a flush, otherwise as parts of other messages.
 
 Without a flush, the sums of squares travel from the last stage to the first along with the input gradients of one microbatch, the j-th
 after the batch. Stage 0 computes the norm, which travels on along with activations. Each worker makes the

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from jpipe.errors import InputError, short
 from jpipe.programs._costs import Link, Network, StageCost, check_costs, unit_costs
+from jpipe.programs._execution_order import ProgramError, Violation, walk
 from jpipe.programs._instructions import Program
 from jpipe.programs._predict import Prediction, Predictor, draw_grid
 from jpipe.programs._verify import Verifier, rank_computations
-from jpipe.programs._walk import ProgramError, Violation, walk
 
 
 def simulate(program: Program, costs: Sequence[StageCost] | None = None, link: Link | Network | None = None) -> Prediction:

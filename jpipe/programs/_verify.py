@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from jpipe.ops import OPS, Reads
 from jpipe.plan import Plan
+from jpipe.programs._execution_order import Violation
 from jpipe.programs._global_norm import last_microbatch
 from jpipe.programs._instructions import (
     AddShared,
@@ -20,7 +21,6 @@ from jpipe.programs._instructions import (
     TakeShared,
     Update,
 )
-from jpipe.programs._walk import Violation
 from jpipe.schedules import SCHEDULES, Action
 
 

@@ -72,7 +72,7 @@ class Executor:
         facts: Mapping[str, str],
     ) -> None:
         functions, self.specs = buckets[0].functions, [bucket.spec for bucket in buckets]
-        if processes is not None:  # a difference would be noticed only when shapes of messages differ, or never
+        if processes is not None:  # without this, a difference would be noticed late or never
             processes.agree(
                 {"plan": plan.to_json(), "shape of a microbatch": describe_shapes(self.specs), "model": model_of(functions), **facts}
             )
@@ -205,7 +205,7 @@ class Executor:
         """
         if weights == "ema" or self._predicts:
             return state if state.start == state.batch else self.drained_copy(state), state.batch
-        # After a restore or a drain the workers are ahead of a run without one, and hold all versions that its workers have in common.
+        # After a restore or a drain the workers are ahead of an uninterrupted run, and hold all of its common versions.
         since = 0 if state.start == state.batch else state.batch - self._plan.flush_first
         version = self._steps.common_version(since, state.batch)
         if version is None:

@@ -1,4 +1,4 @@
-"""Transfers between processes while they are under way: the threads that do them, and what stands for their results meanwhile."""
+"""Transfers between processes in progress: the threads that run them, and placeholders for their results."""
 
 import contextlib
 import functools
@@ -90,7 +90,7 @@ class PendingTransfer:
         return self._future is None
 
     def delete(self) -> None:
-        """Let go of the arrays."""
+        """Drop the arrays."""
         self._future = None
 
     def wait(self) -> Tree:

@@ -63,11 +63,11 @@ class _Checked:
 
     @property
     def _op(self) -> Op | None:
-        """The op that this call computes, if it is one's."""
+        """The op that this call computes; None if it computes no op."""
         return next((op for op in OPS.values() if op.function == self.name), None)
 
     def _begins(self, arguments: tuple[Any, ...], results: Any, wanted: "Wanted") -> str:
-        """Return where the value begins: the layer, if it is one of this stage."""
+        """Describe where the value first occurs in this call, with the layer if it is known."""
         op = self._op
         if op is not None and op.begins and (origin := self._in_forward(op, arguments, wanted)):
             return origin
@@ -80,7 +80,7 @@ class _Checked:
         return "it begins in its backward" if "backward" in self.name else "it begins there"
 
     def _in_forward(self, op: Op, arguments: tuple[Any, ...], wanted: "Wanted") -> str:
-        """Run the layers one by one on the same arguments; "" if none of their outputs has it."""
+        """Run the layers one by one and describe where the value first occurs; return "" if it does not."""
         f, (params, state, x) = self.stage.functions, arguments[:3]
         number, train = 5 if op.finishes else 4, op.trains
         microbatch, key = arguments[number] if number < len(arguments) else (None, None)
@@ -100,7 +100,7 @@ class _Checked:
 
 
 Wanted = Mapping[str, Callable[[Any], Any]]
-"""What to look for: by name how it is recognized."""
+"""The values to look for: a test for each, by name."""
 
 
 def _wanted() -> Wanted:

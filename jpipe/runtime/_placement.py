@@ -14,7 +14,7 @@ from jpipe.plan import Plan
 
 
 def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Place, ...]:
-    """Return where each worker computes, which is where its rank does.
+    """Return the place of each worker, which is that of its rank.
 
     Args:
         plan: the plan, with `placement` or `keep_together`.
@@ -39,18 +39,26 @@ def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int
     Raises:
         InputError: too few devices exist.
     """
-    if isinstance(devices, jax.Device):
-        if not mesh:
-            return Place((devices,))
-        likes = [other for other in jax.local_devices(backend=devices.platform) if other.device_kind == devices.device_kind]
-        change = f"on CPUs jax.config.update('jax_num_cpu_devices', {math.prod(mesh.values())}) makes as many before JAX is used"
-    else:
-        likes, change = list(devices), "give as many as the largest mesh has"
     size = math.prod(mesh.values())
-    if size > len(likes):
-        like = f" like {devices}" if isinstance(devices, jax.Device) else ""
-        raise InputError(f"costs: expected {size} devices{like} for the mesh {dict(mesh)}, found {len(likes)}; {change}")
-    return Place(tuple(likes[:size]), mesh)
+    if not isinstance(devices, jax.Device):
+        usable, like, change = list(devices), "", "give as many as the largest mesh has"
+    elif not mesh:
+        return Place((devices,))
+    else:
+        usable, like = _local_devices_like(devices), f" like {devices}"
+        change = f"on CPUs jax.config.update('jax_num_cpu_devices', {size}) makes as many before JAX is used"
+    if size > len(usable):
+        raise InputError(f"costs: expected {size} devices{like} for the mesh {dict(mesh)}, found {len(usable)}; {change}")
+    return Place(tuple(usable[:size]), mesh)
+
+
+def _local_devices_like(device: jax.Device) -> list[jax.Device]:
+    """Return the devices of this process of the same kind; only itself if it is not of this machine."""
+    try:
+        local = jax.local_devices(backend=device.platform)
+    except RuntimeError:
+        return [device]
+    return [other for other in local if other.device_kind == device.device_kind]
 
 
 def _place_ranks(plan: Plan, sizes: Sequence[int], devices: Sequence[jax.Device] | None) -> list[tuple[jax.Device, ...]]:

@@ -175,7 +175,7 @@ class Transport:
             self._call(pair, partial(self._link(pair).send, pieces), pieces, words, on)
 
     def forget(self) -> None:
-        """Let go of what was sent inside this process and will not be received: the program that sent it has failed."""
+        """Drop messages that were sent inside this process and will not be received, because the program that sent them has failed."""
         self._mailbox.clear()
         self._parts.clear()
 

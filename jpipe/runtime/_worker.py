@@ -135,7 +135,7 @@ class Worker:
         self.stages, self.buckets, self.transport = stages, buckets, transport
         self.compiled, self.functions, self.calls = stages[0], stages[0].functions, stages[0].calls
         self.state = _MutableState.of(state)
-        self.frozen = {} if self.functions.trained.is_all else self.functions.trained.others(self.state.all_entries())
+        self.frozen = {} if self.functions.trained.is_all else self.functions.trained.unchosen(self.state.all_entries())
         self.results = results
         self.has_rng, self.has_buckets = self.functions.specs.rng[1] is not None, len(stages) > 1
         self.done: jax.Array | None = None
@@ -254,7 +254,7 @@ class Worker:
                 self.after_backward(k)
 
     def take(self, op: Op, microbatch: Fields) -> tuple[Any, ...]:
-        """Take what an op reads: state, x, labels; or kept arguments and outputs, saved arrays, message; or arguments, stash."""
+        """Pop what an op reads: (state, x, labels), (kept arguments and outputs, saved arrays, message) or (arguments, stash)."""
         if op.reads == "inputs":
             return self.state.layer_state, arrived(microbatch.pop("inputs")), microbatch.pop("labels", None)
         if op.reads == "residuals":
@@ -382,12 +382,12 @@ class Worker:
             state.loss_scales[update + 1] = self.calls["next_scale"](state.loss_scales[update], norm)
         retires = None if i.retires is None else i.retires + self.version_shift
         memory = (state.weights.read(retires),) if retires is not None and kind == "into_retired" else ()
-        made_at, used = UpdateNumber(self.plan, self.stage, i.batch), norm
+        number, used = UpdateNumber(self.plan, self.stage, i.batch), norm
         if self.functions.clip_stage_norm is not None:
             used = self.calls["stage_norm"](accumulators, norm)
             if self.replica == 0:
                 self.results.stage_norms[update, self.stage] = used.norm
-        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, used, made_at)
+        new, self.done = self.compiled.update(kind, memory, state.weights.read(update), state.optimizer, accumulators, used, number)
         params, state.optimizer, zeros, loss = new
         state.weights = state.weights.with_update(params, retires)
         if retires is not None:

@@ -43,9 +43,9 @@ def endless_order(plan: Shape, p: int, microbatches: Sequence[int]) -> Iterator[
 def _interleaved(
     plan: Shape, p: int, microbatches: Sequence[int], group: int, begun: int, ahead: int, delay: int | None
 ) -> Iterator[Action]:
-    """Return the order where the first group lacks its first `begun` microbatches, and the last one may lack some at its end.
+    """Return the order of groups, of which the first lacks its first `begun` microbatches, and the last may lack some at its end.
 
-    It is that of whole groups without what is lacking.
+    It is the order of whole groups without the missing microbatches.
     """
     stages, count = plan.pipeline_ranks[p], len(microbatches)
     groups = [range(first, first + group) for first in range(-begun, count, group)]

@@ -166,7 +166,7 @@ class Arrays:
 
     @property
     def update_norm(self) -> Tree:
-        """The norm that an update gets: that of its stage if it is clipped by it, otherwise `norm`."""
+        """The norm that an update gets: that of its stage with `clip_stage_norm`, otherwise `norm`."""
         if self.functions.clip_stage_norm is None:
             return self.norm
         number = self.whole(norm_spec()).norm

@@ -16,8 +16,8 @@ from jpipe.model._losses import Loss, random_parameter
 from jpipe.model._precision import Precision
 from jpipe.model._stack import LayerStack
 from jpipe.model._ties import NOTHING_SHARED, Sharing
-from jpipe.model.layerwise._find import find_layerwise
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer
+from jpipe.model.layerwise._probe import find_layerwise
 from jpipe.plan import Plan, Stage
 from jpipe.schedules import SCHEDULES
 from jpipe.stages._batch import Batch, rows_of

@@ -78,7 +78,7 @@ def measure_bytes(
         message=nbytes(a.message),
         gradient=0 if f.first else nbytes(a.gradient),
         weights=nbytes((a.params, a.scale)),
-        frozen=nbytes(f.trained.others(a.params)),
+        frozen=nbytes(f.trained.unchosen(a.params)),
         optimizer=nbytes(a.optimizer),
         state=nbytes(a.state),
         accumulators=nbytes(a.accumulators),

@@ -21,7 +21,7 @@ Tree = Any
 
 
 def sharded_by_xla() -> dict[str, Op]:
-    """Return the ops, by call, that leave arrays for a later op, which XLA shards as it likes, in the order of their choices."""
+    """Return by call the ops that leave arrays for a later op, in the order in which XLA chooses the shardings of these arrays."""
     return {name: op for name, op in ops_by_call().items() if {"residuals", "stash"} & {*op.leaves}}
 
 
@@ -103,7 +103,7 @@ class CompiledStage:
         trained = self.functions.trained
         if self.share is not None:
             *retired, params = (self.share.part(tree) for tree in (*retired, params))
-        frozen = trained.others(params)
+        frozen = trained.unchosen(params)
         *retired, params = (trained.part(tree) for tree in (*retired, params))
         (new, *remaining), done = self._update_trained(kind, retired, params, optimizer, accumulators, norm, number)
         return (trained.joined(new, frozen), *remaining), done

@@ -1,9 +1,10 @@
 from .cost.price import all_reduce_seconds, cut_seconds
 from .cost.shape import is_planned, needs_vertical_sync, planned_schedules, sharing_refusal
 from .cost.simulated import Simulated, simulate_plan
+from .machine.attached import Attached, attached_target
 from .machine.compiling import Compiling, compiling_for
 from .machine.local import host_memory, local_topology, usable_cores
-from .machine.targets import Target, TargetUnavailable, find_target, known_targets, target_devices
+from .machine.targets import Target, TargetUnavailable, find_target, known_targets, target_devices, target_refusal
 from .machine.topology import Device, Level, Topology
 from .profile.analyze import analyze
 from .profile.flops import count_products
@@ -28,6 +29,7 @@ from .search.pipedream import search_pipedream
 __all__ = [
     "NO_MESH",
     "AtSize",
+    "Attached",
     "Attempt",
     "Candidate",
     "Choice",
@@ -56,6 +58,7 @@ __all__ = [
     "all_reduce_seconds",
     "analyze",
     "as_candidate",
+    "attached_target",
     "balance",
     "choose",
     "compile_stages",
@@ -88,6 +91,7 @@ __all__ = [
     "sharing_refusal",
     "simulate_plan",
     "target_devices",
+    "target_refusal",
     "usable_cores",
     "variant_schedules",
 ]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.schedules import SCHEDULES
+from jpipe.stages.functions._sums import unshared
 from jpipe.stages.functions._update import norm_of
 
 NORM = jax.jit(norm_of)
@@ -110,6 +111,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
         for s in reversed(left):
             x, sums[s][k % replicas[s]] = calls[s]["backward"](read[s], *left[s], x, sums[s][k % replicas[s]], draw[s], *scale)
         totals, norm = {s: completed(calls[s], sums[s]) for s in range(d) if (k + 1) % every(plan, s) == 0}, None
+        totals = with_shared_sums(functions[0].sharing.groups, totals)
         if functions[0].global_norm and len(totals) == d:
             norm = NORM(tuple(calls[s]["sum_squares"](totals[s]) for s in range(d)))
             norms[k // m] = norm.norm
@@ -121,7 +123,7 @@ def train(functions, calls, plan, start, batches, drained) -> Outcome:
             if functions[s].clip_stage_norm is not None:
                 used = calls[s]["stage_norm"](total, norm)
                 stage_norms[k // m, s] = used.norm
-            versions[s][g + 1], optimizer[s], mean = updated(functions[s].trained, calls[s], versions[s][g], optimizer[s], total, used)
+            versions[s][g + 1], optimizer[s], mean = updated(functions[s], calls[s], versions[s][g], optimizer[s], total, used)
             means |= {g: mean} if s == last else {}
         if (k + 1) % m == 0 and k // m in drained and plan.sync_state:
             state = [mean_states(copies) if len(copies) > 1 else copies for copies in state]
@@ -148,10 +150,30 @@ def forward(f, calls, params, arguments, draw):
     return x, f.changed.joined(changed, arguments[0]), saved
 
 
-def updated(trained, calls, params, optimizer, total, norm):
-    """Update the weights and return (the next version, the next optimizer state, (mean loss, weight))."""
-    new, optimizer, _, mean = calls["update"](trained.part(params), optimizer, total, norm)
-    return trained.joined(new, params), optimizer, mean
+def with_shared_sums(groups, totals):
+    """Replace the gradient of each parameter that several stages hold by its sum over them, in the order of the stages."""
+    totals = {s: {**total, "gradients": dict(total["gradients"])} for s, total in totals.items()}
+    for stages, names in groups if totals else ():
+        for name in names:
+            first, *others = (totals[s]["gradients"][name] for s in stages)
+            for s in stages:
+                totals[s]["gradients"][name] = sum(others, first)
+    return totals
+
+
+def updated(f, calls, params, optimizer, total, norm):
+    """Update the weights and return (the next version, the next optimizer state, (mean loss, weight)).
+
+    The parameters that other stages hold, too, are updated by a program of their own, which is the same at all of these stages.
+    """
+    trained, new, states = f.trained.part(params), {}, {}
+    for names in f.sharing.groups_of(f.number).values():
+        arguments = ({name: tree[name] for name in names} for tree in (trained, optimizer, total["gradients"]))
+        changed, state, _ = calls["update_shared"](*arguments, total["weight"], norm)
+        new, states = new | changed, states | state
+    local, local_optimizer, gradients = (unshared(f, tree) for tree in (trained, optimizer, total["gradients"]))
+    changed, state, _, mean = calls["update"](local, local_optimizer, {**total, "gradients": gradients}, norm)
+    return f.trained.joined(new | changed, params), states | state, mean
 
 
 def next_scale(dynamic, scale, growing, nonfinite):

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from jpipe_train.console import interrupt, output, signals
+from jpipe_train.console import interrupt, output, platforms, signals
 from jpipe_train.console.terminal import fail, first_line, printable
 
 
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.getcwd()
         except OSError as error:  # much of Python fails in a deleted folder
             return fail(f"the current folder cannot be used: {error.strerror}; change to another one (cd), and try again", 2)
+        platforms.name_platforms()
         try:
             with interrupt.importing():
                 from jpipe_train import commands

@@ -98,14 +98,14 @@ class Rows:
 
     def __init__(self, file: Callable[[int], Path], labels: np.ndarray, crops: Crops, seed: int, *, epochs: bool):
         self._file, self._labels, self._crops, self._seed = file, labels, crops, seed
-        order = grain.MapDataset.range(len(labels)).shuffle(seed=seed)
-        self._order = order.repeat() if epochs and len(labels) else order
+        permutation = grain.MapDataset.range(len(labels)).shuffle(seed=seed)
+        self._permutation = permutation.repeat() if epochs and len(labels) else permutation
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._permutation)
 
     def __getitem__(self, index: int) -> tuple[Callable[[], np.ndarray], np.int32]:
-        number = int(self._order[index])
+        number = int(self._permutation[index])
         return partial(self._crops.row, self._file(number), (self._seed, index)), np.int32(self._labels[number])
 
 

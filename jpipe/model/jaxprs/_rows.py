@@ -1,6 +1,6 @@
-"""The layers, and losses, that compute with several rows together, which in a pipeline are the rows of a microbatch.
+"""Detect layers and losses that compute with several rows together; in a pipeline these are the rows of a microbatch.
 
-They are found by tracing with a prime number of rows that divides no other dim, so that dims of rows are known by their size.
+The model is traced with a prime number of rows that divides no other dim, so that dims of rows are recognized by their size.
 """
 
 import functools
@@ -112,7 +112,7 @@ def _of_layer(stack: LayerStack, layer_id: str, x: Tree, prime: int) -> tuple[Tr
 
 
 def _of_loss(loss: Loss, outputs: Tree, labels: Tree, prime: int) -> bool:
-    """Return whether the loss mixes rows in another way than by adding."""
+    """Return whether the loss mixes rows in another way than by adding them."""
     traced = jax.make_jaxpr(lambda outputs, labels, key: call_with_randomness(loss, outputs, labels, key)[0])(outputs, labels, key_spec())
 
     def adds(equation: Any, into: Sequence[int], out: Any, mark: int) -> int:

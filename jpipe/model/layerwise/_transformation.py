@@ -68,7 +68,7 @@ def unfit_mask(transformation: Any, specs: Mapping[str, Tree]) -> str:
 
 def _mismatch(mask: Any, tree: Any, path: tuple[str, ...], specs: Mapping[str, Tree]) -> str:
     if not isinstance(mask, Mapping):
-        return ""  # one word for all below
+        return ""  # one value for all leaves below
     if not isinstance(tree, Mapping):
         return f"'{'/'.join(path)}' is one array in the model; give one value for it"
     for key in mask:

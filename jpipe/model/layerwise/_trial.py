@@ -65,7 +65,9 @@ def difference(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params:
 
 
 def has_momentum(layerwise: LayerwiseOptimizer, blank: Mapping[str, Tree], params: Mapping[str, Tree]) -> bool:
-    """Return whether gradients of zero still move parameters of zero after other gradients; also if these move nothing yet.
+    """Return whether an optimizer has momentum: gradients of zero still move parameters after other gradients.
+
+    Parameters are zero, so that weight decay moves nothing. An optimizer that has not moved them at all counts as one with momentum.
 
     Args:
         layerwise: the optimizer.

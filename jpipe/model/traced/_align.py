@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -12,14 +12,14 @@ from jpipe.model.traced._chain import Chain
 from jpipe.model.traced._cuts import forbidden_positions
 
 
-def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Sequence[str], names: Sequence[str]) -> list[int]:
+def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Callable[[], Sequence[str]], names: Sequence[str]) -> list[int]:
     """Return the positions in a chain where each layer reads the same parameters as in another trace of the model.
 
     Args:
         chain: the trace to cut.
         like: the trace that is cut at `positions`.
         positions: of the cuts.
-        ids: of the layers, for messages.
+        ids: returns those of the layers, for messages.
         names: of the parameters and layer state, for messages.
 
     Raises:
@@ -42,7 +42,7 @@ def same_cuts(chain: Chain, like: Chain, positions: Sequence[int], ids: Sequence
         if not allowed:
             where = f"'{names[reason]}'" if reason is not None else "its parameters"
             raise InputError(
-                f"from_model: between the layers '{ids[k]}' and '{ids[k + 1]}' the model reads {where} in another order in evaluation, "
+                f"from_model: between the layers '{ids()[k]}' and '{ids()[k + 1]}' the model reads {where} in another order in evaluation, "
                 "or for other shapes, than in training; name other cuts (cuts=…, jpipe.cut), or read the parameters in one order"
             )
         wanted = _alive(like, position)

@@ -244,6 +244,12 @@ def operations(equation: Any) -> int:
     return max(inner * int(params.get("length", 1) or 1), size)
 
 
+def is_contraction(equation: Any) -> bool:
+    """Return whether an equation is, or has in its bodies, a product of matrices, a convolution, or a look-up in a table."""
+    names = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "gather", "dynamic_slice")
+    return equation.primitive.name in names or any(is_contraction(each) for body in _bodies(equation) for each in body.eqns)
+
+
 def _bodies(equation: Any) -> Iterable[Any]:
     for value in equation.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):

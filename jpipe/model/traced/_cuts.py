@@ -2,26 +2,23 @@
 
 import bisect
 import itertools
-import re
 from collections.abc import Sequence
 from typing import Literal
 
 from jpipe.errors import InputError, nearest
+from jpipe.model.traced._blocks import LARGEST_SHARE, Path, module_of, one_per_block, params_of
 from jpipe.model.traced._chain import Chain
 
-Path = tuple[str, ...]
 Granularity = Literal["block", "finest"]
 
 _TOLERANCE = 1.3  # times the bytes of the narrowest place are still narrow
-_LARGEST_SHARE = 0.25  # of the model's operations, above which a piece is cut again where it is narrowest
-_SMALL = 0.25  # of the mean operations of a layer: what has fewer, outside of numbered blocks, joins its neighbour
 
 
 def choose_cuts(chain: Chain, paths: Sequence[Path], granularity: Granularity, prefixes: Sequence[str]) -> tuple[int, ...]:
     """Return the positions at which a model is cut.
 
     Marks in the model (`jpipe.cut`), or `prefixes`, decide alone. Otherwise the model is cut where the fewest bytes pass; a piece of more
-    than a quarter of its operations is cut again at its own narrowest places. Pieces of the same numbered block are joined.
+    than a quarter of its operations is cut again at its own narrowest places. Pieces of one block are joined, as `one_per_block` says.
 
     Args:
         chain: the model in training.
@@ -37,11 +34,10 @@ def choose_cuts(chain: Chain, paths: Sequence[Path], granularity: Granularity, p
         return _without_forbidden(chain, positions, "jpipe.cut")
     if prefixes:
         return _without_forbidden(chain, [position_before(chain, paths, prefix) for prefix in prefixes], "cuts")
-    candidates = _candidates(chain, paths)
     if granularity == "finest":
-        return tuple(_local_minima(chain, candidates))
-    chosen = sorted(_narrowest(chain, candidates, 0, len(chain.equations)))
-    return _one_per_block(chain, paths, chosen)
+        return tuple(_local_minima(chain, _candidates(chain, paths, of_one_module=True)))
+    chosen = sorted(_narrowest(chain, _candidates(chain, paths), 0, len(chain.equations)))
+    return one_per_block(chain, paths, chosen)
 
 
 def readers(chain: Chain) -> list[int]:
@@ -49,20 +45,26 @@ def readers(chain: Chain) -> list[int]:
     return [number for number, reads in enumerate(chain.reads) if any(leaf is not None and leaf < chain.num_params for leaf in reads)]
 
 
-def _candidates(chain: Chain, paths: Sequence[Path]) -> list[int]:
+def _candidates(chain: Chain, paths: Sequence[Path], *, of_one_module: bool = False) -> list[int]:
     """Return the narrowest position between each two modules that are read, of equally narrow ones the last.
 
     A module that is read a second time counts as another one.
+
+    Args:
+        chain: the model.
+        paths: of its parameters.
+        of_one_module: whether a module may be cut where another one is read together with it, such as the scale that normalizes its kernel.
     """
     forbidden, widths = forbidden_positions(chain), chain.widths
     candidates: list[int] = []
     since: set[int] = set()  # the parameters that were read since the last candidate
     for first, second in itertools.pairwise(readers(chain)):
-        before, after = (_params(chain, chain.reads[number]) for number in (first, second))
+        before, after = (params_of(chain, chain.reads[number]) for number in (first, second))
         since.update(before)
-        modules = [{_module(paths[leaf]) for leaf in leaves} for leaves in (before, after)]
+        modules = [{module_of(paths[leaf]) for leaf in leaves} for leaves in (before, after)]
         allowed = [position for position in range(first + 1, second + 1) if not forbidden[position]]
-        if allowed and (modules[0] != modules[1] or not since.isdisjoint(after)):
+        is_another = modules[0] != modules[1] if of_one_module else modules[0].isdisjoint(modules[1])
+        if allowed and (is_another or not since.isdisjoint(after)):
             candidates.append(min(allowed, key=lambda position: (widths[position], -position)))
             since = set()
     return candidates
@@ -95,7 +97,7 @@ def _narrowest(chain: Chain, candidates: Sequence[int], begin: int, end: int) ->
     narrow = [position for position in inside if chain.widths[position] <= limit]
     chosen = list(narrow)
     for first, second in itertools.pairwise((begin, *narrow, end)):
-        if chain.work[second] - chain.work[first] > _LARGEST_SHARE * chain.work[-1]:
+        if chain.work[second] - chain.work[first] > LARGEST_SHARE * chain.work[-1]:
             chosen += _narrowest(chain, candidates, first, second)
     return chosen
 
@@ -108,82 +110,6 @@ def _local_minima(chain: Chain, candidates: Sequence[int]) -> list[int]:
         for position, before, here, after in zip(candidates, padded, padded[1:], padded[2:], strict=False)
         if here <= min(before, after)
     ]
-
-
-def _one_per_block(chain: Chain, paths: Sequence[Path], positions: Sequence[int]) -> tuple[int, ...]:
-    """Leave out the positions between two pieces of one block, and those around a small piece that is in no numbered block."""
-    bounds = [0, *positions, len(chain.equations)]
-    seen: set[int] = set()
-    pieces: list[list[Path]] = []  # the parameters that each piece reads first
-    for begin, end in itertools.pairwise(bounds):
-        leaves = [leaf for reads in chain.reads[begin:end] for leaf in sorted(_params(chain, reads))]
-        pieces.append([paths[leaf] for leaf in dict.fromkeys(leaves) if leaf not in seen])
-        seen.update(leaves)
-    blocks = _blocks(pieces)
-    ends = [block or (_to_number(piece[-1], 1) if piece else None) for block, piece in zip(blocks, pieces, strict=True)]
-    kept = [position for position, before, after in zip(positions, ends, blocks[1:], strict=False) if before is None or before != after]
-    is_numbered = dict(zip(bounds, (block is not None and _numbers(block) > 0 for block in ends), strict=False))
-    mean = chain.work[-1] / (len(kept) + 1)
-    joined: list[int] = []
-    for position, end in itertools.pairwise((*kept, len(chain.equations))):
-        begin = joined[-1] if joined else 0
-        sizes = chain.work[position] - chain.work[begin], chain.work[end] - chain.work[position]
-        is_loose = not is_numbered[begin] and not is_numbered[position]
-        if not is_loose or min(sizes) >= _SMALL * mean:
-            joined.append(position)
-    return tuple(joined)
-
-
-def _blocks(pieces: Sequence[Sequence[Path]]) -> list[Path | None]:
-    """Return the block of each piece: the path of its parameters to the first number, or to the second where that is a block of modules.
-
-    None where its parameters are of several blocks, or of none.
-    """
-    firsts = [_common([_to_number(path, 1) for path in piece]) for piece in pieces]
-    blocks: list[Path | None] = list(firsts)
-    for block in set(filter(None, firsts)):
-        members = [i for i, first in enumerate(firsts) if first == block]
-        seconds = [_common([_to_number(path, 2) for path in pieces[i]]) for i in members]
-        is_block = {
-            second: any(len(path) > len(second) + 1 for i in members for path in pieces[i] if path[: len(second)] == second)
-            for second in filter(None, seconds)
-        }
-        if len(is_block) > 1 and None not in seconds and all(_numbers(second) == 2 and modules for second, modules in is_block.items()):
-            for i, second in zip(members, seconds, strict=True):
-                blocks[i] = second
-    return blocks
-
-
-def _common(paths: Sequence[Path]) -> Path | None:
-    return paths[0] if paths and all(path == paths[0] for path in paths) else None
-
-
-_NUMBERED = re.compile(r"(?:.*_)?\d+")
-
-
-def is_numbered(part: str) -> bool:
-    """Return whether a part of a path is a number, or ends with one as in "Block_3"."""
-    return _NUMBERED.fullmatch(part) is not None
-
-
-def _to_number(path: Path, count: int) -> Path:
-    """Return the path to its number of that count, or without a number to its last part."""
-    module = _module(path)
-    numbered = [i for i, part in enumerate(module) if is_numbered(part)]
-    return path[: numbered[min(count, len(numbered)) - 1] + 1] if numbered else module
-
-
-def _module(path: Path) -> Path:
-    """Return the path of the module of a parameter; an array in a list, or at the top, is one by itself."""
-    return path if path[-1].isdigit() or len(path) == 1 else path[:-1]
-
-
-def _numbers(path: Path) -> int:
-    return sum(map(is_numbered, path))
-
-
-def _params(chain: Chain, reads: frozenset[int | None]) -> list[int]:
-    return [leaf for leaf in reads if leaf is not None and leaf < chain.num_params]
 
 
 def position_before(chain: Chain, paths: Sequence[Path], prefix: str) -> int:

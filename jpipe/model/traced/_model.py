@@ -14,8 +14,9 @@ from jpipe.model._layer import Layer, describe, key_spec, spec_of
 from jpipe.model._ties import Tie
 from jpipe.model.jaxprs._wanted import evaluate_wanted
 from jpipe.model.traced._align import same_cuts
+from jpipe.model.traced._blocks import Path
 from jpipe.model.traced._chain import Chain
-from jpipe.model.traced._cuts import Granularity, Path, choose_cuts, position_before
+from jpipe.model.traced._cuts import Granularity, choose_cuts, position_before
 from jpipe.model.traced._names import Part, parts_of, path_in, tree_of
 from jpipe.model.traced._segments import Segment, segments_of
 from jpipe.model.traced._trace import Leaves, Trace, context, paths_of, stacked, trace_model
@@ -33,12 +34,14 @@ class _Cut:
         carries: the specs of what passes before each layer; in one of the two a value may be missing.
         slots: in training and in evaluation, for each layer the positions in its carry of what its segment takes.
         outputs: makes the outputs of the model from what the last segment gives.
+        equal: for each layer the number of the first one that computes the same; their parameters may have other values.
     """
 
     segments: Mapping[bool, Sequence[Segment]]
     carries: Sequence[tuple[jax.ShapeDtypeStruct, ...]]
     slots: Mapping[bool, Sequence[tuple[int, ...]]]
     outputs: Callable[[Sequence[Any]], Tree]
+    equal: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class TracedModel:
         positions: where that is cut.
         leaves: its parameters and layer state.
         homes: for each of them the number of the layer that has it first, or that writes it.
+        draws: for each layer whether it draws random numbers, in training (True) and in evaluation (False).
         prepare: applied to the parameters of a layer before its equations; casts them.
         fresh: whether `whole.init` makes the parameters; if not, they are given as arrays, and layers are initialized with zeros.
     """
@@ -66,6 +70,7 @@ class TracedModel:
     positions: tuple[int, ...]
     leaves: Leaves
     homes: tuple[int, ...]
+    draws: Mapping[bool, Sequence[bool]]
     prepare: Callable[[Tree], Tree]
     fresh: bool
     _cuts: dict[Any, _Cut] = field(default_factory=dict, compare=False)
@@ -85,14 +90,12 @@ class TracedModel:
 
     def layers(self) -> dict[str, Layer]:
         """Return the layers by id."""
-        cut = self._cut(self.inputs)
-        draws = {train: [segment.uses_key for segment in segments] for train, segments in cut.segments.items()}
         return {
             part.id: Layer(
                 partial(self._init, k),
                 partial(self._apply, k),
-                draws[True][k],
-                draws_in_evaluation=draws[False][k],
+                self.draws[True][k],
+                draws_in_evaluation=self.draws[False][k],
                 axes=self._axes(part),
                 of_model=True,
             )
@@ -112,15 +115,19 @@ class TracedModel:
             if self.homes[leaf] != k
         ]
 
-    def equal(self) -> dict[str, str]:
-        """Return for each layer the first one that computes the same; their parameters may have other values."""
-        cut, first = self._cut(self.inputs), dict[Any, str]()
-        equal = {}
+    def first_equal(self, layer_id: str, x: Tree) -> str:
+        """Return the first layer that computes the same as a layer does with the input `x`; their parameters may have other values."""
+        k = next(k for k, part in enumerate(self.parts) if part.id == layer_id)
+        return self.parts[self._cut_of(k, x).equal[k]].id
+
+    def _equal(self, cut: _Cut) -> tuple[int, ...]:
+        first: dict[Any, int] = {}
+        equal = []
         for k, part in enumerate(self.parts):
             texts = tuple((cut.segments[train][k].text, cut.slots[train][k]) for train in (True, False))
             trees = [str(jax.tree.structure(tree)) for tree in self._trees(part)]
-            equal[part.id] = first.setdefault((*texts, cut.carries[k], *trees), part.id)
-        return equal
+            equal.append(first.setdefault((*texts, cut.carries[k], *trees), k))
+        return tuple(equal)
 
     def _trees(self, part: Part) -> tuple[Tree, Tree]:
         """Return the parameters and the state of a layer, with numbers in place of arrays."""
@@ -225,12 +232,15 @@ class TracedModel:
 
     def _make_cut(self, inputs: Tree) -> _Cut:
         traces = {train: self._trace(inputs, train) for train in (True, False)}
-        segments = {}
-        for train, trace in traces.items():
-            ids = [part.id for part in self.parts]
-            positions = same_cuts(trace.chain, self.chain, self.positions, ids, self.leaves.names)
-            segments[train] = segments_of(trace.chain, positions)
-        return _joined(segments, traces[True].outputs)
+
+        def ids() -> list[str]:
+            return [part.id for part in self.parts]
+
+        positions = {train: same_cuts(trace.chain, self.chain, self.positions, ids, self.leaves.names) for train, trace in traces.items()}
+        evaluation = segments_of(traces[False].chain, positions[False])
+        training = segments_of(traces[True].chain, positions[True], evaluation)
+        cut = _joined({True: training, False: evaluation}, traces[True].outputs)
+        return replace(cut, equal=self._equal(cut))
 
     def _trace(self, inputs: Tree, train: bool) -> Trace:
         key = (*_hashable(inputs), train, *context())
@@ -358,24 +368,28 @@ def cut_model(
     named = {k: chain.marks[position] for k, position in enumerate(positions) if position in chain.marks}
     prefix_at = {position_before(chain, leaves.paths, prefix): prefix for prefix in prefixes}
     named |= {k + 1: prefix_at[position] for k, position in enumerate(positions) if position in prefix_at}
-    training_segments = segments_of(chain, positions)
-    read = [{*segment.leaves, *segment.written} for segment in training_segments]
-    ids = [part.id for part in parts_of([set(each) for each in read], leaves, named)]
-    evaluation_positions = same_cuts(evaluation.chain, chain, positions, ids, leaves.names)
-    for each, segment in zip(read, segments_of(evaluation.chain, evaluation_positions), strict=True):
-        each.update(segment.leaves)
+
+    def ids() -> list[str]:
+        read = [{*segment.leaves, *segment.written} for segment in segments_of(chain, positions)]
+        return [part.id for part in parts_of(read, leaves, named)]
+
+    evaluation_segments = segments_of(evaluation.chain, same_cuts(evaluation.chain, chain, positions, ids, leaves.names))
+    training_segments = segments_of(chain, positions, evaluation_segments)
+    pairs = zip(training_segments, evaluation_segments, strict=True)
+    read = [{*segment.leaves, *segment.written, *evaluated.leaves} for segment, evaluated in pairs]
     changed = {leaf for segment in training_segments for leaf in segment.written}
     for k, (each, segment) in enumerate(zip(read, training_segments, strict=True)):
         if stale := sorted(changed & each - {*segment.written}):
             raise InputError(
-                f"from_model: layer '{ids[k]}' reads the layer state '{leaves.names[stale[0]]}', which another layer changes, so its copy "
-                "would be out of date; cut elsewhere (cuts=…, jpipe.cut), so that one layer reads and changes it"
+                f"from_model: layer '{ids()[k]}' reads the layer state '{leaves.names[stale[0]]}', which another layer changes, so its "
+                "copy would be out of date; cut elsewhere (cuts=…, jpipe.cut), so that one layer reads and changes it"
             )
     writers = {leaf: k for k, segment in enumerate(training_segments) for leaf in segment.written}
     parts = parts_of(read, leaves, named)
     having = {leaf: k for k, part in reversed([*enumerate(parts)]) for leaf in (*part.params, *part.state)} | writers
     homes = tuple(having[leaf] for leaf in range(len(leaves.leaves)))
-    traced = TracedModel(whole, specs, inputs, parts, chain, positions, leaves, homes, _as_is, fresh)
+    draws = {True: [segment.uses_key for segment in training_segments], False: [segment.uses_key for segment in evaluation_segments]}
+    traced = TracedModel(whole, specs, inputs, parts, chain, positions, leaves, homes, draws, _as_is, fresh)
     if evaluation.leaves == leaves:
         traced._traces.update({(*_hashable(inputs), train, *context()): trace for train, trace in ((True, training), (False, evaluation))})
     return traced

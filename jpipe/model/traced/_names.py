@@ -1,12 +1,12 @@
 """The layers of a cut model: their ids and arrays, from the paths of parameters."""
 
-import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jpipe.model.traced._cuts import Path, is_numbered
+from jpipe.model.traced._blocks import Path, common_beginning, is_numbered
 from jpipe.model.traced._trace import Leaves
 
 
@@ -55,10 +55,9 @@ def _common(paths: Sequence[Path]) -> Path:
     return common_beginning([path[:-1] for path in paths])
 
 
-def common_beginning(paths: Sequence[Path]) -> Path:
-    """Return the longest path with which all of these begin."""
-    same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-    return tuple(parts[0] for parts in same)
+def _with_numbers(path: Path) -> list[list[Any]]:
+    """Return a path whose parts sort by the numbers in them: "Dense_9" before "Dense_10"."""
+    return [[int(text) if i % 2 else text for i, text in enumerate(re.split(r"(\d+)", part))] for part in path]
 
 
 def _unique(name: str, used: Iterable[str | None]) -> str:
@@ -101,7 +100,10 @@ def parts_of(read: Sequence[set[int]], leaves: Leaves, named: Mapping[int, str])
     seen: set[int] = set()
     firsts, alls = [], []
     for each in read:
-        params = sorted((number for number in each if is_param[number]), key=lambda number: (-sizes[number], number))
+        params = sorted(
+            (number for number in each if is_param[number]),
+            key=lambda number: (-sizes[number], _with_numbers(leaves.paths[number]), number),
+        )
         alls.append([leaves.paths[number] for number in params])
         firsts.append([leaves.paths[number] for number in params if number not in seen])
         seen.update(params)

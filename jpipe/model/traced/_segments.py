@@ -56,25 +56,34 @@ class Segment:
         return re.sub(r"(random_fold_in \S+) \d+:|0x[0-9a-f]+", r"\1", str(self.jaxpr))
 
 
-def segments_of(chain: Chain, positions: Sequence[int]) -> list[Segment]:
-    """Return the segments of a chain that is cut at these positions."""
+def segments_of(chain: Chain, positions: Sequence[int], in_evaluation: Sequence[Segment] | None = None) -> list[Segment]:
+    """Return the segments of a chain that is cut at these positions.
+
+    Args:
+        chain: of the model.
+        positions: of the cuts.
+        in_evaluation: the segments of the model in evaluation, if the chain is that in training. What only these read of the layer state,
+            such as a counter, is written where they read it.
+    """
     bounds = [0, *positions, len(chain.equations)]
     passes, again = _passing(chain, bounds)
-    written = _written(chain, bounds)
+    reads = [frozenset[Any]().union(*chain.reads[begin:end]) for begin, end in itertools.pairwise(bounds)]
+    if in_evaluation is not None:
+        reads = [here.union(segment.leaves) for here, segment in zip(reads, in_evaluation, strict=True)]
+    written = _written(chain, bounds, reads)
     return [
         _segment(chain, [*again[k], *chain.equations[begin:end]], passes[k], passes[k + 1], written[k])
         for k, (begin, end) in enumerate(itertools.pairwise(bounds))
     ]
 
 
-def _written(chain: Chain, bounds: Sequence[int]) -> list[list[int]]:
-    """Return the layer state that each segment writes.
+def _written(chain: Chain, bounds: Sequence[int], reads: Sequence[frozenset[Any]]) -> list[list[int]]:
+    """Return the layer state that each segment writes, from what each of them reads.
 
     What depends on the inputs is written where it is made. What does not, such as a counter, is written by all segments that read it, each
     of which has a copy.
     """
     count = len(bounds) - 1
-    reads = [frozenset[Any]().union(*chain.reads[begin:end]) for begin, end in itertools.pairwise(bounds)]
     written: list[set[int]] = [set() for _ in range(count)]
     changed = {leaf: value for leaf, value in chain.new_state.items() if value is not chain.leaves[leaf]}
     for leaf, value in changed.items():

@@ -12,8 +12,8 @@ import numpy as np
 
 from jpipe.errors import callers_code, cause
 from jpipe.model._layer import Layer, describe, key_spec
+from jpipe.model.traced._blocks import Path
 from jpipe.model.traced._chain import Chain, chain_of
-from jpipe.model.traced._cuts import Path
 from jpipe.model.traced.flat._flatten import Leaf, flatten, stack_slices
 
 Tree = Any

@@ -79,14 +79,14 @@ class Availability:
         return (what, s, number) in self._times
 
     def time(self, what: str, s: int, number: int, worker: Worker) -> int | None:
-        """Return the time from which a result is available; None if it is not yet, and then wake the worker's rank when it is."""
+        """Return the time from which a result is available; if there is none yet, return None and wake the worker's rank later."""
         time = self._times.get((what, s, number))
         if time is None:
             self._waiting.setdefault((what, s, number), []).append(worker.rank.number)
         return time
 
     def latest(self, wanted: Iterable[tuple[str, int, int]], worker: Worker) -> int | None:
-        """Return the time from which all results are available; None if one is not yet, and then wait for that one only."""
+        """Return the time from which all results are available; if one is not available yet, return None and wait for this one only."""
         latest = 0
         for what, s, number in wanted:
             time = self.time(what, s, number, worker)

@@ -12,7 +12,7 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch in flight at a worker. Fields are None before they are there and after they are used.
+    """A microbatch in flight at a worker. Fields are None until they are computed and after they are used.
 
     Attributes:
         inputs: the input of the stage.
@@ -36,7 +36,7 @@ class Microbatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PendingUpdate:
-    """What waits for an update at a worker. Fields are None before they are there and after they are used.
+    """What waits for an update at a worker. Fields are None until they are computed and after they are used.
 
     Attributes:
         sums: the gradient accumulators, complete and set aside.

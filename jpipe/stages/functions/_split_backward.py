@@ -132,6 +132,6 @@ class SplitBackward:
 
     @cached_property
     def _late_positions(self) -> tuple[int, ...]:
-        """What the second half reads besides parameters, as positions among the leaves of (params, forward_arrays, saved, message)."""
+        """What the second half reads, without parameters: positions among the leaves of (params, forward_arrays, saved, message)."""
         params, between = len(jax.tree.leaves(self.params)), len(jax.tree.leaves(self.between))
         return tuple(i for i in self._halves.arguments if params <= i < params + between)

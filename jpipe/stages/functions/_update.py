@@ -142,7 +142,7 @@ def average_params(f: StageFunctions, optimizer_state: Tree, newest: Tree, like:
 def newest_params(f: StageFunctions, optimizer_state: Tree, newest: Tree) -> Tree:
     """Return the newest parameters without prediction: the masters where there are any, else in the dtypes of `newest`."""
     if f.precision.has_masters:  # a frozen parameter has none: it is that of the newest version, as precise
-        frozen = masters_of(f.trained.others(newest))
+        frozen = masters_of(f.trained.unchosen(newest))
         newest = f.trained.joined({entry: state.masters for entry, state in optimizer_state.items()}, frozen)
     if not f.predicts:
         return newest

@@ -60,6 +60,23 @@ def stage_bytes(
     return static + np.where(asynchronous, moving + exchanged, np.maximum(moving, exchanged))
 
 
+def temporary_bytes(scratch: Number, everything: Number | None, unchanged: Number, residuals: Number, inputs: Number) -> Number:
+    """Return the largest scratch memory of the programs of a stage, with the residuals that its backward makes again.
+
+    Args:
+        scratch: bytes without recomputation.
+        everything: bytes if the backward makes all residuals itself; None: not known, the residuals themselves are counted.
+        unchanged: bytes of residuals without recomputation.
+        residuals: bytes of residuals with the stage's recomputation.
+        inputs: bytes of the stage input, which no program makes.
+    """
+    remade = np.maximum(unchanged - residuals, 0)
+    if everything is None:
+        return scratch + remade
+    share = np.minimum(remade / np.maximum(unchanged - inputs, 1), 1.0)
+    return scratch + np.ceil(np.maximum(everything - scratch, 0) * share).astype(np.int64)
+
+
 def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:
     """Return the most inputs that wait at a replica of a stage: its share of those in flight at the previous stage, minus its own.
 

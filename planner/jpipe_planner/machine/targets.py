@@ -1,7 +1,8 @@
 """Targets: devices that XLA compiles for although they are not here, with their published properties.
 
-Nothing is run on them. XLA needs a plugin for the platform, but no driver and no device: `jax-cuda13-plugin` for NVIDIA GPUs, `libtpu` for
-TPUs. `targets.yaml` is the table of known targets; a file of the same format adds others.
+Nothing is run on them. XLA needs a plugin for the platform, but no driver and no device: for TPUs `libtpu`; for NVIDIA GPUs
+`jax-cuda13-plugin`, and ptxas, nvlink and libdevice, from `nvidia-cuda-nvcc` or an installed CUDA toolkit. `targets.yaml` is the table of
+known targets; a file of the same format adds others.
 """
 
 import functools
@@ -10,9 +11,11 @@ import importlib.resources
 import importlib.util
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -30,24 +33,44 @@ MOST_BYTES = 2**20  # of a file of targets
 MOST_DEVICES = 8  # of one process to compile for
 Platform = Literal["cuda", "tpu"]
 EXTRAS: Mapping[str, str] = {"cuda": "target-cuda", "tpu": "target-tpu"}
-_PLUGINS: Mapping[str, tuple[str, str]] = {"cuda": ("jax-cuda13-plugin", "jax_plugins.xla_cuda13"), "tpu": ("libtpu", "libtpu")}
+# The packages of XLA's compilers, with their modules, the preferred one first.
+_PLUGINS: Mapping[str, Mapping[str, str]] = {
+    "cuda": {"jax-cuda13-plugin": "jax_plugins.xla_cuda13", "jax-cuda12-plugin": "jax_plugins.xla_cuda12"},
+    "tpu": {"libtpu": "libtpu"},
+}
 
-# Published in the CUDA programming guide, technical specifications per compute capability. Names as in XLA's GpuDeviceInfoProto.
+# What a GPU's compute capability decides; the names are those of XLA's GpuDeviceInfoProto. Sources: XLA's own descriptions of a V100, an
+# A100, an RTX A6000 and an H100 (openxla/xla, xla/backends/gpu/target_config/specs); of 8.9, what deviceQuery reports of an L40S and an RTX
+# 4090; of the remaining ones, the CUDA programming guide's technical specifications and throughput of instructions.
+# Of each: bytes of shared memory of a multiprocessor, and of a block at most; threads of a multiprocessor; its units for float32.
+_SIZES = {
+    "5.2": (98304, 49152, 2048, 128),
+    "6.1": (98304, 49152, 2048, 128),
+    "7.0": (98304, 98304, 2048, 64),
+    "7.5": (65536, 65536, 1024, 64),
+    "8.0": (167936, 166912, 2048, 64),
+    "8.6": (102400, 101376, 1536, 128),
+    "8.9": (102400, 101376, 1536, 128),
+    "9.0": (233472, 232448, 2048, 128),
+    "10.0": (233472, 232448, 2048, 128),
+    "12.0": (102400, 101376, 1536, 128),
+}
 CAPABILITIES: Mapping[str, Mapping[str, int]] = {
-    "9.0": {
+    capability: {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
-        "shared_memory_per_core": 233472,
-        "shared_memory_per_block_optin": 232448,
-        "threads_per_core_limit": 2048,
-        "fpus_per_core": 128,
-        "block_dim_limit_x": 2147483647,
+        "shared_memory_per_core": per_core,
+        "shared_memory_per_block_optin": per_block,
+        "threads_per_core_limit": threads,
+        "fpus_per_core": units,
+        "block_dim_limit_x": 2147483647,  # of blocks in a grid
         "block_dim_limit_y": 65535,
         "block_dim_limit_z": 65535,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
     }
+    for capability, (per_core, per_block, threads, units) in _SIZES.items()
 }
 
 
@@ -68,93 +91,129 @@ class Target(Data):
         memory_bandwidth: bytes per second.
         compiler: what XLA needs to know. Of a GPU: `compute_capability`, `core_count`, `l2_cache_size`, `clock_rate_ghz` and
             `device_memory_size`; further fields of XLA's `GpuDeviceInfoProto` replace those of the compute capability. Of a TPU:
-            `topology`, such as `v5e:2x4`, and `accelerator_type`.
+            `topology`, such as `v5e:2x4`, and `chip_config_name` where a chip is one device of two cores.
         sources: where the figures were published.
+
+    Raises:
+        InputError: a field is invalid; the message says what was expected.
     """
 
     platform: Platform
-    name: Annotated[str, Field(pattern=r"^[\w .:()/+-]{1,80}$")]
+    name: str
     memory: Annotated[float, in_unit("bytes"), Positive, Possible]
     reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
-    flops: Annotated[dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possible]], Field(min_length=1)]
+    flops: dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possible]]
     efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
     memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible]
-    compiler: dict[str, str | int | float]
+    compiler: dict[str, Any]
     sources: tuple[str, ...] = ()
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except pydantic.ValidationError as error:
+            raise jpipe.errors.explain(error, Target, "target") from None
+
+    @property
+    def limit(self) -> float:
+        """The bytes that a plan may use: the memory without what is reserved."""
+        return self.memory - sum(self.reserved.values())
+
+    @pydantic.field_validator("name", mode="before")
+    @classmethod
+    def _fits_a_line(cls, name: Any) -> Any:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w .:()/+-]{1,80}", name):
+            raise ValueError(f"expected at most 80 letters, digits, spaces and . : ( ) / + -, found {jpipe.errors.short(name)}")
+        return name
 
     @pydantic.field_validator("flops")
     @classmethod
     def _of_known_types(cls, flops: dict[str, float]) -> dict[str, float]:
+        if not flops:
+            raise ValueError("expected peak rates without sparsity by dtype, such as {bfloat16: 989 TFLOP/s}, found none; add them")
         for name in flops:
             if name not in DTYPES:
                 raise ValueError(f"unknown dtype {name!r}; {jpipe.errors.nearest(name, DTYPES)}")
         return flops
 
     @pydantic.model_validator(mode="after")
-    def _compilable(self) -> "Target":
-        needed = ("compute_capability", *_OF_A_GPU) if self.platform == "cuda" else tuple(_OF_A_TPU)
-        if missing := [name for name in needed if name not in self.compiler]:
-            raise ValueError(f"compiler: expected {', '.join(needed)}, found no {', '.join(missing)}; add them")
+    def _consistent(self) -> "Target":
+        if self.limit <= 0:
+            reserved = sum(self.reserved.values())
+            raise ValueError(f"reserved: expected less than the memory of {self.memory:,.0f} bytes, found {reserved:,.0f}")
         if self.platform == "cuda":
             self._gpu_properties()
-        for name, pattern in _OF_A_TPU.items() if self.platform == "tpu" else ():
-            if not re.fullmatch(pattern, str(self.compiler[name])):
-                raise ValueError(f"compiler: {name}: expected text such as v5e:2x4 or v5litepod-8, found {self.compiler[name]!r}")
+        else:
+            self.tpu_topology()
         return self
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of a GPU."""
+        text = self.compiler.get("compute_capability")
+        if text is None:
+            raise ValueError("compiler: key 'compute_capability' is missing; add it, such as '9.0'")
+        if not re.fullmatch(r"[0-9]{1,2}\.[0-9]", str(text)):
+            raise ValueError(f"compiler: compute_capability: expected text such as '9.0', found {jpipe.errors.short(text)}")
+        major, minor = str(text).split(".")
+        return int(major), int(minor)
+
+    def tpu_topology(self) -> dict[str, str]:
+        """Return the arguments of JAX's `get_topology_desc` for a TPU."""
+        if "topology" not in self.compiler:
+            raise ValueError("compiler: key 'topology' is missing; add it, such as v5e:2x4")
+        for name, value in self.compiler.items():
+            if name not in _OF_A_TPU:
+                raise ValueError(f"compiler: unknown property {jpipe.errors.short(name)}; {jpipe.errors.nearest(name, _OF_A_TPU)}")
+            pattern, example = _OF_A_TPU[name]
+            if not isinstance(value, str) or not re.fullmatch(pattern, value):
+                raise ValueError(f"compiler: {name}: expected text such as '{example}', found {jpipe.errors.short(value)}")
+        return {"topology_name" if name == "topology" else name: value for name, value in self.compiler.items()}
 
     def _gpu_properties(self) -> dict[str, int | float]:
         """Return the fields of `GpuDeviceInfoProto` except the compute capability."""
-        capability = str(self.compiler["compute_capability"])
-        if not re.fullmatch(r"[0-9]{1,2}\.[0-9]", capability):
-            raise ValueError(f"compiler: compute_capability: expected text such as '9.0', found {capability!r}")
+        capability = ".".join(map(str, self.capability))
         explicit = {name: value for name, value in self.compiler.items() if name != "compute_capability"}
-        unknown = sorted(explicit.keys() - {*_OF_A_GPU, *_OF_A_CAPABILITY})
-        if unknown:
-            raise ValueError(
-                f"compiler: unknown property {unknown[0]!r}; {jpipe.errors.nearest(unknown[0], (*_OF_A_GPU, *_OF_A_CAPABILITY))}"
-            )
+        names = (*_OF_A_GPU, *_OF_A_CAPABILITY)
         for name, value in explicit.items():
-            if isinstance(value, str | bool) or not 0 < value < 1e15:
-                raise ValueError(f"compiler: {name}: expected a number above 0, found {value!r}")
+            if name not in names:
+                raise ValueError(f"compiler: unknown property {jpipe.errors.short(name)}; {jpipe.errors.nearest(name, names)}")
+            kind, kinds = ("a number", int | float) if name == "clock_rate_ghz" else ("an integer", int)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e15:
+                raise ValueError(f"compiler: {name}: expected {kind} above 0, found {jpipe.errors.short(value)}")
         known = {**CAPABILITIES.get(capability, {}), **explicit}
+        if missing := [name for name in _OF_A_GPU if name not in known]:
+            raise ValueError(f"compiler: expected {', '.join(_OF_A_GPU)}, found no {', '.join(missing)}; add what is missing")
         if missing := [name for name in _OF_A_CAPABILITY if name not in known]:
             raise ValueError(
                 f"compiler: the table has no compute capability {capability}, only {', '.join(CAPABILITIES)}; add {', '.join(missing)}"
             )
-        return {name: value if name == "clock_rate_ghz" else int(value) for name, value in known.items()}  # type: ignore[arg-type]
+        return known
 
     def config_text(self) -> str:
         """Return the properties of a GPU as the text that XLA reads, a `GpuTargetConfigProto`."""
-        major, minor = str(self.compiler["compute_capability"]).split(".")
+        major, minor = self.capability
         numbers = " ".join(f"{name}: {value}" for name, value in sorted(self._gpu_properties().items()))
-        info = f"cuda_compute_capability {{ major: {major} minor: {minor} }} memory_bandwidth: {int(self.memory_bandwidth)} {numbers}"
+        features = " feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
+        capability = f"cuda_compute_capability {{ major: {major} minor: {minor}{features} }}"
+        info = f"{capability} memory_bandwidth: {round(self.memory_bandwidth)} {numbers}"
         return (
             f'gpu_device_info {{ {info} }}\nplatform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 8 patch: 0 }}\n'
             f'device_description_str: "{self.name}"\n'
         )
 
 
-_OF_A_TPU = {"topology": r"[a-z0-9]{2,8}:[0-9]{1,3}(x[0-9]{1,3}){1,2}", "accelerator_type": r"[a-z0-9]{2,12}-[0-9]{1,4}"}
+_OF_A_TPU = {
+    "topology": (r"[a-z0-9]{2,8}:[0-9]{1,3}(x[0-9]{1,3}){1,2}", "v5e:2x4"),
+    "chip_config_name": (r"[a-z_]{2,30}", "megacore"),
+}
 _OF_A_GPU = ("core_count", "l2_cache_size", "clock_rate_ghz", "device_memory_size")
-_OF_A_CAPABILITY = (
-    "threads_per_block_limit",
-    "threads_per_warp",
-    "shared_memory_per_block",
-    "shared_memory_per_core",
-    "shared_memory_per_block_optin",
-    "threads_per_core_limit",
-    "fpus_per_core",
-    "block_dim_limit_x",
-    "block_dim_limit_y",
-    "block_dim_limit_z",
-    "registers_per_core_limit",
-    "registers_per_block_limit",
-)
+_OF_A_CAPABILITY = tuple(CAPABILITIES["9.0"])
 
 
 class _Table(Data):
     format: Literal["jpipe-targets/1"]
-    targets: Annotated[dict[str, Target], Field(min_length=1)]
+    targets: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
 
 
 @functools.cache
@@ -179,9 +238,16 @@ def read_targets(text: str, where: str) -> dict[str, Target]:
         actual = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {actual!r}; is this a file of targets?")
     try:
-        return _Table(**{str(key): value for key, value in data.items()}).targets
+        table = _Table(**{str(key): value for key, value in data.items()})
     except pydantic.ValidationError as error:
         raise jpipe.errors.explain(error, _Table, where) from None
+    targets = {}
+    for name, fields in table.targets.items():
+        try:
+            targets[name] = Target(**{str(key): value for key, value in fields.items()})
+        except InputError as error:
+            raise InputError(*(f"{where}: targets.{name}{line.removeprefix('target')}" for line in error.args)) from None
+    return targets
 
 
 def find_target(name: str, folder: Path | None = None) -> Target:
@@ -197,7 +263,8 @@ def find_target(name: str, folder: Path | None = None) -> Target:
     if not name.endswith((".yaml", ".yml")):
         if name in known_targets():
             return known_targets()[name]
-        nearest = jpipe.errors.nearest(name, known_targets())
+        longer = " or ".join(repr(known) for known in known_targets() if name and known.startswith(name))
+        nearest = f"did you mean {longer}?" if longer else jpipe.errors.nearest(name, known_targets())
         raise InputError(f"target: unknown target '{name}'; {nearest} (a file of your own has to end in .yaml)")
     path = Path(folder or "") / files.expanded(name, "target")
     other = f"target: expected text in UTF-8 in '{name}', found other bytes"
@@ -222,21 +289,49 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
     Raises:
         TargetUnavailable: XLA cannot compile for it here; the message says what to install.
     """
-    import jax
-
-    here = [device for device in jax.local_devices() if device.device_kind == target.name]
+    here = [device for device in local_devices() if device.device_kind == target.name]
     if processes == 1 and len(here) >= count:
         return tuple(here[:count])
-    if reason := _missing_plugin(target.platform):
-        raise TargetUnavailable(reason)
+    if reason := target_refusal(target):
+        raise TargetUnavailable(f"target: {reason}")
     try:
         devices = _devices_elsewhere(target.model_dump_json(), count, processes)
     except Exception as error:  # XLA and its plugins raise errors of many classes
-        reason = jpipe.errors.cause(error)
-        raise TargetUnavailable(f"target: XLA cannot compile for {target.name} here: {reason}; the plugins of other versions may") from None
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        raise TargetUnavailable(f"target: XLA cannot compile for {target.name} here: {reason}; {_REMEDIES[target.platform]}") from None
     if len(devices) < count:
         raise TargetUnavailable(f"target: expected {count} devices of {target.name}, found {len(devices)} in one slice; use smaller meshes")
     return devices[:count]
+
+
+def local_devices() -> "list[jax.Device]":
+    """Return the devices of this process.
+
+    Raises:
+        InputError: JAX cannot start them.
+    """
+    import jax
+
+    try:
+        return jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError without a message: GPUs are required and there are none
+        reason = (str(error).splitlines() or ["none found"])[0]
+        raise InputError(f"target: JAX has no devices to use: {reason}; see its variable JAX_PLATFORMS") from None
+
+
+_REMEDIES: Mapping[str, str] = {
+    "cuda": "it needs ptxas, nvlink and libdevice, which jpipe-train[target-cuda] installs",
+    "tpu": "another version of libtpu may",
+}
+
+
+# libtpu asks no server for the machine's own TPUs, and compiles in several processes at the same time.
+_TPU_SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 
 
 @functools.cache
@@ -246,25 +341,79 @@ def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["j
 
     target = Target.model_validate_json(target_json)
     if target.platform == "tpu":
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", str(target.compiler["accelerator_type"]))
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=str(target.compiler["topology"])).devices)
+        for name, value in _TPU_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        return tuple(topologies.get_topology_desc(platform="tpu", **target.tpu_topology()).devices)
     layout = f"1x{processes}x{-(-count // processes)}"
-    return tuple(topologies.get_topology_desc("", "cuda", target_config=target.config_text(), topology=layout).devices)
+    devices = topologies.get_topology_desc("", "cuda", target_config=target.config_text(), topology=layout).devices
+    _compile_on(devices[0])
+    return tuple(devices)
 
 
-def _missing_plugin(platform: Platform) -> str | None:
-    """Return why the compiler of a platform is not installed, or None."""
-    package, module = _PLUGINS[platform]
-    install = f"install jpipe-train[{EXTRAS[platform]}]"
-    try:
-        is_found = importlib.util.find_spec(module) is not None
-    except ImportError:
-        is_found = False
-    if not is_found:
-        return f"target: XLA's compiler for {platform} is not installed; {install}"
-    if platform == "cuda":
-        version, jaxlib = importlib.metadata.version(package), importlib.metadata.version("jaxlib")
-        if version != jaxlib:
-            return f"target: {package} {version} is for another JAX, this is {jaxlib}; {install} with the JAX that is installed"
+def _compile_on(device: "jax.Device") -> None:
+    """Compile a small program: only then XLA looks for the programs of CUDA that it calls, which may not know the device."""
+    import jax
+
+    like = jax.ShapeDtypeStruct((8, 8), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    jax.jit(lambda x: jax.lax.log(x + x.T)).lower(like).compile()
+
+
+def target_refusal(target: Target) -> str | None:
+    """Return why XLA cannot compile for a target here, as far as the installed packages and programs tell, or None."""
+    install = f"install jpipe-train[{EXTRAS[target.platform]}]"
+    package = next((name for name, module in _PLUGINS[target.platform].items() if _folder(module)), None)
+    if package is None:
+        return f"XLA's compiler for {target.platform} is not installed; {install}"
+    if target.platform == "tpu":
+        return None
+    version, jaxlib = _version(package), _version("jaxlib")
+    if version != jaxlib:
+        return f"{package} {version} is for another JAX, this is {jaxlib}; {install} with the JAX that is installed"
+    if (ptxas := _ptxas()) is None:
+        return f"there is no ptxas, NVIDIA's assembler; {install}"
+    if target.capability < _LEAST_OF_CUDA_13 and _release(ptxas) >= 13:
+        capability = ".".join(map(str, target.capability))
+        return (
+            f"{target.name} has compute capability {capability}, and the ptxas of CUDA 13 begins with 7.5; put that of CUDA 12, of the "
+            "package nvidia-cuda-nvcc-cu12, first on the PATH"
+        )
     return None
+
+
+_LEAST_OF_CUDA_13 = (7, 5)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _folder(module: str) -> Path | None:
+    """Return the folder of a package that is installed, without importing it."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        return None
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def _ptxas() -> str | None:
+    """Return the assembler that XLA will call: on the PATH, of a CUDA toolkit, or of NVIDIA's packages beside the plugin."""
+    plugins = [folder for module in _PLUGINS["cuda"].values() if (folder := _folder(module))]
+    beside = [folder.parents[1] / "nvidia" / package for folder in plugins for package in ("cu13", "cuda_nvcc")]
+    files = [folder / "bin" / "ptxas" for folder in (Path("/usr/local/cuda"), Path("/opt/cuda"), *beside)]
+    return shutil.which("ptxas") or next((str(file) for file in files if file.is_file()), None)
+
+
+@functools.cache
+def _release(ptxas: str) -> int:
+    """Return the release of CUDA that an assembler is of, or 0 if it does not tell."""
+    try:
+        command = [ptxas, "--version"]
+        words = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    match = re.search(r"release (\d+)", words)
+    return int(match[1]) if match else 0

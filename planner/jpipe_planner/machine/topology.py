@@ -9,7 +9,7 @@ import pydantic
 from pydantic import BeforeValidator, Field
 
 import jpipe
-from jpipe import InputError
+from jpipe import InputError, files
 from jpipe_planner.machine.plain_yaml import parse
 from jpipe_planner.machine.targets import Target, find_target
 from jpipe_planner.machine.units import DTYPES, Data, Positive, Possible, Share, in_unit, seconds
@@ -230,7 +230,7 @@ class Topology(Data):
             raise InputError(f"{where}: expected YAML with 'format: {FORMAT}', found {actual!r}; is this a topology of jpipe?")
         device = data.get("device")
         if folder is not None and isinstance(device, dict) and str(device.get("target")).endswith((".yaml", ".yml")):
-            data["device"] = {**device, "target": str(folder / device["target"])}
+            data["device"] = {**device, "target": str(folder / files.expanded(device["target"], f"{where}: device.target"))}
         try:
             return cls(**{str(key): value for key, value in data.items()})
         except InputError as error:

@@ -24,11 +24,11 @@ from jpipe_planner.profile.model import (
     Meter,
     Model,
     Progress,
+    compile_scratch,
     count_bytes,
     parts_of_bytes,
     profile_of,
     scratch_bytes,
-    scratch_of_pairs,
 )
 from jpipe_planner.profile.profile import Profile
 
@@ -83,7 +83,7 @@ def analyze(
     with tracing_for(compiled_for.platform):
         costs = _costs(model, device, compiled_for, meter)
         stage_costs = count_bytes(model, policies, meter)
-        return profile_of(model, costs, stage_costs, scratch_of_pairs(model, compiled_for), source="analytic", device=device.name)
+        return profile_of(model, costs, stage_costs, compile_scratch(model, policies, compiled_for), source="analytic", device=device.name)
 
 
 def _costs(model: Model, device: Device, compiled_for: jax.Device, meter: Meter) -> dict[tuple[str, int], Costs]:

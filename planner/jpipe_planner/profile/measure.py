@@ -24,10 +24,10 @@ from jpipe_planner.profile.model import (
     Meter,
     Model,
     Progress,
+    compile_scratch,
     count_bytes,
     parts_of_bytes,
     profile_of,
-    scratch_of_pairs,
 )
 from jpipe_planner.profile.profile import Profile
 
@@ -94,7 +94,7 @@ def measure(
     _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    scratch = scratch_of_pairs(model, device)
+    scratch = compile_scratch(model, policies, device)
     return profile_of(model, costs, stage_costs, scratch, source="measured", device=device.device_kind, dispatch=dispatch)
 
 

@@ -90,16 +90,16 @@ class Model:
         equal = {}
         for layer_id in self.stack.ids:
             spec, layer = self._first_specs[layer_id], self.stack.layers[layer_id]
-            traced = jax.make_jaxpr(lambda p, s, x, k, apply=layer.apply: apply(p, s, x, k, True))(spec.params, spec.state, spec.x, key)
-            text = _INCIDENTAL.sub(r"\1", str(traced))
             end = layer_id if layer_id in (self.stack.ids[0], self.stack.ids[-1]) else None
             entries = self.stack.ties.split({layer_id: spec.params}, [layer_id])
             trained = layerwise.trained.part(entries)
             states = [jax.eval_shape(functools.partial(layerwise.init, entry), params) for entry, params in trained.items()]
-            leaves = repr(jax.tree.leaves(states))  # only leaves: it is keyed by layer id
-            gradients = (*layerwise.trained.flags(entries), *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
+            leaves = tuple(sorted(map(repr, jax.tree.leaves(states))))  # only leaves: it is keyed by layer id
+            flags = layerwise.trained.flags(entries)
+            gradients = (*flags, *self.stage([layer_id], self.sizes[0], specs=self._first_specs).gradients)
             shares = tuple(self.stack.ties.shared.get(layer_id, {}))
-            equal[layer_id] = first.setdefault((end, layer.stochastic, _without_names(spec), leaves, gradients, shares, text), layer_id)
+            text = _without_names(layer, spec, key, by_use=all(flags) and not shares)
+            equal[layer_id] = first.setdefault((end, layer.stochastic, text, leaves, gradients, shares), layer_id)
         return equal
 
     @cached_property
@@ -225,27 +225,87 @@ def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCos
     return costs
 
 
-Scratch = dict[tuple[str, str], dict[int, int]]
-"""Scratch bytes of the backward of distinct pairs of neighbours as a stage, by rows."""
+class Scratch(NamedTuple):
+    """Scratch bytes of compiled backwards.
 
-
-def scratch_of_pairs(model: Model, device: jax.Device) -> Scratch:
-    """Compile the backward of each pair of neighbours, without recomputation: several layers need more scratch memory than each of them.
-
-    Only the smallest and the largest size are compiled; the sizes between are interpolated.
+    Attributes:
+        pairs: of pairs of neighbours as a stage, without recomputation, by rows.
+        remaking: of layers and of pairs of neighbours as a stage with full recomputation, of the largest microbatch; empty: not known.
     """
-    ends = list(dict.fromkeys((model.sizes[0], model.sizes[-1])))
-    names = [*model.pairs.values()]
-    lowered = {(ids, rows): model.stage(ids, rows).trace("backward", device).lower() for ids in names for rows in ends}
+
+    pairs: Mapping[tuple[str, str], Mapping[int, int]]
+    remaking: Mapping[tuple[str, ...], int]
+
+
+def compile_scratch(model: Model, policies: Sequence[str], device: jax.Device) -> Scratch:
+    """Compile the backward of each pair of neighbours: several layers need more scratch memory than each of them.
+
+    Without recomputation only the smallest and the largest size are compiled; the sizes between are interpolated. With full recomputation,
+    if that is among the policies, only the largest: what it adds is proportional to the residuals.
+    """
+    ends, pairs, largest = list(dict.fromkeys((model.sizes[0], model.sizes[-1]))), [*model.pairs.values()], model.sizes[-1]
+    wanted = [(ids, rows, "none") for ids in pairs for rows in ends]
+    remaking = [*((layer_id,) for layer_id in model.distinct), *pairs] if "full" in policies else []
+    wanted += [(ids, largest, "full") for ids in remaking]
+    lowered = [model.stage(*stage).trace("backward", device).lower() for stage in wanted]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        scratch = dict(zip(lowered, pool.map(lambda call: scratch_bytes(call.compile()), lowered.values()), strict=True))
-    return {ids: {rows: math.ceil(np.interp(rows, ends, [scratch[ids, end] for end in ends])) for rows in model.sizes} for ids in names}
+        scratch = dict(zip(wanted, pool.map(lambda call: scratch_bytes(call.compile()), lowered), strict=True))
+    of_pairs = {
+        ids: {rows: math.ceil(np.interp(rows, ends, [scratch[ids, end, "none"] for end in ends])) for rows in model.sizes} for ids in pairs
+    }
+    return Scratch(of_pairs, {ids: scratch[ids, largest, "full"] for ids in remaking})
 
 
 def scratch_bytes(program: jax.stages.Compiled) -> int:
     """Return the scratch memory of a program; 0 if the backend does not report it."""
     analysis = program.memory_analysis()
     return 0 if analysis is None else analysis.temp_size_in_bytes
+
+
+@dataclass(frozen=True)
+class _ScratchParts:
+    """The parts of scratch memory that a profile has of each layer.
+
+    Attributes:
+        model: the model.
+        costs: the costs of each distinct layer at each size.
+        stage_costs: the result of `count_bytes`.
+        scratch: the result of `compile_scratch`.
+    """
+
+    model: Model
+    costs: Mapping[tuple[str, int], Costs]
+    stage_costs: StageCosts
+    scratch: Scratch
+
+    def more(self, equal: str, next_equal: str | None, rows: int) -> int:
+        """Return what a layer and the next one need more than the larger of both."""
+        if next_equal is None:
+            return 0
+        larger = max(self.costs[one, rows].temporary for one in (equal, next_equal))
+        together = self.scratch.pairs[self.model.pairs[equal, next_equal]][rows] - larger
+        # What a third layer adds are its gradients; between two layers there is also room for what passes between them, once.
+        return min(max(together, 0), self.model.gradient_bytes(equal))
+
+    def remaking(self, equal: str, rows: int) -> int | None:
+        """Return what a backward needs that makes the residuals of a layer itself."""
+        if not self.scratch.remaking:
+            return None
+        additional = max(self.scratch.remaking[equal,] - self.costs[equal, self.model.sizes[-1]].temporary, 0)
+        return self.costs[equal, rows].temporary + math.ceil(additional * self._share_of_largest(equal, rows))
+
+    def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
+        """Return what such a backward needs more if a layer comes before the next one."""
+        if next_equal is None or not self.scratch.remaking:
+            return 0
+        together = self.scratch.remaking[self.model.pairs[equal, next_equal]] - self.scratch.remaking[next_equal,]
+        additional = together - self.more(equal, next_equal, self.model.sizes[-1])
+        return max(self.more(equal, next_equal, rows) + math.ceil(additional * self._share_of_largest(equal, rows)), 0)
+
+    def _share_of_largest(self, equal: str, rows: int) -> float:
+        """Return the residuals of a microbatch as a share of those of the largest one."""
+        some, most = (self.stage_costs[equal,][count, "none"].residuals for count in (rows, self.model.sizes[-1]))
+        return some / most if most else 1.0
 
 
 def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], stage_costs: StageCosts, scratch: Scratch, **fields: Any) -> Profile:
@@ -255,7 +315,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], stage_costs
         model: the model.
         costs: the costs of each distinct layer at each size.
         stage_costs: the result of `count_bytes`.
-        scratch: the result of `scratch_of_pairs`.
+        scratch: the result of `compile_scratch`.
         fields: the other fields of `Profile`.
     """
 
@@ -265,13 +325,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], stage_costs
         alone = stage_costs[equal,][rows, policy].residuals + stage_costs[next_equal,][rows, policy].residuals
         return max(alone - stage_costs[equal, next_equal][rows, policy].residuals, 0)
 
-    def more(equal: str, next_equal: str | None, rows: int) -> int:
-        if next_equal is None:
-            return 0
-        together = scratch[model.pairs[equal, next_equal]][rows] - max(costs[equal, rows].temporary, costs[next_equal, rows].temporary)
-        # What a third layer adds are its gradients; between two layers there is also room for what passes between them, once.
-        return min(max(together, 0), model.gradient_bytes(equal))
-
+    parts = _ScratchParts(model, costs, stage_costs, scratch)
     for_weights = {equal: _share_for_weights(model, equal) for equal in model.distinct}
     policies = {equal: [policy for rows, policy in stage_costs[equal,] if rows == model.sizes[0]] for equal in model.distinct}
     stashes = {
@@ -293,7 +347,9 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], stage_costs
                 residuals={policy: cost.residuals for (count, policy), cost in layer_costs.items() if count == rows},
                 shared={policy: shared(equal, next_equal, rows, policy) for count, policy in layer_costs if count == rows},
                 temporary=costs[equal, rows].temporary,
-                temporary_more=more(equal, next_equal, rows),
+                temporary_more=parts.more(equal, next_equal, rows),
+                remaking=parts.remaking(equal, rows),
+                remaking_more=parts.remaking_more(equal, next_equal, rows),
                 flops=costs[equal, rows].flops,
             )
             for rows in model.sizes
@@ -329,11 +385,38 @@ def parts_of_bytes(model: Model) -> int:
 _INCIDENTAL = re.compile(r"(random_fold_in \S+) \d+:|0x[0-9a-f]+")  # in a trace: the number of a random key, the address of a function
 
 
-def _without_names(spec: jpipe.model.LayerSpec) -> str:
-    """Return a layer's shapes, dtypes and logical axes, without the names of its parameters."""
-    named = jax.tree_util.tree_flatten_with_path(spec.params)[0]
-    params = [(leaf, spec.axes.get(jax.tree_util.keystr(path, simple=True, separator="/"))) for path, leaf in named]
-    return repr((spec.x, params, jax.tree.leaves(spec.state), spec.output))
+def _without_names(layer: jpipe.Layer, spec: jpipe.model.LayerSpec, key: Any, *, by_use: bool) -> str:
+    """Return a layer's trace, shapes, dtypes and logical axes, without the names of its parameters.
+
+    Args:
+        layer: the layer.
+        spec: its specs.
+        key: the spec of a random key.
+        by_use: whether its arrays are in the order in which it reads them, which does not depend on their names either.
+    """
+    named, treedef = jax.tree_util.tree_flatten_with_path((spec.params, spec.state))
+    axes = [spec.axes.get(jax.tree_util.keystr(path[1:], simple=True, separator="/")) for path, _ in named]
+    num_params = len(jax.tree.leaves(spec.params))
+
+    def traced(order: Sequence[int]) -> Any:
+        def apply(arrays: Sequence[Any], x: Tree, key: Any) -> Any:
+            values = dict(zip(order, arrays, strict=True))
+            params, state = jax.tree.unflatten(treedef, [values[i] for i in range(len(named))])
+            y, state = layer.apply(params, state, x, key, True)
+            leaves = jax.tree.leaves(state)
+            return y, [leaves[i - num_params] for i in order if i >= num_params]
+
+        return jax.make_jaxpr(apply)([named[i][1] for i in order], spec.x, key)
+
+    order = list(range(len(named)))
+    closed = traced(order)
+    if by_use:
+        numbers = {id(var): number for number, var in enumerate(closed.jaxpr.invars[: len(named)])}
+        read = [numbers[id(var)] for equation in closed.jaxpr.eqns for var in equation.invars if id(var) in numbers]
+        by_first_use = list(dict.fromkeys([*read, *order]))
+        order, closed = by_first_use, closed if by_first_use == order else traced(by_first_use)
+    arrays = [(named[i][1], axes[i] if i < num_params else None) for i in order]
+    return _INCIDENTAL.sub(r"\1", repr((spec.x, arrays, spec.output, num_params)) + str(closed))
 
 
 def _bytes(specs: Tree) -> int:

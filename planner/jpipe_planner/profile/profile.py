@@ -37,6 +37,9 @@ class AtSize(_Data):
         temporary: the largest scratch memory of its programs, in bytes.
         temporary_more: the bytes of scratch memory that a stage needs more than for the larger of both, if the next layer is in it: XLA
             keeps gradients of several layers until they are added to the sums.
+        remaking: the scratch memory of a backward that makes all residuals of the layer itself, as with full recomputation; None, as in
+            profiles of older versions: not known, the residuals themselves are counted.
+        remaking_more: the bytes of scratch memory that such a backward needs more if the layer comes before the others of its stage.
         flops: floating-point operations of a forward; 0: unknown.
     """
 
@@ -49,6 +52,8 @@ class AtSize(_Data):
     stash: dict[str, Bytes] = {}
     temporary: Bytes = 0
     temporary_more: Bytes = 0
+    remaking: Bytes | None = None
+    remaking_more: Bytes = 0
     flops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
@@ -234,6 +239,8 @@ class Profile(_Data):
                 update=layer.update,
                 temporary=at.temporary,
                 temporary_more=at.temporary_more,
+                remaking=at.remaking,
+                remaking_more=at.remaking_more,
             )
             for layer in self.layers
             for at in (layer.at[n],)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import jpipe
-from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
+from jpipe_planner.cost.memory import stage_bytes, temporary_bytes, waiting_inputs
 from jpipe_planner.cost.price import Number, all_reduce_seconds, cut_seconds, stage_seconds
 from jpipe_planner.cost.shape import Shape
 from jpipe_planner.machine.topology import Topology
@@ -204,7 +204,8 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
         inputs = problem.layers[stage.start - 1].outputs if stage.start else problem.inputs
         unchanged = _residuals(layers, "none")
         residuals = inputs if stage.recompute == "full" else _residuals(layers, stage.recompute)
-        recomputed = 0 if stage.recompute == "none" else max(unchanged - residuals, 0)
+        scratch = max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
+        everything = None if layers[-1].remaking is None else layers[-1].remaking + sum(layer.remaking_more for layer in layers[:-1])
         sent = in_flight[s - 1] * stages[s - 1].replicas if s else 0
         sizes.append(
             stage_bytes(
@@ -214,7 +215,7 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
                 residuals=residuals,
                 inputs=inputs,
                 outputs=0 if last else layers[-1].outputs,
-                temporary=max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1]) + recomputed,
+                temporary=scratch if stage.recompute == "none" else temporary_bytes(scratch, everything, unchanged, residuals, inputs),
                 labels=problem.labels if last else 0,
                 versions=SCHEDULE.versions_alive(shape, s),
                 in_flight=ahead,

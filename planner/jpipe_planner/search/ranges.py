@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jpipe_planner.cost.memory import stage_bytes
+from jpipe_planner.cost.memory import stage_bytes, temporary_bytes
 from jpipe_planner.cost.price import Number, all_reduce_seconds, stage_seconds
 from jpipe_planner.search.partition import Problem
 
@@ -36,6 +36,9 @@ class Ranges:
         self._state = _sums([layer.state + layer.frozen for layer in layers])
         self._temporary = _Most([layer.temporary for layer in layers])
         self._more = _sums([layer.temporary_more for layer in layers])
+        is_known = all(layer.remaking is not None for layer in layers)
+        self._remaking = np.array([layer.remaking for layer in layers]) if is_known else None
+        self._remaking_more = _sums([layer.remaking_more for layer in layers])
         self._residuals = {
             policy: (_sums([layer.residuals.get(policy, 0) for layer in layers]), _sums([layer.shared.get(policy, 0) for layer in layers]))
             for policy in {"none", *problem.policies} - {"full"}
@@ -94,11 +97,11 @@ class Ranges:
         problem, inputs = self._problem, self._inputs[i]
         unchanged = self._residuals_of(i, j, "none")
         residuals = inputs if policy == "full" else self._residuals_of(i, j, policy)
-        temporary = (
-            self._temporary(i, j)
-            + (self._more[np.maximum(j - 1, i)] - self._more[i])
-            + (0 if policy == "none" else np.maximum(unchanged - residuals, 0))
-        )
+        last = np.maximum(j - 1, i)
+        temporary = self._temporary(i, j) + (self._more[last] - self._more[i])
+        if policy != "none":
+            everything = None if self._remaking is None else self._remaking[last] + self._remaking_more[last] - self._remaking_more[i]
+            temporary = temporary_bytes(temporary, everything, unchanged, residuals, inputs)
         stage_size = stage_bytes(
             self._weights[j] - self._weights[i],
             self._optimizer[j] - self._optimizer[i],

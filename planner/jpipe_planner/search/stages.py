@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import jpipe
+from jpipe_planner.cost.memory import temporary_bytes
 from jpipe_planner.profile.profile import Profile
 
 
@@ -71,6 +72,10 @@ class Layers:
         self._outputs = np.array([[one.outputs for one in row] for row in at])
         self._temporary = np.array([[one.temporary for one in row] for row in at])
         self._more = np.array([[one.temporary_more for one in row] for row in at])
+        self._remaking = None
+        if all(one.remaking is not None for row in at for one in row):
+            self._remaking = np.array([[one.remaking for one in row] for row in at])
+        self._remaking_more = np.array([[one.remaking_more for one in row] for row in at])
         self._residuals, self._shared = (
             np.array([[[getattr(one, name).get(policy, 0) for one in row] for row in at] for policy in self.policies])
             for name in ("residuals", "shared")
@@ -109,10 +114,13 @@ class Layers:
         shared = self._shared[:, n]
         residuals = np.add.reduceat(self._residuals[:, n] - shared, first, axis=-1) + shared[:, np.append(first[1:], 0) - 1]
         residuals[-1] = np.where(np.logical_and.reduceat(self._full_known, first), residuals[-1], inputs)
-        recomputed = np.maximum(residuals[0] - residuals, 0)  # 0 where nothing is
+        last = np.append(first[1:], 0) - 1
+        everything = None
+        if self._remaking is not None:
+            everything = self._remaking[n, last] + np.add.reduceat(self._remaking_more[n], first) - self._remaking_more[n, last]
         forward = np.add.reduceat(self.forward[n], first)
         backward = np.add.reduceat(self.backward[n], first)
-        additional = np.add.reduceat(self._more[n], first) - self._more[n, np.append(first[1:], 0) - 1]
+        scratch = np.maximum.reduceat(self._temporary[n], first) + np.add.reduceat(self._more[n], first) - self._more[n, last]
         recomputation = np.where(np.arange(len(self.policies)) > 0, 1.0, 0.0)[:, None] * forward
         once = self._summed(first)
         return Stages(
@@ -123,6 +131,6 @@ class Layers:
             outputs=np.append(inputs[1:], 0),
             labels=labels,
             residuals=residuals,
-            temporary=np.maximum.reduceat(self._temporary[n], first) + additional + recomputed,
+            temporary=temporary_bytes(scratch, everything, residuals[0], residuals, inputs),
             **(once | {"update": once["update"] + profile.dispatch}),
         )

@@ -74,10 +74,7 @@ def test_training_equals_that_of_the_whole_model(name, schedule, stages):
         np.testing.assert_allclose(float(pipe.evaluate(state, batch).loss), evaluated, rtol=1e-10)
 
 
-UNTIED = [case for case in cases(set()) if case.values[0] not in ("nnx_transformer", "encoder_decoder")]  # the reference has no ties
-
-
-@pytest.mark.parametrize(("name", "schedule", "stages"), UNTIED)
+@pytest.mark.parametrize(("name", "schedule", "stages"), cases(set()))
 def test_float32_equals_the_layers_in_sequence_bit_for_bit(name, schedule, stages):
     """One microbatch after another, by the rule of the schedule; with and without a drain in the middle."""
     stack, batches = model(name, np.float32).stack, wholes.batches(name, running.REFERENCE_BATCHES, np.float32)

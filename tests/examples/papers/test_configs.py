@@ -51,7 +51,7 @@ def silent():
 
 
 @pytest.fixture
-def here(samples, monkeypatch):
+def samples_folder(samples, monkeypatch):
     monkeypatch.chdir(samples)
 
 
@@ -62,14 +62,15 @@ def load(name, *overrides):
 
 @pytest.mark.thinned(most=0, most_slow=3)
 @pytest.mark.parametrize("name", FULL)
-def test_a_full_config_is_planned_and_simulated_without_its_weights(name, here, monkeypatch):
+def test_a_full_config_is_planned_and_simulated_without_its_weights(name, samples_folder, monkeypatch):
     def refuse(*_):
         raise AssertionError("weights are made")
 
     monkeypatch.setattr(jpipe.Pipeline, "init", refuse)
     arrays = {id(array) for array in jax.live_arrays()}
     config = load(name)
-    plan, costs, _ = plan_and_costs(config, compile=False)
+    subject = plan_and_costs(config, compile=False)
+    plan, costs = subject.plan, subject.costs
     prediction = jpipe.simulate(jpipe.lower(plan, 6, shared=jpipe.programs.shared_stages(costs)), costs)
     assert max(prediction.held_bytes) < 16 * 2**30
     parts = Parts.of(config, silent())
@@ -96,7 +97,7 @@ def test_a_full_config_is_planned_and_simulated_without_its_weights(name, here, 
         ),
     ],
 )
-def test_a_small_config_trains_some_steps_as_planned(name, here, tmp_path, capsys):
+def test_a_small_config_trains_some_steps_as_planned(name, samples_folder, tmp_path, capsys):
     few = ["train.steps=6", "train.eval_every=6", "train.eval_batches=1", "train.trace_batches=0", "checkpoint.every=null", "log=[]"]
     options = [f"--set={key}" for key in (*few, f"run.dir={tmp_path / 'run'}", "compile_cache=null", "train.log_every=1")]
     assert cli.main(["train", str(CONFIGS / "papers" / f"{name}.yaml"), "--allow-code", *options]) == 0
@@ -110,7 +111,7 @@ def test_each_config_is_tested():
     assert {path.stem for path in (CONFIGS / "papers").iterdir()} == full | {f"{name.removesuffix('-355m')}-small" for name in full}
 
 
-def test_replicas_are_refused_where_rows_carry_state(here, capsys):
+def test_replicas_are_refused_where_rows_carry_state(samples_folder, capsys):
     options = [f"--set=plan.{key}" for key in ("replicas=2", "microbatches=2", "num_stages=1")]
     assert cli.main(["train", str(CONFIGS / "papers" / "awd-lm-small.yaml"), "--allow-code", *options]) == 2
     assert "plan.replicas: expected 1 for each stage of layers that carry a state of each row" in capsys.readouterr().err

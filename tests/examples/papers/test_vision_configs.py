@@ -48,7 +48,8 @@ def refuses_weights(monkeypatch):
 @pytest.mark.parametrize("name", FULL)
 def test_a_full_config_is_simulated_under_the_papers_plan_without_its_weights_and_images(name, refuses_weights):
     config = config_file.load(CONFIGS / "papers" / f"{name}.yaml", allow_code=True)
-    plan, costs, _ = plan_and_costs(config, compile=False)
+    subject = plan_and_costs(config, compile=False)
+    plan, costs = subject.plan, subject.costs
     assert plan.replicas == FULL[name]
     assert [stage.layers[0] for stage in plan.stages[1:]] == ["fc6"] * (plan.depth - 1)
     assert jpipe.simulate(jpipe.lower(plan, 2), costs).versions_alive

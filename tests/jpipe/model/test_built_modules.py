@@ -59,7 +59,7 @@ def scanned(x):
     return jax.lax.scan(lambda carry, _: (carry @ TABLE, None), x, None, length=2)[0]
 
 
-def own_module():
+def module_of_own_class():
     return OwnModule(TABLE)
 
 
@@ -93,9 +93,9 @@ WAYS = {
     "jax.checkpoint": (lambda: jax.checkpoint(closing_over(built())), "kernel of a Linear"),
     "with arrays of NumPy": (lambda: closing_over(of_numpy()), "module.kernel of a Linear"),
     "one number": (scale, "scale of a Param"),
-    "another library's": (own_module, r"float32\[3, 3\], weight\), .* a jpipe.Layer, .* NumPy array"),
-    "another library's in a closure": (lambda: closing_over(own_module()), r"float32\[3, 3\], module.weight"),
-    "another library's method": (lambda: own_module().__call__, r"float32\[3, 3\], weight"),
+    "another library's": (module_of_own_class, r"float32\[3, 3\], weight\), .* a jpipe.Layer, .* NumPy array"),
+    "another library's in a closure": (lambda: closing_over(module_of_own_class()), r"float32\[3, 3\], module.weight"),
+    "another library's method": (lambda: module_of_own_class().__call__, r"float32\[3, 3\], weight"),
     "Linen apply": (lambda: functools.partial(linen.Dense(models.WIDTH).apply, variables()), r"args\[0\]\['params'\]\['kernel'\]"),
     "Linen apply with arrays of NumPy": (
         lambda: functools.partial(linen.Dense(models.WIDTH).apply, jax.tree.map(np.array, variables())),

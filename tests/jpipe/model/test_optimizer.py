@@ -8,7 +8,7 @@ import pytest
 from docs import optimizers
 from jpipe import InputError, Tie
 from jpipe.model._ties import Ties
-from jpipe.model.layerwise._find import find_layerwise
+from jpipe.model.layerwise._probe import find_layerwise
 from jpipe_train.config import optax_names
 
 RATE = 1e-2

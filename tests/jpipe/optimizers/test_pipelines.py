@@ -122,21 +122,21 @@ def test_optimizers_that_bear_delay_in_every_schedule(schedule, optimizer):
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_a_mesh_changes_no_number_of_soap():
-    stack, batches, found = models.wide_stack(), models.masked_batches(5, 3, rows=4, width=4, dtype=np.float64), []
+    stack, batches, results = models.wide_stack(), models.masked_batches(5, 3, rows=4, width=4, dtype=np.float64), []
     for mesh in (None, [{"data": 2, "model": 2}] * 2):
         plan = Plan.even(stack.ids, 2, "pipedream_2bw", 3, **({} if mesh is None else {"mesh": mesh}))
-        found.append(running.train(Pipeline(stack, plan, models.masked_squares, soap(0.05, precondition_frequency=2)), batches))
-    running.check_close(models.on_first_device(found[1].params), models.on_first_device(found[0].params), 1e-10)
+        results.append(running.train(Pipeline(stack, plan, models.masked_squares, soap(0.05, precondition_frequency=2)), batches))
+    running.check_close(models.on_first_device(results[1].params), models.on_first_device(results[0].params), 1e-10)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_replicas_share_the_state_of_soap():
-    batches, found = models.masked_batches(4, 2, dtype=np.float64), []
+    batches, results = models.masked_batches(4, 2, dtype=np.float64), []
     for shards in (False, True):
         plan = Plan.even(STACK.ids, 2, "pipedream_flush", 2, replicas=[2, 1], shard_optimizer=shards)
-        found.append(running.train(Pipeline(STACK, plan, models.masked_squares, soap(0.05, precondition_frequency=2)), batches))
-    running.check_close(models.on_first_device(found[1].params), models.on_first_device(found[0].params))
+        results.append(running.train(Pipeline(STACK, plan, models.masked_squares, soap(0.05, precondition_frequency=2)), batches))
+    running.check_close(models.on_first_device(results[1].params), models.on_first_device(results[0].params))
 
 
 def test_where_a_schedule_flushes_compensation_changes_no_bit():

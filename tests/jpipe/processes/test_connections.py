@@ -76,14 +76,14 @@ class Processes:
 
     def __init__(self, folder):
         self.folder = folder
-        self.here = jax.process_index()
+        self.process = jax.process_index()
         self.first = [jax.devices()[i] for i in (0, 2, 3)]
         self.second = jax.devices()[1]
 
 
 def link_of(world, source, to, *specs):
     """Return a connection compiled for the specs, or None if this process is at neither end."""
-    if world.here not in (source.process_index, to.process_index):
+    if world.process not in (source.process_index, to.process_index):
         return None
     link = Connection(source, to)
     for spec in specs:
@@ -102,8 +102,8 @@ def to_connect_is_to_meet(world):
     reduction = Reduction(world.first)
     for k, connection in enumerate((link, reduction)):
         if connection is not None:
-            time.sleep(0.2 * world.here)
-            (world.folder / f"{k} of {world.here}").touch()
+            time.sleep(0.2 * world.process)
+            (world.folder / f"{k} of {world.process}").touch()
             connection.connect()
             assert (world.folder / f"{k} of 1").exists()
     assert (world.folder / "1 of 2").exists()
@@ -116,11 +116,11 @@ def every_bit_arrives(world):
         link = link_of(world, source, to, *specs)
         for seed, spec in enumerate(specs * 2):
             expected = random_bits(spec, seed)
-            if world.here == 0:
+            if world.process == 0:
                 sent = jax.device_put(expected, source)
                 link.send(sent)
                 assert_arrived(sent, expected, source)  # not consumed
-            elif world.here == 1:
+            elif world.process == 1:
                 assert_arrived(link.receive(spec), expected, to)
 
 
@@ -129,10 +129,10 @@ def what_arrived_stays(world):
     spec = jax.ShapeDtypeStruct((1000,), "float32")
     link = link_of(world, world.first[0], world.first[1], spec)
     messages = [random_bits(spec, seed) for seed in range(5)]
-    if world.here == 0:
+    if world.process == 0:
         for message in messages:
             link.send(jax.device_put(message, world.first[0]))
-    elif world.here == 1:
+    elif world.process == 1:
         for received, sent in zip([link.receive(spec) for _ in messages], messages, strict=True):
             assert_arrived(received, sent, world.first[1])
 
@@ -141,7 +141,7 @@ def both_ways_at_once(world, count=30):
     spec = {"y": jax.ShapeDtypeStruct((64, 100), "float32"), "n": jax.ShapeDtypeStruct((), "int32")}
     a, b = world.second, world.first[1]
     outbound, inbound = link_of(world, a, b, spec), link_of(world, b, a, spec)
-    if world.here == 2:
+    if world.process == 2:
         return
 
     def send(link, source, seed):
@@ -152,7 +152,7 @@ def both_ways_at_once(world, count=30):
         for k in range(count):
             assert_arrived(link.receive(spec), random_bits(spec, seed + k), to)
 
-    if world.here == 0:
+    if world.process == 0:
         in_threads(lambda: send(outbound, a, 0), lambda: receive(inbound, a, 1000))
     else:
         in_threads(lambda: receive(outbound, b, 0), lambda: send(inbound, b, 1000))
@@ -163,7 +163,7 @@ def a_blocked_receive_delays_nothing(world):
     spec, large = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((500, 400), "float32")
     a, b = world.first[:2]
     outbound, inbound = link_of(world, b, a, spec), link_of(world, a, b, large)
-    if world.here == 1:
+    if world.process == 1:
         received = []
         waiting = threading.Thread(target=lambda: received.append(inbound.receive(large)), daemon=True)
         waiting.start()
@@ -171,7 +171,7 @@ def a_blocked_receive_delays_nothing(world):
             outbound.send(slow(jax.device_put(np.float32(k), b)))
         waiting.join()
         assert_arrived(received[0], random_bits(large, 7), b)
-    elif world.here == 0:
+    elif world.process == 0:
         for k in range(20):
             assert float(outbound.receive(spec)) == k
         inbound.send(jax.device_put(random_bits(large, 7), a))
@@ -182,7 +182,7 @@ def a_send_of_what_is_still_computed_delays_nothing(world):
     spec = jax.ShapeDtypeStruct((), "float32")
     source = world.first[1]  # the one device of its process: all its computations share one thread
     first, second = link_of(world, source, world.first[0], spec), link_of(world, source, world.second, spec)
-    if world.here == 1:
+    if world.process == 1:
         unready = jax.device_put(np.float32(1), source)
         for _ in range(20):
             unready = slow(unready)
@@ -191,7 +191,7 @@ def a_send_of_what_is_still_computed_delays_nothing(world):
         for k in range(20):
             second.send(slow(jax.device_put(np.float32(k), source)))
         sending.join()
-    elif world.here == 0:
+    elif world.process == 0:
         for k in range(20):
             assert float(second.receive(spec)) == k
         assert float(first.receive(spec)) == 1
@@ -253,16 +253,16 @@ def sums_are_in_the_order_of_the_devices(world):
     different = [np.any(x != y) for x, y in zip(*(jax.tree.leaves(added(spec, order)) for order in ((2, 0, 1), (0, 1, 2))), strict=True)]
     assert sum(different) >= 4, "the order should show"
     for order in ((0, 1), (1, 2), (0, 1, 2), (2, 0, 1)):
-        if world.here not in order:
+        if world.process not in order:
             continue  # and needs nothing
         devices = [world.first[process] if process else world.second for process in order]
-        device = devices[order.index(world.here)]
+        device = devices[order.index(world.process)]
         reduction = Reduction(devices)
         reduction.compile(spec)
         reduction.compile(spec[1])
         for _ in range(2):
-            assert_arrived(reduction(jax.device_put(part_of(spec, world.here), device)), added(spec, order), device)
-            assert_arrived(reduction(jax.device_put(part_of(spec[1], world.here), device)), added(spec[1], order), device)
+            assert_arrived(reduction(jax.device_put(part_of(spec, world.process), device)), added(spec, order), device)
+            assert_arrived(reduction(jax.device_put(part_of(spec[1], world.process), device)), added(spec[1], order), device)
 
 
 def links_and_sums_at_once(world, count=20):
@@ -270,19 +270,19 @@ def links_and_sums_at_once(world, count=20):
     spec = jax.ShapeDtypeStruct((40000,), "float32"), jax.ShapeDtypeStruct((100003,), "float32")
     devices = world.first[:2]
     links = [link_of(world, *devices, spec[0]), link_of(world, *devices[::-1], spec[0])]
-    if world.here == 2:
+    if world.process == 2:
         return
     reductions = [Reduction(devices), Reduction(devices[::-1])]  # one after the other, as in one thread
     for reduction in reductions:
         for one in spec:
             reduction.compile(one)
     messages = [random_bits(spec[0], seed) for seed in range(2)]
-    parts, totals = part_of(spec, world.here), added(spec, (0, 1))
-    device = devices[world.here]
+    parts, totals = part_of(spec, world.process), added(spec, (0, 1))
+    device = devices[world.process]
 
     def link(way):
         for _ in range(count):
-            if world.here == way:
+            if world.process == way:
                 links[way].send(jax.device_put(messages[way], device))
             else:
                 assert_arrived(links[way].receive(spec[0]), messages[way], device)
@@ -296,17 +296,17 @@ def links_and_sums_at_once(world, count=20):
     in_threads(lambda: link(0), lambda: link(1), sums)
 
 
-def mistakes_are_told(world):
+def mistakes_are_reported(world):
     spec, other = {"y": jax.ShapeDtypeStruct((2, 3), "float32")}, {"y": jax.ShapeDtypeStruct((3, 2), "bfloat16")}
     a, b, c = world.first[0], world.first[1], world.second
     with pytest.raises(AssertionError, match="not one device in each of several processes"):
         Connection(a, c)
-    if world.here == 2:
+    if world.process == 2:
         with pytest.raises(AssertionError, match="none of the devices is in this process"):
             Connection(a, b)
         return
     link, reduction = link_of(world, a, b), Reduction([a, b])
-    use = link.send if world.here == 0 else link.receive
+    use = link.send if world.process == 0 else link.receive
     with pytest.raises(AssertionError, match=r"not compiled for \{'y': 'float32\[2,3\]'\}, but for nothing"):
         use(spec)
     link.compile(spec)
@@ -315,7 +315,7 @@ def mistakes_are_told(world):
         with pytest.raises(AssertionError, match=r"not compiled for \{'y': 'bfloat16\[3,2\]'\}, but for \{'y': 'float32\[2,3\]'\}"):
             call(other)
     with pytest.raises(AssertionError, match=r"this process has the (receiving|sending) end"):
-        link.receive(spec) if world.here == 0 else link.send(spec)
+        link.receive(spec) if world.process == 0 else link.send(spec)
     with pytest.raises(AssertionError, match=r"not one step but \['(fusion|add)', 'collective-permute'\]: XLA may not run it"):
         Group((a, b)).compile(lambda x: jax.lax.ppermute(x + 1, AXIS, [(0, 1)]), jax.ShapeDtypeStruct((8,), "float32"))
 
@@ -330,7 +330,7 @@ SCENARIOS = (
     a_send_of_what_is_still_computed_delays_nothing,
     sums_are_in_the_order_of_the_devices,
     links_and_sums_at_once,
-    mistakes_are_told,
+    mistakes_are_reported,
 )
 
 

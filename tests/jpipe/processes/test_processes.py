@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jpipe import InputError
-from jpipe.processes import _finding, _inbox, handshake, jax_internals
+from jpipe.processes import _inbox, _rendezvous, handshake, jax_internals
 from jpipe.processes._channel import Channel
 from jpipe.processes._coordinator import Beat, Coordinator
 from jpipe.processes._membership import Processes
@@ -236,7 +236,7 @@ class EmptyStore:
 def test_process_0_listens_where_others_reach_it(host, address, everywhere, monkeypatch):
     resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
-    with _finding._listen_at(host) as listener:
+    with _rendezvous._listen_at(host) as listener:
         assert listener.getsockname()[0] in (("::", "0.0.0.0") if everywhere else ("127.0.0.1",))
 
 

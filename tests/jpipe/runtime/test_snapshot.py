@@ -200,7 +200,7 @@ def of_three_replicas():
 
 
 @pytest.mark.parametrize(
-    ("fields", "keeps_own_state"),
+    ("fields", "keeps_state"),
     [
         ({"schedule": "pipedream_2bw", "replicas": [3, 1]}, True),
         ({"schedule": "pipedream_2bw", "replicas": [2, 1]}, False),
@@ -208,7 +208,7 @@ def of_three_replicas():
         ({"schedule": "naive", "replicas": [1, 1]}, False),
     ],
 )
-def test_replicas_restore_their_own_layer_state_or_the_mean(fields, keeps_own_state, of_three_replicas):
+def test_replicas_restore_their_own_layer_state_or_the_mean(fields, keeps_state, of_three_replicas):
     layers, batch = of_three_replicas
     means, counts = state_of(layers, "track")
     assert len({mean.tobytes() for mean in means}) == 3
@@ -217,9 +217,9 @@ def test_replicas_restore_their_own_layer_state_or_the_mean(fields, keeps_own_st
     state = resumed_pipe.restore(jax.random.key(running.KEY), batch, layers | {"track": old}, 2)
     mean = (means[0] + means[1] + means[2]) * np.float32(1 / 3)
     for replica, worker in enumerate(state.workers[:-1]):
-        expected = {"mean": means[replica] if keeps_own_state else mean, "count": np.int32(counts[replica])}
+        expected = {"mean": means[replica] if keeps_state else mean, "count": np.int32(counts[replica])}
         running.check_equal(on_host(worker.layer_state["track"]), expected)
-    if keeps_own_state:  # nothing is in flight, and a drain gives the mean all the same
+    if keeps_state:  # nothing is in flight, and a drain gives the mean all the same
         running.check_equal([on_host(worker.layer_state["track"]["mean"]) for worker in resumed_pipe.drain(state).workers[:-1]], [mean] * 3)
 
 

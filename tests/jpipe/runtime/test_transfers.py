@@ -19,7 +19,7 @@ def device(process: int, platform: str) -> jax.Device:
 
 
 @pytest.mark.parametrize(
-    ("platform", "here", "works_at_peer", "way"),
+    ("platform", "works_locally", "works_at_peer", "way"),
     [
         ("gpu", True, True, "device_put"),
         ("gpu", True, False, "collectives"),
@@ -27,7 +27,7 @@ def device(process: int, platform: str) -> jax.Device:
         ("cpu", True, True, "collectives"),
     ],
 )
-def test_device_put_sends_messages_where_it_works_between_all_processes(platform, here, works_at_peer, way, monkeypatch):
+def test_device_put_sends_messages_where_it_works_between_all_processes(platform, works_locally, works_at_peer, way, monkeypatch):
     pair = device(0, platform), device(1, platform)
     posted, tried = {}, []
     processes = NonCallableMock(spec=Processes, index=0, count=2)
@@ -37,7 +37,7 @@ def test_device_put_sends_messages_where_it_works_between_all_processes(platform
 
     def works() -> bool:
         tried.append(pair)
-        return here
+        return works_locally
 
     collective, handover = NonCallableMock(spec=Connection), NonCallableMock(spec=Handover)
     handover.works = works

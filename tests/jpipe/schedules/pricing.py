@@ -21,7 +21,7 @@ class Priced:
 
     Attributes:
         idle: of each rank from the first start of all to the last end of all.
-        own: of each rank from its own first start to its own last end.
+        idle_between: of each rank, from its first start to its last end.
         seconds: from the first start to the last end.
     """
 
@@ -31,7 +31,7 @@ class Priced:
         busy = [sum(span.end - span.start for span in spans) for spans in prediction.timeline]
         self.seconds, self.bubble = prediction.seconds, prediction.bubble
         self.idle = [self.seconds - time for time in busy]
-        self.own = [spans[-1].end - spans[0].start - time for spans, time in zip(prediction.timeline, busy, strict=True)]
+        self.idle_between = [spans[-1].end - spans[0].start - time for spans, time in zip(prediction.timeline, busy, strict=True)]
 
 
 def order_of(plan, p, replica=0, batches=1):
@@ -39,7 +39,7 @@ def order_of(plan, p, replica=0, batches=1):
     return list(SCHEDULES[plan.schedule].computations(plan, p, replica, 0, batches))
 
 
-def most_held(order, ends):
+def most_in_flight(order, ends):
     """Return the maximum number of microbatches in flight on a rank, from their forward to the entry for which `ends` is true."""
     in_flight = most = 0
     for entry in order:

@@ -9,7 +9,7 @@ import pytest
 from jpipe import InputError, Link, Plan, lower, simulate
 from jpipe.programs import StageCost
 from jpipe.schedules import greedy_order, written_order
-from tests.jpipe.schedules.pricing import Priced, most_held, order_of, plan_of
+from tests.jpipe.schedules.pricing import Priced, most_in_flight, order_of, plan_of
 
 GOOD = ("F0.0 F0.1 B0.0 B0.1", "F1.0 I1.0 F1.1 I1.1 W1.0 W1.1")
 
@@ -149,12 +149,12 @@ def random_costs(draw, stages):
 def check_greedy(draw, schedule, d, v, m):
     """Check that a greedy order runs within its limits and is no slower than the schedule; return whether it is faster."""
     plan, costs = plan_of(schedule, d, v, m), random_costs(draw, d * v)
-    limits = [most_held(order_of(plan, p), lambda entry: entry.finishes) for p in range(d)]
+    limits = [most_in_flight(order_of(plan, p), lambda entry: entry.finishes) for p in range(d)]
     latency = float(draw.choice((0, 0, 1, 3)))
     order = greedy_order(plan, costs, limits=limits, latency=latency)
     assert order == greedy_order(plan, costs, limits=limits, latency=latency), "the same arguments give the same order"
     auto = with_order(*order, m=m, stages=d * v, ranks=plan.pipeline_ranks)
-    assert all(most_held(order_of(auto, p), lambda entry: entry.finishes) <= limits[p] for p in range(d))
+    assert all(most_in_flight(order_of(auto, p), lambda entry: entry.finishes) <= limits[p] for p in range(d))
     actual, expected = (simulate(lower(each, 1), costs, Link(latency=latency)).seconds for each in (auto, plan))
     assert actual <= expected
     return actual < expected
@@ -183,7 +183,7 @@ def test_a_greedy_order_on_a_v_has_no_bubble_for_equal_times(d, m):
     plan = plan_of("zb_v", d, 2, m)
     order = greedy_order(plan, [StageCost()] * plan.depth, limits=2 * d)
     auto = with_order_of(plan, order)
-    assert max(Priced(auto, 1, 1, 1).own) == 0
+    assert max(Priced(auto, 1, 1, 1).idle_between) == 0
     assert max(Priced(auto, 1, 1, 1).idle) == d - 1
 
 

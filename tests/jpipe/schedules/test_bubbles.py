@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jpipe import InputError
-from tests.jpipe.schedules.pricing import Priced, most_held, order_of, plan_of
+from tests.jpipe.schedules.pricing import Priced, most_in_flight, order_of, plan_of
 
 
 def price(schedule, d, v, m, times):
@@ -36,9 +36,9 @@ FORMULAS = [
     ("interleaved_1f1b", (1, 2, 3), any_times, lambda m, d: m % d == 0, "idle", lambda d, f, i, w: (d - 1) * (f + i + w)),
     ("looped_bfs", (1, 2, 3), any_times, lambda m, d: True, "idle", lambda d, f, i, w: (d - 1) * (f + i + w)),
     ("zb_h1", (1,), shortest_weights, lambda m, d: True, "idle", lambda d, f, i, w: (d - 1) * (f + i - w)),
-    ("zb_h2", (1,), falling, lambda m, d: m >= 2 * d - 1, "own", lambda d, f, i, w: (d - 1) * (f + i - 2 * w)),
+    ("zb_h2", (1,), falling, lambda m, d: m >= 2 * d - 1, "idle_between", lambda d, f, i, w: (d - 1) * (f + i - 2 * w)),
     ("interleaved_zero_bubble", (1, 2, 3), shortest_weights, lambda m, d: m % d == 0, "idle", lambda d, f, i, w: (d - 1) * (f + i - w)),
-    ("zb_v", (2,), equal, lambda m, d: m >= 2 * d, "own", lambda d, f, i, w: 0),
+    ("zb_v", (2,), equal, lambda m, d: m >= 2 * d, "idle_between", lambda d, f, i, w: 0),
     ("zb_v", (2,), equal, lambda m, d: m >= 2 * d, "idle", lambda d, f, i, w: (d - 1) * f),
     ("dualpipe_v", (2,), equal, lambda m, d: m >= 2 * d, "idle", lambda d, f, i, w: (d - 1) * f),
 ]
@@ -71,15 +71,15 @@ def test_bubbles_are_those_of_the_formulas_for_many_microbatches_and_random_time
     assert check_formulas((2, 4, 8), lambda d: sorted({d, 2 * d - 1, 2 * d, 3 * d, 32}), times) > 100
 
 
-@pytest.mark.parametrize("kind", ["idle", "own"])
+@pytest.mark.parametrize("kind", ["idle", "idle_between"])
 def test_the_conditions_of_the_formulas_are_needed(kind):
     """Where the conditions do not hold, the simulator gives another bubble."""
     if kind == "idle":
         assert max(price("zb_h1", 4, 1, 8, (1, 1, 2)).idle) > 0
         assert max(price("interleaved_1f1b", 4, 2, 13, (1, 1, 1)).idle) > 3 * 3
     else:
-        assert max(price("zb_h2", 4, 1, 6, (1, 1, 1)).own) > 0
-        assert max(price("zb_v", 4, 2, 8, (2, 1, 1)).own) > 0
+        assert max(price("zb_h2", 4, 1, 6, (1, 1, 1)).idle_between) > 0
+        assert max(price("zb_v", 4, 2, 8, (2, 1, 1)).idle_between) > 0
 
 
 def test_shares_of_the_schedules_for_four_ranks_and_eight_microbatches():
@@ -124,8 +124,8 @@ def test_ranks_hold_as_many_microbatches_as_said(schedule, v, to_input, to_weigh
         plan = plan_of(schedule, d, v, 3 * d)
         for p in range(d):
             order = order_of(plan, p)
-            assert most_held(order, lambda entry: entry.gives_gradient) == to_input(d, v, p), (d, p)
-            assert most_held(order, lambda entry: entry.finishes) == to_weight(d, v, p), (d, p)
+            assert most_in_flight(order, lambda entry: entry.gives_gradient) == to_input(d, v, p), (d, p)
+            assert most_in_flight(order, lambda entry: entry.finishes) == to_weight(d, v, p), (d, p)
 
 
 @pytest.mark.parametrize("d", [2, 3, 4])
@@ -138,8 +138,8 @@ def test_zb_v_with_few_microbatches_is_a_prefix_of_the_order_of_more(d):
 
 
 def test_looped_bfs_holds_everything_and_naive_one_microbatch():
-    assert most_held(order_of(plan_of("looped_bfs", 4, 2, 7), 0), lambda entry: entry.finishes) == 14
-    assert most_held(order_of(plan_of("naive", 4, 1, 7), 0), lambda entry: entry.finishes) == 1
+    assert most_in_flight(order_of(plan_of("looped_bfs", 4, 2, 7), 0), lambda entry: entry.finishes) == 14
+    assert most_in_flight(order_of(plan_of("naive", 4, 1, 7), 0), lambda entry: entry.finishes) == 1
 
 
 def check_that_orders_run(ranks, microbatches):

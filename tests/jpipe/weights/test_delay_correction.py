@@ -409,10 +409,10 @@ def test_an_optimizer_gets_the_delay_and_the_stage_of_each_update(name, tied):
     for worker, (s, _) in zip(state.workers, plan.workers, strict=True):
         updates = 5 * plan.updates_per_batch(s)
         for entry, (_, delays, stages) in worker.optimizer.items():
-            made_by = next(i for i, stage in enumerate(plan.stages) if "noise" in stage.layers) if entry in stack.ties.first else s
-            expected = [plan.delay(made_by, update) for update in range(updates)][-6:]
+            stage = next(i for i, stage in enumerate(plan.stages) if "noise" in stage.layers) if entry in stack.ties.first else s
+            expected = [plan.delay(stage, update) for update in range(updates)][-6:]
             np.testing.assert_array_equal(delays[-len(expected) :], np.float32(expected))
-            np.testing.assert_array_equal(stages[-len(expected) :], made_by)
+            np.testing.assert_array_equal(stages[-len(expected) :], stage)
 
 
 def test_an_optimizer_that_does_not_read_them_is_compiled_as_before():

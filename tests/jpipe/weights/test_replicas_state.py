@@ -31,7 +31,7 @@ def pipeline(depth, schedule, m, replicas=2, **fields) -> Pipeline:
     return Pipeline(stack, plan, models.squares, optax.sgd(0.0), [jax.devices()[s] for s, _ in plan.workers])
 
 
-def own_means(plan, batches) -> list[np.ndarray]:
+def replica_means(plan, batches) -> list[np.ndarray]:
     """Compute the running mean of each replica's forwards; the layers multiply by 1, so it is equal at all stages."""
     means = [np.zeros(models.WIDTH, np.float64) for _ in range(plan.replicas[0])]
     for t, (inputs, _) in enumerate(batches):
@@ -68,7 +68,7 @@ def test_after_a_drain_all_replicas_hold_the_mean_of_what_each_has_made(name):
     for mean in ends:
         assert mean.tobytes() == ends[0].tobytes()
     # A mean that is taken in the middle changes no mean: the running mean is linear in what it starts from.
-    np.testing.assert_allclose(ends[0], np.mean(own_means(pipe.plan, batches), axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ends[0], np.mean(replica_means(pipe.plan, batches), axis=0), rtol=1e-5, atol=1e-6)
 
 
 def test_a_drain_with_nothing_in_flight_does_not_consume_the_state():
@@ -110,4 +110,4 @@ def test_without_sync_state_each_replica_keeps_its_layer_state():
     for batch in batches:
         state, _ = pipe.step(state, batch)
     ends = [worker.layer_state["average0"]["mean"] for worker in pipe.drain(state).workers]
-    np.testing.assert_allclose(ends, own_means(pipe.plan, batches), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ends, replica_means(pipe.plan, batches), rtol=1e-5, atol=1e-6)

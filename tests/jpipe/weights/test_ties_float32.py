@@ -9,6 +9,7 @@ import pytest
 from jpipe import Layer, LayerStack, Pipeline, Plan, Precision, Tie
 from jpipe.runtime import masters_in
 from jpipe.runtime._plain import to_plain
+from tests.jpipe import running
 from tests.jpipe.running import check_equal
 
 WORDS, WIDTH, M = 8, 4, 4
@@ -58,6 +59,20 @@ def trained(num_stages, schedule, optimizer, batches, **options):
     for batch in data(batches):
         state, _ = pipe.step(state, batch)
     return pipe, pipe.drain(state)
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "options"),
+    [
+        (4, "pipedream_2bw", {"clip_global_norm": 0.3}),
+        pytest.param(4, "pipedream_flush", {}, marks=pytest.mark.slow),
+        pytest.param(2, "pipedream_2bw", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_equals_the_reference_bit_for_bit(stages, schedule, options):
+    """The gradients of several stages are added in the order of the stages; the loss, the weights and the norm show it."""
+    plan = Plan.even(STACK.ids, stages, schedule, M)
+    running.check_against_reference(STACK, plan, {3}, data(running.REFERENCE_BATCHES), optax.adam(0.05), loss, **options)
 
 
 @pytest.mark.slow

@@ -39,8 +39,8 @@ def test_2bw_with_replicas_and_more_in_flight_needs_enough_microbatches(replicas
 
 def read_in_chunks(p, v, m, r, s, k):
     """Return floor(max(D(s, k) - l, 0) / (m / r)), with the D of docs/concepts.md."""
-    own_p, c, n = s % p, s // p, k // r
-    w = (v - 1) * p + 2 * (p - 1 - own_p)
+    rank, c, n = s % p, s // p, k // r
+    w = (v - 1) * p + 2 * (p - 1 - rank)
     q = p * (v * (n // p) + c) + n % p - w - p * (v - 1 - c)
     done = max(p * (q // (v * p)) + min(q % (v * p), p), 0)
     return max(done - (r > 1), 0) * r // m

@@ -147,6 +147,24 @@ def test_layers_cut_from_a_model_are_equal_whatever_their_names_and_random_keys(
     assert profile.layers[3].model_copy(update={"id": "Block_0", "at": ()}) == profile.layers[2].model_copy(update={"at": ()})
 
 
+class Numbered(linen.Module):
+    """Residual blocks that are no modules: the names of their parameters sort as Dense_10, Dense_9."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(4)(x)
+        for _ in range(6):
+            x = x + linen.Dense(4)(jnp.tanh(linen.Dense(8)(x)))
+        return linen.Dense(4)(x)
+
+
+def test_layers_are_equal_however_their_names_are_sorted():
+    stack = jpipe.LayerStack.from_model(Numbered(), jnp.ones((2, 4)))
+    assert stack.ids == ("Dense_0", "Dense_1", "Dense_3", "Dense_5", "Dense_7", "Dense_9", "Dense_11", "Dense_13")
+    equal = Model(stack, ones, loss, optax.adam(1e-3), (2,)).first_equal
+    assert {equal[layer_id] for layer_id in stack.ids[1:-1]} == {"Dense_1"}
+
+
 def test_the_average_of_the_weights_counts_as_optimizer_state():
     stack = jpipe.LayerStack({name: linear(4, 4) for name in ("in", "out")})
     plain, averaged = (Model(stack, ones, loss, optax.adam(1e-3), (2,), ema_decay=decay).stage(["in"], 2).cost for decay in (None, 0.9))

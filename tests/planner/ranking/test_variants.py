@@ -12,7 +12,7 @@ from jpipe_planner.ranking import table, variants
 from jpipe_planner.ranking.choose import Ranked, choose
 from jpipe_planner.ranking.variants import MOST_CHUNKS, find_variants, variant_schedules
 from jpipe_planner.search.candidates import find_candidates
-from tests.jpipe.schedules.pricing import most_held, order_of
+from tests.jpipe.schedules.pricing import most_in_flight, order_of
 from tests.planner.search.test_parallel import gpt, levels
 
 FAST = levels((4, 1e9, 0.0))
@@ -181,7 +181,7 @@ def test_orders_that_are_made_have_the_limit_for_which_they_were_made():
     for candidate in variants:
         plan = candidate.plan(gpt(6).ids)
         assert plan.order_limit == candidate.order_limit
-        peaks = [most_held(order_of(plan, p), lambda entry: entry.finishes) for p in range(candidate.num_pipeline_ranks)]
+        peaks = [most_in_flight(order_of(plan, p), lambda entry: entry.finishes) for p in range(candidate.num_pipeline_ranks)]
         assert max(peaks) <= plan.order_limit
         assert jpipe.Plan.from_json(plan.to_json()).order_limit == plan.order_limit
 

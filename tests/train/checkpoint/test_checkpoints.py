@@ -16,13 +16,13 @@ class ConnectedProcesses(jpipe.processes.Processes):
     """One of several processes that receive each other's messages at once; records how long others may wait for it."""
 
     def __init__(self, index, count, names):
-        self.index, self.count, self._told, self.waits = index, count, names, []
+        self.index, self.count, self._names, self.waits = index, count, names, []
 
     def broadcast(self, name, values):
-        self._told.add(name)
+        self._names.add(name)
 
     def has_message(self, name):
-        return name in self._told
+        return name in self._names
 
     def check(self):
         pass
@@ -34,7 +34,7 @@ class ConnectedProcesses(jpipe.processes.Processes):
         return 0.0
 
     def receive(self, name, on=None, what=None):
-        assert name in self._told
+        assert name in self._names
         return ()
 
     def waiting(self, what, on=None, limit=None):

@@ -90,8 +90,8 @@ def test_averages_and_masters_are_exported_in_float32(as_it_is):
         (array,) = export.by_name(exported).values()
         np.testing.assert_array_equal(array, expected, strict=True)
     state["state"]["ahead"] = as_it_is(np.full(3, 0.25, np.float32))  # of a run with delay_correction
-    for expected, found in ((masters - np.float32(0.25), layers), (average, export.with_ema(layers, 3))):
-        (array,) = export.by_name(found).values()
+    for expected, layer in ((masters - np.float32(0.25), layers), (average, export.with_ema(layers, 3))):
+        (array,) = export.by_name(layer).values()
         np.testing.assert_array_equal(array, expected, strict=True)
 
 
@@ -358,10 +358,10 @@ def test_an_export_of_a_whole_model_is_stacked_as_the_model_is():
     by_layer = {layer_id: export.by_path(trees[0]) for layer_id, trees in stack.initial.items()}
     arrays = {f"{layer_id}/{path}": np.asarray(array) for layer_id, tree in by_layer.items() for path, array in tree.items()}
     assert len(arrays) == 9
-    places = json.loads(json.dumps(stack.traced.places()))
-    check_equal(export.of_whole_model(arrays, {"model": places}), {"blocks/w": w, "blocks/b": b, "out": params["out"]})
+    locations = json.loads(json.dumps(stack.traced.places()))
+    check_equal(export.of_whole_model(arrays, {"model": locations}), {"blocks/w": w, "blocks/b": b, "out": params["out"]})
     with pytest.raises(InputError, match="found one of layers"):
         export.of_whole_model(arrays, {})
-    places["params"].pop(next(name for name in places["params"] if places["params"][name][0] == "blocks/w"))
+    locations["params"].pop(next(name for name in locations["params"] if locations["params"][name][0] == "blocks/w"))
     with pytest.raises(InputError, match="does not say where its arrays are"):
-        export.of_whole_model(arrays, {"model": places})
+        export.of_whole_model(arrays, {"model": locations})

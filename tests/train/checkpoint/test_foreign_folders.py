@@ -238,13 +238,13 @@ def test_a_run_is_written_where_its_path_leads_and_resumes_there(saved, tmp_path
 
 
 def test_a_name_that_is_not_utf8_is_refused_before_anything_is_created(saved, tmp_path, monkeypatch):
-    here = os.fsencode(tmp_path) + b"/\xff"
-    os.mkdir(here)
-    monkeypatch.chdir(here)
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(folder)
+    monkeypatch.chdir(folder)
     for run_dir in (None, "run"):
         with pytest.raises(InputError, match=r"run.dir: expected a path in UTF-8"):
             loop.main(changed(saved, run={"dir": run_dir}))
-    assert os.listdir(here) == []
+    assert os.listdir(folder) == []
 
 
 def test_text_files_whose_names_are_not_utf8_are_read(tmp_path):

@@ -150,7 +150,7 @@ def test_each_process_reads_the_tensors_of_its_own_layers(name, expected, tmp_pa
     monkeypatch.setattr(Folder, "read", lambda self, names: read_names.extend(names) or whole(self, names))
     config = folders.config(tmp_path, name, "plan.num_stages=4")
     for layer_id, number in zip(("embed", "block_0", "block_1", "head"), expected, strict=True):
-        monkeypatch.setattr(warm_start, "own_layers", lambda pipe, own_layer=layer_id: [own_layer])
+        monkeypatch.setattr(warm_start, "layers_to_read", lambda pipe, read_layer=layer_id: [read_layer])
         read_names.clear()
         params = loaded(config)
         assert list(params) == [layer_id]

@@ -127,7 +127,7 @@ def test_shapes_are_compared_with_the_model_before_an_array_is_read(tmp_path, mo
 def test_a_name_missing_in_the_file_is_reported_as_the_map_spells_it(tmp_path):
     item, names = saved(tmp_path / "item", PLAIN), NAMES | {"block_{n}/dense/b": "layers/{n}/offset"}
     source = renamed(orbax_checkpoint.source(item), names, [name for specs in MODEL.values() for name in specs])
-    with pytest.raises(InputError, match=r"expected 'block_0/dense/b' .*, found no 'layers/0/offset', its name by warm_start\.names"):
+    with pytest.raises(InputError, match=r"expected 'block_0/dense/b' .*, found no 'layers/0/offset', its name in the file"):
         fitting(source, MODEL, strict=True)
 
 

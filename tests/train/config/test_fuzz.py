@@ -22,6 +22,7 @@ from jpipe_train.config import config_file, optax_names
 from jpipe_train.config.arguments import parameters_of
 from jpipe_train.config.config import Config
 from jpipe_train.config.presets import PRESETS
+from jpipe_train.plan.simulate import Subject
 from jpipe_train.report.summary import Summary
 from jpipe_train.run import loop
 
@@ -348,7 +349,7 @@ def accepted(monkeypatch) -> list[Config]:
     ended = Summary(steps=0, val_loss_before=0.0, val_loss_after=0.0, seconds=0.0, folder=None, predicted=None, measured=None)
     monkeypatch.setattr(loop, "main", lambda config, *_: (configs.append(config), ended)[1])
     monkeypatch.setattr(
-        jpipe_train.plan.simulate, "plan_and_costs", lambda config, compile: (configs.append(config), (PLANS[-1], None, ""))[1]
+        jpipe_train.plan.simulate, "plan_and_costs", lambda config, compile, device: (configs.append(config), Subject(PLANS[-1]))[1]
     )
     return configs
 

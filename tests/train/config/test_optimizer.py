@@ -152,10 +152,10 @@ def test_patterns_choose_what_decays(patterns, expected):
 
 def test_layers_of_other_processes_are_not_read():
     rule = build(decay=["*/kernel"], learning_rate=1.0, arguments={"weight_decay": 0.5})
-    here = jax.tree.map(lambda _: optax.MaskedNode(), PARAMS) | {"head": PARAMS["head"]}
-    zeros = jax.tree.map(jnp.zeros_like, here)
-    updates, _ = rule.update(zeros, rule.init(here), here)
-    chex.assert_trees_all_equal_structs(updates, here)
+    of_head = jax.tree.map(lambda _: optax.MaskedNode(), PARAMS) | {"head": PARAMS["head"]}
+    zeros = jax.tree.map(jnp.zeros_like, of_head)
+    updates, _ = rule.update(zeros, rule.init(of_head), of_head)
+    chex.assert_trees_all_equal_structs(updates, of_head)
     np.testing.assert_allclose(updates["head"]["kernel"], -1.0)
 
 
@@ -394,7 +394,7 @@ def test_a_name_that_optax_does_not_have_is_refused(keys, message):
         OptimizerConfig(**keys)
 
 
-OWN_OPTIMIZERS = """
+USER_OPTIMIZERS = """
 import optax
 
 def mine(learning_rate, mask, momentum=0.0):
@@ -409,30 +409,33 @@ def nothing(learning_rate):
 
 
 @pytest.fixture
-def own_optimizers(tmp_path, monkeypatch):
-    (tmp_path / "own_optimizers.py").write_text(OWN_OPTIMIZERS)
+def user_optimizers(tmp_path, monkeypatch):
+    (tmp_path / "user_optimizers.py").write_text(USER_OPTIMIZERS)
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.usefixtures("own_optimizers")
+@pytest.mark.usefixtures("user_optimizers")
 def test_a_users_optimizer():
-    keys = {"name": "own_optimizers:mine", "learning_rate": 0.5, "arguments": {"momentum": 0.5}}
+    keys = {"name": "user_optimizers:mine", "learning_rate": 0.5, "arguments": {"momentum": 0.5}}
     assert decayed(**keys | {"decay": ["head/*"]}) == {"head/kernel"}
     np.testing.assert_allclose(rates(1, **keys), [1.5, 2.25])  # the gradient 1, the weight 2; then the momentum
-    np.testing.assert_allclose(rates(1, name="own_optimizers:unrated"), 0.25)
+    np.testing.assert_allclose(rates(1, name="user_optimizers:unrated"), 0.25)
     del keys["arguments"]
     np.testing.assert_allclose(rates(1, **keys, per_stage={"momentum": [0.5]}), [1.5, 2.25])
 
 
-@pytest.mark.usefixtures("own_optimizers")
+@pytest.mark.usefixtures("user_optimizers")
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"name": "own_optimizers:mime"}, "optimizer.name: the module 'own_optimizers' has no function 'mime'; did you mean 'mine'?"),
-        ({"name": "own_optimizers:unrated", "learning_rate": 0.1}, "optimizer.learning_rate: 'own_optimizers:unrated' has no argument"),
-        ({"name": "own_optimizers:nothing"}, "expected 'own_optimizers:nothing' to return an optax.GradientTransformation, found NoneType"),
+        ({"name": "user_optimizers:mime"}, "optimizer.name: the module 'user_optimizers' has no function 'mime'; did you mean 'mine'?"),
+        ({"name": "user_optimizers:unrated", "learning_rate": 0.1}, "optimizer.learning_rate: 'user_optimizers:unrated' has no argument"),
         (
-            {"name": "own_optimizers:mine", "arguments": {"mometum": 1}},
+            {"name": "user_optimizers:nothing"},
+            "expected 'user_optimizers:nothing' to return an optax.GradientTransformation, found NoneType",
+        ),
+        (
+            {"name": "user_optimizers:mine", "arguments": {"mometum": 1}},
             "has no argument 'mometum'; its arguments, the nearest first: momentum",
         ),
     ],

@@ -14,7 +14,7 @@ SENTENCES = ["the quick brown fox jumps over the lazy dog", "a second document, 
 
 
 @pytest.fixture(scope="session")
-def made_tokenizers(tmp_path_factory) -> dict[str, Path]:
+def tokenizer_files(tmp_path_factory) -> dict[str, Path]:
     """Return the path of a tokenizer.json for each kind of model."""
     folder = tmp_path_factory.mktemp("tokenizers")
     (folder / "text.txt").write_text("\n".join(SENTENCES * 3))
@@ -24,8 +24,8 @@ def made_tokenizers(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def tokenizer(made_tokenizers) -> str:
-    return str(made_tokenizers["decoder"])
+def tokenizer(tokenizer_files) -> str:
+    return str(tokenizer_files["decoder"])
 
 
 @pytest.fixture

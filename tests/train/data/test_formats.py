@@ -119,8 +119,8 @@ def test_documents_may_be_held_out_by_a_path_of_their_own(tiny, documents, token
 
 
 @pytest.fixture
-def bert(made_tokenizers) -> tokenizers.Tokenizer:
-    return tokenizers.load(made_tokenizers["bert"], "data.tokenizer")
+def bert(tokenizer_files) -> tokenizers.Tokenizer:
+    return tokenizers.load(tokenizer_files["bert"], "data.tokenizer")
 
 
 def test_masked_rows_hide_as_many_tokens_in_each_and_tell_whether_the_second_part_follows(bert):
@@ -390,7 +390,7 @@ def test_examples_that_are_cut_to_nothing_are_counted(tiny, prompts, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_a_warm_start_determines_the_tokenizer(kind, tiny, tokenizer, made_tokenizers, request, tmp_path):
+def test_a_warm_start_determines_the_tokenizer(kind, tiny, tokenizer, tokenizer_files, request, tmp_path):
     """Additional tokens after those of the weights make no difference."""
     beside, fields = tmp_path / "weights" / "tokenizer.json", of_format(tiny, kind, request)
     beside.parent.mkdir()
@@ -399,7 +399,7 @@ def test_a_warm_start_determines_the_tokenizer(kind, tiny, tokenizer, made_token
     rules.add_special_tokens(["<|one more|>"])
     rules.save(str(beside))
     data.load(config)
-    shutil.copyfile(made_tokenizers["bert"], beside)
+    shutil.copyfile(tokenizer_files["bert"], beside)
     key, file = ("data.tokenizer", "decoder") if kind == "text" else ("data.path", "tokenizer")
     message = rf"^{key}: expected the tokens of '.*weights/tokenizer\.json', which the weights have learned, found 300 others in '.*{file}"
     with pytest.raises(InputError, match=message + r"\.json', the first is 0, '<\|endoftext\|>' in place of '\[PAD\]'; use that tokenizer"):

@@ -26,7 +26,7 @@ def prompts(tmp_path):
 
 
 @pytest.fixture
-def keys_of(tokenizer, made_tokenizers, documents, prompts, tmp_path):
+def keys_of(tokenizer, tokenizer_files, documents, prompts, tmp_path):
     """Return the keys of `data` in each form."""
 
     def of(form):
@@ -36,7 +36,7 @@ def keys_of(tokenizer, made_tokenizers, documents, prompts, tmp_path):
         path = {"prompts": prompts}.get(form, documents)
         keys = {"format": "text" if form == "masked" else form, "path": str(path), "validation_fraction": 0.4}
         if form != "bytes":
-            keys["tokenizer"] = str(made_tokenizers["bert"]) if form == "masked" else tokenizer
+            keys["tokenizer"] = str(tokenizer_files["bert"]) if form == "masked" else tokenizer
         return keys | ({"objective": "masked"} if form == "masked" else {})
 
     return of
@@ -109,9 +109,9 @@ def test_a_text_shorter_than_a_row_is_reported(tiny, keys_of, tmp_path, form, co
         data.held_out(config, str(other))
 
 
-def test_tokens_of_another_tokenizer_are_refused_where_that_can_be_seen(tiny, keys_of, made_tokenizers, documents, tmp_path):
+def test_tokens_of_another_tokenizer_are_refused_where_that_can_be_seen(tiny, keys_of, tokenizer_files, documents, tmp_path):
     other = str(tmp_path / "others")
-    prepare.prepare(prepare.Files([str(documents)]), str(made_tokenizers["bert"]), other, quiet(), 0.3)
+    prepare.prepare(prepare.Files([str(documents)]), str(tokenizer_files["bert"]), other, quiet(), 0.3)
     config = configured(tiny, keys_of("tokens"))
     with pytest.raises(InputError, match=r"data\.path: expected text of the same tokenizer as in '.*', found text of another"):
         data.held_out(config, other)

@@ -45,13 +45,13 @@ def resized(batches, size: int, step: int):
     if isinstance(batches, TrainingBatches):
         other = TrainingBatches(tuple(BatchesOfRows(Numbered(k), size, SPEC) for k in range(len(batches.rows))), batches.rows, batches.seed)
     elif isinstance(batches, TargetBatches):
-        other = own_batches(size)
+        other = target_batches(size)
     else:
         other = BatchesOfRows(batches.elements, size, SPEC)
     return other.continued(batches.position(step))
 
 
-def own_batches(size: int, count: int = 200) -> TargetBatches:
+def target_batches(size: int, count: int = 200) -> TargetBatches:
     rows = np.arange(count * size).reshape(count, size)
     return TargetBatches([(each, each) for each in rows], "train", size)
 
@@ -68,7 +68,7 @@ def read(batches, first: int, end: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("before", "after"), SIZES)
 @pytest.mark.parametrize("kind", ["rows", "own"])
 def test_no_row_is_read_twice_or_left_out(kind, before, after):
-    first = BatchesOfRows(Numbered(), before, SPEC) if kind == "rows" else own_batches(before)
+    first = BatchesOfRows(Numbered(), before, SPEC) if kind == "rows" else target_batches(before)
     then = resized(first, after, 10)
     last = resized(then, before, 17)  # and once more, back to the size before
     rows = [number for number, _ in read(first, 0, 10) + read(then, 10, 17) + read(last, 17, 20)]
@@ -131,10 +131,10 @@ def facts_of(batch_size: int, place: DataFacts | None) -> Facts:
 
 
 def test_the_first_row_of_a_resumed_run(tmp_path):
-    order, here = Position(batch=4, rows=(40,), pieces=8), Position(batch=10, rows=(88,), pieces=8)
-    resumed = Resumed(tmp_path, 10, facts_of(8, DataFacts(batch_size=8, order=order, position=here)), ())
-    assert resumed.position(8) == order
-    assert resumed.position(4) == here
+    first, following = Position(batch=4, rows=(40,), pieces=8), Position(batch=10, rows=(88,), pieces=8)
+    resumed = Resumed(tmp_path, 10, facts_of(8, DataFacts(batch_size=8, order=first, position=following)), ())
+    assert resumed.position(8) == first
+    assert resumed.position(4) == following
     old = Resumed(tmp_path, 10, facts_of(8, None), ())  # of a jpipe that counted batches only
     assert old.position(8) is None
     assert old.position(4) == Position(batch=10, rows=(80,), pieces=8)

@@ -69,11 +69,11 @@ def test_the_rows_of_two_processes_are_together_those_of_one(tiny, documents, to
     assert len(set(spans[0])) == 4
 
 
-def test_examples_and_masked_rows_are_read_alone(tiny, documents, made_tokenizers, tmp_path, reads):
+def test_examples_and_masked_rows_are_read_alone(tiny, documents, tokenizer_files, tmp_path, reads):
     lines = [{"prompt": f"what is {i}?", "answer": f"{i} is {i}"} for i in range(80)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     prompts = Files([str(tmp_path / "a.jsonl")], "prompts")
-    prepare.prepare(prompts, str(made_tokenizers["decoder"]), str(tmp_path / "prompts"), quiet(), 0.3, 100)
+    prepare.prepare(prompts, str(tokenizer_files["decoder"]), str(tmp_path / "prompts"), quiet(), 0.3, 100)
     dataset = load(tiny, tmp_path / "prompts", seq_len=64)
     assert reads["spans"] == []
     inputs, labels = dataset.train[10**9]
@@ -81,7 +81,7 @@ def test_examples_and_masked_rows_are_read_alone(tiny, documents, made_tokenizer
     assert len(reads["spans"]) == inputs["segments"][2:3].max(), "as many as there are examples in the row"
     assert sum(stop - start - 1 for start, stop in reads["spans"]) == (inputs["segments"][2:3] > 0).sum()
 
-    prepare.prepare(Files([str(documents)]), str(made_tokenizers["bert"]), str(tmp_path / "masked"), quiet(), 0.3, 100)
+    prepare.prepare(Files([str(documents)]), str(tokenizer_files["bert"]), str(tmp_path / "masked"), quiet(), 0.3, 100)
     dataset = load(tiny, tmp_path / "masked", seq_len=19, objective="masked")
     reads["spans"].clear()
     sliced(dataset.train[10**9], slice(2, 4))

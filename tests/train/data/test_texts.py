@@ -18,17 +18,17 @@ def load(path, end_of_text="auto"):
     return tokenizers.load(str(path), "data.tokenizer", end_of_text)
 
 
-def test_a_tokenizer_determines_the_vocabulary_size_and_the_end_of_text(made_tokenizers):
-    decoder, bert = (load(made_tokenizers[kind]) for kind in ("decoder", "bert"))
+def test_a_tokenizer_determines_the_vocabulary_size_and_the_end_of_text(tokenizer_files):
+    decoder, bert = (load(tokenizer_files[kind]) for kind in ("decoder", "bert"))
     assert decoder.vocab_size == decoder.rules.get_vocab_size() <= 300
     assert (decoder.begin, decoder.end) == ((), decoder.id_of("<|endoftext|>"))
     assert (bert.begin, bert.end) == ((), bert.id_of("[SEP]"))
-    assert load(made_tokenizers["decoder"], None).end is None
-    assert load(made_tokenizers["bert"], "[PAD]").end == 0
+    assert load(tokenizer_files["decoder"], None).end is None
+    assert load(tokenizer_files["bert"], "[PAD]").end == 0
     with pytest.raises(
         InputError, match=r"decoder\.json': expected it to have the end of text '<\|endof\|>', found none; did you mean '<\|end"
     ):
-        load(made_tokenizers["decoder"], "<|endof|>")
+        load(tokenizer_files["decoder"], "<|endof|>")
     with pytest.raises(InputError, match=r"expected a tokenizer with the token \[MASK\] or <mask>, found none"):
         decoder.id_of("[MASK]", "<mask>")
 

@@ -32,12 +32,12 @@ def lines(tmp_path):
 
 
 @pytest.fixture
-def of_format(tiny, documents, lines, made_tokenizers, tmp_path):
+def of_format(tiny, documents, lines, tokenizer_files, tmp_path):
     """Return a function that returns a config for a format."""
-    text = {"format": "text", "path": str(documents), "tokenizer": str(made_tokenizers["decoder"]), "validation_fraction": 0.3}
+    text = {"format": "text", "path": str(documents), "tokenizer": str(tokenizer_files["decoder"]), "validation_fraction": 0.3}
 
     def folder(kind: str) -> dict:
-        prepare.prepare(Files([str(documents)]), str(made_tokenizers[kind]), str(tmp_path / "tokens"), quiet(), 0.3, 200)
+        prepare.prepare(Files([str(documents)]), str(tokenizer_files[kind]), str(tmp_path / "tokens"), quiet(), 0.3, 200)
         return {"format": "tokens", "path": str(tmp_path / "tokens")}
 
     def config(kind: str, **sections) -> Config:

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.generate import decoder, origin
+from jpipe_train.generate import decoder, model_source
 from jpipe_train.generate.decoder import Decoder, bytes_of
 from jpipe_train.generate.generate import sequences
 from jpipe_train.generate.placement import place
@@ -24,10 +24,10 @@ LENGTHS = 8, 1, 12, 4  # of the prompts in a batch
 
 def of_folder(name: str, devices: int = 1) -> Decoder:
     """Return a decoder of the model of a golden folder, on `devices` devices."""
-    source = origin.find(str(GOLDEN / name), None, "newest", None, None, print)
+    source = model_source.find(str(GOLDEN / name), None, "newest", None, None, print)
     placement = place(bytes_of(source.config, len(LENGTHS), 16), jax.devices(), devices)
     assert len(set(placement.values())) == devices
-    return Decoder(source.config, origin.parameters(source, placement, lambda: None), placement)
+    return Decoder(source.config, model_source.parameters(source, placement, lambda: None), placement)
 
 
 def all_logits(model: Decoder, tokens: np.ndarray, lengths=LENGTHS) -> np.ndarray:

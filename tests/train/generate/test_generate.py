@@ -15,7 +15,7 @@ import tokenizers
 from safetensors.numpy import load_file, save_file
 
 from jpipe_train import cli
-from jpipe_train.generate import command, origin
+from jpipe_train.generate import command, model_source
 from jpipe_train.models.layers import layers
 from tests.train.conftest import changed
 from tests.train.models.running import applied
@@ -51,9 +51,9 @@ def folder(tmp_path) -> Path:
 
 def likeliest(folder: Path, rows: list[list[int]]) -> np.ndarray:
     """Return the likeliest token after each token, computed by the whole model."""
-    source = origin.find(str(folder), None, "newest", None, None, print)
+    source = model_source.find(str(folder), None, "newest", None, None, print)
     stack = layers(source.config)
-    params = origin.parameters(source, dict.fromkeys(stack.ids, jax.devices()[0]), lambda: None)
+    params = model_source.parameters(source, dict.fromkeys(stack.ids, jax.devices()[0]), lambda: None)
     tokens = np.zeros((len(rows), source.config.max_positions_used), np.int32)
     for row, prompt in zip(tokens, rows, strict=True):
         row[: len(prompt)] = prompt
@@ -149,29 +149,35 @@ def test_generated_text_does_not_control_a_terminal(monkeypatch):
     assert screen.getvalue() == "a\n\tb\\x1b[2J\\u202eé"
 
 
-FOX, HERE = ("--prompt", "fox"), str(RUN)
+FOX, RUN_FOLDER = ("--prompt", "fox"), str(RUN)
 REFUSED = {
     "no such folder": (["runs/0099", *FOX], r"there is no folder 'runs/0099'; give that of a run"),
     "a folder of nothing": ([str(GOLDEN), *FOX], r"expected checkpoints in .*, found none"),
     "a file": ([str(RUN / "config.yaml"), *FOX], r"expected the folder of a run or of Hugging Face's layout, found the file"),
     "bert": ([str(GOLDEN / "bert"), *FOX], r"expected a decoder \(model\.kind\), found bert in .* what comes next"),
     "no tokenizer": ([str(GOLDEN / "gpt2"), *FOX], r"expected a tokenizer\.json in '.*gpt2', found none; give --tokenizer FILE"),
-    "no such tokenizer": ([HERE, *FOX, "--tokenizer", "no.json"], r"--tokenizer: cannot read 'no\.json'"),
+    "no such tokenizer": ([RUN_FOLDER, *FOX, "--tokenizer", "no.json"], r"--tokenizer: cannot read 'no\.json'"),
     "another's": ([str(GOLDEN / "gpt2"), *FOX, "--tokenizer", "bytes"], r"prompt 1: expected tokens below 64 .*, found 120, 'x'"),
     "a step of a folder": ([str(GOLDEN / "gpt2"), *FOX, "--step", "3"], r"--step: expected the folder of a run"),
     "an average of a folder": ([str(GOLDEN / "gpt2"), *FOX, "--weights", "ema"], r"--weights: expected the folder of a run"),
-    "no such step": ([HERE, *FOX, "--step", "3"], r"--step: expected one of 4, .* found 3"),
-    "no average": ([HERE, *FOX, "--weights", "ema"], r"--weights: the checkpoint of step 4 has no moving average"),
-    "empty": ([HERE, "--prompt", ""], r"prompt 1: expected a text, found an empty one, and the model has no token that begins a text"),
-    "long": ([HERE, *FOX, "--prompt", "the fox "], r"prompt 2: expected at most 7 tokens, .* 8 positions .* found 8; make it shorter"),
-    "tokens": ([HERE, *FOX, "--tokens", "0"], r"--tokens: expected from 1 to 10,000,000, found 0"),
-    "top-p": ([HERE, *FOX, "--top-p", "0"], r"--top-p: expected a probability above 0, at most 1, found 0"),
-    "top-k": ([HERE, *FOX, "--top-k", "0"], r"--top-k: expected 1 or more tokens, found 0"),
-    "temperature": ([HERE, *FOX, "--temperature", "nan"], r"--temperature: expected from 0 .* found nan"),
-    "greedy top-p": ([HERE, *FOX, "--top-p", "0.5", "--temperature", "0"], r"--top-p: would mean nothing with --temperature 0"),
-    "seed": ([HERE, *FOX, "--seed", "-1"], r"--seed: expected from 0 to 4294967295, found -1"),
-    "float16": ([HERE, *FOX, "--dtype", "float16"], r"--dtype: expected float32 or bfloat16 on CPUs"),
-    "devices": ([HERE, *FOX, "--devices", "4"], r"--devices: expected from 1 to 3, for the model has 3 layers, found 4"),
+    "no such step": ([RUN_FOLDER, *FOX, "--step", "3"], r"--step: expected one of 4, .* found 3"),
+    "no average": ([RUN_FOLDER, *FOX, "--weights", "ema"], r"--weights: the checkpoint of step 4 has no moving average"),
+    "empty": (
+        [RUN_FOLDER, "--prompt", ""],
+        r"prompt 1: expected a text, found an empty one, and the model has no token that begins a text",
+    ),
+    "long": (
+        [RUN_FOLDER, *FOX, "--prompt", "the fox "],
+        r"prompt 2: expected at most 7 tokens, .* 8 positions .* found 8; make it shorter",
+    ),
+    "tokens": ([RUN_FOLDER, *FOX, "--tokens", "0"], r"--tokens: expected from 1 to 10,000,000, found 0"),
+    "top-p": ([RUN_FOLDER, *FOX, "--top-p", "0"], r"--top-p: expected a probability above 0, at most 1, found 0"),
+    "top-k": ([RUN_FOLDER, *FOX, "--top-k", "0"], r"--top-k: expected 1 or more tokens, found 0"),
+    "temperature": ([RUN_FOLDER, *FOX, "--temperature", "nan"], r"--temperature: expected from 0 .* found nan"),
+    "greedy top-p": ([RUN_FOLDER, *FOX, "--top-p", "0.5", "--temperature", "0"], r"--top-p: would mean nothing with --temperature 0"),
+    "seed": ([RUN_FOLDER, *FOX, "--seed", "-1"], r"--seed: expected from 0 to 4294967295, found -1"),
+    "float16": ([RUN_FOLDER, *FOX, "--dtype", "float16"], r"--dtype: expected float32 or bfloat16 on CPUs"),
+    "devices": ([RUN_FOLDER, *FOX, "--devices", "4"], r"--devices: expected from 1 to 3, for the model has 3 layers, found 4"),
 }
 
 
@@ -185,11 +191,11 @@ def test_mistakes_are_refused_in_words(run, arguments, message):
 def test_a_terminal_without_a_prompt_and_input_without_end_are_refused(run, monkeypatch):
     with open("/dev/zero") as endless:
         monkeypatch.setattr(sys, "stdin", endless)
-        assert re.search("expected at most 16,777,216 bytes on standard input, found more", run(HERE)[2])
+        assert re.search("expected at most 16,777,216 bytes on standard input, found more", run(RUN_FOLDER)[2])
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", screen)
-    assert re.search("expected a text to continue, found none; give --prompt TEXT, or pipe one in", run(HERE)[2])
+    assert re.search("expected a text to continue, found none; give --prompt TEXT, or pipe one in", run(RUN_FOLDER)[2])
 
 
 def test_runs_that_cannot_generate_are_recognized(run, tmp_path):

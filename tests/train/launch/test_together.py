@@ -372,7 +372,7 @@ def test_settings_that_change_no_number_may_differ_between_processes(difference,
         assert together.facts(changed(tiny)) == first
 
 
-def code_of_own_parts(patch):
+def changed_code(patch):
     Path("own/parts.py").write_text("def model(): return 2")
 
 
@@ -381,7 +381,7 @@ def code_of_own_parts(patch):
     [
         (code_of_jpipe, "code of jpipe"),
         (version_of_jaxlib, "version of jaxlib"),
-        (code_of_own_parts, "code of own.parts"),
+        (changed_code, "code of own.parts"),
         (lambda _: jax.enable_x64(True), "jax_enable_x64"),
         (lambda _: jax.default_matmul_precision("float32"), "jax_default_matmul_precision"),
         (lambda _: jax.default_prng_impl("rbg"), "jax_default_prng_impl"),

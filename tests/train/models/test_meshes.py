@@ -96,8 +96,8 @@ def test_on_a_mesh_nothing_is_gathered(keys):
     assert "all-reduce" in collectives
     assert "all-gather" not in collectives
 
-    here = jax.device_put((params, TOKENS, labels), (of_params, rows, rows))
-    actual, expected = program(*here), jax.jit(jax.value_and_grad(mean_loss))(params, TOKENS, labels)
+    arguments = jax.device_put((params, TOKENS, labels), (of_params, rows, rows))
+    actual, expected = program(*arguments), jax.jit(jax.value_and_grad(mean_loss))(params, TOKENS, labels)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), actual, expected)
-    share = here[0]["block_0"]["qkv"]["kernel"].addressable_shards[0].data.size
+    share = arguments[0]["block_0"]["qkv"]["kernel"].addressable_shards[0].data.size
     assert 2 * share == params["block_0"]["qkv"]["kernel"].size

@@ -317,7 +317,7 @@ def test_clipping_of_each_stage_logs_its_norms(tiny):
     rows = rows_of(loop.main(config).folder)
     assert [row["step"] for row in rows] == list(range(5))
     norms = [{name: norm for name, norm in row.items() if name.startswith("gradient_norm")} for row in rows]
-    assert all(found.keys() == {"gradient_norm_stage_0", "gradient_norm_stage_1"} and min(found.values()) > 0 for found in norms)
+    assert all(row.keys() == {"gradient_norm_stage_0", "gradient_norm_stage_1"} and min(row.values()) > 0 for row in norms)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def layers(
 
 
 def _of_target(target: str, arguments: Mapping[str, Any], batch_size: int) -> Any:
-    """Call a target, or return the constructor that it is with these arguments: a class or function with a parameter `rngs`."""
+    """Call a target with these arguments; bind them instead if it has a parameter `rngs`, and so is a constructor."""
     function = entry_point.load(target, "model.target")
     signed = getattr(function, "__init__") if inspect.isclass(function) else function  # noqa: B009 - read, never called
     parameters, optional = parameters_of(signed), {"batch_size": batch_size}

@@ -126,12 +126,12 @@ def of_whole_model(arrays: Mapping[str, Any], facts: Any) -> dict[str, Any]:
     Raises:
         InputError: the layers were not cut from a model, or the facts are damaged.
     """
-    places = facts.get("model") if isinstance(facts, Mapping) else None
-    if places is None:
+    locations = facts.get("model") if isinstance(facts, Mapping) else None
+    if locations is None:
         raise InputError("--layout: expected a run whose model.target is a whole model, found one of layers; leave it out, or give orbax")
     slices: dict[str, dict[tuple[int, ...], tuple[Any, tuple[int, ...]]]] = {}
     try:
-        for kind, by_place in places.items():
+        for kind, by_place in locations.items():
             for name, (path, index, axes) in by_place.items():
                 layer_id, _, inner = name.partition("/")
                 array = arrays[name if kind == "params" else f"{state_name(layer_id)}/{inner}"]

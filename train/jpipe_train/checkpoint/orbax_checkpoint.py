@@ -48,7 +48,7 @@ def source(path: Path) -> Source:
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         names = _names([jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves])
         specs = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if name is not None and leaf is not ...}
-    except Exception as error:  # of many kinds
+    except Exception as error:  # Orbax and TensorStore raise errors of many kinds
         raise _unreadable(where, error) from None
 
     def read(wanted: Names) -> Iterator[dict[str, Any]]:

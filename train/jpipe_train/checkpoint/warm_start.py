@@ -13,13 +13,13 @@ from safetensors import SafetensorError
 import jpipe
 from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
-from jpipe.checkpoints import own_layers
+from jpipe.checkpoints import layers_to_read
 from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
 from jpipe_train.assemble.build import param_specs
 from jpipe_train.checkpoint import huggingface, orbax_checkpoint
 from jpipe_train.checkpoint.export import by_name, by_path, state_name, step_of
-from jpipe_train.checkpoint.name_map import renamed
+from jpipe_train.checkpoint.name_map import of_whole_model, renamed
 from jpipe_train.checkpoint.safetensors_file import TensorsFile, tensors_file
 from jpipe_train.checkpoint.source import Names, Source, Spec
 from jpipe_train.config.config import WarmStartConfig
@@ -67,12 +67,16 @@ def load(
             raise InputError(
                 "warm_start.names: would mean nothing for a folder of Hugging Face's layout, whose names are known; leave it out"
             )
-        if config.names:
-            source = renamed(source, config.names, [name for specs in model.values() for name in specs])
+        names = [name for specs in model.values() for name in specs]
+        sources = [renamed(source, config.names, names) if config.names else source]
+        if pipe.stack.traced is not None:
+            places = pipe.stack.traced.places()
+            sources += [of_whole_model(source, places, config.names, separator) for separator in "/."]
+        source = max(sources, key=lambda source: len(source.specs.keys() & names))
         return source, fitting(source, model, strict=strict)
 
     def read() -> dict[str, dict[str, np.ndarray]]:
-        names = {layer_id: [name for name in model[layer_id] if name in matching] for layer_id in own_layers(pipe)}
+        names = {layer_id: [name for name in model[layer_id] if name in matching] for layer_id in layers_to_read(pipe)}
         layer_of = {name: layer_id for layer_id, inner in names.items() for name in inner}
         params: dict[str, dict[str, np.ndarray]] = {layer_id: {} for layer_id in names}
         for arrays in source.read({layer_id: inner for layer_id, inner in names.items() if inner}):
@@ -122,7 +126,7 @@ def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str,
             continue
         if stored is None or not (stored.fits(spec) if source.converts else stored == spec):
             other = source.in_file.get(name, name)
-            absent = "no such name" if other == name else f"no '{other}', its name by warm_start.names"
+            absent = "no such name" if other == name else f"no '{other}', its name in the file"
             raise InputError(f"{source.where}: expected '{name}' as in the model, {spec}, found {stored or absent}; {_HINT}")
     for name, spec in source.specs.items():
         if name not in wanted and not name.startswith(ignored):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jpipe
-from jpipe_train.commands import completion, configs, data, evaluate, export, generate, launch, plan, simulate, train
+from jpipe_train.commands import completion, configs, data, evaluate, export, generate, launch, plan, simulate, target, train
 from jpipe_train.commands.parsing import app
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import LINES, fail, printable
@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, Any] = {
     "launch": launch.launch,
     "plan": plan.plan,
     "simulate": simulate.simulate,
+    "target": target.target,
     "evaluate": evaluate.evaluate,
     "export": export.export,
     "generate": generate.generate,

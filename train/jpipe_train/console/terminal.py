@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Sequence
 
 
 def printable(line: str) -> str:
@@ -24,6 +25,12 @@ def duration(seconds: float) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def fail(message: str, code: int) -> int:

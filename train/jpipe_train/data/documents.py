@@ -180,7 +180,7 @@ class Documents:
 def _before(ends: Numbers, position: int) -> int:
     """Count the ends below this position by binary search, which reads only a few blocks of a file."""
     low, high = 0, ends.size
-    target = np.asarray(position, ends.dtype)  # of their own type, else all of them would be converted
+    target = np.asarray(position, ends.dtype)  # in the dtype of the ends; otherwise NumPy would convert all of them
     while high - low > _BLOCK:
         middle = (low + high) // 2
         if ends[middle : middle + 1][0] < target:

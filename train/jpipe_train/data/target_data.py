@@ -98,8 +98,8 @@ class TargetBatches:
     def _of_same_shape(self, index: int) -> Batch:
         batch = self.make(index)
         if _specs(batch) != self._specs:
-            first, here = (jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._specs, _specs(batch)))
-            raise InputError(f"data.target: expected {self.name}[{index}] to be like {self.name}[0], {first}, found {here}; fix it")
+            first, actual = (jax.tree.map(lambda spec: f"{spec.dtype}{list(spec.shape)}", specs) for specs in (self._specs, _specs(batch)))
+            raise InputError(f"data.target: expected {self.name}[{index}] to be like {self.name}[0], {first}, found {actual}; fix it")
         return batch
 
     def make(self, index: int) -> Batch:

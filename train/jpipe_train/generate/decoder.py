@@ -140,13 +140,13 @@ class Decoder:
 
     def _forward(self, tokens: Any, at: Int[np.ndarray, "b s"], last: Int[np.ndarray, " b"]) -> Float[Array, "b v"]:
         device = self._devices["embed"]
-        tokens, here = jax.device_put((tokens, at), device)
-        x = self._embed(self._params["embed"], tokens, here)
+        tokens, positions = jax.device_put((tokens, at), device)
+        x = self._embed(self._params["embed"], tokens, positions)
         for layer_id, (keys, values) in self._caches.items():
             if self._devices[layer_id] != device:
                 device = self._devices[layer_id]
-                x, here = jax.device_put((x, at), device)
-            x, *cache = self._block(self._params[layer_id], x, keys, values, here)
+                x, positions = jax.device_put((x, at), device)
+            x, *cache = self._block(self._params[layer_id], x, keys, values, positions)
             self._caches[layer_id] = cache[0], cache[1]
         x, last = jax.device_put((x, last), self._devices["head"])
         return self._head(self._params["head"], x, last)

@@ -16,12 +16,12 @@ from jpipe_train.assemble.build import force_cpu_devices, start_devices
 from jpipe_train.checkpoint.export import Weights
 from jpipe_train.console import interrupt
 from jpipe_train.console.terminal import count
-from jpipe_train.generate import origin
+from jpipe_train.generate import model_source
 from jpipe_train.generate.decoder import Decoder, bytes_of
 from jpipe_train.generate.placement import place
 from jpipe_train.generate.sampling import Sampling, choose
 from jpipe_train.generate.texts import Texts, start_texts
-from jpipe_train.generate.words import Words
+from jpipe_train.generate.token_text import Conversion
 from jpipe_train.models.transformer import dtype_of
 
 MOST_TOKENS = 10**7
@@ -41,10 +41,10 @@ class Request:
         top_k: as in `Sampling`.
         top_p: as in `Sampling`.
         seed: the seed of sampling.
-        step: as in `origin.find`.
-        weights: as in `origin.find`.
-        tokenizer: as `tokens_of` in `origin.find`.
-        dtype: as in `origin.find`.
+        step: as in `model_source.find`.
+        weights: as in `model_source.find`.
+        tokenizer: as `tokens_of` in `model_source.find`.
+        dtype: as in `model_source.find`.
         devices: the number of devices; None for as few as have the memory.
         as_json: whether to write a JSON object for each prompt at the end, in place of text as it is generated.
     """
@@ -79,7 +79,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
         InputError: an option, the folder or a prompt is invalid; the model does not fit the devices; its logits are NaN.
     """
     sampling = _sampling(request)
-    source = origin.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say)
+    source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say)
     words, most = source.words(), source.config.max_positions_used
     prompts = [_tokens_of(text, number, words, source) for number, text in enumerate(request.prompts, 1)]
     texts = Texts(start_texts(request.prompts, prompts, request.tokens, most, words), words, request.as_json, write, say)
@@ -92,7 +92,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
     devices = place(bytes_of(source.config, len(prompts), positions), jax.local_devices(), request.devices)
     used = list(dict.fromkeys(devices.values()))
     say(f"{source.description}; {source.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform})")
-    decoder = Decoder(source.config, origin.parameters(source, devices, interrupt.check), devices)
+    decoder = Decoder(source.config, model_source.parameters(source, devices, interrupt.check), devices)
     interrupt.check()
     known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, source.config.vocab_size)), words.symbols)
     with interrupt.delayed():  # Ctrl-C is checked after each token, so that no output is cut off
@@ -135,7 +135,7 @@ def sequences(
     yield np.asarray(tokens)
 
 
-def _on_cpus(source: origin.Origin, dtype: str | None) -> origin.Origin:
+def _on_cpus(source: model_source.Origin, dtype: str | None) -> model_source.Origin:
     """Return the model for CPUs, which do not compute in float16.
 
     Raises:
@@ -175,7 +175,7 @@ def _sampling(request: Request) -> Sampling:
     return Sampling(temperature, request.top_k, None if request.top_p == 1 else request.top_p)
 
 
-def _tokens_of(text: str, number: int, words: Words, source: origin.Origin) -> list[int]:
+def _tokens_of(text: str, number: int, words: Conversion, source: model_source.Origin) -> list[int]:
     """Return the tokens of a prompt.
 
     Raises:

@@ -12,7 +12,7 @@ from numpy import ndarray
 from jpipe import InputError
 from jpipe.errors import short
 from jpipe_train.console.terminal import count
-from jpipe_train.generate.words import Stream, Words
+from jpipe_train.generate.token_text import Conversion, Stream
 
 _MIN_STEPS = 10  # with fewer steps no speed is printed
 End = Literal["end of text", "tokens", "positions", "interrupted"]
@@ -76,7 +76,7 @@ class Texts:
     """
 
     each: list[Text]
-    words: Words
+    words: Conversion
     as_json: bool
     write: Callable[[str], None]
     say: Callable[[str], None]
@@ -163,7 +163,7 @@ class _Clock:
         return words + (f"; {later / seconds:,.0f} tokens/s once compiled" if len(self._counts) >= _MIN_STEPS and seconds > 0 else "")
 
 
-def start_texts(prompts: Sequence[str], tokens: Sequence[Sequence[int]], most: int, positions: int, words: Words) -> list[Text]:
+def start_texts(prompts: Sequence[str], tokens: Sequence[Sequence[int]], most: int, positions: int, words: Conversion) -> list[Text]:
     """Return a text for each prompt, without tokens.
 
     Args:

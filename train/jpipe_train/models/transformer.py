@@ -153,7 +153,7 @@ def dtype_of(config: ModelConfig) -> str:
 
 def named(*names: str | None) -> dict[str, Any]:
     """Return the metadata that names a logical axis, or None, of each dim of a parameter, for placing it on a mesh."""
-    return {"out_sharding": names, "eager_sharding": False}  # the latter: Flax by itself would not make it without a mesh
+    return {"out_sharding": names, "eager_sharding": False}  # eager_sharding: with it Flax would require a mesh
 
 
 def axes(inputs: str | None, outputs: str | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
+from jpipe_train.plan.compiling import of_this_machine
 from jpipe_train.plan.confirm import confirm
 from jpipe_train.plan.inputs import Request
 from jpipe_train.plan.profiling import Parts, profile_of
@@ -46,7 +47,7 @@ def find_plan(config: Config, reporter: Reporter, together: Together) -> jpipe.P
 
     def search_and_confirm() -> str:
         result = search(profile, topology, batch, request, parts.config.uses_global_norm, reporter)
-        result, confirmed = confirm(result, parts, lambda attempt: reporter.say(table.attempt(attempt)))
+        result, confirmed = confirm(result, parts, of_this_machine(), lambda attempt: reporter.say(table.attempt(attempt)))
         candidate = confirmed.ranked.candidate
         reporter.say(
             f"plan: {table.name(candidate)}, {count(candidate.microbatches, 'microbatch', 'es')} of {table.rows_of(candidate.rows)}, "

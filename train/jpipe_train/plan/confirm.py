@@ -9,6 +9,7 @@ from jpipe import InputError
 from jpipe_planner import Attempt, Choice, Compiled, Compiling, Ranked, compile_stages
 from jpipe_planner.ranking import table
 from jpipe_train.console.terminal import count
+from jpipe_train.plan.compiling import compiled_words
 from jpipe_train.plan.profiling import Parts
 from jpipe_train.plan.search import SearchResult
 
@@ -43,7 +44,7 @@ def confirm(searched: SearchResult, parts: Parts, compiling: Compiling, report: 
     if not result.attempts and not result.fitting:
         raise nothing_fits(searched.choice)
     if not result.fitting:
-        raise _nothing_fitted(result.attempts, compiled_words(parts, compiling))
+        raise _nothing_fitted(result.attempts, compiled_words(parts.config, compiling))
     ranked = (*(compiled.ranked for compiled in result.fitting), *result.uncompiled)
     kinds = {plan.candidate.kind for plan in ranked}
     rejected = tuple(candidate for candidate in searched.choice.rejected if candidate.kind not in kinds)
@@ -69,18 +70,3 @@ def _nothing_fitted(attempts: Sequence[Attempt], scratch: str) -> InputError:
         *tried,
         f"plan: stages are {scratch}",
     )
-
-
-def compiled_words(parts: Parts, compiling: Compiling) -> str:
-    """Describe which devices the stages are compiled for and, if the plan is for others, by how much the scratch memory may differ."""
-    if not compiling.missing:
-        return f"compiled for {compiling.kind}"
-    computes = parts.config.precision.computes or parts.config.model.compute_dtype
-    ratios = RATIOS["16" in computes]
-    return (
-        f"compiled for this machine ({compiling.kind}), because {compiling.missing}; a CPU's compiler asks in {computes} for {ratios} the "
-        "scratch memory of an H100's, so on GPUs a plan that lacks less than its temporaries may fit, or need less recomputation"
-    )
-
-
-RATIOS = {True: "2.1 to 3.9 times", False: "1 to 2 times"}  # in 16 bits, and otherwise; measured, see docs/planner.md

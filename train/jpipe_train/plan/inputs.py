@@ -70,13 +70,17 @@ class Request:
         return tuple(dict.fromkeys(map(Degrees.read, meshes))) or None
 
 
-def read_topology(file: str) -> Topology:
+def read_topology(file: str, option: str = "--topology") -> Topology:
     """Read the topology in a YAML file.
+
+    Args:
+        file: its name.
+        option: the option that names it, for messages.
 
     Raises:
         InputError: it cannot be read, or is no topology.
     """
-    return Topology.from_yaml(read_text(file, "--topology", _MOST_TOPOLOGY), file, expanded(file, "--topology").parent)
+    return Topology.from_yaml(read_text(file, option, _MOST_TOPOLOGY), file, expanded(file, option).parent)
 
 
 def read_profile(file: str, rows: int) -> Profile:

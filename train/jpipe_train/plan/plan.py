@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 import jpipe
@@ -32,7 +31,8 @@ from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
-from jpipe_train.plan.confirm import compiled_words, confirm, nothing_fits
+from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_machine
+from jpipe_train.plan.confirm import confirm, nothing_fits
 from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
 from jpipe_train.plan.profiling import Parts, profile_of
 from jpipe_train.plan.search import SearchResult, search
@@ -101,9 +101,10 @@ def main(
     confirmed, known_by = None, "estimated"
     if parts is not None:
         compiling = compiling_of(request, topology)
-        with reporter.phase(f"compiling the stages of the best plan for {compiling.kind}"), tracing_for(compiling.devices[0].platform):
+        phase = reporter.phase(f"compiling the stages of the best plan for {compiling.kind}")
+        with phase, tracing_for(compiling.devices[0].platform), compiler_errors(compiling.kind):
             result, confirmed = confirm(result, parts, compiling, lambda attempt: reporter.say(table.attempt(attempt)))
-        known_by = compiled_words(parts, compiling)
+        known_by = compiled_words(parts.config, compiling)
     elif not result.choice.ranked:
         raise nothing_fits(result.choice)
     _report(reporter, result, confirmed, batch, known_by)
@@ -158,9 +159,8 @@ def _check(files: Files, request: Request, rows: int | None) -> None:
 
 def compiling_of(request: Request, topology: Topology) -> Compiling:
     """Return the devices to compile for: the target's of a topology in a file, or those of this machine if the plan is for it."""
-    here = jax.local_devices()
     if request.topology == LOCAL:
-        return Compiling(tuple(here), here[0].device_kind)
+        return of_this_machine()
     degrees = request.degrees
     return compiling_for(topology.device, topology.most_in_mesh if degrees is None else max(mesh.size for mesh in degrees))
 
@@ -261,8 +261,8 @@ _WORTH_TELLING = 0.001  # share of a device's memory above which the pairs of po
 
 def _memory(chosen: Ranked, confirmed: Compiled | None, p: int) -> str:
     """Return the peak memory of a rank with its parts, and the error of the estimate if its stages are compiled."""
-    peak, held = chosen.memory[p], chosen.held
-    parts = "" if held is None else f" (held {table.size(held[p])}, temporary {table.size(peak - held[p])})"
+    peak, persistent = chosen.memory[p], chosen.held
+    parts = "" if persistent is None else f" (held {table.size(persistent[p])}, temporary {table.size(peak - persistent[p])})"
     if confirmed is None or p not in confirmed.ranks:
         return f"estimated peak memory {table.size(peak)}{parts}"
     return f"peak memory {table.size(peak)}{parts}, estimated {table.size(confirmed.estimated[p])} ({confirmed.errors[p]:+.1%})"

@@ -4,25 +4,28 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax
 from rich.console import Console
 from rich.filesize import decimal
 
 import jpipe
 from jpipe import files
+from jpipe.context import tracing_for
 from jpipe.files import expanded, write_atomically
+from jpipe_planner import Device, compiling_for
 from jpipe_train.assemble.build import build, devices_of, errors_name_config_keys
 from jpipe_train.assemble.delay import delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.config import config_file
 from jpipe_train.config.config import MOST_PLAN_BYTES, Config
 from jpipe_train.console.progress import Reporter
-from jpipe_train.console.terminal import count
+from jpipe_train.console.terminal import align, count
 from jpipe_train.data import data
+from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_machine, read_device
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -39,6 +42,7 @@ def main(
     *,
     allow_code: bool = False,
     compile: bool = True,
+    target: str | None = None,
 ) -> str:
     """Simulate the plan or config in the file `source`, and write the pictures.
 
@@ -49,6 +53,7 @@ def main(
         png: the file for the timeline; a config's memory goes into another one next to it, with `-memory` in its name.
         allow_code: whether to import and run the functions that a config names.
         compile: whether to compile the stages of a config; without, the temporaries of their programs are unknown.
+        target: what to compile for, as `read_device` reads it; None: the devices of this machine.
 
     Returns:
         The text to print: the grid, a line for each stage of each rank, the bubble, the pictures.
@@ -60,7 +65,10 @@ def main(
         raise jpipe.InputError(f"--batches: expected 1 or more, found {batches}")
     if png is not None and Path(png).suffix.lower() != ".png":
         raise jpipe.InputError(f"--png: expected a name that ends in .png, found '{png}'")
-    plan, costs, unknown = read(source, overrides, allow_code, compile)
+    if target is not None and not compile:
+        raise jpipe.InputError("--target: stages are compiled for it; leave out --no-compile")
+    subject = read(source, overrides, allow_code, compile, None if target is None else read_device(target))
+    plan, costs = subject.plan, subject.costs
     warm_up = jpipe.programs.batches_until_full(plan)
     shown, steady_from = batches or max(3, warm_up + 1), 2 * warm_up  # batches until the steady state
     check_effort(plan, max(shown, steady_from + 3))
@@ -71,26 +79,30 @@ def main(
     long = jpipe.simulate(jpipe.lower(plan, steady_from + 3, shared=shared), costs)
     steady = jpipe.programs.extract_window(long.timeline, long.memory, plan.microbatches, steady_from, 2)
     pictures = [] if png is None else draw(expanded(png, "--png"), plan, prediction, sized=costs is not None)
-    halves = (
-        ", each of its halves 1" if any(jpipe.ops.OPS[span.op].reads == "stash" for spans in prediction.timeline for span in spans) else ""
-    )
-    recomputes = any(stage.recompute != "none" for stage in plan.stages)
-    recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
     return "\n".join(
         [
             f"{plan.schedule}: {_extent(plan, shown)}",
-            f"times in units of one forward, taken to be the same at all stages; a backward takes 2{halves}{recomputing}",
+            _unit_words(plan, prediction),
             "",
             cut_grid(prediction.grid(1.0), shutil.get_terminal_size((1000, 24)).columns),
             "",
-            *align(table(plan, long, steady_from + 3, sized=costs is not None, compiled=not unknown)),
+            *align(table(plan, long, steady_from + 3, sized=costs is not None, compiled=bool(subject.compiled))),
             "",
             *([words] if (words := delay_words(plan)) else []),
             f"bubble: {prediction.bubble:.1%} as shown, {steady.bubble:.1%} in steady state, with a batch in {steady.step_seconds:g} units",
-            *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else _memory_words(unknown)),
+            *(["sizes and memory need a config: a plan alone does not know the model"] if costs is None else _memory_words(subject, long)),
             *pictures,
         ]
     )
+
+
+def _unit_words(plan: jpipe.Plan, prediction: jpipe.programs.Prediction) -> str:
+    """Say how long the computations take."""
+    has_halves = any(jpipe.ops.OPS[span.op].reads == "stash" for spans in prediction.timeline for span in spans)
+    halves = ", each of its halves 1" if has_halves else ""
+    recomputes = any(stage.recompute != "none" for stage in plan.stages)
+    recomputing = ("; one that recomputes 3" + (", its first half 2" if halves else "")) if recomputes else ""
+    return f"times in units of one forward, taken to be the same at all stages; a backward takes 2{halves}{recomputing}"
 
 
 def _extent(plan: jpipe.Plan, batches: int) -> str:
@@ -101,25 +113,52 @@ def _extent(plan: jpipe.Plan, batches: int) -> str:
     return ", ".join([count(plan.depth, "stage"), *ranks, *meshes, microbatches, count(batches, "batch", "es")])
 
 
-def _memory_words(unknown: str) -> list[str]:
-    """Explain the columns of memory."""
-    if unknown:
-        return [f"held: what a rank holds between its computations; the temporaries of its programs, and so the peak memory, {unknown}"]
-    return [
-        "peak memory: what a rank holds between its computations, and the temporaries of its largest program as compiled for this machine"
-    ]
+@dataclass(frozen=True)
+class Subject:
+    """What is simulated.
+
+    Attributes:
+        plan: the plan.
+        costs: the exact costs of its stages, or None for a plan alone, which does not know the model.
+        compiled: what the stages are compiled for, or "".
+        unknown: why the temporaries are unknown if they are not compiled.
+        device: the device that they are compiled for, if one was named.
+    """
+
+    plan: jpipe.Plan
+    costs: tuple[jpipe.programs.StageCost, ...] | None = None
+    compiled: str = ""
+    unknown: str = ""
+    device: Device | None = None
 
 
-def read(
-    source: str, overrides: Sequence[str], allow_code: bool, compile: bool = True
-) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...] | None, str]:
-    """Return the plan in a file, the costs of its stages if the file is a config, and why temporaries are unknown ("" if known)."""
+def _memory_words(subject: Subject, prediction: jpipe.programs.Prediction) -> list[str]:
+    """Explain the columns of memory, and say whether the ranks fit into the device that was named."""
+    held = "what a rank holds between its computations"
+    if subject.unknown:
+        return [f"held: {held}; the temporaries of its programs, and so the peak memory, {subject.unknown}"]
+    lines = [f"peak memory: {held}, and the temporaries of its largest program, {subject.compiled}"]
+    device = subject.device
+    if device is not None and device.memory is not None and device.limit is not None:
+        rank = max(range(len(prediction.peak_bytes)), key=prediction.peak_bytes.__getitem__)
+        lacking = prediction.peak_bytes[rank] - device.limit
+        fits = "every rank fits" if lacking <= 0 else f"rank {rank} needs {decimal(int(lacking))} more"
+        lines.append(f"a plan may use {decimal(int(device.limit))} of the {decimal(int(device.memory))} of {device.name}: {fits}")
+    return lines
+
+
+def read(source: str, overrides: Sequence[str], allow_code: bool, compile: bool = True, device: Device | None = None) -> Subject:
+    """Read a plan, or a config with the costs of its stages; see `plan_and_costs`."""
     path = expanded(source, "simulate")
     if not looks_like_a_plan(path):
-        return plan_and_costs(config_file.load(source, overrides, allow_code=allow_code), compile)
+        return plan_and_costs(config_file.load(source, overrides, allow_code=allow_code), compile, device)
     if overrides:
         raise jpipe.InputError(f"--set {overrides[0]}: expected a config, found the plan '{source}'; edit the plan, or give a config")
-    return jpipe.Plan.from_json(read_text(path), where=source), None, ""
+    if device is not None:
+        raise jpipe.InputError(
+            f"--target: a plan alone does not know the model: expected a config, found the plan '{source}'; give a config"
+        )
+    return Subject(jpipe.Plan.from_json(read_text(path), where=source))
 
 
 def looks_like_a_plan(path: Path) -> bool:
@@ -136,23 +175,33 @@ def read_text(path: Path) -> str:
     return files.read_text(path, MOST_PLAN_BYTES, f"{path}: cannot read it", "give a plan's JSON file or a config's YAML file", other)
 
 
-def plan_and_costs(config: Config, compile: bool = True) -> tuple[jpipe.Plan, tuple[jpipe.programs.StageCost, ...], str]:
-    """Return the plan of a config, the exact costs of its stages from shapes alone, and why temporaries are unknown.
+def plan_and_costs(config: Config, compile: bool = True, device: Device | None = None) -> Subject:
+    """Return the plan of a config and the exact costs of its stages, from shapes alone.
 
-    The temporaries come from compiling the stages for a device of this machine.
+    Args:
+        config: the config.
+        compile: whether to compile the stages, from which the temporaries are known.
+        device: the device to compile for; None: this machine's.
     """
+    compiling = of_this_machine() if device is None else compiling_for(device)
     silent = Reporter(config.train.steps, *data.portion(config), Console(quiet=True))
-    pipe, batches = build(config, silent, load=data.unread)
-    if not compile:
-        return pipe.plan, pipe.costs(batches.like), "need compiled stages: leave out --no-compile"
-    device = jax.local_devices()[0]
-    needed = max(stage.devices_each for stage in pipe.plan.stages)
-    if needed > len(jax.local_devices(backend=device.platform)):
-        devices = count(needed, "device")
-        return pipe.plan, pipe.costs(batches.like), f"need {devices} to compile for, the largest mesh; XLA_FLAGS can make CPU devices"
-    if sys.stderr.isatty():
-        print(f"compiling {count(pipe.plan.depth, 'stage')} to know the peak memory; --no-compile leaves that out …", file=sys.stderr)
-    return pipe.plan, pipe.costs(batches.like, compiled_for=device), ""
+    with tracing_for(compiling.devices[0].platform):
+        pipe, batches = build(config, silent, load=data.unread)
+        if not compile:
+            return Subject(pipe.plan, pipe.costs(batches.like), unknown="need compiled stages: leave out --no-compile")
+        needed = max(stage.devices_each for stage in pipe.plan.stages)
+        if device is not None and needed > 1:
+            compiling = compiling_for(device, needed)
+        if needed > len(compiling.devices):
+            unknown = f"need {count(needed, 'device')} to compile for, the largest mesh; XLA_FLAGS can make CPU devices"
+            return Subject(pipe.plan, pipe.costs(batches.like), unknown=unknown)
+        if sys.stderr.isatty():
+            stages = count(pipe.plan.depth, "stage")
+            print(f"compiling {stages} to know the peak memory; --no-compile leaves that out …", file=sys.stderr)
+        with compiler_errors(compiling.kind):
+            costs = pipe.costs(batches.like, compiled_for=compiling.devices)
+    words = "as compiled for this machine" if device is None else compiled_words(config, compiling)
+    return Subject(pipe.plan, costs, compiled=words, device=device)
 
 
 def check_effort(plan: jpipe.Plan, batches: int) -> None:
@@ -200,12 +249,6 @@ def table(plan: jpipe.Plan, prediction: jpipe.programs.Prediction, batches: int,
             row += [f"{plan.delays[s]:.3g}"] if delayed else []
             rows.append([*row, *(sizes if first else [""] * len(sizes))] if sized else row)
     return rows
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def cut_grid(grid: str, width: int) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jpipe
 
-HELD = "held memory"
+WITHOUT_TEMPORARIES = "held memory"
 _MUCH_SLOWER = 1.5  # ratio to the prediction
 _SHORT = 2e-3  # seconds
 _MOST_RANKS = 8  # ranks whose temporaries are listed
@@ -38,12 +38,12 @@ def compare(
         _comparison("bubble (idle share)", share_text, [None if window is None else window.bubble for window in windows]),
     ]
     for rank in range(ranks):
-        held = [window.held_bytes[rank] if window and len(window.memory) > rank and window.memory[rank] else None for window in windows]
-        if any(held):
-            rows.append(_comparison(f"{HELD}, rank {rank}", bytes_text, held))
+        sizes = [window.held_bytes[rank] if window and len(window.memory) > rank and window.memory[rank] else None for window in windows]
+        if any(sizes):
+            rows.append(_comparison(f"{WITHOUT_TEMPORARIES}, rank {rank}", bytes_text, sizes))
             more = temporary[rank] if rank < len(temporary) else None
             if more is not None:
-                peaks = [None if size is None else size + more for size in held]
+                peaks = [None if size is None else size + more for size in sizes]
                 rows.append(_comparison(f"peak memory, rank {rank}", bytes_text, peaks))
     return rows
 
@@ -67,8 +67,8 @@ def as_predicted(plan: jpipe.Plan, measured: jpipe.programs.Window, costs: Seque
         costs: for each stage the sizes that a window does not include, see `temporary_of_ranks`.
     """
     ranks = [[plan.rank_of[w] for w in plan.stage_workers[stages[0]]] for stages in plan.pipeline_ranks]
-    held = [max(measured.held_bytes[rank] for rank in replicas) for replicas in ranks]
-    peaks = tuple(size + more for size, more in zip(held, temporary_of_ranks(plan, costs), strict=True))
+    sizes = [max(measured.held_bytes[rank] for rank in replicas) for replicas in ranks]
+    peaks = tuple(size + more for size, more in zip(sizes, temporary_of_ranks(plan, costs), strict=True))
     bubble = min(max(measured.bubble, 0.0), 1.0)
     return jpipe.plan.Predicted(batch_seconds=measured.step_seconds, bubble=bubble, peak_bytes=peaks, delay=plan.mean_delay)
 

@@ -16,7 +16,16 @@ from jpipe_train.checkpoint import history
 from jpipe_train.checkpoint.history import Part
 from jpipe_train.console.terminal import count, duration
 from jpipe_train.report import loss_curve, stage_times
-from jpipe_train.report.comparison import HELD, Comparison, bytes_text, compare, share_text, temporary_words, time_text, why_slower
+from jpipe_train.report.comparison import (
+    WITHOUT_TEMPORARIES,
+    Comparison,
+    bytes_text,
+    compare,
+    share_text,
+    temporary_words,
+    time_text,
+    why_slower,
+)
 from jpipe_train.report.stage_times import Stage
 
 if TYPE_CHECKING:
@@ -126,7 +135,7 @@ def _results(report: Report) -> str:
             peaks = [size + more for size, more in zip(window.held_bytes, report.temporary, strict=False) if size and more is not None]
             if len(peaks) == sum(map(bool, window.held_bytes)):
                 results[f"peak memory, {kind}"] = bytes_text(max(peaks))
-            results[f"{HELD}, {kind}"] = bytes_text(max(window.held_bytes))
+            results[f"{WITHOUT_TEMPORARIES}, {kind}"] = bytes_text(max(window.held_bytes))
     results |= _progress(report.rows)
     boxes = "".join(f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>" for name, value in results.items())
     return f'<dl class="results">{boxes}</dl>' if boxes else ""

@@ -233,9 +233,9 @@ def _sizes(pipe: jpipe.Pipeline, batches: data.Data, *, alone: bool, writes: boo
     Each process knows the programs of its own stages. If the run is to be compared with its plan, the remaining programs are compiled as
     well.
     """
-    here = not alone and writes and pipe.plan.predicted is not None
-    sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if here else None)
-    return sizes, comparison.temporary_bytes(pipe.plan, sizes, range(pipe.plan.depth) if here or alone else local_stages(pipe))
+    compares = not alone and writes and pipe.plan.predicted is not None
+    sizes = pipe.costs(batches.like, compiled_for=jax.local_devices()[0] if compares else None)
+    return sizes, comparison.temporary_bytes(pipe.plan, sizes, range(pipe.plan.depth) if compares or alone else local_stages(pipe))
 
 
 def announce(pipe: jpipe.Pipeline, source: str, config: Config, folder: RunFolder | None, reporter: Reporter, *, several: bool) -> None:

@@ -172,9 +172,68 @@ def test_a_mask_is_made_again_from_what_has_the_fewest_bytes():
 def test_a_skip_connection_is_carried_across_the_layers_between():
     stack = LayerStack.from_model(MODELS["unet"][0], X)
     specs = stack.specs(X)
-    assert stack.ids == ("a", "norm", "b", "c", "end")
+    assert stack.ids == ("a", "b", "c", "end")
     assert [leaf.shape for leaf in jax.tree.leaves(specs["c"].x)] == [(4, 8), (4, 4)]
-    assert specs["norm"].state.keys() == {"mean", "var"}
+    assert specs["a"].params.keys() == {"a", "norm"}
+    assert specs["a"].state.keys() == {"mean", "var"}
+
+
+class ConvNet(linen.Module):
+    """Convolutions and norms without blocks, as in a tutorial."""
+
+    norm_first: bool = False
+
+    @linen.compact
+    def __call__(self, x):
+        for width in (8, 8, 16):
+            x = linen.GroupNorm(2)(x) if self.norm_first else x
+            x = linen.Conv(width, (3, 3))(x)
+            x = x if self.norm_first else linen.relu(linen.GroupNorm(2)(x))
+        return linen.Dense(4)(linen.LayerNorm()(x.mean((1, 2))))
+
+
+class Normalized(linen.Module):
+    """Kernels that are normalized, each with a scale of its own."""
+
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = linen.tanh(linen.WeightNorm(linen.Dense(8))(x))
+        return linen.Dense(2)(x)
+
+
+class Stages(nnx.Module):
+    """Modules with names in place of numbers, and a small head of several."""
+
+    def __init__(self, rngs):
+        def stage(*widths):
+            norm = nnx.LayerNorm(widths[-1], rngs=rngs)
+            return nnx.Dict(first=nnx.Linear(*widths, rngs=rngs), norm=norm, second=nnx.Linear(widths[-1], widths[-1], rngs=rngs))
+
+        self.low, self.middle, self.high, self.top = stage(8, 8), stage(8, 8), stage(8, 8), stage(8, 2)
+
+    def __call__(self, x):
+        for stage in (self.low, self.middle, self.high, self.top):
+            x = stage["second"](jnp.tanh(stage["norm"](stage["first"](x))))
+        return x
+
+
+IMAGES = jnp.ones((2, 4, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "ids"),
+    [
+        (ConvNet(), IMAGES, "Conv_0 Conv_1 Conv_2 Dense_0"),
+        (ConvNet(norm_first=True), IMAGES, "Conv_0 Conv_1 Conv_2 Dense_0"),
+        (Normalized(), X, "Dense_0 Dense_1 Dense_2 Dense_3"),
+        (lambda rngs: Stages(rngs), X, "low.first low.second middle.first middle.second high.first high.second top"),
+    ],
+)
+def test_norms_and_scales_are_no_layers_of_their_own(model, x, ids):
+    stack = LayerStack.from_model(model, x)
+    assert " ".join(stack.ids) == ids
+    assert len(LayerStack.from_model(model, x, granularity="finest").ids) > len(stack.ids)
 
 
 def test_the_finest_layers_are_smaller():
@@ -203,7 +262,8 @@ def test_equal_layers_are_traced_once():
     params = [{"w": jnp.eye(8)} for _ in range(6)]
     stack = LayerStack.from_function(lambda params, x: functools.reduce(lambda x, layer: jnp.tanh(x @ layer["w"]), params, x), params, X)
     assert stack.ids == ("0", "1", "2", "3", "4", "5")
-    assert set(stack.traced.equal().values()) == {"0"}
+    specs = stack.specs(X)
+    assert {stack.traced.first_equal(layer_id, spec.x) for layer_id, spec in specs.items()} == {"0"}
 
 
 def test_inputs_of_other_shapes_are_cut_at_the_same_places():
@@ -304,6 +364,27 @@ def test_a_counter_that_several_layers_read_counts_in_each():
     trained, counted = pipe.model(state)
     jax.tree.map(lambda new, old, g: np.testing.assert_allclose(new, old - 0.1 * g, rtol=1e-5, atol=1e-6), trained, params, gradients)
     assert float(counted["count"]) == 2
+
+
+def centered(params, state, x, train):
+    """Count forwards in each layer; only evaluation reads the counts, as in Equinox's batch normalization."""
+    counts = []
+    for w, count in zip(params, state, strict=True):
+        x = jnp.tanh(x @ w) if train else jnp.tanh(x @ w) / count
+        counts.append(count + 1)
+    return x, counts
+
+
+def test_state_that_only_evaluation_reads_is_in_the_layer_that_reads_it():
+    params, state = [jnp.eye(8) * k for k in (0.5, 1.0, 1.5)], [jnp.float32(k) for k in (1, 2, 3)]
+    stack = LayerStack.from_function(centered, params, X[:2], state=state)
+    plan = jpipe.Plan.even(stack.ids, num_stages=3, schedule="pipedream_flush", microbatches=2)
+    pipe = jpipe.Pipeline(stack, plan, lambda outputs, labels: ((outputs - labels).sum(), labels.size), optax.sgd(0.1))
+    trained, _ = pipe.step(pipe.init(jax.random.key(0), (X, 0 * X)), (X, 0 * X))
+    weights, counts = pipe.model(trained)
+    assert [float(count) for count in counts] == [3, 4, 5]
+    expected = centered(weights, counts, X, False)[0].mean()
+    np.testing.assert_allclose(float(pipe.evaluate(trained, (X, 0 * X)).loss), expected, rtol=1e-5)
 
 
 def averaged(params, x):

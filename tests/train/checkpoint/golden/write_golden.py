@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 ROWS, LENGTH, SYMBOLS, RATE = 4, 12, 64, 0.1
 NEVER = -100  # a label that is not counted
 
@@ -112,6 +112,6 @@ def write(folder: Path, model: torch.nn.Module, batch: dict[str, torch.Tensor], 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write(HERE / "gpt2", spread(GPT2LMHeadModel(GPT2), 1), decoder_batch(2))
-    write(HERE / "llama", spread(LlamaForCausalLM(LLAMA), 3), decoder_batch(4))
-    write(HERE / "bert", spread(BertForPreTraining(BERT), 5), encoder_batch(6))
+    write(FOLDER / "gpt2", spread(GPT2LMHeadModel(GPT2), 1), decoder_batch(2))
+    write(FOLDER / "llama", spread(LlamaForCausalLM(LLAMA), 3), decoder_batch(4))
+    write(FOLDER / "bert", spread(BertForPreTraining(BERT), 5), encoder_batch(6))

@@ -83,7 +83,7 @@ def walk(program: Program) -> Iterator[Instruction]:
                 if source != rank and heads[source] < len(queues[source]):
                     send = instructions[queues[source][heads[source]]]
                     if type(send) is Send and send.to == i.worker:
-                        ready.append(source)  # it does the transfer and makes this rank ready again
+                        ready.append(source)  # the transfer happens there and makes this rank ready again
                 break
             else:
                 if not _sums_allow(i, index, parts, plan):

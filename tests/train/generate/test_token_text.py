@@ -5,17 +5,17 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jpipe_train.data import tokenizer
-from jpipe_train.generate import words
-from jpipe_train.generate.words import Stream
+from jpipe_train.generate import token_text
+from jpipe_train.generate.token_text import Stream
 
 TEXT = "naïve  – 🙂🙃 日本\n end"
 
 
-def byte_tokenizer(tmp_path) -> words.Words:
-    return words.of_bytes()
+def byte_tokenizer(tmp_path) -> token_text.Conversion:
+    return token_text.of_bytes()
 
 
-def byte_level(tmp_path) -> words.Words:
+def byte_level(tmp_path) -> token_text.Conversion:
     """Build a tokenizer like GPT-2's, with tokens of one byte and of two bytes from different characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     first, second = (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("🙂🙃")[0][0][i] for i in (3, 4))
@@ -24,7 +24,7 @@ def byte_level(tmp_path) -> words.Words:
     return loaded(tokenizer, tmp_path)
 
 
-def with_fallback(tmp_path) -> words.Words:
+def with_fallback(tmp_path) -> token_text.Conversion:
     """Build a tokenizer like Llama 2's: spaces are ▁, dropped at the start, and unknown characters are bytes."""
     known = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "n", "a", "v", "e", "d", "–"]
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(known)}, [], byte_fallback=True, unk_token="<unk>"))
@@ -33,9 +33,9 @@ def with_fallback(tmp_path) -> words.Words:
     return loaded(tokenizer, tmp_path)
 
 
-def loaded(library_tokenizer: tokenizers.Tokenizer, tmp_path) -> words.Words:
+def loaded(library_tokenizer: tokenizers.Tokenizer, tmp_path) -> token_text.Conversion:
     library_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return words.of_tokenizer(tokenizer.load(tmp_path / "tokenizer.json", "--tokenizer"))
+    return token_text.of_tokenizer(tokenizer.load(tmp_path / "tokenizer.json", "--tokenizer"))
 
 
 @pytest.mark.parametrize("kind", [byte_tokenizer, byte_level, with_fallback])
@@ -55,7 +55,7 @@ def test_text_comes_piece_by_piece_and_characters_whole(kind, start, tmp_path):
 
 def test_bytes_that_are_not_text_become_replacement_characters_by_the_end():
     tokens = [*b"a\xff\xff\xff\xff\xffb\xf0\x9f\x99"]
-    stream = Stream(words.of_bytes().decode, [])
+    stream = Stream(token_text.of_bytes().decode, [])
     pieces = [stream.add(token) for token in tokens]
     assert "".join(pieces) == "a" + 5 * "\ufffd" + "b"
     assert stream.remainder() == "\ufffd"

@@ -24,9 +24,9 @@ from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.data import tokenizer
 from jpipe_train.data.files import token_files
-from jpipe_train.generate import words
+from jpipe_train.generate import token_text
 from jpipe_train.generate.decoder import Tree, layers_of
-from jpipe_train.generate.words import Words
+from jpipe_train.generate.token_text import Conversion
 
 _SETTINGS = ("config.json", "generation_config.json")  # files of Hugging Face's layout that may name the tokens that end a text
 _PARTIAL = re.compile("; (is it of another model\\? W|w)ith warm_start.mode=partial what fits .*is taken")
@@ -47,7 +47,7 @@ class Origin:
     description: str
     config: ModelConfig
     read: Callable[[str], dict[str, np.ndarray]]
-    words: Callable[[], Words]
+    words: Callable[[], Conversion]
     compile_cache: str | None
 
     def layer(self, layer_id: str, specs: Tree) -> Tree:
@@ -128,18 +128,18 @@ def _find_in_run(
         read = checkpoint_files.read_layers(folder, chosen, names, verified=True)
         return _strip_layer_id(layer_id, by_name(read if weights == "newest" else with_ema(read, chosen)))
 
-    def find_words() -> Words:
+    def find_words() -> Conversion:
         if tokens_of is not None:
             return _chosen_words(tokens_of)
         file = tokenizer.file_of(config)
         if config.data.target is None and file is None:
-            return words.of_bytes()
+            return token_text.of_bytes()
         if file is None:
             raise InputError(
                 f"generate: expected to know what the tokens of '{source}' mean, found that it was trained on data of your own "
                 "(data.target); give --tokenizer FILE, or --tokenizer bytes"
             )
-        return words.of_tokenizer(
+        return token_text.of_tokenizer(
             _load_tokenizer(file, f"generate: the tokenizer of '{source}'", config.data.end_of_text), ends=_end_tokens(config)
         )
 
@@ -166,13 +166,13 @@ def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str
         (layer,) = arrays.read({layer_id: names_of_layer[layer_id]})
         return _strip_layer_id(layer_id, layer)
 
-    def find_words() -> Words:
+    def find_words() -> Conversion:
         begins, ends = _special_tokens(folder, config.vocab_size)
         if tokens_of is not None:
             return _chosen_words(tokens_of, begins, ends)
         if not (folder / tokenizer.FILE).exists():
             raise InputError(f"generate: expected a {tokenizer.FILE} in '{source}', found none; give --tokenizer FILE")
-        return words.of_tokenizer(_load_tokenizer(folder / tokenizer.FILE, "generate"), begins, ends)
+        return token_text.of_tokenizer(_load_tokenizer(folder / tokenizer.FILE, "generate"), begins, ends)
 
     stored = arrays.specs["embed/token/embedding"].dtype
     computes = dtype or (stored if stored in ("bfloat16", "float16") else "float32")
@@ -195,9 +195,11 @@ def _strip_layer_id(layer_id: str, arrays: dict[str, Any]) -> dict[str, np.ndarr
     return {name.removeprefix(f"{layer_id}/"): np.asarray(array) for name, array in arrays.items()}
 
 
-def _chosen_words(tokens_of: str, begins: tuple[int, ...] = (), ends: tuple[int, ...] = ()) -> Words:
+def _chosen_words(tokens_of: str, begins: tuple[int, ...] = (), ends: tuple[int, ...] = ()) -> Conversion:
     return (
-        words.of_bytes() if tokens_of == words.BYTES else words.of_tokenizer(_load_tokenizer(Path(tokens_of), "--tokenizer"), begins, ends)
+        token_text.of_bytes()
+        if tokens_of == token_text.BYTES
+        else token_text.of_tokenizer(_load_tokenizer(Path(tokens_of), "--tokenizer"), begins, ends)
     )
 
 

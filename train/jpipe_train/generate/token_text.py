@@ -13,7 +13,7 @@ _UNKNOWN = "\ufffd"  # replaces what is not, or not yet, a character
 
 
 @dataclass(frozen=True)
-class Words:
+class Conversion:
     """The conversion of text to tokens and back.
 
     Attributes:
@@ -39,16 +39,16 @@ class Words:
         return [*self.before, *self.encode(text)] or list(self.alone)
 
 
-def of_bytes() -> Words:
+def of_bytes() -> Conversion:
     """Return a conversion with a token for each byte."""
 
     def encode(text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
 
-    return Words(encode, lambda tokens: bytes(tokens).decode("utf-8", "replace"), np.arange(256), takes_bytes=True)
+    return Conversion(encode, lambda tokens: bytes(tokens).decode("utf-8", "replace"), np.arange(256), takes_bytes=True)
 
 
-def of_tokenizer(tokenizer: Tokenizer, begins: Sequence[int] = (), ends: Sequence[int] = ()) -> Words:
+def of_tokenizer(tokenizer: Tokenizer, begins: Sequence[int] = (), ends: Sequence[int] = ()) -> Conversion:
     """Return the conversion of a tokenizer.
 
     Args:
@@ -58,7 +58,9 @@ def of_tokenizer(tokenizer: Tokenizer, begins: Sequence[int] = (), ends: Sequenc
     """
     all_ends = {*ends, *(() if tokenizer.end is None else (tokenizer.end,))}
     alone = tokenizer.begin or tuple(begins)
-    return Words(lambda text: tokenizer.encoded([text])[0].tolist(), tokenizer.decoded, tokenizer.ids, tokenizer.begin, alone, all_ends)
+    return Conversion(
+        lambda text: tokenizer.encoded([text])[0].tolist(), tokenizer.decoded, tokenizer.ids, tokenizer.begin, alone, all_ends
+    )
 
 
 class Stream:

@@ -1,0 +1,168 @@
+"""`jpipe target` lists and describes targets and writes the attached one; `jpipe simulate --target` says what it compiled for."""
+
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+import jpipe
+import jpipe_train.plan.target
+from jpipe_planner import Attached, find_target, known_targets
+from jpipe_train import cli
+
+TOPOLOGIES = Path(__file__).parents[3] / "configs" / "topologies"
+
+
+@pytest.fixture
+def config(tmp_path, tiny) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny))
+    return str(path)
+
+
+@pytest.fixture
+def printed(capsys, monkeypatch):
+    """Run a command, and return what it prints and its exit code."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def printed(*words: str) -> tuple[str, str, int]:
+        code = cli.main(list(words))
+        result = capsys.readouterr()
+        return result.out, result.err, code
+
+    return printed
+
+
+@pytest.fixture
+def of_this_machine(tmp_path) -> str:
+    """Write a target of which this machine has devices, and return the file."""
+    compiler = {"topology": "v5e:2x4"}
+    fields = {"platform": "tpu", "name": jax.local_devices()[0].device_kind, "memory": "2 MB", "reserved": {"something": "1 MB"}}
+    fields |= {"flops": {"float32": "1 TFLOP/s"}, "memory_bandwidth": "1 GB/s", "compiler": compiler}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"format": "jpipe-targets/1", "targets": {"mine": fields}}))
+    return str(path)
+
+
+def test_the_table_has_a_row_for_each_target_and_says_what_to_install(printed, monkeypatch):
+    monkeypatch.setattr(jpipe_train.plan.target, "target_refusal", lambda target: None if target.platform == "tpu" else "install it")
+    out, err, code = printed("target")
+    assert (err, code) == ("", 0)
+    rows = {line.split()[0]: line for line in out.splitlines()[1 : 1 + len(known_targets())]}
+    assert list(rows) == list(known_targets())
+    assert rows["h100-80gb"].endswith("  no")
+    assert rows["v5e"].endswith("  yes")
+    assert all(words in rows["h100-80gb"] for words in ("NVIDIA H100 80GB HBM3", "80.0 GB", " 67 ", " 989 ", "3,352 GB/s"))
+    assert "not compiled here: h100-80gb, " in out
+    assert out.endswith(": install it\n")
+
+
+def test_one_target_is_shown_with_its_sources(printed, of_this_machine):
+    out, err, code = printed("target", "v100-16gb")
+    target = find_target("v100-16gb")
+    assert (err, code) == ("", 0)
+    assert out.startswith(
+        "v100-16gb: Tesla V100-SXM2-16GB (cuda)\nmemory: 16.0 GB, of which a plan may use 14.9 GB\nreserved: CUDA context"
+    )
+    assert all(f"\n  {source}\n" in out for source in target.sources)
+    assert "\ncompiled here: " in out
+    out, err, code = printed("target", of_this_machine)
+    assert "\ncompiled here: yes\n" in out
+    assert out.endswith("sources: none\n")
+
+
+def test_the_attached_device_is_written_once(printed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    attached = Attached("text\n", "h100-80gb", "NVIDIA H100 80GB HBM3", "h100-80gb", ("core_count 114 (table: 132)",))
+    monkeypatch.setattr(jpipe_train.plan.target, "attached_target", lambda: attached)
+    out, err, code = printed("target", "--here")
+    assert (err, code) == ("", 0)
+    assert out.startswith(
+        "written: h100-80gb.yaml, NVIDIA H100 80GB HBM3; its FLOP/s, efficiency and reserved bytes are those of h100-80gb "
+    )
+    assert "\nit differs from the table: core_count 114 (table: 132)\n" in out
+    assert (tmp_path / "h100-80gb.yaml").read_text() == "text\n"
+    assert printed("target", "--here") == (
+        "",
+        "jpipe: --out: 'h100-80gb.yaml' already exists; choose another name, or remove it first\n",
+        2,
+    )
+    monkeypatch.setattr(jpipe_train.plan.target, "attached_target", lambda: Attached("text\n", "b1", "B1", ""))
+    assert "the table has no B1: add its peak FLOP/s to 'flops' in the file" in printed("target", "--here", "--out", "mine.yaml")[0]
+    assert sorted(path.name for path in tmp_path.glob("*.yaml")) == ["h100-80gb.yaml", "mine.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("target h100", "target: unknown target 'h100'; did you mean 'h100-80gb' or 'h100-pcie'? (a file of your own has to end in .yaml)"),
+        ("target none.yaml", "target: cannot read 'none.yaml': No such file or directory; name a file that is there"),
+        (
+            "target --here",
+            "target --here: expected an NVIDIA GPU or a TPU, found cpu; run it where JAX has one, with jpipe-train[cuda13] or ",
+        ),
+        ("target v5e --here", "target: expected a name or --here, found both 'v5e' and --here; leave one out"),
+        ("target --out a.yaml", "target: --out is for --here; did you mean jpipe target --here?"),
+        ("target --here --out a.json", "--out: expected a name that ends in .yaml, found 'a.json'"),
+        ("simulate tiny.yaml --target v5", "target: unknown target 'v5'; did you mean 'v5e' or 'v5p'? (a file of your own has"),
+        (
+            "simulate tiny.yaml --target none.yaml",
+            "--target: cannot read 'none.yaml': No such file or directory; name a file that is there",
+        ),
+        ("simulate tiny.yaml --target tiny.yaml", "tiny.yaml: expected YAML with 'format: jpipe-targets/1', found None; is this a file of"),
+        ("simulate tiny.yaml --target v5e --no-compile", "--target: stages are compiled for it; leave out --no-compile"),
+        (
+            "simulate plan.json --target v5e",
+            "--target: a plan alone does not know the model: expected a config, found the plan 'plan.json'",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(words, message, printed, config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text(jpipe.Plan.even("abc", 3, "gpipe", 3).to_json())
+    out, err, code = printed(*words.split())
+    assert (out, code) == ("", 2)
+    assert err.startswith(f"jpipe: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_simulation_says_what_it_compiled_for_and_whether_the_ranks_fit(printed, config, of_this_machine):
+    out, err, code = printed("simulate", config, "--target", of_this_machine)
+    assert (err, code) == ("", 0)
+    kind = jax.local_devices()[0].device_kind
+    assert f", and the temporaries of its largest program, compiled for {kind}\n" in out
+    assert out.endswith(f"a plan may use 1.0 MB of the 2.0 MB of {kind}: every rank fits\n")
+    wide = printed("simulate", config, "--target", of_this_machine, "--set", "model.width=128", "--set", "model.heads=2")[0]
+    assert f"of {kind}: rank " in wide
+    assert wide.endswith(" more\n")
+
+
+def test_without_a_compiler_the_cpus_memory_is_shown_with_its_error(printed, config, monkeypatch):
+    monkeypatch.setattr("jpipe_planner.machine.targets.target_refusal", lambda target: "it is missing; install it")
+    out, err, code = printed("simulate", config, "--target", str(TOPOLOGIES / "dgx-h100-2.yaml"))
+    assert (err, code) == ("", 0)
+    assert (
+        "largest program, compiled for this machine (cpu), because it is missing; install it; a CPU's compiler asks in float32 for 1 to 2 "
+        "times the scratch memory of an H100's"
+    ) in out
+    assert "of NVIDIA H100 80GB HBM3: every rank fits\n" in out
+    plain = printed("simulate", config)[0]
+    assert "largest program, as compiled for this machine\n" in plain
+
+
+def test_a_mesh_has_the_targets_devices(printed, config, of_this_machine, monkeypatch):
+    mesh = ["--set", "plan.mesh={data: 2}", "--set", "plan.schedule=gpipe"]
+    assert "compiled for" in printed("simulate", config, "--target", of_this_machine, *mesh)[0]
+    monkeypatch.setattr("jpipe_planner.machine.compiling.target_devices", lambda target, count: tuple(jax.local_devices()[:1]))
+    assert "need 2 devices to compile for, the largest mesh" in printed("simulate", config, "--target", of_this_machine, *mesh)[0]
+
+
+def test_stages_that_xla_cannot_compile_are_one_line(printed, config, of_this_machine, monkeypatch):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory\nmore lines")
+
+    monkeypatch.setattr(jpipe.Pipeline, "costs", fail)
+    kind = jax.local_devices()[0].device_kind
+    message = f"XLA cannot compile the stages for {kind}: RESOURCE_EXHAUSTED: Ran out of memory; try smaller stages or microbatches"
+    assert printed("simulate", config, "--target", of_this_machine) == ("", f"jpipe: {message}\n", 2)

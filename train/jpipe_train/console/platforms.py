@@ -1,0 +1,54 @@
+"""Keep JAX from starting plugins whose devices this machine lacks, which are installed to compile for such devices.
+
+JAX tries each plugin at its start. Without a device, that of CUDA ends in a traceback, and libtpu prints warnings.
+"""
+
+import ctypes
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import pkgutil
+import sys
+
+_OF_CUDA = {"jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"}
+_GPUS = "/dev/nvidia*", "/dev/dxg"  # the latter in WSL
+_TPUS = "/dev/accel*", "/dev/vfio/[0-9]*"
+
+
+def name_platforms() -> None:
+    """Set the variable JAX_PLATFORMS to cpu if all plugins of JAX that are installed lack their devices, unless the user has set it.
+
+    It has no effect once JAX is imported. The processes that this one starts inherit the variable.
+    """
+    if "JAX_PLATFORMS" in os.environ or "jax" in sys.modules:
+        return
+    plugins, has_libtpu = _plugins(), importlib.util.find_spec("libtpu") is not None
+    if not plugins and not has_libtpu:
+        return
+    is_cuda_idle = plugins <= _OF_CUDA and not (plugins and _has_gpu())
+    if is_cuda_idle and not (has_libtpu and _exists(*_TPUS)):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _plugins() -> set[str]:
+    """Return the modules of JAX's plugins, which are in the namespace package `jax_plugins` or named by entry points."""
+    namespace = importlib.util.find_spec("jax_plugins")
+    folders = (namespace.submodule_search_locations if namespace else None) or ()
+    modules = {module.name for module in pkgutil.iter_modules(folders, "jax_plugins.")}
+    return modules | {entry.value for entry in importlib.metadata.entry_points(group="jax_plugins")}
+
+
+def _has_gpu() -> bool:
+    """Return whether there is an NVIDIA GPU, even without a driver that works, or a driver."""
+    if _exists(*_GPUS):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _exists(*patterns: str) -> bool:
+    return any(glob.glob(pattern) for pattern in patterns)

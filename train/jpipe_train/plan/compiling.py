@@ -1,0 +1,68 @@
+"""Which devices stages are compiled for, and how commands say it."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from jpipe import InputError
+from jpipe_planner import Compiling, Device, find_target
+from jpipe_planner.machine.plain_yaml import parse
+from jpipe_train.config.config import Config
+from jpipe_train.console.terminal import first_line
+from jpipe_train.plan.inputs import read_text, read_topology
+
+RATIOS = {True: "2.1 to 3.9 times", False: "1 to 2 times"}  # in 16 bits, and otherwise; measured, see docs/planner.md
+_MOST = 2**20  # bytes of a file
+
+
+def of_this_machine() -> Compiling:
+    """Return the devices of this machine, to compile for."""
+    devices = jax.local_devices()
+    return Compiling(tuple(devices), devices[0].device_kind)
+
+
+def read_device(name: str, option: str = "--target") -> Device:
+    """Return the device that stages are to be compiled for.
+
+    Args:
+        name: a target of the table, or a YAML file: of a target, or of a topology, whose device it is then.
+        option: the option that names it, for messages.
+
+    Raises:
+        InputError: there is no such target or file.
+    """
+    if name.endswith((".yaml", ".yml")):
+        data = parse(read_text(name, option, _MOST), name)
+        if isinstance(data, dict) and str(data.get("format")).startswith("jpipe-topology/"):
+            return read_topology(name, option).device
+    target = find_target(name)
+    return Device(target=name, name=target.name)
+
+
+def compiled_words(config: Config, compiling: Compiling) -> str:
+    """Describe which devices the stages are compiled for and, if the plan is for others, by how much the scratch memory may differ."""
+    if not compiling.missing:
+        return f"compiled for {compiling.kind}"
+    instead = f"compiled for this machine ({compiling.kind}), because {compiling.missing}"
+    if compiling.devices[0].platform != "cpu":
+        return f"{instead}; the scratch memory of other devices may differ"
+    computes = config.precision.computes or config.model.compute_dtype
+    ratios = RATIOS["16" in computes]
+    return (
+        f"{instead}; a CPU's compiler asks in {computes} for {ratios} the scratch memory of an H100's, so on GPUs a plan that lacks less "
+        "than its temporaries may fit, or need less recomputation"
+    )
+
+
+@contextlib.contextmanager
+def compiler_errors(kind: str) -> Iterator[None]:
+    """Turn errors of XLA while stages are compiled into an `InputError`.
+
+    Args:
+        kind: of the devices, for the message.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise InputError(f"XLA cannot compile the stages for {kind}: {first_line(error)}; try smaller stages or microbatches") from None

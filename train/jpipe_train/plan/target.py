@@ -1,0 +1,101 @@
+"""`jpipe target`: the table of targets, one of them with its sources, and the one of this machine."""
+
+from collections.abc import Mapping
+
+from rich.filesize import decimal
+
+from jpipe import InputError, files
+from jpipe_planner import Target, TargetUnavailable, attached_target, find_target, known_targets, target_devices, target_refusal
+from jpipe_train.console.terminal import align
+
+_ENDINGS = ".yaml", ".yml"
+
+
+def listing() -> list[str]:
+    """Return the table of targets as lines, and what to install for those that cannot be compiled for here."""
+    targets = known_targets()
+    dtypes = list(dict.fromkeys(dtype for target in targets.values() for dtype in target.flops))
+    refusals = {name: target_refusal(target) for name, target in targets.items()}
+    head = ["target", "device", "memory", "reserved", *dtypes, "bandwidth", "compiled here"]
+    rows = [_row(name, target, dtypes, refusals[name]) for name, target in targets.items()]
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in refusals.items():
+        if reason is not None:
+            names_by_reason.setdefault(reason, []).append(name)
+    return [
+        *align([head, *rows]),
+        "",
+        "reserved: bytes that a plan leaves free; by dtype: peak TFLOP/s without sparsity. jpipe target NAME shows one with its sources.",
+        *(f"not compiled here: {', '.join(names)}: {reason}" for reason, names in names_by_reason.items()),
+    ]
+
+
+def _row(name: str, target: Target, dtypes: list[str], refusal: str | None) -> list[str]:
+    rates = [f"{target.flops[dtype] / 1e12:g}" if dtype in target.flops else "–" for dtype in dtypes]
+    reserved = decimal(int(sum(target.reserved.values())))
+    bandwidth = f"{target.memory_bandwidth / 1e9:,.0f} GB/s"
+    return [name, target.name, decimal(int(target.memory)), reserved, *rates, bandwidth, "yes" if refusal is None else "no"]
+
+
+def description(name: str) -> list[str]:
+    """Return lines that describe a target: its figures, whether XLA can compile for it here, and its sources.
+
+    Raises:
+        InputError: there is no such target or file.
+    """
+    target = find_target(name)
+    return [
+        f"{name}: {target.name} ({target.platform})",
+        f"memory: {decimal(int(target.memory))}, of which a plan may use {decimal(int(target.limit))}",
+        f"reserved: {_listed({what: decimal(int(size)) for what, size in target.reserved.items()})}",
+        f"peak rates without sparsity: {_listed({dtype: f'{rate / 1e12:g} TFLOP/s' for dtype, rate in target.flops.items()})}",
+        f"efficiency: {target.efficiency:g} of these in large matrix products",
+        f"memory bandwidth: {target.memory_bandwidth / 1e9:,.2f} GB/s",
+        f"for XLA: {_listed({key: str(value) for key, value in target.compiler.items()})}",
+        f"compiled here: {_compiled_here(target)}",
+        "sources:" if target.sources else "sources: none",
+        *(f"  {source}" for source in target.sources),
+    ]
+
+
+def _listed(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items()) or "nothing"
+
+
+def _compiled_here(target: Target) -> str:
+    try:
+        target_devices(target)
+    except TargetUnavailable as error:
+        return f"no: {str(error).removeprefix('target: ')}"
+    return "yes"
+
+
+def write_here(out: str | None) -> list[str]:
+    """Write the target of the GPU or TPU of this machine into a new file, and return lines that say what is in it.
+
+    Args:
+        out: the file; None: one named after the device, in the current folder.
+
+    Raises:
+        InputError: there is no such device, or the file cannot be written.
+    """
+    if out is not None and not out.endswith(_ENDINGS):
+        raise InputError(f"--out: expected a name that ends in .yaml, found '{out}'")
+    if out is not None:
+        files.unused(out, "--out")
+    attached = attached_target()
+    path = files.unused(out or f"{attached.name}.yaml", "--out")
+    try:
+        files.write_atomically(path, attached.text)
+    except OSError as error:
+        raise InputError(f"--out: cannot write '{files.shown(path)}': {error.strerror}; choose another file") from None
+    shown = files.shown(path)
+    if not attached.table:
+        rates = f"the table has no {attached.kind}: add its peak FLOP/s to 'flops' in the file before you use it"
+    else:
+        rates = f"its FLOP/s, efficiency and reserved bytes are those of {attached.table} in the table"
+    return [
+        f"written: {shown}, {attached.kind}; {rates}",
+        *([f"it differs from the table: {', '.join(attached.differing)}"] if attached.differing else []),
+        f"to plan for it on another machine: jpipe simulate CONFIG --target {shown}, or device: {{target: {shown}}} in a topology",
+    ]
