@@ -27,9 +27,14 @@ _TOGETHER = 1 << 22  # bytes; a collective of gloo costs 0.2 ms and more whateve
 
 
 class Group:
-    """One device in each of several processes, including this one."""
+    """One device in each of several processes, including this one.
+
+    Attributes:
+        programs: that have been compiled for it.
+    """
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self.programs: list[jax.stages.Compiled] = []
         local = [device for device in devices if device.process_index == jax.process_index()]
         self.size = len({device.process_index for device in devices})
         assert self.size == len(devices) > 1, f"not one device in each of several processes: {devices}"
@@ -50,6 +55,7 @@ class Group:
         mapped = jax.shard_map(function, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
         program = jax.jit(mapped).lower(*(Spec(s.shape, s.dtype, sharding=self._sharding) for s in spec)).compile()
         assert not self.blocks or len(steps := _steps(program)) == 1, f"not one step but {steps}: XLA may not run it in the calling thread"
+        self.programs.append(program)
         return Collective(self, program)
 
     def plain(self, dtype: Any) -> Any:
@@ -73,14 +79,13 @@ class Collective:
     """A compiled program that all devices of a group run together.
 
     Attributes:
-        program: as JAX compiled it.
         done: the number of collectives that have run in this process: a long wait is no hang while it grows.
     """
 
     done = 0
 
     def __init__(self, group: Group, program: jax.stages.Compiled) -> None:
-        self._group, self.program = group, program
+        self._group, self._program = group, program
 
     def __call__(self, *arrays: jax.Array) -> Tree:
         if self._group.blocks:
@@ -89,7 +94,7 @@ class Collective:
 
     def run(self, *arrays: jax.Array) -> Tree:
         """Run the program on arrays over all devices and return the shards here of its results."""
-        results = self.program(*arrays)
+        results = self._program(*arrays)
         if self._group.blocks:
             jax.block_until_ready(results)  # a failure is raised here and nowhere later
         Collective.done += 1

@@ -43,6 +43,11 @@ class Connection:
         self._sends = self._group.device == source
         self._programs: dict[Kind, _Moves] = {}
 
+    @property
+    def programs(self) -> list[jax.stages.Compiled]:
+        """The compiled collectives, in which nothing is packed or added."""
+        return self._group.programs[1:]  # the first one only connects
+
     def compile(self, spec: Tree) -> None:
         """Compile the transfer of one kind of message.
 
@@ -179,6 +184,11 @@ class Reduction:
         self._group = Group(devices)
         self._bytes = {self._group: self._group.compile(_gathered, _BYTE)}
         self._programs: dict[Kind, list[_Step]] = {}
+
+    @property
+    def programs(self) -> list[jax.stages.Compiled]:
+        """The compiled collectives, in which nothing is packed or added."""
+        return self._group.programs[1:]  # the first one only connects
 
     def compile(self, spec: Tree) -> None:
         """Compile the transfer programs for trees of one structure.
