@@ -111,7 +111,7 @@ OPTIMIZATION_MATTERS = re.compile(
 def pytest_collection_modifyitems(items):
     """Mark all but a few combinations of each `thinned` test `slow`, and most of these `exhaustive`; see pyproject.toml.
 
-    Of a test about numbers, mark the first combination that `make test` runs `numbers`, or all of them if it runs none.
+    Of a test about numbers, mark the first combination that `make test` runs `numbers`, or else the first that `make test-slow` runs.
     """
     matrices = collections.defaultdict(list)
     for item in items:
@@ -120,8 +120,7 @@ def pytest_collection_modifyitems(items):
         if cases[0].get_closest_marker("thinned") and hasattr(cases[0], "callspec"):
             _thin(cases)
         if name.removeprefix("tests/").startswith(NUMBERS) and OPTIMIZATION_MATTERS.search(name):
-            for item in [item for item in cases if not item.get_closest_marker("slow")][:1] or cases:
-                item.add_marker("numbers")
+            min(cases, key=lambda item: [*map(bool, map(item.get_closest_marker, ("exhaustive", "slow")))]).add_marker("numbers")
 
 
 def _thin(cases):
