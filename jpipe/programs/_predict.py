@@ -105,10 +105,13 @@ class _Rank:
         self.sample()
 
     def sample(self) -> None:
-        weights, *remaining = (worker.memory.by_version() for worker in self.workers)
-        for more in remaining:
+        first, *further = (worker.memory for worker in self.workers)
+        weights, (optimizer, accumulators, residuals) = first.by_version(), first.parts()
+        for memory in further:
+            more = memory.by_version()
             weights = {version: weights.get(version, 0) + more.get(version, 0) for version in sorted({*weights, *more})}
-        optimizer, accumulators, residuals = (sum(sizes) for sizes in zip(*(worker.memory.parts() for worker in self.workers), strict=True))
+            more_optimizer, more_accumulators, more_residuals = memory.parts()
+            optimizer, accumulators, residuals = optimizer + more_optimizer, accumulators + more_accumulators, residuals + more_residuals
         other = self.live - sum(weights.values()) - optimizer - accumulators - residuals
         self.samples.append(MemorySample(self.clock, weights, optimizer, accumulators, residuals, other))
 

@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_reported_with_its_name_in_the_file(tmp_path):
     with pytest.raises(InputError, match=r"expected only parameters of the model, found 'head\.bias'"):
         loaded(pipe, tmp_path / "more")
     with pytest.raises(
-        InputError, match=r"expected 'first/bias' as in the model, float32\[3\], found no 'first\.bias', its name in the file"
+        InputError, match=r"expected 'first/first/bias' as in the model, float32\[3\], found no 'first\.bias', its name in the file"
     ):
         loaded(pipe, tmp_path / "fewer")
     result, message = loaded(pipe, tmp_path / "deeper", mode="partial")
