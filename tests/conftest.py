@@ -96,13 +96,14 @@ NUMBERS = (
     *("train/checkpoint/test_huggingface.py", "train/checkpoint/test_transformers.py", "train/generate/test_decoder.py", "train/models/"),
     *("examples/any_model/test_any_model.py::test_training", "train/report/test_measure.py::test_the_measured_window"),
 )
-# Tests in these places that no optimization can change: of messages, names and shapes; and costly ones that repeat the computations of
-# another test, for example with the state of another optimizer.
-WITHOUT_NUMBERS = re.compile(
-    r"refused|reported_with_its|finish_reports|explained|is_named|_page_|_keys_|notebook|users_print|told_whether|receive_the_mode"
-    r"|as_published|layers_in_order|layers_have|nan_norm|test_optimizer.py::test_a_row_of_the_tables|parts_are_dealt|a_plan_that_cannot"
-    r"|test_shard_optimizer.py::(?!test_the_numbers)|test_skip_nonfinite.py::(?!test_equals)"
-    r"|test_meshes.py::test_(each|other_features|a_run_resumes)|test_buckets.py::test_an_evaluation_has|test_schedule_contract.py::(?!test_numbers)|test_placement.py"
+# What optimizations of XLA could change there, by the names of tests: whether two programs compute equal numbers, what programs hold and
+# move, and how often they compute something. `make test-all` compiles the tests of everything else, too, like the programs of users.
+OPTIMIZATION_MATTERS = re.compile(
+    r"bit_for_bit|_equals_|_equal_(the|one|optax|those)|test_equals|test_numbers|equal_results|is_equal_where|same_bits|stays_equal"
+    r"|no_(other_)?(bit|number)|placement_does|depend_on_the_(cut|number)|rule_applied|summed|always_zero|mix_rows|nan_of_a_later"
+    r"|as_with_flax|computes?_what|chunks_give|logits_(are|loss)|learn|pipeline_trains|runs_from_python|tokens_are|resumes_under_any"
+    r"|test_halves|computed_twice|run_once|advance_once|measured|last_byte|compiled_stage|gathered|no_buffer_holds|stores_no_logits"
+    r"|memory_of_the|same_array|survive_later|masters_takes_half|do_not_vanish"
 )
 
 
@@ -110,7 +111,7 @@ WITHOUT_NUMBERS = re.compile(
 def pytest_collection_modifyitems(items):
     """Mark all but a few combinations of each `thinned` test `slow`, and most of these `exhaustive`; see pyproject.toml.
 
-    Of a test about numbers, mark the first combination that `make test` runs `numbers`, or all of them if it runs none.
+    Of a test about numbers, mark the first combination that `make test` runs `numbers`, or else the first that `make test-slow` runs.
     """
     matrices = collections.defaultdict(list)
     for item in items:
@@ -118,9 +119,8 @@ def pytest_collection_modifyitems(items):
     for name, cases in matrices.items():
         if cases[0].get_closest_marker("thinned") and hasattr(cases[0], "callspec"):
             _thin(cases)
-        if name.removeprefix("tests/").startswith(NUMBERS) and not WITHOUT_NUMBERS.search(name):
-            for item in [item for item in cases if not item.get_closest_marker("slow")][:1] or cases:
-                item.add_marker("numbers")
+        if name.removeprefix("tests/").startswith(NUMBERS) and OPTIMIZATION_MATTERS.search(name):
+            min(cases, key=lambda item: [*map(bool, map(item.get_closest_marker, ("exhaustive", "slow")))]).add_marker("numbers")
 
 
 def _thin(cases):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax._src import cache_key
 
 from jpipe.stages import _builder, _bytes, _compile, _initializers
 from jpipe_train.assemble import build, model
@@ -91,6 +92,9 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     )
     share(_bytes, "measure_bytes", lambda f, recomputes, splits=False, chosen=None: ((f.stage.layers, recomputes, splits), f, chosen))
     share(_builder, "check_loss", lambda loss, where, layer_id, y, labels: ((where, layer_id), loss, y, labels))
+    # Equal programs for other devices are compiled once: the cache of JAX distinguishes them on CPUs, not on GPUs.
+    options_in_key = cache_key._hash_serialized_compile_options
+    patch.setattr(cache_key, options_in_key.__name__, lambda key, options, strip_device_assignment: options_in_key(key, options, True))
     # What users name may be another function in the next test: only what is built in is shared.
     share(
         model,

@@ -244,8 +244,8 @@ def compile_scratch(model: Model, policies: Sequence[str], device: jax.Device) -
     if that is among the policies, only the largest: what it adds is proportional to the residuals.
     """
     ends, pairs, largest = list(dict.fromkeys((model.sizes[0], model.sizes[-1]))), [*model.pairs.values()], model.sizes[-1]
-    wanted = [(ids, rows, "none") for ids in pairs for rows in ends]
-    remaking = [*((layer_id,) for layer_id in model.distinct), *pairs] if "full" in policies else []
+    wanted: list[tuple[tuple[str, ...], int, str]] = [(ids, rows, "none") for ids in pairs for rows in ends]
+    remaking: list[tuple[str, ...]] = [*((layer_id,) for layer_id in model.distinct), *pairs] if "full" in policies else []
     wanted += [(ids, largest, "full") for ids in remaking]
     lowered = [model.stage(*stage).trace("backward", device).lower() for stage in wanted]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles

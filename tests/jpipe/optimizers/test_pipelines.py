@@ -108,7 +108,7 @@ def test_it_is_the_rule_with_the_delay_of_each_stage(plan, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.thinned(most_slow=13)
+@pytest.mark.thinned(most_slow=0)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("optimizer", ["muon", "adan", "soap"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -392,10 +392,12 @@ def scenario_outcomes(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.oldest
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_three_processes(scenario_outcomes, scenario):
+def test_three_processes(scenario_outcomes, subtests):
     outcomes, output = scenario_outcomes
-    assert outcomes[scenario] == ["as it should"] * len(DEVICES), "\n".join([*outcomes[scenario], output[-3000:]])
+    for scenario in SCENARIOS:
+        with subtests.test(scenario.__name__):
+            results = outcomes[scenario.__name__]
+            assert results == ["as it should"] * len(DEVICES), "\n".join([*results, output[-3000:]])
 
 
 if __name__ == "__main__":
