@@ -99,7 +99,7 @@ class Connection:
     def _placeholders(self, moves: "_Moves") -> Rows:
         """Return the receiver's inputs, allocated at the first call: devices that are only compiled for hold no arrays."""
         if not moves.placeholders:
-            moves.placeholders += [self._group.shared(self._group.zeros(array)) for array in moves.packing.arrays]
+            moves.placeholders.extend(self._group.shared(self._group.zeros(array)) for array in moves.packing.arrays)
             jax.block_until_ready(moves.placeholders)
         return moves.placeholders
 
