@@ -132,7 +132,8 @@ def in_words(each: Sequence[Found]) -> str:
     parts = [f"{synchronous} synchronous"] if synchronous else []
     if overlapping:
         counts = sorted(collective.between for collective in each if collective.between)
-        during = f", {overlapping[True]} of them during {counts[0]} to {counts[-1]} computations" if counts else ", nothing during them"
+        spread = " to ".join(str(count) for count in dict.fromkeys((*counts[:1], *counts[-1:])))
+        during = f", {overlapping[True]} of them during {spread} computations" if counts else ", nothing during them"
         parts.append(f"{sum(overlapping.values())} asynchronous{during}")
     return "; ".join(parts)
 

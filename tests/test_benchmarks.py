@@ -503,3 +503,30 @@ def test_sums_that_wait_make_data_parallelism_slower():
     assert stages.waiting_speed_up(problem, (3, 1)) == pytest.approx((12 + summed) / 4 / 3)  # the replicas have no weights
     assert stages.slowness(problem, (1, 1, 1, 1), 4.0) == pytest.approx((4 * 12 - 12) / summed, rel=1e-4)
     assert stages.slowness(problem, (2, 2), 100.0) is None  # which waits for the sum, too
+
+
+def test_collectives_of_a_compiled_program_are_asynchronous_or_not():
+    """A pair with two computations between start and done, a wrapped one with none, and one that is synchronous."""
+    from benchmarks.targets import Found, collectives, in_words
+
+    text = """HloModule jit_f, is_scheduled=true
+
+%inside (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %reduce.1 = f32[2]{0} reduce-scatter(%p), channel_id=1
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %all-reduce-start = f32[8]{0} all-reduce-start(%x), channel_id=2, to_apply=%add
+  %fusion.1 = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+  %dot.1 = f32[8]{0} dot(%fusion.1, %x)
+  %all-reduce-done = f32[8]{0} all-reduce-done(%all-reduce-start)
+  %start = ((f32[8]{0}), f32[2]{0}) async-start(%x), calls=%inside
+  %done = f32[2]{0} async-done(%start)
+  ROOT %gather = f32[8]{0} all-gather(%done), channel_id=3
+}
+"""
+    each = list(collectives(text))
+    assert each == [Found("all-reduce", 2), Found("reduce-scatter", 0), Found("all-gather", None)]
+    assert in_words(each) == "1 synchronous; 2 asynchronous, 1 of them during 2 computations"

@@ -35,7 +35,7 @@ def two_hosts(target):
 def hosts_of(target, processes):
     """Return the devices of each process."""
     if target.platform == "tpu" and processes > 2:
-        target = target.model_copy(update={"compiler": {**target.compiler, "topology": "v5e:4x4", "accelerator_type": "v5litepod-16"}})
+        target = target.model_copy(update={"compiler": {**target.compiler, "topology": "v5e:4x4"}})
     devices = devices_of(target, processes)
     return [[device for device in devices if device.process_index == process] for process in range(processes)]
 
