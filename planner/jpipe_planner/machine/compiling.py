@@ -8,6 +8,9 @@ from jpipe_planner.machine.targets import TargetUnavailable, target_devices
 from jpipe_planner.machine.topology import Device
 
 
+_ANY_BYTES = 10**14
+
+
 @dataclass(frozen=True)
 class Compiling:
     """The devices that stages are compiled for.
@@ -23,12 +26,13 @@ class Compiling:
     missing: str = ""
 
 
-def compiling_for(device: Device, count: int = 1) -> Compiling:
+def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) -> Compiling:
     """Return the devices to compile for.
 
     Args:
         device: of the topology.
         count: the number of devices of the largest mesh.
+        unlimited: compile for a GPU as if it had any amount of memory. XLA otherwise computes again some of what does not fit.
 
     Returns:
         The devices of its target, or those of this machine where the device has no target or XLA cannot compile for it here.
@@ -37,7 +41,7 @@ def compiling_for(device: Device, count: int = 1) -> Compiling:
     missing = "the topology's device names no target; add one of those that `jpipe target` lists"
     if target is not None:
         try:
-            return Compiling(target_devices(target, count), target.name)
+            return Compiling(target_devices(target.with_memory(_ANY_BYTES) if unlimited else target, count), target.name)
         except TargetUnavailable as error:
             missing = str(error).removeprefix("target: ")
     here = jax.local_devices()

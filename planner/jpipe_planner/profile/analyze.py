@@ -78,7 +78,7 @@ def analyze(
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
     """
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction)
-    compiled_for = compiling_for(device).devices[0]
+    compiled_for = compiling_for(device, unlimited=True).devices[0]
     meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
     with tracing_for(compiled_for.platform):
         costs = _costs(model, device, compiled_for, meter)

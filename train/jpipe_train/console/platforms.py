@@ -19,7 +19,7 @@ _TPUS = "/dev/accel*", "/dev/vfio/[0-9]*"
 def name_platforms() -> None:
     """Set the variable JAX_PLATFORMS to cpu if all plugins of JAX that are installed lack their devices, unless the user has set it.
 
-    It has no effect once JAX is imported. The processes that this one starts inherit the variable.
+    The compilers in these plugins are then told to log nothing. It has no effect once JAX is imported. The processes that this one starts inherit the variable.
     """
     if "JAX_PLATFORMS" in os.environ or "jax" in sys.modules:
         return
@@ -29,6 +29,7 @@ def name_platforms() -> None:
     is_cuda_idle = plugins <= _OF_CUDA and not (plugins and _has_gpu())
     if is_cuda_idle and not (has_libtpu and _exists(*_TPUS)):
         os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the compilers log what does not fit; commands say it themselves
 
 
 def _plugins() -> set[str]:
