@@ -1,6 +1,8 @@
 """The memory of a plan from its compiled stages, instead of the sum over layers."""
 
 import dataclasses
+import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +95,12 @@ def _with_compiled(
     plan, limit = choice.plan(ranked), choice.topology.device.limit
     profile, topology = choice.meshes.of(ranked.candidate.degrees)
     costs, estimates = [], profile.stage_costs(plan, ranked.candidate.rows)
-    sizes = pipe.costs(batch, compiled_for=devices, stages=stages, programs=programs)
+    try:
+        sizes = pipe.costs(batch, compiled_for=devices, stages=stages, programs=programs)
+    except jax.errors.JaxRuntimeError as error:
+        if limit is None or "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _rejected_by_compiler(ranked, limit, str(error))
     for s, (size, estimate) in enumerate(zip(sizes, estimates, strict=True)):
         names = _TIMES if s in stages else (*_TIMES, "residuals", "stash", "temporary")
         costs.append(dataclasses.replace(size, **{name: getattr(estimate, name) for name in names}))
@@ -102,6 +109,22 @@ def _with_compiled(
         exact = Ranked(dataclasses.replace(ranked.candidate, memory=closed_form_bytes(plan, costs)))
     compiled_ranks = tuple(p for p, pipeline_ranks in enumerate(plan.pipeline_ranks) if set(pipeline_ranks) <= set(stages))
     return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, compiled_ranks)
+
+
+def _rejected_by_compiler(ranked: Ranked, limit: float, message: str) -> Compiled:
+    """Return the result for a plan of which XLA does not compile a program, because it exceeds the memory, as XLA says of TPUs.
+
+    The rank that is fullest by the estimates then lacks what the program does; the memory of the other ranks is estimated.
+    """
+    sizes = [float(number) * _UNITS[unit] for number, unit in re.findall(r"([0-9]+(?:\.[0-9]+)?)([KMG])\b", message)]
+    lacking = max(sizes[0] - sizes[1], 1.0) if len(sizes) > 1 else 1.0  # "used 17.2G of 15.75G", "(16.00G) exceeds available HBM (15.75G)"
+    fullest = max(range(len(ranked.memory)), key=ranked.memory.__getitem__)
+    memory = tuple(math.ceil(max(size, limit) + lacking) if p == fullest else size for p, size in enumerate(ranked.memory))
+    exact = Ranked(dataclasses.replace(ranked.candidate, memory=memory))
+    return Compiled(exact, ranked.candidate.memory, max(memory) - limit, (fullest,))
+
+
+_UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30}
 
 
 def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:

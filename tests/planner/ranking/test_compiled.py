@@ -51,6 +51,26 @@ def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(sch
         assert estimate >= costs[s].temporary + costs[s].weights + costs[s].optimizer  # XLA's numbers, not the estimate's
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.25G of 15.75G hbm. Exceeded hbm capacity by 1.50G.",
+        "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (17.25G) exceeds available HBM (15.75G)",
+    ],
+)
+def test_a_plan_whose_program_exceeds_the_memory_of_the_compiler_does_not_fit(message, monkeypatch):
+    def refuse(*args, **options):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(jpipe.Pipeline, "costs", refuse)
+    compiled, _ = compiled_choice("gpipe")
+    assert not compiled.fits
+    assert compiled.lacking == 1.5 * 2**30
+    fullest = max(compiled.ranked.memory)
+    assert fullest == 1e9 + 1.5 * 2**30
+    assert compiled.ranks == (compiled.ranked.memory.index(fullest),)
+
+
 @pytest.mark.slow
 def test_a_plan_fits_up_to_its_last_byte():
     most = max(compiled_choice("gpipe")[0].ranked.memory)
