@@ -126,8 +126,8 @@ clean: ## Remove the virtual environments and everything else that was built (no
 	@[ -x .venv-targets/bin/pip ] || .venv/bin/python -m venv .venv-targets
 	@.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.venv-targets/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
-	@.venv-targets/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[target-cuda,target-tpu]' \
-		&& touch $@ || echo "XLA's compilers for GPUs and TPUs cannot be installed here: their tests are skipped." >&2
+	@.venv-targets/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[target-cuda,target-tpu]' 2> .venv-targets/pip.log \
+		&& touch $@ || echo "XLA's compilers for GPUs and TPUs cannot be installed here (.venv-targets/pip.log): their tests are skipped." >&2
 
 # PyTorch's CPU build (200 MB; the CUDA build has gigabytes) and transformers. Without them the benchmark omits its rows, and slow tests
 # are skipped. PyTorch's pipelines need numpy.
