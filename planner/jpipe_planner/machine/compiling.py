@@ -7,7 +7,6 @@ import jax
 from jpipe_planner.machine.targets import TargetUnavailable, target_devices
 from jpipe_planner.machine.topology import Device
 
-
 _ANY_BYTES = 10**14
 
 

@@ -19,7 +19,8 @@ _TPUS = "/dev/accel*", "/dev/vfio/[0-9]*"
 def name_platforms() -> None:
     """Set the variable JAX_PLATFORMS to cpu if all plugins of JAX that are installed lack their devices, unless the user has set it.
 
-    The compilers in these plugins are then told to log nothing. It has no effect once JAX is imported. The processes that this one starts inherit the variable.
+    The compilers in these plugins then log nothing. Nothing changes once JAX is imported. The processes that this one starts inherit the
+    variables.
     """
     if "JAX_PLATFORMS" in os.environ or "jax" in sys.modules:
         return
