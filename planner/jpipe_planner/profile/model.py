@@ -283,9 +283,7 @@ class _ScratchParts:
         if next_equal is None:
             return 0
         larger = max(self.costs[one, rows].temporary for one in (equal, next_equal))
-        together = self.scratch.pairs[self.model.pairs[equal, next_equal]][rows] - larger
-        # What a third layer adds are its gradients; between two layers there is also room for what passes between them, once.
-        return min(max(together, 0), self.model.gradient_bytes(equal))
+        return max(self.scratch.pairs[self.model.pairs[equal, next_equal]][rows] - larger, 0)
 
     def remaking(self, equal: str, rows: int) -> int | None:
         """Return what a backward needs that makes the residuals of a layer itself."""
