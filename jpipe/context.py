@@ -19,7 +19,7 @@ _platform: ContextVar[str | None] = ContextVar("_platform", default=None)
 
 @contextlib.contextmanager
 def tracing_for(platform: str) -> Iterator[None]:
-    """Trace layers for another platform than JAX's default one, such as "cuda" where stages are compiled for a GPU that is not here."""
+    """Trace layers for another platform than JAX's default one, such as "gpu" where stages are compiled for a GPU that is not here."""
     token = _platform.set(platform)
     try:
         yield

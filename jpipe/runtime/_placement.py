@@ -27,6 +27,8 @@ def place(plan: Plan, devices: Sequence[jax.Device] | None = None) -> tuple[Plac
     """
     sizes = [plan.stages[plan.pipeline_ranks[p][0]].devices_each for p, _ in plan.rank_positions]
     of_ranks = _place_ranks(plan, sizes, devices)
+    for devices_of_rank in of_ranks:
+        _check_chips(devices_of_rank[:1], len(devices_of_rank))
     _check_apart(plan, of_ranks)
     return _one_kind(
         plan, tuple(Place(of_ranks[rank], plan.stages[s].shape) for rank, (s, _) in zip(plan.rank_of, plan.workers, strict=True))
@@ -47,9 +49,16 @@ def place_on(devices: jax.Device | Sequence[jax.Device], mesh: FrozenMapping[int
     else:
         usable, like = _local_devices_like(devices), f" like {devices}"
         change = f"on CPUs jax.config.update('jax_num_cpu_devices', {size}) makes as many before JAX is used"
+    _check_chips(usable[:1], size)
     if size > len(usable):
         raise InputError(f"costs: expected {size} devices{like} for the mesh {dict(mesh)}, found {len(usable)}; {change}")
     return Place(tuple(usable[:size]), mesh)
+
+
+def _check_chips(devices: Sequence[jax.Device], size: int) -> None:
+    """Reject meshes of TPU chips for which libtpu's compiler ends the process: collectives over numbers that are no power of two."""
+    if size & (size - 1) and any(device.platform == "tpu" for device in devices):
+        raise InputError(f"plan: expected meshes of 2, 4, 8, … TPU chips, found one of {size}; libtpu cannot compile collectives over it")
 
 
 def _local_devices_like(device: jax.Device) -> list[jax.Device]:

@@ -28,7 +28,7 @@ _ATTRIBUTES: Mapping[str, int] = {
 }
 _CLOCK_RATE, _MEMORY_CLOCK_RATE, _BUS_WIDTH, _MAJOR, _MINOR = 13, 36, 37, 75, 76
 _HALF_OF_THE_FPUS = (6, 0), (7, 0), (7, 2), (7, 5), (8, 0)  # 64 results of float32 in a clock cycle; other capabilities have 128
-_UNCOUNTED = 884e6  # bytes: CUDA's context and libraries, NCCL's buffers and autotuning, as targets.yaml has them for cards on PCIe
+_UNCOUNTED = 947e6  # bytes: CUDA's context and libraries, NCCL's buffers and autotuning, as targets.yaml has them for cards on PCIe
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _attached(platform: str, kind: str, table: str, measured: Mapping[str, Any])
         "compiler": properties,
         "sources": [*(() if target is None else target.sources), "read from the device by jpipe target --here"],
     }
-    comment = f"# {kind}, read on a machine that has it.\n"
+    comment = f"# {' '.join(kind.split())}, read on a machine that has it.\n"
     if target is None:
         comment += "# reserved is an estimate. In place of flops: {} write its peak rates without sparsity, such as\n"
         comment += "# flops: {float32: 67 TFLOP/s, bfloat16: 989 TFLOP/s}\n"

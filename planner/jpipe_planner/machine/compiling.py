@@ -1,5 +1,6 @@
 """Which devices the stages of a plan are compiled for: those of the topology's target, or those of this machine in their place."""
 
+import re
 from dataclasses import dataclass
 
 import jax
@@ -8,6 +9,7 @@ from jpipe_planner.machine.targets import TargetUnavailable, target_devices
 from jpipe_planner.machine.topology import Device
 
 _ANY_BYTES = 10**14
+_UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30}
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,13 @@ class Compiling:
         devices: those for a mesh; the first one for a stage on one device.
         kind: the kind of these devices, to show.
         missing: why it is not the kind that the topology has, or "".
+        instead_of: the platform that the topology's device has if it is not this one, "cuda" or "tpu"; "" if it is, or is not known.
     """
 
     devices: tuple[jax.Device, ...]
     kind: str
     missing: str = ""
+    instead_of: str = ""
 
 
 def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) -> Compiling:
@@ -44,4 +48,16 @@ def compiling_for(device: Device, count: int = 1, *, unlimited: bool = False) ->
         except TargetUnavailable as error:
             missing = str(error).removeprefix("target: ")
     here = jax.local_devices()
-    return Compiling(tuple(here), here[0].device_kind, missing)
+    return Compiling(tuple(here), here[0].device_kind, missing, "" if target is None else target.platform)
+
+
+def bytes_beyond_memory(error: BaseException) -> tuple[float, float] | None:
+    """Return (bytes that a program needs, bytes that there are) if XLA did not compile it because of its memory, or None.
+
+    XLA says so of TPUs: "used 17.2G of 15.75G hbm", "temporaries (16.00G) exceeds available HBM (15.75G)".
+    """
+    message = str(error)
+    if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in message:
+        return None
+    sizes = [float(number) * _UNITS[unit] for number, unit in re.findall(r"([0-9]+(?:\.[0-9]+)?)([KMG])\b", message)]
+    return (sizes[0], sizes[1]) if len(sizes) > 1 and sizes[0] > sizes[1] else (1.0, 0.0)

@@ -9,11 +9,12 @@ import functools
 import importlib.metadata
 import importlib.resources
 import importlib.util
+import math
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = "jpipe-targets/1"
 MOST_BYTES = 2**20  # of a file of targets
-MOST_DEVICES = 8  # of one process to compile for
+_LARGEST_SLICE = 256  # chips
 Platform = Literal["cuda", "tpu"]
 EXTRAS: Mapping[str, str] = {"cuda": "target-cuda", "tpu": "target-tpu"}
 # The packages of XLA's compilers, with their modules, the preferred one first.
@@ -158,8 +159,8 @@ class Target(Data):
         major, minor = str(text).split(".")
         return int(major), int(minor)
 
-    def tpu_topology(self) -> dict[str, str]:
-        """Return the arguments of JAX's `get_topology_desc` for a TPU."""
+    def tpu_topology(self, count: int = 1) -> dict[str, str]:
+        """Return the arguments of JAX's `get_topology_desc` for a slice of at least `count` chips: the target's own, or a larger one."""
         if "topology" not in self.compiler:
             raise ValueError("compiler: key 'topology' is missing; add it, such as v5e:2x4")
         for name, value in self.compiler.items():
@@ -168,7 +169,13 @@ class Target(Data):
             pattern, example = _OF_A_TPU[name]
             if not isinstance(value, str) or not re.fullmatch(pattern, value):
                 raise ValueError(f"compiler: {name}: expected text such as '{example}', found {jpipe.errors.short(value)}")
-        return {"topology_name" if name == "topology" else name: value for name, value in self.compiler.items()}
+        kind, _, sides = str(self.compiler["topology"]).partition(":")
+        lengths = [int(side) for side in sides.split("x")]
+        while 0 < math.prod(lengths) < min(count, _LARGEST_SLICE):
+            shortest, *others = sorted(lengths)
+            lengths = sorted((2 * shortest, *others))
+        names = {name: str(value) for name, value in self.compiler.items() if name != "topology"}
+        return {"topology_name": f"{kind}:{'x'.join(map(str, lengths))}", **names}
 
     def _gpu_properties(self) -> dict[str, int | float]:
         """Return the fields of `GpuDeviceInfoProto` except the compute capability."""
@@ -288,7 +295,8 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
     Args:
         target: the target.
         count: the number of devices.
-        processes: the number of processes to which the devices belong, in equal parts.
+        processes: the number of processes to which the devices belong, in equal parts, a divisor of `count`. With 1, those of a TPU may
+            belong to several, as its slices do.
 
     Raises:
         TargetUnavailable: XLA cannot compile for it here; the message says what to install.
@@ -304,7 +312,8 @@ def target_devices(target: Target, count: int = 1, processes: int = 1) -> tuple[
         reason = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         raise TargetUnavailable(f"target: XLA cannot compile for {target.name} here: {reason}; {_REMEDIES[target.platform]}") from None
     if len(devices) < count:
-        raise TargetUnavailable(f"target: expected {count} devices of {target.name}, found {len(devices)} in one slice; use smaller meshes")
+        parts = f" in {processes} equal parts" if processes > 1 else ""
+        raise TargetUnavailable(f"target: expected {count} devices of {target.name}{parts}, found {len(devices)} in a slice; use fewer")
     return devices[:count]
 
 
@@ -347,11 +356,19 @@ def _devices_elsewhere(target_json: str, count: int, processes: int) -> tuple["j
     if target.platform == "tpu":
         for name, value in _TPU_SETTINGS.items():
             os.environ.setdefault(name, value)
-        return tuple(topologies.get_topology_desc(platform="tpu", **target.tpu_topology()).devices)
-    layout = f"1x{processes}x{-(-count // processes)}"
+        return _of_equal_parts(topologies.get_topology_desc(platform="tpu", **target.tpu_topology(count)).devices, count, processes)
+    layout = f"1x{processes}x{count // processes}"
     devices = topologies.get_topology_desc("", "cuda", target_config=target.config_text(), topology=layout).devices
     _compile_on(devices[0])
     return tuple(devices)
+
+
+def _of_equal_parts(devices: Sequence["jax.Device"], count: int, processes: int) -> tuple["jax.Device", ...]:
+    """Return devices of a slice, as many of each of its first processes; with `processes` 1 the first ones, whatever their processes."""
+    if processes == 1:
+        return tuple(devices[:count])
+    each = [[device for device in devices if device.process_index == p][: count // processes] for p in range(processes)]
+    return tuple(device for part in each for device in part)
 
 
 def _compile_on(device: "jax.Device") -> None:
@@ -372,7 +389,7 @@ def target_refusal(target: Target) -> str | None:
         return None
     version, jaxlib = _version(package), _version("jaxlib")
     if version and version != jaxlib:
-        return f"{package} {version} is for another JAX, this is {jaxlib}; {install} with the JAX that is installed"
+        return f"{package} {version} is for another JAX, this is {jaxlib}; install {package}=={jaxlib}"
     if (ptxas := _ptxas()) is None:
         return f"there is no ptxas, NVIDIA's assembler; {install}"
     if target.capability < _LEAST_OF_CUDA_13 and _release(ptxas) >= 13:

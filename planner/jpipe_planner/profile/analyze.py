@@ -25,10 +25,10 @@ from jpipe_planner.profile.model import (
     Model,
     Progress,
     compile_scratch,
+    compile_scratch_bytes,
     count_bytes,
     parts_of_bytes,
     profile_of,
-    scratch_bytes,
 )
 from jpipe_planner.profile.profile import Profile
 
@@ -78,12 +78,15 @@ def analyze(
         InputError: the device's figures are missing, or layers, batch, loss and optimizer do not fit together.
     """
     model = Model(stack, batch, loss, optimizer, tuple(sizes), precision or jpipe.Precision(), ema_decay, delay_correction)
-    compiled_for = compiling_for(device, unlimited=True).devices[0]
-    meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
+    compiling = compiling_for(device, unlimited=True)
+    compiled_for = compiling.devices[0]
     with tracing_for(compiled_for.platform):
+        meter = Meter(progress, parts_of_bytes(model) + len(model.distinct))
         costs = _costs(model, device, compiled_for, meter)
         stage_costs = count_bytes(model, policies, meter)
-        return profile_of(model, costs, stage_costs, compile_scratch(model, policies, compiled_for), source="analytic", device=device.name)
+        scratch = compile_scratch(model, policies, compiled_for)
+        fields = {"source": "analytic", "device": device.name, "compiled_for": compiling.kind}
+        return profile_of(model, costs, stage_costs, scratch, **fields)
 
 
 def _costs(model: Model, device: Device, compiled_for: jax.Device, meter: Meter) -> dict[tuple[str, int], Costs]:
@@ -92,7 +95,13 @@ def _costs(model: Model, device: Device, compiled_for: jax.Device, meter: Meter)
     for layer_id in model.distinct:
         stages = {rows: model.stage([layer_id], rows) for rows in model.sizes}
         traced = {(rows, name): stage.trace(name, local_device) for rows, stage in stages.items() for name in PROGRAMS}
-        lowered = {key: program.lower() for key, program in traced.items()}
+        try:
+            lowered = {key: program.lower() for key, program in traced.items()}
+        except NotImplementedError as error:
+            raise InputError(
+                f"layer '{layer_id}': its operations cannot be counted, because JAX does not compile it for CPUs: {error}; profile it with "
+                "another implementation, such as model.attention: xla"
+            ) from None
         temporaries = _temporaries(model.sizes, lowered if compiled_for == local_device else _lowered_at_ends(stages, compiled_for))
         for rows, temporary in zip(model.sizes, temporaries, strict=True):
             flops = {name: count_flops(traced[rows, name], lowered[rows, name]) for name in PROGRAMS}
@@ -152,6 +161,6 @@ def _temporaries(sizes: Sequence[int], lowered: Mapping[Any, jax.stages.Lowered]
     ends = list(dict.fromkeys((sizes[0], sizes[-1])))
     keys = [(rows, name) for rows in ends for name in ("forward", "backward")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        scratch = dict(zip(keys, pool.map(lambda key: scratch_bytes(lowered[key].compile()), keys), strict=True))
+        scratch = dict(zip(keys, pool.map(lambda key: compile_scratch_bytes(lowered[key]), keys), strict=True))
     at_ends = [max(scratch[rows, "forward"], scratch[rows, "backward"]) for rows in ends]
     return [math.ceil(np.interp(rows, ends, at_ends)) for rows in sizes]

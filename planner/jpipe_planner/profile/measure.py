@@ -95,7 +95,8 @@ def measure(
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
     scratch = compile_scratch(model, policies, device)
-    return profile_of(model, costs, stage_costs, scratch, source="measured", device=device.device_kind, dispatch=dispatch)
+    fields = {"source": "measured", "device": device.device_kind, "compiled_for": device.device_kind, "dispatch": dispatch}
+    return profile_of(model, costs, stage_costs, scratch, **fields)
 
 
 def _all_costs(model: Model, benches: Mapping[int, Bench], single: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:

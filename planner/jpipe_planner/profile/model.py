@@ -19,6 +19,7 @@ import optax
 
 import jpipe
 from jpipe import InputError
+from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_planner.profile.flops import count_flops
 from jpipe_planner.profile.profile import AtSize, LayerProfile, Profile, SharedProfile, TensorProfile
 from jpipe_planner.profile.tensor import tensor_profile
@@ -249,11 +250,21 @@ def compile_scratch(model: Model, policies: Sequence[str], device: jax.Device) -
     wanted += [(ids, largest, "full") for ids in remaking]
     lowered = [model.stage(*stage).trace("backward", device).lower() for stage in wanted]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        scratch = dict(zip(wanted, pool.map(lambda call: scratch_bytes(call.compile()), lowered), strict=True))
+        scratch = dict(zip(wanted, pool.map(compile_scratch_bytes, lowered), strict=True))
     of_pairs = {
         ids: {rows: math.ceil(np.interp(rows, ends, [scratch[ids, end, "none"] for end in ends])) for rows in model.sizes} for ids in pairs
     }
     return Scratch(of_pairs, {ids: scratch[ids, largest, "full"] for ids in remaking})
+
+
+def compile_scratch_bytes(program: jax.stages.Lowered) -> int:
+    """Compile a program and return its scratch memory; of one that exceeds the memory of a TPU, the bytes that XLA says it needs."""
+    try:
+        return scratch_bytes(program.compile())
+    except jax.errors.JaxRuntimeError as error:
+        if (sizes := bytes_beyond_memory(error)) is None:
+            raise
+        return math.ceil(sizes[0])
 
 
 def scratch_bytes(program: jax.stages.Compiled) -> int:

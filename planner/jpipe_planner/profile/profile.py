@@ -143,6 +143,7 @@ class Profile(_Data):
         format: "jpipe-profile/1".
         source: "measured", "analytic" or "imported".
         device: the device that was measured or assumed.
+        compiled_for: the kind of the devices that scratch memory was compiled for; "": not known.
         sizes: the microbatch sizes, in rows, ascending.
         inputs: bytes of one microbatch's inputs, for each size.
         labels: bytes of its labels, for each size.
@@ -157,6 +158,7 @@ class Profile(_Data):
     format: Literal["jpipe-profile/1"] = "jpipe-profile/1"
     source: Literal["measured", "analytic", "imported"]
     device: str = ""
+    compiled_for: str = ""
     sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
     inputs: tuple[Bytes, ...]
     labels: tuple[Bytes, ...]

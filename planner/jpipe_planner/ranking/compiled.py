@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jpipe
 from jpipe_planner.cost.memory import stage_bytes, waiting_inputs
 from jpipe_planner.cost.simulated import simulate_plan
+from jpipe_planner.machine.compiling import bytes_beyond_memory
 from jpipe_planner.ranking.choose import Choice, Ranked
 
 _AT_ONCE = 8  # stages that are compiled at once, without the fullest pipeline rank first
@@ -98,9 +98,9 @@ def _with_compiled(
     try:
         sizes = pipe.costs(batch, compiled_for=devices, stages=stages, programs=programs)
     except jax.errors.JaxRuntimeError as error:
-        if limit is None or "RESOURCE_EXHAUSTED" not in str(error):
+        if limit is None or bytes_beyond_memory(error) is None:
             raise
-        return _rejected_by_compiler(ranked, limit, str(error))
+        return _rejected_by_compiler(ranked, limit, plan, lambda s: pipe.costs(batch, compiled_for=devices, stages=[s], programs=programs))
     for s, (size, estimate) in enumerate(zip(sizes, estimates, strict=True)):
         names = _TIMES if s in stages else (*_TIMES, "residuals", "stash", "temporary")
         costs.append(dataclasses.replace(size, **{name: getattr(estimate, name) for name in names}))
@@ -111,20 +111,23 @@ def _with_compiled(
     return Compiled(exact, ranked.candidate.memory, None if limit is None else max(exact.memory) - limit, compiled_ranks)
 
 
-def _rejected_by_compiler(ranked: Ranked, limit: float, message: str) -> Compiled:
+def _rejected_by_compiler(ranked: Ranked, limit: float, plan: jpipe.Plan, compile: Callable[[int], object]) -> Compiled:
     """Return the result for a plan of which XLA does not compile a program, because it exceeds the memory, as XLA says of TPUs.
 
-    The rank that is fullest by the estimates then lacks what the program does; the memory of the other ranks is estimated.
+    The first rank of which `compile` fails for a stage lacks what the program does; the memory of the other ranks is estimated.
     """
-    sizes = [float(number) * _UNITS[unit] for number, unit in re.findall(r"([0-9]+(?:\.[0-9]+)?)([KMG])\b", message)]
-    lacking = max(sizes[0] - sizes[1], 1.0) if len(sizes) > 1 else 1.0  # "used 17.2G of 15.75G", "(16.00G) exceeds available HBM (15.75G)"
-    fullest = max(range(len(ranked.memory)), key=ranked.memory.__getitem__)
-    memory = tuple(math.ceil(max(size, limit) + lacking) if p == fullest else size for p, size in enumerate(ranked.memory))
-    exact = Ranked(dataclasses.replace(ranked.candidate, memory=memory))
-    return Compiled(exact, ranked.candidate.memory, max(memory) - limit, (fullest,))
-
-
-_UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30}
+    memory = list(ranked.memory)
+    for p, stages in enumerate(plan.pipeline_ranks):
+        try:
+            for s in stages:
+                compile(s)
+        except jax.errors.JaxRuntimeError as error:
+            if (sizes := bytes_beyond_memory(error)) is None:
+                raise
+            memory[p] = math.ceil(max(memory[p], limit) + sizes[0] - sizes[1])
+            break
+    exact = Ranked(dataclasses.replace(ranked.candidate, memory=tuple(memory)))
+    return Compiled(exact, ranked.candidate.memory, max(memory) - limit, tuple(range(len(memory))))
 
 
 def closed_form_bytes(plan: jpipe.Plan, costs: Sequence[jpipe.programs.StageCost]) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ class _Confirm:
         limit = choice.topology.device.limit
         self._limit = math.inf if limit is None else limit
         roomy = None if limit is None else (1 + NEAR) * limit
-        device = choice.topology.device.model_copy(update={"memory": roomy})
+        device = choice.topology.device.model_copy(update={"memory": roomy, "reserved": {}})
         self._roomy = choice.topology.model_copy(update={"device": device})
         self._candidates = list(candidates)
         # The original of each candidate; near misses are marked as plans that fit.

@@ -206,7 +206,7 @@ CUDA = ("jax_plugins.xla_cuda13",)
         (
             "h100-80gb",
             {"modules": CUDA, "versions": {"jax-cuda13-plugin": "0.11.0"}},
-            "jax-cuda13-plugin 0.11.0 is for another JAX, this is 0.12.0; install jpipe-train[target-cuda] with the JAX that is installed",
+            "jax-cuda13-plugin 0.11.0 is for another JAX, this is 0.12.0; install jax-cuda13-plugin==0.12.0",
         ),
         (
             "h100-80gb",
@@ -280,7 +280,7 @@ def test_more_devices_than_a_slice_has_are_refused(monkeypatch):
     monkeypatch.setattr(targets, "target_refusal", lambda target: None)
     monkeypatch.setattr(targets, "_devices_elsewhere", lambda *_: tuple(jax.local_devices()))
     assert len(devices_of(Target(**TPU), 2)) == 2
-    with pytest.raises(TargetUnavailable, match=r"expected 9 devices of My GPU, found 8 in one slice; use smaller meshes"):
+    with pytest.raises(TargetUnavailable, match=r"expected 9 devices of My GPU, found 8 in a slice; use fewer"):
         devices_of(Target(**TPU), 9)
 
 
@@ -377,3 +377,18 @@ def test_other_machines_are_told_what_was_expected(arguments, message, attach):
     with pytest.raises(jpipe.InputError) as error:
         attached_target()
     assert str(error.value).startswith(f"target --here: {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "slice_"),
+    [
+        ("v5e", 1, "v5e:2x4"),
+        ("v5e", 8, "v5e:2x4"),
+        ("v5e", 9, "v5e:4x4"),
+        ("v5e", 32, "v5e:4x8"),
+        ("v5p", 8, "v5p:2x2x2"),
+        ("v5p", 16, "v5p:2x2x4"),
+    ],
+)
+def test_a_slice_has_at_least_as_many_chips_as_are_asked_for(name, count, slice_):
+    assert find_target(name).tpu_topology(count)["topology_name"] == slice_

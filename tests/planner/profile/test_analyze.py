@@ -14,6 +14,7 @@ import jpipe
 from jpipe import InputError
 from jpipe_planner.machine.topology import Device
 from jpipe_planner.profile.analyze import analyze
+from jpipe_planner.profile.model import compile_scratch_bytes
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.models.layers import layers
 
@@ -237,3 +238,14 @@ def test_the_temporaries_of_several_layers_are_about_those_of_the_compiled_stage
     for estimate, true in zip(wide_profile.stage_costs(plan, 4), exact, strict=True):
         assert 0.75 * true < estimate.temporary < 1.25 * true
         assert max(layer.at[0].temporary for layer in wide_profile.layers) < 0.3 * true  # gradients of four layers, not only scratch of one
+
+
+def test_a_program_beyond_the_memory_of_a_tpu_has_the_bytes_that_xla_says_it_needs():
+    class Lowered(jax.stages.Lowered):
+        def __init__(self):
+            """Hold no program."""
+
+        def compile(self, *options):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: temporaries (32.00G) exceeds available HBM (15.75G)")
+
+    assert compile_scratch_bytes(Lowered()) == 32 * 2**30

@@ -59,16 +59,26 @@ def test_where_simulating_takes_too_long_the_closed_form_has_the_exact_bytes(sch
     ],
 )
 def test_a_plan_whose_program_exceeds_the_memory_of_the_compiler_does_not_fit(message, monkeypatch):
-    def refuse(*args, **options):
-        raise jax.errors.JaxRuntimeError(message)
+    def refuse(self, batch, *, stages, **options):
+        if 1 in stages:
+            raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(jpipe.Pipeline, "costs", refuse)
     compiled, _ = compiled_choice("gpipe")
     assert not compiled.fits
     assert compiled.lacking == 1.5 * 2**30
-    fullest = max(compiled.ranked.memory)
-    assert fullest == 1e9 + 1.5 * 2**30
-    assert compiled.ranks == (compiled.ranked.memory.index(fullest),)
+    assert compiled.ranked.memory[1] == 1e9 + 1.5 * 2**30
+    assert compiled.ranked.memory[0] < 1e9
+    assert compiled.ranks == (0, 1)
+
+
+def test_other_errors_of_the_compiler_are_not_caught(monkeypatch):
+    def fail(*args, **options):
+        raise jax.errors.JaxRuntimeError("INTERNAL: libdevice is missing")
+
+    monkeypatch.setattr(jpipe.Pipeline, "costs", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="libdevice"):
+        compiled_choice("gpipe")
 
 
 @pytest.mark.slow

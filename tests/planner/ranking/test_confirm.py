@@ -163,3 +163,10 @@ def test_programs_that_were_compiled_for_another_plan_are_not_compiled_again(mon
     other = ({"pipedream_flush", "pipedream_2bw"} - {first}).pop()
     assert counts[first, False] == counts[first, True]
     assert counts[other, False] <= counts[other, True] - 3  # forward, backward, and both in one
+
+
+def test_what_is_reserved_is_subtracted_once_from_the_memory_that_near_misses_may_have():
+    topology = Topology(levels=({"count": 2, "bandwidth": 1e9},), device={"memory": 80e9, "reserved": 10e9})
+    choice = choose(profile(), topology, find_candidates(profile(), topology, 8, schedules=["gpipe"]))
+    one = module._Confirm(choice, [], {}, lambda *_: None, lambda *_: None)
+    assert one._roomy.device.limit == pytest.approx(1.1 * 70e9)

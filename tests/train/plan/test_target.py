@@ -54,7 +54,7 @@ def test_the_table_has_a_row_for_each_target_and_says_what_to_install(printed, m
     assert rows["h100-80gb"].endswith("  no")
     assert rows["v5e"].endswith("  yes")
     assert all(words in rows["h100-80gb"] for words in ("NVIDIA H100 80GB HBM3", "80.0 GB", " 67 ", " 989 ", "3,352 GB/s"))
-    assert "not compiled here: h100-80gb, " in out
+    assert "no compiler here: h100-80gb, " in out
     assert out.endswith(": install it\n")
 
 
@@ -144,7 +144,7 @@ def test_without_a_compiler_the_cpus_memory_is_shown_with_its_error(printed, con
     assert (err, code) == ("", 0)
     assert (
         "largest program, compiled for this machine (cpu), because it is missing; install it; in float32 a CPU's compiler asks for 0.7 to "
-        "3 times (median 1.4) the scratch memory that an H100's asks for"
+        "3 times (median 1.4) the scratch memory that an H100's asks for, so a plan"
     ) in out
     assert "of NVIDIA H100 80GB HBM3: every rank fits\n" in out
     plain = printed("simulate", config)[0]

@@ -12,7 +12,11 @@ from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import first_line
 from jpipe_train.plan.inputs import read_text, read_topology
 
-RATIOS = {True: "1.1 to 12 times (median 1.8)", False: "0.7 to 3 times (median 1.4)"}  # in 16 bits, and otherwise: docs/planner.md
+# The temporaries that a CPU's compiler asks for, divided by those of the target's, in 16 bits and otherwise: docs/planner.md.
+RATIOS = {
+    "cuda": ("an H100's", "1.1 to 12 times (median 1.8)", "0.7 to 3 times (median 1.4)"),
+    "tpu": ("a TPU v5e's", "0.3 to 5 times (median 2.3)", ""),
+}
 _MOST = 2**20  # bytes of a file
 
 
@@ -48,10 +52,12 @@ def compiled_words(config: Config, compiling: Compiling) -> str:
     if compiling.devices[0].platform != "cpu":
         return f"{instead}; the scratch memory of other devices may differ"
     computes = config.precision.computes or config.model.compute_dtype
-    ratios = RATIOS["16" in computes]
+    whose, in_16_bits, otherwise = RATIOS[compiling.instead_of or "cuda"]
+    if not (ratio := in_16_bits if "16" in computes else otherwise):
+        return f"{instead}; the scratch memory of {whose} programs may differ, by how much is not known in {computes}"
     return (
-        f"{instead}; in {computes} a CPU's compiler asks for {ratios} the scratch memory that an H100's asks for, so on GPUs a plan that "
-        "lacks less than its temporaries may fit, or need less recomputation"
+        f"{instead}; in {computes} a CPU's compiler asks for {ratio} the scratch memory that {whose} asks for, so a plan that misses the "
+        "limit by less than its temporaries may fit there, or need less recomputation"
     )
 
 

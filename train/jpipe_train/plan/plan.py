@@ -194,7 +194,8 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
     reporter.say(
         f"{topology.name or 'topology'}: {topology.num_devices} × {topology.device.name}"
         + (f" with {table.size(limit)}" if limit else "")
-        + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}; {choice.considered:,} candidates"
+        + f"; {profile.source} profile of {count(len(profile.layers), 'layer')}{_compiled_for(profile, topology)}"
+        + f"; {choice.considered:,} candidates"
     )
     first_rows = "row" if result.compiled < 2 else count(result.compiled, "row")
     reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
@@ -239,6 +240,12 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
         reporter.say("memory is estimated from the profile; with a CONFIG the stages are compiled to know it")
     if candidate.batch != batch:
         reporter.say(f"the plan has {table.rows_of(candidate.batch)} between two updates, in place of {batch}")
+
+
+def _compiled_for(profile: Profile, topology: Topology) -> str:
+    """Name the devices that the scratch memory of the profile was compiled for if they are of another kind, or return ""."""
+    target = topology.device.compiles_for
+    return f" compiled for {profile.compiled_for}" if target and profile.compiled_for not in ("", target.name) else ""
 
 
 def attention_words(config: Config, choice: Choice) -> str:

@@ -193,7 +193,8 @@ def plan_and_costs(config: Config, compile: bool = True, device: Device | None =
         if device is not None and needed > 1:
             compiling = compiling_for(device, needed)
         if needed > len(compiling.devices):
-            unknown = f"need {count(needed, 'device')} to compile for, the largest mesh; XLA_FLAGS can make CPU devices"
+            why = f"; stages would be compiled for this machine, because {compiling.missing}" if compiling.missing else ""
+            unknown = f"need {count(needed, 'device')} to compile for, the largest mesh{why}; XLA_FLAGS can make CPU devices"
             return Subject(pipe.plan, pipe.costs(batches.like), unknown=unknown)
         if sys.stderr.isatty():
             stages = count(pipe.plan.depth, "stage")

@@ -16,7 +16,7 @@ def listing() -> list[str]:
     targets = known_targets()
     dtypes = list(dict.fromkeys(dtype for target in targets.values() for dtype in target.flops))
     refusals = {name: target_refusal(target) for name, target in targets.items()}
-    head = ["target", "device", "memory", "reserved", *dtypes, "bandwidth", "compiled here"]
+    head = ["target", "device", "memory", "reserved", *dtypes, "bandwidth", "compiler installed"]
     rows = [_row(name, target, dtypes, refusals[name]) for name, target in targets.items()]
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in refusals.items():
@@ -26,7 +26,7 @@ def listing() -> list[str]:
         *align([head, *rows]),
         "",
         "reserved: bytes that a plan leaves free; by dtype: peak TFLOP/s without sparsity. jpipe target NAME shows one with its sources.",
-        *(f"not compiled here: {', '.join(names)}: {reason}" for reason, names in names_by_reason.items()),
+        *(f"no compiler here: {', '.join(names)}: {reason}" for reason, names in names_by_reason.items()),
     ]
 
 
