@@ -133,8 +133,9 @@ def in_words(each: Sequence[Found]) -> str:
     if overlapping:
         counts = sorted(collective.between for collective in each if collective.between)
         spread = " to ".join(str(count) for count in dict.fromkeys((*counts[:1], *counts[-1:])))
-        during = f", {overlapping[True]} of them during {spread} computations" if counts else ", nothing during them"
-        parts.append(f"{sum(overlapping.values())} asynchronous{during}")
+        total = sum(overlapping.values())
+        which = "" if len(counts) == total == 1 else "each " if len(counts) == total else f"{len(counts)} of them "
+        parts.append(f"{total} asynchronous, {f'{which}with {spread} computations' if counts else 'nothing'} between start and done")
     return "; ".join(parts)
 
 
