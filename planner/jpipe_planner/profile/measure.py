@@ -94,9 +94,8 @@ def measure(
     _in_turns([*benches.values()], repetitions, seconds)
     costs = _all_costs(model, benches, single, meter)
     dispatch = statistics.median(bench.medians()[1] for bench in benches.values())
-    scratch = compile_scratch(model, policies, device)
-    fields = {"source": "measured", "device": device.device_kind, "compiled_for": device.device_kind, "dispatch": dispatch}
-    return profile_of(model, costs, stage_costs, scratch, **fields)
+    scratch, kind = compile_scratch(model, policies, device), device.device_kind
+    return profile_of(model, costs, stage_costs, scratch, source="measured", dispatch=dispatch, device=kind, compiled_for=kind)
 
 
 def _all_costs(model: Model, benches: Mapping[int, Bench], single: Mapping[int, Bench], meter: Meter) -> dict[tuple[str, int], Costs]:
