@@ -24,7 +24,7 @@ from pydantic import Field
 import jpipe
 from jpipe import InputError, files
 from jpipe_planner.machine.plain_yaml import parse
-from jpipe_planner.machine.units import DTYPES, Data, Positive, Possible, Share, in_unit
+from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit
 
 if TYPE_CHECKING:
     import jax
@@ -103,7 +103,7 @@ class Target(Data):
     name: str
     memory: Annotated[float, in_unit("bytes"), Positive, Possible]
     reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
-    flops: dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possible]]
+    flops: Rates
     efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
     memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible]
     compiler: dict[str, Any]
@@ -129,12 +129,9 @@ class Target(Data):
 
     @pydantic.field_validator("flops")
     @classmethod
-    def _of_known_types(cls, flops: dict[str, float]) -> dict[str, float]:
+    def _not_empty(cls, flops: dict[str, float]) -> dict[str, float]:
         if not flops:
             raise ValueError("expected peak rates without sparsity by dtype, such as {bfloat16: 989 TFLOP/s}, found none; add them")
-        for name in flops:
-            if name not in DTYPES:
-                raise ValueError(f"unknown dtype {name!r}; {jpipe.errors.nearest(name, DTYPES)}")
         return flops
 
     @pydantic.model_validator(mode="after")

@@ -12,7 +12,7 @@ import jpipe
 from jpipe import InputError, files
 from jpipe_planner.machine.plain_yaml import parse
 from jpipe_planner.machine.targets import Target, find_target
-from jpipe_planner.machine.units import DTYPES, Data, Positive, Possible, Share, in_unit, seconds
+from jpipe_planner.machine.units import Data, Positive, Possible, Rates, Share, in_unit, seconds
 
 FORMAT = "jpipe-topology/1"
 
@@ -52,7 +52,7 @@ class Device(Data):
     target: str | None = None
     memory: Annotated[float, in_unit("bytes"), Positive, Possible] | None = None
     reserved: dict[str, Annotated[float, in_unit("bytes"), Field(ge=0, le=1e15)]] = Field(default_factory=dict)
-    flops: dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possible]] = Field(default_factory=dict)
+    flops: Rates = Field(default_factory=dict)
     efficiency: Annotated[float, Field(gt=0, le=1), Share] = 0.5
     memory_bandwidth: Annotated[float, in_unit("bytes per second"), Positive, Possible] | None = None
 
@@ -88,14 +88,6 @@ class Device(Data):
                 f"reserved: expected less than the memory of {self.memory:,.0f} bytes, found {sum(self.reserved.values()):,.0f}"
             )
         return self
-
-    @pydantic.field_validator("flops")
-    @classmethod
-    def _of_known_types(cls, flops: dict[str, float]) -> dict[str, float]:
-        for name in flops:
-            if name not in DTYPES:
-                raise ValueError(f"unknown dtype {name!r}; {jpipe.errors.nearest(name, DTYPES)}")
-        return flops
 
 
 _FIGURES = ("memory", "reserved", "flops", "efficiency", "memory_bandwidth")  # of a target

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
+
+import jpipe
 
 __all__ = ["DTYPES", "Data", "Positive", "Possible", "Share", "in_unit", "seconds"]
 
@@ -79,9 +81,17 @@ def _share(value: float) -> float:
     return value
 
 
+def _of_known_dtypes(rates: dict[str, float]) -> dict[str, float]:
+    for name in rates:
+        if name not in DTYPES:
+            raise ValueError(f"unknown dtype {name!r}; {jpipe.errors.nearest(name, DTYPES)}")
+    return rates
+
+
 Positive = Field(gt=0, allow_inf_nan=False)
 Possible = AfterValidator(_possible)
 Share = AfterValidator(_share)
+Rates = Annotated[dict[str, Annotated[float, in_unit("FLOP/s"), Positive, Possible]], AfterValidator(_of_known_dtypes)]  # by dtype
 
 
 class Data(pydantic.BaseModel):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import pytest
-import yaml
 
 import jpipe
 from jpipe_train import cli
@@ -14,13 +13,6 @@ from jpipe_train import cli
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
-
-
-@pytest.fixture
-def config(tmp_path, tiny) -> str:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(tiny))
-    return str(path)
 
 
 @pytest.fixture

@@ -15,13 +15,6 @@ TOPOLOGIES = Path(__file__).parents[3] / "configs" / "topologies"
 
 
 @pytest.fixture
-def config(tmp_path, tiny) -> str:
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(tiny))
-    return str(path)
-
-
-@pytest.fixture
 def printed(capsys, monkeypatch):
     """Run a command, and return what it prints and its exit code."""
     monkeypatch.setenv("COLUMNS", "1000")
