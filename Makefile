@@ -82,18 +82,18 @@ bench-hosts: .venv/ready ## Measure speed on two and four hosts (network namespa
 	@$(VENV)/python -m benchmarks.hosts
 
 bench-accuracy: .venv/ready ## Train to the same loss over slow links, by data parallelism and a planned pipeline; needs root and iproute2
-	@$(VENV)/python -m benchmarks.hosts.accuracy --document docs/papers.md --pictures docs/pictures
+	@$(VENV)/python -m benchmarks.hosts.accuracy --document docs/explanation/papers.md --pictures docs/pictures
 
 bench-planner: .venv/ready ## Measure the planner: its speed, the papers' examples, predictions against measurements on this machine
 	@$(VENV)/python -m benchmarks.planner
 
-bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a few minutes; puts the tables into docs/papers.md and draws them
-	@$(VENV)/python -m benchmarks.papers --document docs/papers.md --pictures docs/pictures
+bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a few minutes; puts the tables into docs/explanation/papers.md and draws them
+	@$(VENV)/python -m benchmarks.papers --document docs/explanation/papers.md --pictures docs/pictures
 
 bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults
 
-bench-learning: .venv/ready ## Compare how well models learn with delayed weights, about eight minutes; docs/learning.md has the full grid
+bench-learning: .venv/ready ## Compare how well models learn with delayed weights, about eight minutes; docs/explanation/learning.md has the full grid
 	@$(VENV)/python -m benchmarks.learning
 
 docs: .venv/ready ## Build the API reference, build/docs/jpipe.html

@@ -17,7 +17,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.model import find_layerwise
 
-PAGE = Path(__file__).with_name("optimizers.md")
+PAGE = Path(__file__).parent / "how-to" / "optimizers.md"
 RATE = 1e-2
 STEPS = 4
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {

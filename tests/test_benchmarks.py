@@ -454,8 +454,8 @@ def test_pictures_show_the_numbers_of_the_tables():
 @pytest.mark.parametrize("name", draw.PICTURES)
 def test_each_picture_of_the_papers_page_exists_with_its_tables(name):
     docs = pathlib.Path(__file__).parents[1] / "docs"
-    page = (docs / "papers.md").read_text(encoding="utf-8")
-    assert f"](pictures/papers-{name}.png)" in page
+    page = (docs / "explanation" / "papers.md").read_text(encoding="utf-8")
+    assert f"](../pictures/papers-{name}.png)" in page
     assert (docs / f"pictures/papers-{name}.png").stat().st_size < 150_000
     assert all(f"<!-- {table} -->" in page for table in draw.PICTURES[name].tables)
 

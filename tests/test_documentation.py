@@ -26,7 +26,7 @@ from jpipe_train.cli import main
 from jpipe_train.config.config import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "papers" / "README.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "papers" / "README.md"]
 MODULES = sorted(module.name for module in pkgutil.walk_packages(jpipe.__path__, "jpipe."))
 
 
@@ -125,7 +125,7 @@ def test_yaml_and_shell_snippets_of_a_page_are_valid(language, snippet):
 
 
 def test_the_indexed_job_has_what_kubernetes_asks_for():
-    text = (ROOT / "docs" / "multi-process.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "multi-process.md").read_text()
     service, job = yaml.safe_load_all(re.search(r"^```yaml\n(apiVersion.*?)^```", text, re.MULTILINE | re.DOTALL)[1])
     assert (service["spec"]["clusterIP"], job["spec"]["completionMode"]) == ("None", "Indexed")
     pod = job["spec"]["template"]["spec"]
@@ -144,9 +144,9 @@ def test_links_of_a_page_lead_somewhere(page):
 
 
 def tables_of_keys() -> dict[str, dict[str, list[str]]]:
-    """Return the tables of docs/configuration.md as {section: {key: [meaning, default, limits]}}."""
+    """Return the tables of docs/reference/configuration.md as {section: {key: [meaning, default, limits]}}."""
     tables = {}
-    for part in (ROOT / "docs" / "configuration.md").read_text().split("\n## ")[1:]:
+    for part in (ROOT / "docs" / "reference" / "configuration.md").read_text().split("\n## ")[1:]:
         title, _, body = part.partition("\n")
         rows = [[cell.strip() for cell in row] for row in re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|([^|]*)\|$", body, re.MULTILINE)]
         tables[title.strip("`")] = {key: cells for key, *cells in rows}
@@ -191,10 +191,10 @@ def test_no_name_is_exported_twice():
 
 
 def test_the_list_of_public_names_is_complete_and_names_the_right_files():
-    sections = re.split(r"^## `([\w.]+)`$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)[1:]
+    sections = re.split(r"^## `([\w.]+)`$", (ROOT / "docs" / "reference" / "api.md").read_text(), flags=re.MULTILINE)[1:]
     listed = []
     for module, text in zip(sections[::2], sections[1::2], strict=True):
-        for name, path in re.findall(r"^- \[`(\w+)`\]\(\.\./(.+?)\): \S", text, re.MULTILINE):
+        for name, path in re.findall(r"^- \[`(\w+)`\]\(\.\./\.\./(.+?)\): \S", text, re.MULTILINE):
             listed.append((module, name))
             assert re.search(rf"^(class |def |){name}\b.*[:=(]", (ROOT / path).read_text(), re.MULTILINE), f"{name} is not in {path}"
     assert sorted(listed) == sorted(NAMES)

@@ -169,7 +169,7 @@ def test_tables_of_a_cpu_have_their_own_places(tmp_path, capsys):
 
 def test_the_tables_of_a_cpu_in_the_document_are_those_of_its_results(capsys):
     learning.main(["--from-json", str(ROOT / "benchmarks" / "learning" / "cpu.json")])
-    tables, document = capsys.readouterr().out.strip().split("\n\n"), (ROOT / "docs" / "learning.md").read_text()
+    tables, document = capsys.readouterr().out.strip().split("\n\n"), (ROOT / "docs" / "explanation" / "learning.md").read_text()
     assert len(tables) == 2 * document.count(", on a CPU -->") > 0
     for name, table in zip(tables[::2], tables[1::2], strict=True):
         assert f"<!-- {name} -->\n\n{table}\n" in document

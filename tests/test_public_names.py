@@ -100,7 +100,7 @@ def test_no_private_name_is_used_by_another_package(package):
         assert list(private_names(path.read_text(), package)) == [], path.relative_to(ROOT)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name)
 def test_no_page_shows_a_private_name(page):
     assert list(private_names("\n".join(SNIPPET.findall(page.read_text())))) == []
 

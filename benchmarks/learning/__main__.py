@@ -1,6 +1,7 @@
 """`python -m benchmarks.learning [--full] [--document FILE] [--pictures FOLDER]`: train with delayed weights, and compare recipes.
 
-The runs emulate each schedule on one device. `--full` runs the grid of docs/learning.md, which takes a GPU; the default is a part of it.
+The runs emulate each schedule on one device. `--full` runs the grid of docs/explanation/learning.md, which takes a GPU; the default is a
+part of it.
 """
 
 import argparse

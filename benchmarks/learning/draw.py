@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/learning.md."""
+"""Draw the pictures of docs/explanation/learning.md."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/papers.md from the cells of its tables, so that both show the same."""
+"""Draw the pictures of docs/explanation/papers.md from the cells of its tables, so that both show the same."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

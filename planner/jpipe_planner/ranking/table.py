@@ -139,7 +139,8 @@ def price(cost: PriceOfFlush) -> list[str]:
         return [f"price of the flush: none; {flushing} is as fast as {other}, {how}, and its weights are newer"]
     return [
         f"price of the flush: per sample, {flushing} takes {cost.ratio:.2f} times as long as {other}, {how}",
-        f"the asynchronous plan pays if it reaches the same loss with fewer than {cost.ratio:.2f} times the samples (docs/learning.md)",
+        f"the asynchronous plan pays if it reaches the same loss with fewer than {cost.ratio:.2f} times the samples "
+        "(docs/explanation/learning.md)",
     ]
 
 

@@ -24,7 +24,7 @@ def pipeline(schedule="pipedream_2bw", num_stages=3) -> Pipeline:
 
 
 def train(pipe, batches, folder, until):
-    """Train with the loop of docs/checkpoints.md and return the loss of each batch and the final parameters."""
+    """Train with the loop of docs/how-to/checkpoints.md and return the loss of each batch and the final parameters."""
     key, snapshot, losses = jax.random.key(KEY), None, {}
     state = checkpoints.load(pipe, folder, key, batches[0]) or pipe.init(key, batches[0])
     for t in range(state.batch, until):

@@ -27,7 +27,7 @@ from jpipe_train.launch.together import Together
 from jpipe_train.run import loop
 from tests.train.conftest import SENTENCE, changed
 
-PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "checkpoints.md"
 STEPS = 40
 
 

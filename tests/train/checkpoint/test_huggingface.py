@@ -267,7 +267,7 @@ def test_simulations_of_a_config_know_the_model_of_its_folder(tmp_path, capsys):
 @pytest.mark.exhaustive  # the README's are run in `make check`
 def test_the_commands_of_the_page_lead_from_a_folder_to_a_folder(tmp_path, monkeypatch, capsys):
     """The commands that create a folder run first, on a short text, for two steps."""
-    page = (ROOT / "docs" / "huggingface.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "huggingface.md").read_text()
     commands = [shlex.split(words.replace("\\\n", " ")) for words in re.findall(r"^    jpipe ((?:[^\n]*\\\n)*[^\n]*)$", page, re.MULTILINE)]
     assert [words[0] for words in commands] == ["data", "train", "generate", "export", "data", "data", "export"]
     monkeypatch.chdir(tmp_path)

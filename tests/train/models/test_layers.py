@@ -40,7 +40,7 @@ def test_presets_of_the_paper_have_about_as_many_as_it_says(name, billions):
 
 
 def test_the_page_has_every_preset_with_its_parameters():
-    page = Path(__file__).parents[3] / "docs" / "models.md"
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "models.md"
     rows = re.findall(r"^\| `([\w.-]+)` \|[^|]*\| ([\d,]+) \|$", page.read_text(), re.MULTILINE)
     assert {name: int(count.replace(",", "")) for name, count in rows} == {name: count_of(name) for name in PRESETS}
 

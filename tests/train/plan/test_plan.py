@@ -388,7 +388,10 @@ def test_a_faster_plan_with_delayed_weights_is_one_line_unless_requested(files, 
     price = (
         r"price of the flush: per sample, [a-z_0-9]+ with 3 stages takes 1\.\d\d times as long as pipedream(_2bw)?( \+\d)? with 3 stages "
     )
-    pays = r"the asynchronous plan pays if it reaches the same loss with fewer than 1\.\d\d times the samples \(docs/learning.md\)"
+    pays = (
+        r"the asynchronous plan pays if it reaches the same loss with fewer than 1\.\d\d times the samples "
+        r"\(docs/explanation/learning.md\)"
+    )
     compared = price + r"\(mean delay [\d.]+\), as simulated " + pays
     assert re.search(compared, out)
     output = " ".join(planned(capsys, *arguments, "--schedules=all").split())
