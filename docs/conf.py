@@ -42,6 +42,8 @@ html_theme_options = {
     "show_toc_level": 2,
     "use_download_button": False,
     "use_fullscreen_button": False,
+    "navbar_persistent": [],  # the sidebar has the search
+    "footer_content_items": [],
 }
 html_show_copyright = False
 html_copy_source = False

@@ -93,12 +93,15 @@ def _add_types(app: Sphinx, doctree: nodes.document) -> None:
 
 def _link_names(app: Sphinx, doctree: nodes.document) -> None:
     """Let code in a text link to the reference if it is the full name of a public object, or a member of one: `Plan.even`."""
-    if app.env.docname == "reference/changelog":
+    page = app.env.docname
+    if page == "reference/changelog":
         return  # which has names of earlier versions
     for literal in list(doctree.findall(nodes.literal)):
         name = literal.astext()
-        is_qualified = name in api.MODULES or re.fullmatch(r"(jpipe|jpipe_planner)\.[\w.]+|[A-Z]\w*\.\w+", name)
-        if is_qualified and not isinstance(literal.parent, nodes.reference | addnodes.pending_xref):
+        is_qualified = re.fullmatch(r"(jpipe|jpipe_planner)\.[\w.]+|[A-Z]\w*\.\w+", name) or (
+            page == "reference/api/index" and name in api.MODULES
+        )
+        if is_qualified and not isinstance(literal.parent, nodes.reference | nodes.title | addnodes.pending_xref):
             literal.replace_self(_reference(name, literal.deepcopy()))
 
 
