@@ -102,8 +102,7 @@ bench-learning: .venv/ready ## Compare how well models learn with delayed weight
 	@$(VENV)/python -m benchmarks.learning
 
 docs: .venv/ready ## Build the documentation site, build/docs/index.html; a warning is an error
-	@$(SPHINX) -b html docs build/docs
-	@echo "build/docs/index.html is built"
+	@began=$$(date +%s) && $(SPHINX) -b html docs build/docs && echo "build/docs/index.html: built in $$(($$(date +%s) - began)) s"
 
 docs-links: .venv/ready ## Check the links from the documentation to other sites; needs a network
 	@$(SPHINX) -b linkcheck docs build/links

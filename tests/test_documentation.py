@@ -13,6 +13,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+import urllib.parse
 
 import jax
 import pydantic
@@ -142,6 +143,15 @@ def test_the_indexed_job_has_what_kubernetes_asks_for():
 def test_links_of_a_page_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_links_to_other_sites_are_addresses(page):
+    for link in re.findall(r"\]\((\w+:[^)]*)\)", page.read_text()):
+        address = urllib.parse.urlsplit(link)
+        assert address.scheme == "https", link
+        assert re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", address.netloc), link
+        assert not re.search(r"\s", link), link
 
 
 def tables_of_keys() -> dict[str, dict[str, list[str]]]:
