@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -258,23 +258,26 @@ def compile_scratch(model: Model, policies: Sequence[str], device: jax.Device) -
     if that is among the policies, only the largest: what it adds is proportional to the residuals. There triples of neighbours are compiled
     too, because a compiler for TPUs needs much less for a third layer than for the second one.
     """
-    ends, pairs, largest = list(dict.fromkeys((model.sizes[0], model.sizes[-1]))), [*model.pairs.values()], model.sizes[-1]
-    wanted = [(ids, rows, "none", program) for program in ("forward", "backward") for ids in pairs for rows in ends]
+    ends, largest = list(dict.fromkeys((model.sizes[0], model.sizes[-1]))), model.sizes[-1]
+    pairs: list[tuple[str, ...]] = [*model.pairs.values()]
+    kinds: tuple[Literal["forward"], Literal["backward"]] = ("forward", "backward")
     remaking: list[tuple[str, ...]] = []
     if "full" in policies:
         triples = model.triples.values()
         remaking = list(dict.fromkeys([*((one,) for one in model.distinct), *pairs, *triples, *(triple[1:] for triple in triples)]))
-    stages: list[tuple[tuple[str, ...], int, str, str]] = [*wanted, *((ids, largest, "full", "backward") for ids in remaking)]
-    lowered = [model.stage(ids, rows, policy).trace(program, device).lower() for ids, rows, policy, program in stages]
+    lowered = {(ids, rows, kind): model.stage(ids, rows).trace(kind, device).lower() for ids in pairs for rows in ends for kind in kinds}
+    lowered_full = [model.stage(ids, largest, "full").trace("backward", device).lower() for ids in remaking]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        scratch = dict(zip(stages, pool.map(compile_scratch_bytes, lowered), strict=True))
+        full = pool.map(compile_scratch_bytes, lowered_full)
+        scratch = dict(zip(lowered, pool.map(compile_scratch_bytes, lowered.values()), strict=True))
+        of_remaking = dict(zip(remaking, full, strict=True))
 
-    def by_rows(ids: tuple[str, ...], program: str) -> dict[int, int]:
-        at_ends = [scratch[ids, end, "none", program] for end in ends]
+    def by_rows(ids: tuple[str, ...], kind: Literal["forward", "backward"]) -> dict[int, int]:
+        at_ends = [scratch[ids, end, kind] for end in ends]
         return {rows: math.ceil(np.interp(rows, ends, at_ends)) for rows in model.sizes}
 
-    forwards, backwards = ({ids: by_rows(ids, program) for ids in pairs} for program in ("forward", "backward"))
-    return Scratch(forwards, backwards, {ids: scratch[ids, largest, "full", "backward"] for ids in remaking})
+    forwards, backwards = ({ids: by_rows(ids, kind) for ids in pairs} for kind in kinds)
+    return Scratch(forwards, backwards, of_remaking)
 
 
 def compile_scratch_bytes(program: jax.stages.Lowered) -> int:
@@ -333,7 +336,7 @@ class _ScratchParts:
 
     def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
         """Return what such a backward needs more if a layer comes before the next one and further ones."""
-        triple = next_equal and self.model.triples.get((equal, next_equal))
+        triple = None if next_equal is None else self.model.triples.get((equal, next_equal))
         if next_equal is None or triple is None or not self.scratch.remaking:
             return self.remaking_next(equal, next_equal, rows)
         return self._at_rows(self.scratch.remaking[triple] - self.scratch.remaking[triple[1:]], equal, next_equal, rows)
