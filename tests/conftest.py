@@ -150,10 +150,10 @@ def _covering(cases, size, most, chosen=()):
 
 
 @pytest.fixture
-def two_by_two(monkeypatch):
+def two_by_two():
     """Register a schedule for the length of a test."""
     from jpipe import schedules
     from tests.two_by_two import TWO_BY_TWO
 
-    monkeypatch.setitem(schedules._BY_NAME, TWO_BY_TWO.name, TWO_BY_TWO)
-    return TWO_BY_TWO
+    yield schedules.register(TWO_BY_TWO)
+    del schedules._BY_NAME[TWO_BY_TWO.name]

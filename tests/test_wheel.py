@@ -9,7 +9,6 @@ import types
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-import jpipe
 from examples.papers.samples.make import SAMPLES
 from jpipe_train import commands
 from tests.packages import PACKAGES, ROOT
@@ -54,10 +53,6 @@ def test_nobody_is_told_to_install_another_project():
     for name in git("ls-files", "*.py", "*.md", "*.yaml", "*.toml", "*.txt", "Makefile", ".ci"):
         match = wrong.search((ROOT / name).read_text(encoding="utf-8"))
         assert match is None or name == "tests/test_wheel.py", f"{name}: {match[0]}"
-
-
-def test_the_version_is_defined_once():
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == jpipe.__version__
 
 
 def test_every_command_of_an_installed_jpipe_is_tried():

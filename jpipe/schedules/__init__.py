@@ -1,8 +1,9 @@
-"""The registry of schedules. A new schedule is one file in this folder and one line here."""
+"""The registry of schedules. A new schedule is one file in this folder and one line here; one of your own is registered with `register`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from jpipe.errors import InputError, short
 from jpipe.schedules._schedule import Action, Ranks, Schedule, Shape, arranged, one_forward_one_backward, pipeline_in_flight
 from jpipe.schedules.dualpipe_v import DUALPIPE_V
 from jpipe.schedules.gpipe import GPIPE
@@ -27,6 +28,32 @@ _BY_NAME = {schedule.name: schedule for schedule in (*_ONE_STAGE, *_CHUNKS, *_ZE
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_BY_NAME)
 """The schedules by the names that plans use."""
+
+
+def register(schedule: Schedule) -> Schedule:
+    """Add a schedule of your own to `SCHEDULES`, where plans, pipelines and planners find it by its name.
+
+    Each process of a run registers it before it makes or reads a plan.
+
+    Args:
+        schedule: the schedule. To register the same object again changes nothing.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        InputError: its name is no identifier, or belongs to another schedule.
+
+    Example:
+        >>> SCHEDULES["gpipe"] is register(SCHEDULES["gpipe"])
+        True
+    """
+    name = schedule.name
+    if not name.isidentifier():
+        raise InputError(f"schedule: expected a name of letters, digits and underscores, found {short(name)}; choose another name")
+    if _BY_NAME.setdefault(name, schedule) is not schedule:
+        raise InputError(f"schedule: the name '{name}' belongs to another schedule; choose another name")
+    return schedule
 
 
 def written_order(plan: Shape) -> tuple[str, ...]:
@@ -57,5 +84,6 @@ __all__ = [
     "one_forward_one_backward",
     "pipedream_versions",
     "pipeline_in_flight",
+    "register",
     "written_order",
 ]

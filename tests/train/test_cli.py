@@ -270,11 +270,14 @@ def test_a_wrong_command_line_exits_with_2(arguments, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_help_names_the_commands(capsys):
+def test_help_begins_with_the_three_commands_that_most_people_need(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--help"])
     assert stopped.value.code == 0
-    assert "train" in capsys.readouterr().out
+    introduction, bullet, lists = capsys.readouterr().out.partition("•")
+    assert re.findall(r"jpipe (\w+) (?:CONFIG|RUN FILE) +[a-z]", introduction) == ["train", "plan", "export"]
+    assert re.findall(r"• (\S+)", bullet + lists)[:3] == ["train", "plan", "export"]
+    assert "jpipe --version" in introduction
 
 
 def test_the_usage_of_launch_has_the_order_of_the_command_line(capsys):

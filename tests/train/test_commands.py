@@ -9,7 +9,7 @@ import pytest
 
 from jpipe_train import cli, commands
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "install.md"
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from jpipe_train.console.terminal import LINES, fail, printable
 
 COMMANDS: Mapping[str, Any] = {
     "train": train.train,
-    "launch": launch.launch,
     "plan": plan.plan,
+    "export": export.export,
+    "evaluate": evaluate.evaluate,
+    "generate": generate.generate,
+    "launch": launch.launch,
     "simulate": simulate.simulate,
     "target": target.target,
-    "evaluate": evaluate.evaluate,
-    "export": export.export,
-    "generate": generate.generate,
     "data": data.app,
     "configs": configs.configs,
     "completion": completion.completion,
@@ -27,6 +27,16 @@ COMMANDS: Mapping[str, Any] = {
 """The function or the application of each command, in the order of `jpipe --help`."""
 GROUPS: Mapping[str, tuple[str, ...]] = {"data": ("prepare", "tokenizer")}
 """The commands that have commands of their own, with those."""
+ABOUT = """Pipeline-parallel training for JAX and Flax. Three commands do most of the work:
+
+  jpipe train CONFIG         train a model through a pipeline
+  jpipe plan CONFIG          find the fastest plan that fits into memory
+  jpipe export RUN FILE      write the trained weights
+
+Begin with a copy of a config: jpipe configs copy
+
+Describe a command: jpipe COMMAND --help. Print the version: jpipe --version."""
+"""The text at the top of `jpipe --help`."""
 
 for _name, _command in COMMANDS.items():
     app.command(name=_name)(_command)
@@ -60,10 +70,9 @@ def run(arguments: Sequence[str] | None) -> int:
     """
     if message := unknown(sys.argv[1:] if arguments is None else arguments):
         sys.exit(fail(printable(message), 2))
-    about = "Pipeline-parallel training for JAX and Flax. The version: jpipe --version."
     logging.getLogger("jpipe").addHandler(LINES)  # a logger keeps one handler once, even if this function runs again
     try:
-        code: int = app.cli(prog="jpipe", description=about, args=arguments)
+        code: int = app.cli(prog="jpipe", description=ABOUT, args=arguments)
     except ValueError as error:
         if not isinstance(error, jpipe.InputError):
             raise

@@ -9,7 +9,7 @@ from jpipe_train.commands.parsing import app
 
 
 def completion(shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")]) -> int:
-    """Print a script with which a shell completes these commands and their options; docs/reference/configuration.md says where to put it.
+    """Print a script with which a shell completes these commands and their options; docs/how-to/install.md says where to put it.
 
     Args:
         shell: bash, zsh or fish.
