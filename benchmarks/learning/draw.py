@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/explanation/learning.md."""
+"""Draw the pictures of the pages about learning in docs/explanation/."""
 
 from collections.abc import Sequence
 from pathlib import Path
