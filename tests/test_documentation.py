@@ -282,3 +282,13 @@ def test_files_that_a_page_of_the_root_names_exist(page):
     named = set(re.findall(r"^    (\S+[/.]\S*)  ", text, re.MULTILINE)) | set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text))
     assert len(named) > 1
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_pages_that_the_code_names_exist():
+    """Messages, docstrings, comments and configs name pages by their paths."""
+    folders = ("jpipe", "planner", "train", "configs", "examples", "benchmarks", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+    files += [ROOT / "Makefile", ROOT / "CHANGELOG.md", ROOT / "pyproject.toml"]
+    named = {(path, page) for path in files for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())}
+    assert len(named) > 10
+    assert sorted(f"{path.relative_to(ROOT)} names {page}" for path, page in named if not (ROOT / page).exists()) == []
