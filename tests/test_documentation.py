@@ -145,6 +145,12 @@ def test_links_of_a_page_lead_somewhere(page):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+def test_only_contents_have_directives():
+    """The web view of a repository shows no directives of MyST."""
+    pages = [page for page in PAGES if re.search(r"^(```\{|:::)", page.read_text(), re.MULTILINE)]
+    assert {page.name for page in pages} == {"index.md"}
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
 def test_links_to_other_sites_are_addresses(page):
     for link in re.findall(r"\]\((\w+:[^)]*)\)", page.read_text()):
