@@ -98,7 +98,7 @@ bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a
 bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults
 
-bench-learning: .venv/ready ## Compare how well models learn with delayed weights, about eight minutes; docs/explanation/learning.md has the full grid
+bench-learning: .venv/ready ## Compare how well models learn with delayed weights, about eight minutes; docs/explanation/learning-setup.md has the full grid
 	@$(VENV)/python -m benchmarks.learning
 
 docs: .venv/ready ## Build the documentation site, build/docs/index.html; a warning is an error

@@ -201,6 +201,14 @@ def test_the_tables_of_keys_list_all_schedules_and_policies():
     assert re.findall(r"`(\w+)`", plan["recompute"][2]) == list(jpipe.plan.RECOMPUTE)
 
 
+def test_the_page_of_the_schedules_has_all_with_their_options():
+    text = (ROOT / "docs" / "reference" / "schedules.md").read_text()
+    assert set(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)) == set(jpipe.schedules.SCHEDULES)
+    rows = re.findall(r"^\| (`[^|]*) \|([^|]*)\|[^|]*\|[^|]*\|$", text.split("## Options")[1], re.MULTILINE)
+    shown = {name: set(re.findall(r"`(\w+)`", options)) for names, options in rows for name in re.findall(r"`(\w+)`", names)}
+    assert shown == {name: set(schedule.options) for name, schedule in jpipe.schedules.SCHEDULES.items()}
+
+
 NAMES = [(module, name) for module in api.MODULES for name in api.public_names(module)]
 
 
