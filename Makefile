@@ -9,6 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE # without bytecode each process of the tests co
 # Some tests wait, so one process more than there are cores is faster; more than four need too much memory.
 PYTEST := python -m pytest -n $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() + 1, 4))') --dist worksteal
 
+SPHINX := $(VENV)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet -j auto
+
 # So compiled, all tests take half as long. What is about numbers runs once more in `make test-slow`, compiled like the programs of users.
 QUICKLY = env $$(.ci/compile-quickly $(VENV)/python)
 ON_GPU = tests/jpipe/checkpoints tests/jpipe/model tests/jpipe/runtime tests/jpipe/stages tests/jpipe/weights tests/jpipe/test_contexts.py \
@@ -23,7 +25,7 @@ else $(MAKE) --no-print-directory .venv-oldest/ready && .venv-oldest/bin/$(PYTES
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-oldest test-all test-targets test-gpu check check-types check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs pictures clean
+.PHONY: help train test test-slow test-oldest test-all test-targets test-gpu check check-types check-docs check-imports check-wheel wheel format bench bench-peers bench-hosts bench-accuracy bench-planner bench-papers bench-faults bench-learning docs docs-links pictures clean
 
 help: ## List the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -51,16 +53,19 @@ test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and 
 test-gpu: .venv/ready ## Run the tests of numbers on one NVIDIA GPU, if there is one; .venv needs JAX for it (.venv/bin/pip install 'jax[cuda13]')
 	@$(VENV)/$(PYTEST) -p tests.on_gpu -m "not slow" $(ON_GPU) $(PYTEST_ARGS)
 
-check: .venv/ready ## Format, lint, types, directions of imports, and the wheel built and used in an empty folder
+check: .venv/ready ## Format, lint, types, directions of imports, the site, and the wheel built and used in an empty folder
 	@$(VENV)/ruff format --check .
 	@$(VENV)/ruff check .
-	@$(MAKE) --no-print-directory -j 2 check-wheel check-types check-imports
+	@$(MAKE) --no-print-directory -j 2 check-wheel check-types check-imports docs
 
 check-types: .venv/ready
 	@$(VENV)/mypy
 
 check-imports: .venv/ready
 	@$(VENV)/lint-imports --no-logo --no-cache
+
+check-docs: .venv/ready
+	@$(VENV)/python -m docs.lengths
 
 check-wheel: .venv/ready
 	@.ci/check-wheel
@@ -96,8 +101,12 @@ bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under o
 bench-learning: .venv/ready ## Compare how well models learn with delayed weights, about eight minutes; docs/explanation/learning.md has the full grid
 	@$(VENV)/python -m benchmarks.learning
 
-docs: .venv/ready ## Build the API reference, build/docs/jpipe.html
-	@$(VENV)/python -m docs.reference build/docs
+docs: .venv/ready ## Build the documentation site, build/docs/index.html; a warning is an error
+	@$(SPHINX) -b html docs build/docs
+	@echo "build/docs/index.html is built"
+
+docs-links: .venv/ready ## Check the links from the documentation to other sites; needs a network
+	@$(SPHINX) -b linkcheck docs build/links
 
 pictures: .venv/ready ## Draw the pictures of docs/pictures/ again
 	@$(VENV)/python -m docs.pictures

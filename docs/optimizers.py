@@ -1,4 +1,4 @@
-"""Test which optimizers of optax a pipeline supports, and write the tables of optimizers.md: `python -m docs.optimizers`."""
+"""Test which optimizers of optax a pipeline supports, and write the tables of two pages: `python -m docs.optimizers`."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ import jpipe
 from jpipe import InputError
 from jpipe.model import find_layerwise
 
-PAGE = Path(__file__).parent / "how-to" / "optimizers.md"
+PAGES = tuple(Path(__file__).parent / "how-to" / name for name in ("optimizers.md", "delayed-gradients.md"))
 RATE = 1e-2
 STEPS = 4
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -305,11 +305,11 @@ def table(rows: tuple[Row, ...]) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with its tables updated."""
-    for name, rows in TABLES.items():
+    """Return the page with those of the tables updated that it has."""
+    for name in re.findall("^<!-- table: (.+) -->$", page, re.MULTILINE):
         begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
         before, after = page.split(begin)
-        page = f"{before}{begin}{table(rows)}\n{end}{after.partition(end)[2]}"
+        page = f"{before}{begin}{table(TABLES[name])}\n{end}{after.partition(end)[2]}"
     return page
 
 
@@ -317,4 +317,5 @@ if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     if wrong := [words for row in ROWS if (words := check(row))]:
         raise SystemExit("\n".join(wrong))
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jpipe
-from docs import imports
+from docs import charts, imports
 from jpipe_planner import draw_choice
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
@@ -102,6 +102,7 @@ def draw_plans() -> None:
 def main() -> None:
     """Draw all pictures."""
     FOLDER.mkdir(exist_ok=True)
+    charts.draw_all(FOLDER)
     draw_flushing()
     draw_asynchronous()
     draw_plans()

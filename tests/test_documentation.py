@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import doctest
-import html
 import importlib
 import io
+import json
 import pathlib
 import pkgutil
 import re
@@ -13,7 +13,6 @@ import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 
 import jax
 import pydantic
@@ -21,7 +20,9 @@ import pytest
 import yaml
 
 import jpipe
-from docs import reference
+import jpipe_planner
+from docs import api, commands, lengths
+from jpipe.checkpoints.records import Part
 from jpipe_train.cli import main
 from jpipe_train.config.config import Config
 
@@ -144,9 +145,10 @@ def test_links_of_a_page_lead_somewhere(page):
 
 
 def tables_of_keys() -> dict[str, dict[str, list[str]]]:
-    """Return the tables of docs/reference/configuration.md as {section: {key: [meaning, default, limits]}}."""
+    """Return the tables of docs/reference/config/ as {section: {key: [meaning, default, limits]}}."""
     tables = {}
-    for part in (ROOT / "docs" / "reference" / "configuration.md").read_text().split("\n## ")[1:]:
+    pages = [path.read_text() for path in sorted((ROOT / "docs" / "reference" / "config").glob("*.md"))]
+    for part in (part for page in pages for part in page.split("\n## ")[1:]):
         title, _, body = part.partition("\n")
         rows = [[cell.strip() for cell in row] for row in re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|([^|]*)\|$", body, re.MULTILINE)]
         tables[title.strip("`")] = {key: cells for key, *cells in rows}
@@ -183,44 +185,68 @@ def test_the_tables_of_keys_list_all_schedules_and_policies():
     assert re.findall(r"`(\w+)`", plan["recompute"][2]) == list(jpipe.plan.RECOMPUTE)
 
 
-NAMES = [(module, name) for module in reference.MODULES for name in reference.public_names(module)]
+NAMES = [(module, name) for module in api.MODULES for name in api.public_names(module)]
 
 
 def test_no_name_is_exported_twice():
     assert len({name for _, name in NAMES}) == len(NAMES)
 
 
-def test_the_list_of_public_names_is_complete_and_names_the_right_files():
-    sections = re.split(r"^## `([\w.]+)`$", (ROOT / "docs" / "reference" / "api.md").read_text(), flags=re.MULTILINE)[1:]
-    listed = []
-    for module, text in zip(sections[::2], sections[1::2], strict=True):
-        for name, path in re.findall(r"^- \[`(\w+)`\]\(\.\./\.\./(.+?)\): \S", text, re.MULTILINE):
-            listed.append((module, name))
-            assert re.search(rf"^(class |def |){name}\b.*[:=(]", (ROOT / path).read_text(), re.MULTILINE), f"{name} is not in {path}"
-    assert sorted(listed) == sorted(NAMES)
+def test_the_page_of_the_api_lists_all_modules():
+    text = (ROOT / "docs" / "reference" / "api" / "index.md").read_text()
+    assert re.findall(r"^- `([\w.]+)`: \w+", text, re.MULTILINE) == list(api.MODULES)
+    assert re.search(r":hidden:\n\n(.*?)\n```", text, re.DOTALL)[1].split() == list(api.MODULES)
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory) -> dict[str, str]:
-    """Build the API reference without warnings and return its pages by module."""
-    folder = tmp_path_factory.mktemp("reference")
-    command = [sys.executable, "-W", "error", "-m", "docs.reference", str(folder)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    return {module: folder.joinpath(*module.split(".")).with_suffix(".html").read_text() for module in reference.MODULES}
+def test_the_page_of_the_command_line_has_all_commands():
+    text = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    assert re.findall(r"^## `(.+)`$", text, re.MULTILINE) == ["jpipe", *(f"jpipe {name}" for name in commands.names())]
+    shown = commands.with_help(text)
+    assert len(re.findall(r"^usage: jpipe", shown, re.MULTILINE)) == text.count("\n## ")
+    assert "--allow-code" in shown.split("## `jpipe train`")[1].split("\n## ")[0]
 
 
-def test_the_reference_has_every_public_name_in_order(pages):
-    assert [(module, name) for module in pages for name in re.findall(r'<section id="(\w+)">', pages[module])] == NAMES
+def examples_of_files() -> list[tuple[str, str, str]]:
+    """Return the examples of docs/reference/files.md as (title of the section, language, text)."""
+    sections = (ROOT / "docs" / "reference" / "files.md").read_text().split("\n## ")[1:]
+    return [
+        (section.partition("\n")[0], *example)
+        for section in sections
+        for example in re.findall(r"^```(json|yaml)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    ]
 
 
-@pytest.mark.parametrize(("module", "name"), NAMES)
-def test_the_reference_describes_every_public_name(pages, module, name):
-    section = pages[module].split(f'<section id="{name}">')[1].split("</section>")[0]
-    docstring = section.split('<div class="docstring">')[1].split("</div>")[0]
-    assert len(html.unescape(re.sub(r"<[^>]*>", "", docstring)).split()) >= 4
-    types = "".join(re.findall(r'class="(?:signature|annotation)[^>]*>(.*?)</(?:div|label)>', section, re.DOTALL))
-    assert not re.search(r"jaxlib|typing\b|jpipe\.\w+\._", re.sub(r"<[^>]*>", "", types)), "a type as nobody would write it"
+def test_the_examples_of_files_can_be_read(tmp_path):
+    examples = examples_of_files()
+    assert [title for title, *_ in examples] == ["metrics.jsonl", "Checkpoint", "Plan", "Plan", "Profile", "Topology", "Target"]
+    row, part, plan, ordered, profile, topology, target = (text for *_, text in examples)
+    assert len(row.splitlines()) == 1
+    described = " ".join(re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "reference" / "files.md").read_text(), re.MULTILINE))
+    assert all(f"`{name}`" in described for name in json.loads(row))
+    assert Part.model_validate_json(part).layers == ["embed", "head"]
+    assert jpipe.Plan.from_json(plan).stages[0].replicas == 2
+    assert jpipe.simulate(jpipe.lower(jpipe.Plan.from_json(ordered), 1)).seconds > 0
+    assert jpipe_planner.Profile.from_json(profile).ids == ("embed", "head")
+    assert jpipe_planner.Topology.from_yaml(topology).num_devices == 16
+    (tmp_path / "target.yaml").write_text(target)
+    assert jpipe_planner.find_target("target.yaml", tmp_path).memory == 80e9
+
+
+def test_a_long_page_and_one_with_two_titles_are_reported(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("word " * 900 + "\n" * 150)
+    (tmp_path / "docs" / "good.md").write_text("# Title\n```python\n# a comment\n" + "word " * 3000 + "\n```\n" + "word " * 2498)
+    assert list(lengths.problems(tmp_path)) == []
+    (tmp_path / "README.md").write_text("word " * 901 + "\n" * 151)
+    (tmp_path / "docs" / "good.md").unlink()
+    (tmp_path / "docs" / "long.md").write_text("# Title\n" + "word " * 2499)
+    (tmp_path / "docs" / "two.md").write_text("# One\n\n# Two\n")
+    assert [line.partition(";")[0] for line in lengths.problems(tmp_path)] == [
+        "README.md: 901 words, at most 900",
+        "README.md: 151 lines, at most 150",
+        "docs/long.md: 2,501 words outside code blocks, at most 2,500",
+        "docs/two.md: expected one title (a line that begins with '# '), found 2",
+    ]
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)

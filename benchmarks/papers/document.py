@@ -1,4 +1,4 @@
-"""Format tables as Markdown, and replace tables of a document."""
+"""Format tables as Markdown, read them from a document, and replace them there."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -45,6 +45,23 @@ def put(text: str, tables: Mapping[str, str]) -> str:
         new = f"<!-- {name} -->\n\n{table}\n"
         text = place.sub(lambda _, new=new: new, text)  # type: ignore[misc]
     return text
+
+
+def read(text: str) -> list[Table]:
+    """Return the tables of a text in Markdown, with the name of their place, which is empty if they have none.
+
+    Args:
+        text: of the document.
+    """
+    tables = []
+    for match in re.finditer(r"(?:^<!-- (.+) -->\n+)?^(\|.*\n)\|[-:| ]+\|\n((?:\|.*(?:\n|$))*)", text, re.MULTILINE):
+        name, head, rows = match.groups()
+        tables.append(Table(name or "", _cells(head), [_cells(row) for row in rows.splitlines()]))
+    return tables
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
 
 
 def write(document: Path, tables: Mapping[str, str]) -> None:

@@ -39,7 +39,7 @@ class LayerStack:
     - a `Layer`, for everything else.
 
     Whether it trains is passed to parameters named `train`, `training` or `is_training` (True in training), `deterministic` or
-    `use_running_average` (False in training), where the call has them. docs/explanation/concepts.md describes layers in detail.
+    `use_running_average` (False in training), where the call has them. docs/how-to/layers.md describes layers in detail.
 
     Random numbers, in initialization, training and evaluation, depend on (key, layer id, microbatch) only, never on where the stack is cut.
 
@@ -94,7 +94,7 @@ class LayerStack:
 
         The model is traced with the inputs, and cut where the fewest bytes pass from one part to the next: one layer for each block.
         Values that cross several layers, such as skip connections, are passed on; parameters that several layers read become ties.
-        Random numbers are those of the whole model called with `microbatch_key`. docs/explanation/concepts.md says where a model is cut.
+        Random numbers are those of the whole model called with `microbatch_key`. docs/explanation/layers.md says where a model is cut.
 
         Args:
             model: an NNX module, that is built (its weights are the initial ones), abstract (from `nnx.eval_shape`), or a callable with a

@@ -114,7 +114,8 @@ class LayerCost:
         temporary: the largest scratch memory of its programs, without recomputation.
         temporary_more: what scratch memory a stage needs more than for the larger of both, where the next layer is in the same stage.
         remaking: the scratch memory of a backward that makes all residuals of the layer itself, as with recomputation; None: not known.
-        remaking_more: what scratch memory such a backward needs more if the layer comes before the others of its stage.
+        remaking_next: what scratch memory such a backward needs more if the next layer is in the stage, and is its last one.
+        remaking_more: the same if several more layers of the stage follow.
         ahead: the prediction of `delay_correction`, which stages hold whose gradients are late.
     """
 
@@ -134,6 +135,7 @@ class LayerCost:
     stash: Mapping[str, int] = field(default_factory=dict)
     temporary_more: int = 0
     remaking: int | None = None
+    remaking_next: int = 0
     remaking_more: int = 0
     ahead: int = 0
 
@@ -315,9 +317,9 @@ def _scratch(layers: Sequence[LayerCost], unchanged: int, remade: int, inputs: i
     last = layers[-1].remaking
     if not remade or last is None:
         return scratch + remade
-    everything = last + sum(layer.remaking_more for layer in layers[:-1])
+    everything = last + sum(layer.remaking_next for layer in layers[-2:-1]) + sum(layer.remaking_more for layer in layers[:-2])
     share = min(remade / max(unchanged - inputs, 1), 1.0)
-    return scratch + math.ceil(max(everything - scratch, 0) * share)
+    return scratch + math.ceil((everything - scratch) * share)
 
 
 def _gradient_flows(plan: Plan, layers: Mapping[str, LayerCost]) -> list[bool]:

@@ -61,20 +61,20 @@ def stage_bytes(
 
 
 def temporary_bytes(scratch: Number, everything: Number | None, unchanged: Number, residuals: Number, inputs: Number) -> Number:
-    """Return the largest scratch memory of the programs of a stage, with the residuals that its backward makes again.
+    """Return the largest scratch memory of the programs of a stage, with the residuals that the program of its backward makes itself.
 
     Args:
         scratch: bytes without recomputation.
         everything: bytes if the backward makes all residuals itself; None: not known, the residuals themselves are counted.
         unchanged: bytes of residuals without recomputation.
-        residuals: bytes of residuals with the stage's recomputation.
+        residuals: bytes of residuals with the stage's recomputation; 0 if forward and backward are one program, which makes all.
         inputs: bytes of the stage input, which no program makes.
     """
     remade = np.maximum(unchanged - residuals, 0)
     if everything is None:
         return scratch + remade
     share = np.minimum(remade / np.maximum(unchanged - inputs, 1), 1.0)
-    return scratch + np.ceil(np.maximum(everything - scratch, 0) * share).astype(np.int64)
+    return scratch + np.ceil((everything - scratch) * share).astype(np.int64)
 
 
 def waiting_inputs(in_flight: Number, replicas: Number, sent: Number) -> Number:

@@ -112,12 +112,14 @@ class ScheduleFacts(NamedTuple):
         microbatches: the legal numbers of microbatches of one pipeline.
         in_flight: n_s.
         versions: weight versions alive.
+        fused: whether forward and backward, or its first half, are one program.
         hidden: without a flush, how many forwards and backwards a sum of gradients may take before something waits for it.
     """
 
     microbatches: tuple[int, ...]
     in_flight: Any
     versions: Any
+    fused: Any
     hidden: Any
 
 
@@ -131,15 +133,16 @@ def schedule_facts(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Sched
     """
     rules, stages = jpipe.schedules.SCHEDULES[pipelines.schedule], range(pipelines.depth)
     legal: list[int] = []
-    in_flight, versions, hidden = [], [], []
+    in_flight, versions, fused, hidden = [], [], [], []
     for m in microbatches:
         shape = pipelines.shape(m)
         if legal or not rules.refuses(shape):  # if m is legal, so is every larger number
             legal.append(m)
             in_flight.append([rules.in_flight(shape, s) for s in stages])
             versions.append([rules.versions_alive(shape, s) for s in stages])
+            fused.append([rules.begins_fused(shape, s) for s in stages])
             hidden.append([_hidden(shape, s, ahead) for s, ahead in enumerate(in_flight[-1])])
-    return ScheduleFacts(tuple(legal), np.array(in_flight), np.array(versions), np.array(hidden))
+    return ScheduleFacts(tuple(legal), np.array(in_flight), np.array(versions), np.array(fused), np.array(hidden))
 
 
 def _hidden(shape: Shape, s: int, in_flight: int) -> int:

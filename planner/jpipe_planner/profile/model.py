@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -115,6 +115,16 @@ class Model:
         for pair in itertools.pairwise(self.stack.ids):
             pairs.setdefault((self.first_equal[pair[0]], self.first_equal[pair[1]]), pair)
         return pairs
+
+    @cached_property
+    def triples(self) -> dict[tuple[str, str], tuple[str, str, str]]:
+        """For each kind of pair three neighbours that begin with it, if any do; three equal layers if there are such."""
+        triples: dict[tuple[str, str], tuple[str, str, str]] = {}
+        for three in zip(self.stack.ids, self.stack.ids[1:], self.stack.ids[2:], strict=False):
+            first, second, third = (self.first_equal[layer_id] for layer_id in three)
+            if (first, second) not in triples or (third == second and self.first_equal[triples[first, second][2]] != second):
+                triples[first, second] = three
+        return triples
 
     def stage(self, ids: Sequence[str], rows: int, recompute: str = "none", specs: Any = None) -> jpipe.stages.StandaloneStage:
         """Return consecutive layers as one stage; `specs` are those of all layers, where they are not known for all sizes yet."""
@@ -227,34 +237,47 @@ def count_bytes(model: Model, policies: Sequence[str], meter: Meter) -> StageCos
 
 
 class Scratch(NamedTuple):
-    """Scratch bytes of compiled backwards.
+    """Scratch bytes of compiled programs of several layers as a stage.
 
     Attributes:
-        pairs: of pairs of neighbours as a stage, without recomputation, by rows.
-        remaking: of layers and of pairs of neighbours as a stage with full recomputation, of the largest microbatch; empty: not known.
+        forwards: of the forwards of pairs of neighbours, without recomputation, by rows.
+        backwards: of their backwards.
+        remaking: of the backwards of layers, pairs and triples of neighbours with full recomputation, of the largest microbatch; empty:
+            not known.
     """
 
-    pairs: Mapping[tuple[str, str], Mapping[int, int]]
+    forwards: Mapping[tuple[str, ...], Mapping[int, int]]
+    backwards: Mapping[tuple[str, ...], Mapping[int, int]]
     remaking: Mapping[tuple[str, ...], int]
 
 
 def compile_scratch(model: Model, policies: Sequence[str], device: jax.Device) -> Scratch:
-    """Compile the backward of each pair of neighbours: several layers need more scratch memory than each of them.
+    """Compile the forward and the backward of each pair of neighbours: several layers need more scratch memory than each of them.
 
     Without recomputation only the smallest and the largest size are compiled; the sizes between are interpolated. With full recomputation,
-    if that is among the policies, only the largest: what it adds is proportional to the residuals.
+    if that is among the policies, only the largest: what it adds is proportional to the residuals. There triples of neighbours are compiled
+    too, because a compiler for TPUs needs much less for a third layer than for the second one.
     """
-    ends, pairs, largest = list(dict.fromkeys((model.sizes[0], model.sizes[-1]))), [*model.pairs.values()], model.sizes[-1]
-    wanted: list[tuple[tuple[str, ...], int, str]] = [(ids, rows, "none") for ids in pairs for rows in ends]
-    remaking: list[tuple[str, ...]] = [*((layer_id,) for layer_id in model.distinct), *pairs] if "full" in policies else []
-    wanted += [(ids, largest, "full") for ids in remaking]
-    lowered = [model.stage(*stage).trace("backward", device).lower() for stage in wanted]
+    ends, largest = list(dict.fromkeys((model.sizes[0], model.sizes[-1]))), model.sizes[-1]
+    pairs: list[tuple[str, ...]] = [*model.pairs.values()]
+    kinds: tuple[Literal["forward"], Literal["backward"]] = ("forward", "backward")
+    remaking: list[tuple[str, ...]] = []
+    if "full" in policies:
+        triples = model.triples.values()
+        remaking = list(dict.fromkeys([*((one,) for one in model.distinct), *pairs, *triples, *(triple[1:] for triple in triples)]))
+    lowered = {(ids, rows, kind): model.stage(ids, rows).trace(kind, device).lower() for ids in pairs for rows in ends for kind in kinds}
+    lowered_full = [model.stage(ids, largest, "full").trace("backward", device).lower() for ids in remaking]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # XLA releases Python's lock while it compiles
-        scratch = dict(zip(wanted, pool.map(compile_scratch_bytes, lowered), strict=True))
-    of_pairs = {
-        ids: {rows: math.ceil(np.interp(rows, ends, [scratch[ids, end, "none"] for end in ends])) for rows in model.sizes} for ids in pairs
-    }
-    return Scratch(of_pairs, {ids: scratch[ids, largest, "full"] for ids in remaking})
+        full = pool.map(compile_scratch_bytes, lowered_full)
+        scratch = dict(zip(lowered, pool.map(compile_scratch_bytes, lowered.values()), strict=True))
+        of_remaking = dict(zip(remaking, full, strict=True))
+
+    def by_rows(ids: tuple[str, ...], kind: Literal["forward", "backward"]) -> dict[int, int]:
+        at_ends = [scratch[ids, end, kind] for end in ends]
+        return {rows: math.ceil(np.interp(rows, ends, at_ends)) for rows in model.sizes}
+
+    forwards, backwards = ({ids: by_rows(ids, kind) for ids in pairs} for kind in kinds)
+    return Scratch(forwards, backwards, of_remaking)
 
 
 def compile_scratch_bytes(program: jax.stages.Lowered) -> int:
@@ -293,23 +316,41 @@ class _ScratchParts:
         """Return what a layer and the next one need more than the larger of both."""
         if next_equal is None:
             return 0
-        larger = max(self.costs[one, rows].temporary for one in (equal, next_equal))
-        return max(self.scratch.pairs[self.model.pairs[equal, next_equal]][rows] - larger, 0)
+        pair = self.model.pairs[equal, next_equal]
+        both = max(self.scratch.forwards[pair][rows], self.scratch.backwards[pair][rows])
+        return max(both - self._larger(equal, next_equal, rows), 0)
 
     def remaking(self, equal: str, rows: int) -> int | None:
         """Return what a backward needs that makes the residuals of a layer itself."""
         if not self.scratch.remaking:
             return None
-        additional = max(self.scratch.remaking[equal,] - self.costs[equal, self.model.sizes[-1]].temporary, 0)
-        return self.costs[equal, rows].temporary + math.ceil(additional * self._share_of_largest(equal, rows))
+        additional = self.scratch.remaking[equal,] - self.costs[equal, self.model.sizes[-1]].temporary
+        return max(self.costs[equal, rows].temporary + math.ceil(additional * self._share_of_largest(equal, rows)), 0)
 
-    def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
-        """Return what such a backward needs more if a layer comes before the next one."""
+    def remaking_next(self, equal: str, next_equal: str | None, rows: int) -> int:
+        """Return what such a backward needs more if a layer comes before the next one, and that is the last one."""
         if next_equal is None or not self.scratch.remaking:
             return 0
         together = self.scratch.remaking[self.model.pairs[equal, next_equal]] - self.scratch.remaking[next_equal,]
-        additional = together - self.more(equal, next_equal, self.model.sizes[-1])
-        return max(self.more(equal, next_equal, rows) + math.ceil(additional * self._share_of_largest(equal, rows)), 0)
+        return self._at_rows(together, equal, next_equal, rows)
+
+    def remaking_more(self, equal: str, next_equal: str | None, rows: int) -> int:
+        """Return what such a backward needs more if a layer comes before the next one and further ones."""
+        triple = None if next_equal is None else self.model.triples.get((equal, next_equal))
+        if next_equal is None or triple is None or not self.scratch.remaking:
+            return self.remaking_next(equal, next_equal, rows)
+        return self._at_rows(self.scratch.remaking[triple] - self.scratch.remaking[triple[1:]], equal, next_equal, rows)
+
+    def _at_rows(self, most: int, equal: str, next_equal: str, rows: int) -> int:
+        """Return for a number of rows what a layer adds, from what it adds at the largest: gradients do not depend on the rows."""
+        of_gradients, largest = (self._more_backward(equal, next_equal, count) for count in (rows, self.model.sizes[-1]))
+        return max(of_gradients + math.ceil((most - largest) * self._share_of_largest(equal, rows)), 0)
+
+    def _more_backward(self, equal: str, next_equal: str, rows: int) -> int:
+        return max(self.scratch.backwards[self.model.pairs[equal, next_equal]][rows] - self._larger(equal, next_equal, rows), 0)
+
+    def _larger(self, equal: str, next_equal: str, rows: int) -> int:
+        return max(self.costs[one, rows].temporary for one in (equal, next_equal))
 
     def _share_of_largest(self, equal: str, rows: int) -> float:
         """Return the residuals of a microbatch as a share of those of the largest one."""
@@ -358,6 +399,7 @@ def profile_of(model: Model, costs: Mapping[tuple[str, int], Costs], stage_costs
                 temporary=costs[equal, rows].temporary,
                 temporary_more=parts.more(equal, next_equal, rows),
                 remaking=parts.remaking(equal, rows),
+                remaking_next=parts.remaking_next(equal, next_equal, rows),
                 remaking_more=parts.remaking_more(equal, next_equal, rows),
                 flops=costs[equal, rows].flops,
             )

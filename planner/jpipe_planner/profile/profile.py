@@ -39,7 +39,8 @@ class AtSize(_Data):
             keeps gradients of several layers until they are added to the sums.
         remaking: the scratch memory of a backward that makes all residuals of the layer itself, as with full recomputation; None, as in
             profiles of older versions: not known, the residuals themselves are counted.
-        remaking_more: the bytes of scratch memory that such a backward needs more if the layer comes before the others of its stage.
+        remaking_next: the bytes of scratch memory that such a backward needs more if the next layer is in the stage, and is its last one.
+        remaking_more: the same if several more layers of the stage follow.
         flops: floating-point operations of a forward; 0: unknown.
     """
 
@@ -53,6 +54,7 @@ class AtSize(_Data):
     temporary: Bytes = 0
     temporary_more: Bytes = 0
     remaking: Bytes | None = None
+    remaking_next: Bytes = 0
     remaking_more: Bytes = 0
     flops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
@@ -242,6 +244,7 @@ class Profile(_Data):
                 temporary=at.temporary,
                 temporary_more=at.temporary_more,
                 remaking=at.remaking,
+                remaking_next=at.remaking_next,
                 remaking_more=at.remaking_more,
             )
             for layer in self.layers

@@ -228,6 +228,7 @@ def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, bac
             "temporary": math.ceil(at.temporary * work) + whole,
             "temporary_more": math.ceil(at.temporary_more * work),
             "remaking": None if at.remaking is None else math.ceil(at.remaking * work) + whole,
+            "remaking_next": math.ceil(at.remaking_next * work),
             "remaking_more": math.ceil(at.remaking_more * work),
             "flops": at.flops * work,
         }

@@ -205,7 +205,8 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
         unchanged = _residuals(layers, "none")
         residuals = inputs if stage.recompute == "full" else _residuals(layers, stage.recompute)
         scratch = max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
-        everything = None if layers[-1].remaking is None else layers[-1].remaking + sum(layer.remaking_more for layer in layers[:-1])
+        everything = _everything(layers)
+        residuals = 0 if SCHEDULE.begins_fused(shape, s) else residuals
         sent = in_flight[s - 1] * stages[s - 1].replicas if s else 0
         sizes.append(
             stage_bytes(
@@ -215,7 +216,7 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
                 residuals=residuals,
                 inputs=inputs,
                 outputs=0 if last else layers[-1].outputs,
-                temporary=scratch if stage.recompute == "none" else temporary_bytes(scratch, everything, unchanged, residuals, inputs),
+                temporary=scratch if residuals == unchanged else temporary_bytes(scratch, everything, unchanged, residuals, inputs),
                 labels=problem.labels if last else 0,
                 versions=SCHEDULE.versions_alive(shape, s),
                 in_flight=ahead,
@@ -226,6 +227,13 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
             )
         )
     return tuple(int(size) for size in sizes)
+
+
+def _everything(layers: Sequence[jpipe.programs.LayerCost]) -> int | None:
+    """Return the scratch memory of a backward that makes all residuals of these layers itself; None: not known."""
+    if layers[-1].remaking is None:
+        return None
+    return layers[-1].remaking + sum(layer.remaking_next for layer in layers[-2:-1]) + sum(layer.remaking_more for layer in layers[:-2])
 
 
 def _residuals(layers: Sequence[jpipe.programs.LayerCost], policy: str) -> int:

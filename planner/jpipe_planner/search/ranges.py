@@ -38,6 +38,7 @@ class Ranges:
         self._more = _sums([layer.temporary_more for layer in layers])
         is_known = all(layer.remaking is not None for layer in layers)
         self._remaking = np.array([layer.remaking for layer in layers]) if is_known else None
+        self._remaking_next = np.array([layer.remaking_next for layer in layers])
         self._remaking_more = _sums([layer.remaking_more for layer in layers])
         self._residuals = {
             policy: (_sums([layer.residuals.get(policy, 0) for layer in layers]), _sums([layer.shared.get(policy, 0) for layer in layers]))
@@ -99,8 +100,10 @@ class Ranges:
         residuals = inputs if policy == "full" else self._residuals_of(i, j, policy)
         last = np.maximum(j - 1, i)
         temporary = self._temporary(i, j) + (self._more[last] - self._more[i])
-        if policy != "none":
-            everything = None if self._remaking is None else self._remaking[last] + self._remaking_more[last] - self._remaking_more[i]
+        everything = None if self._remaking is None else self._everything(i, last)
+        is_fused = np.equal(j, self.count) & np.equal(in_flight, 1)  # forward and backward of the last stage are one program
+        residuals = np.where(is_fused, 0, residuals)
+        if policy != "none" or np.any(is_fused):
             temporary = temporary_bytes(temporary, everything, unchanged, residuals, inputs)
         stage_size = stage_bytes(
             self._weights[j] - self._weights[i],
@@ -121,6 +124,13 @@ class Ranges:
         free = np.floor(np.minimum(memory - stage_size, _ENOUGH)).astype(np.int64)
         each = np.minimum(inputs, residuals) if relaxed else inputs
         return np.where(free < 0, -1, np.where(each > 0, free // np.maximum(each, 1), _ENOUGH))
+
+    def _everything(self, i: Number, last: Number) -> Number:
+        """Return the scratch memory of a backward that makes all residuals of the layers i to `last` itself."""
+        assert self._remaking is not None
+        before = np.maximum(last - 1, i)
+        more = self._remaking_next[before] + self._remaking_more[before] - self._remaking_more[i]
+        return self._remaking[last] + np.where(last > i, more, 0)
 
     def _residuals_of(self, i: Number, j: Number, policy: str) -> Number:
         residuals, shared = self._residuals[policy]

@@ -16,8 +16,6 @@ from jpipe_planner.profile.profile import Profile
 class Stages:
     """Costs by stage, counted as in `jpipe.programs.sum_layer_costs`: NumPy arrays over the stages, some with a first axis of policies.
 
-    At the last stage residuals are counted separately, although they are temporaries if forward and backward are one program.
-
     Attributes:
         starts: the first layer of each stage.
         forward: seconds per microbatch, including dispatch.
@@ -34,6 +32,7 @@ class Stages:
         labels: bytes; 0 except at the last stage.
         residuals: bytes of one microbatch, by policy.
         temporary: bytes, by policy.
+        fused: temporary bytes of a stage whose forward and backward are one program; then its residuals are among them.
         exchanged: bytes of shared gradients that a stage holds for the exchange: its own and those of the other stages.
         sent: bytes of shared gradients that it sends to other stages.
     """
@@ -53,6 +52,7 @@ class Stages:
     labels: Any
     residuals: Any
     temporary: Any
+    fused: Any
     exchanged: Any
     sent: Any
 
@@ -75,6 +75,7 @@ class Layers:
         self._remaking = None
         if all(one.remaking is not None for row in at for one in row):
             self._remaking = np.array([[one.remaking for one in row] for row in at])
+        self._remaking_next = np.array([[one.remaking_next for one in row] for row in at])
         self._remaking_more = np.array([[one.remaking_more for one in row] for row in at])
         self._residuals, self._shared = (
             np.array([[[getattr(one, name).get(policy, 0) for one in row] for row in at] for policy in self.policies])
@@ -117,7 +118,7 @@ class Layers:
         last = np.append(first[1:], 0) - 1
         everything = None
         if self._remaking is not None:
-            everything = self._remaking[n, last] + np.add.reduceat(self._remaking_more[n], first) - self._remaking_more[n, last]
+            everything = self._remaking[n, last] + _before_last(self._remaking_next[n], self._remaking_more[n], first, last)
         forward = np.add.reduceat(self.forward[n], first)
         backward = np.add.reduceat(self.backward[n], first)
         scratch = np.maximum.reduceat(self._temporary[n], first) + np.add.reduceat(self._more[n], first) - self._more[n, last]
@@ -132,5 +133,13 @@ class Layers:
             labels=labels,
             residuals=residuals,
             temporary=temporary_bytes(scratch, everything, residuals[0], residuals, inputs),
+            fused=temporary_bytes(scratch, everything, residuals[0], 0, inputs),
             **(once | {"update": once["update"] + profile.dispatch}),
         )
+
+
+def _before_last(following: Any, more: Any, first: Any, last: Any) -> Any:
+    """Sum by stage the value in `following` of its last layer but one, and those in `more` of the layers before."""
+    sums, several = np.concatenate([[0], np.cumsum(more)]), last > first
+    before = np.maximum(last - 1, first)
+    return np.where(several, following[before] + sums[before] - sums[first], 0)

@@ -1,5 +1,7 @@
 """Optimizers that a pipeline supports are applied exactly, others are refused; clipping by the global norm."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -110,9 +112,11 @@ def test_a_row_of_the_tables_is_correct(row):
     assert optimizers.check(row) == ""
 
 
-def test_the_tables_are_those_of_the_page():
-    text = optimizers.PAGE.read_text()
-    assert optimizers.written(text) == text, "run python -m docs.optimizers"
+def test_the_tables_are_those_of_the_pages():
+    pages = [page.read_text() for page in optimizers.PAGES]
+    assert [optimizers.written(page) for page in pages] == pages, "run python -m docs.optimizers"
+    text = "".join(pages)
+    assert re.findall("<!-- table: (.+) -->", text) == ["optimizers", "learning rates", "wrappers and parts", "delayed gradients"]
     assert len({row.name for row in optimizers.ROWS}) == len(optimizers.ROWS)
     deprecated = {"optimistic_adam", "multi_transform"}
     assert {name for name in optax_names.optimizers() if f"`{name}`" not in text} <= deprecated

@@ -3,31 +3,63 @@
 import pytest
 
 import jpipe
-from jpipe_planner.cost.memory import temporary_bytes
+from jpipe_planner import Topology
 from jpipe_planner.profile.profile import Profile
+from jpipe_planner.search.partition import Placed, Problem, memory_of
+from jpipe_planner.search.ranges import Ranges
 from jpipe_planner.search.stages import Layers
 
 RESIDUALS = {"none": 100, "dots_saveable": 50, "full": 0}
 AT = {"forward": 1.0, "backward": 2.0, "outputs": 0, "residuals": RESIDUALS, "temporary": 10, "temporary_more": 2}
-EXPECTED = {"none": 12, "dots_saveable": 71, "full": 130}  # 10 + 2; half of what remaking adds; 70 + 60
+REMAKING = {"remaking": 70, "remaking_next": 60, "remaking_more": 5}
+SCRATCH = {1: 10, 2: 12, 3: 14}
+EVERYTHING = {1: 70, 2: 70 + 60, 3: 70 + 60 + 5}
+OF_ALL = {"none": 0, "dots_saveable": 0.5, "full": 1}  # the residuals that the backward makes, as a share
 
 
 def profile(**remaking):
-    layers = [{"id": name, "weights": 8, "at": [AT | remaking]} for name in "abcd"]
+    layers = [{"id": name, "weights": 8, "at": [AT | remaking]} for name in "abcdef"]
     return Profile(source="analytic", sizes=(1,), inputs=(0,), labels=(0,), layers=layers)
 
 
-@pytest.mark.parametrize("policy", EXPECTED)
-def test_a_stage_of_two_layers(policy):
-    remaking = {"remaking": 70, "remaking_more": 60}
-    stages = [{"layers": ["a", "b"], "recompute": policy}, {"layers": ["c", "d"], "recompute": policy}]
-    plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=stages)
-    assert profile(**remaking).stage_costs(plan, 1)[0].temporary == EXPECTED[policy]
-    layers = Layers(profile(**remaking))
-    assert layers.cut((0, 2), 0).temporary[layers.policies.index(policy), 0] == EXPECTED[policy]
-    assert temporary_bytes(12, 130, 200, 2 * RESIDUALS[policy], 0) == EXPECTED[policy]
+def expected(count, share):
+    return SCRATCH[count] + -(-(EVERYTHING[count] - SCRATCH[count]) * share // 1)
+
+
+@pytest.mark.parametrize("count", SCRATCH)
+@pytest.mark.parametrize("policy", OF_ALL)
+def test_a_stage_of_equal_layers(policy, count):
+    costs = profile(**REMAKING)
+    cut = [costs.ids[:count], costs.ids[count:-1], costs.ids[-1:]]
+    plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=[{"layers": ids, "recompute": policy} for ids in cut])
+    layers = Layers(costs)
+    in_search = layers.cut((0, count, len(costs.ids) - 1), 0)
+    assert costs.stage_costs(plan, 1)[0].temporary == expected(count, OF_ALL[policy])
+    assert in_search.temporary[layers.policies.index(policy), 0] == expected(count, OF_ALL[policy])
+    assert in_search.fused[0] == EVERYTHING[count]
+
+
+@pytest.mark.parametrize("count", SCRATCH)
+@pytest.mark.parametrize("policy", OF_ALL)
+def test_a_stage_of_a_partition(policy, count):
+    """The bytes are those that a stage needs more than one without scratch memory; the last stage makes its residuals itself."""
+    some, none = (problem(policy, count, **fields) for fields in (REMAKING, dict.fromkeys((*REMAKING, "temporary", "temporary_more"), 0)))
+    cut = [Placed(0, count, 0, 1, policy), Placed(count, 2 * count, 1, 1, policy)]
+    more = [size - without for size, without in zip(memory_of(some, cut), memory_of(none, cut), strict=True)]
+    share = OF_ALL[policy] if OF_ALL[policy] in (0, 1) else RESIDUALS[policy] * count / (RESIDUALS["none"] * count - 1)
+    assert more == [expected(count, share), EVERYTHING[count]]
+    for stage, in_flight, size in zip(cut, (2, 1), memory_of(some, cut), strict=True):
+        room = Ranges(some).room(stage.start, stage.stop, 1, in_flight, policy, float(size + 5))
+        assert room == 5 + (stage.start > 0)  # an input has one byte, and one waits at the last stage
+
+
+def problem(policy, count, **fields):
+    layers = [jpipe.programs.LayerCost(**AT | {"outputs": 1, "weights": 8} | fields) for _ in range(2 * count)]
+    return Problem(layers, Topology.flat(2, bandwidth=1.0), 4, inputs=1, policies=(policy,))
 
 
 def test_without_compiled_layers_the_residuals_themselves_are_counted():
-    plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=[{"layers": list("ab"), "recompute": "full"}, {"layers": list("cd")}])
-    assert profile().stage_costs(plan, 1)[0].temporary == 12 + 200
+    stages = [{"layers": list("abc"), "recompute": "full"}, {"layers": list("def")}]
+    plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=stages)
+    assert profile().stage_costs(plan, 1)[0].temporary == 14 + 300
+    assert Layers(profile()).cut((0, 3), 0).fused.tolist() == [14 + 300] * 2

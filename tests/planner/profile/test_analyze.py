@@ -14,7 +14,7 @@ import jpipe
 from jpipe import InputError
 from jpipe_planner.machine.topology import Device
 from jpipe_planner.profile.analyze import analyze
-from jpipe_planner.profile.model import compile_scratch_bytes
+from jpipe_planner.profile.model import Model, compile_scratch_bytes
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.models.layers import layers
 
@@ -238,6 +238,28 @@ def test_the_temporaries_of_several_layers_are_about_those_of_the_compiled_stage
     for estimate, true in zip(wide_profile.stage_costs(plan, 4), exact, strict=True):
         assert 0.75 * true < estimate.temporary < 1.25 * true
         assert max(layer.at[0].temporary for layer in wide_profile.layers) < 0.3 * true  # gradients of four layers, not only scratch of one
+
+
+def test_scratch_memory_with_full_recomputation_is_that_of_one_two_and_three_compiled_layers():
+    blocks = {
+        f"block_{n}": lambda rngs: nnx.Sequential(nnx.Linear(8, 64, rngs=rngs), nn.gelu, nnx.Linear(64, 8, rngs=rngs)) for n in range(6)
+    }
+    stack, device = jpipe.LayerStack({"first": linear(8, 8)} | blocks | {"last": linear(8, 8)}), jax.devices()[0]
+    model = Model(stack, floats(8), squares, optax.adam(1e-3), (2, 16))
+    assert model.triples["block_0", "block_0"] == ("block_0", "block_1", "block_2")
+    assert ("block_0", "last") not in model.triples
+    profile = analyze(stack, floats(8), squares, optax.adam(1e-3), [2, 16], DEVICE)
+    for ids in (stack.ids[:1], stack.ids[1:2], stack.ids[:2], stack.ids[3:5], stack.ids[:3], stack.ids[1:4]):
+        stages = [{"layers": some, "recompute": "full"} for some in _around(stack.ids, ids)]
+        plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=stages)
+        estimates = profile.stage_costs(plan, 16)
+        (estimate,) = (cost for stage, cost in zip(plan.stages, estimates, strict=True) if stage.layers == ids)
+        assert estimate.temporary == compile_scratch_bytes(model.stage(ids, 16, "full").trace("backward", device).lower())
+
+
+def _around(ids, some):
+    start = ids.index(some[0])
+    return [run for run in (ids[:start], some, ids[start + len(some) :]) if run]
 
 
 def test_a_program_beyond_the_memory_of_a_tpu_has_the_bytes_that_xla_says_it_needs():

@@ -84,7 +84,7 @@ def test_a_model_is_measured():
     assert (profile.source, profile.device, profile.sizes) == ("measured", "cpu", (2, 8))
     assert profile.dispatch > 0
     assert [done for done, _ in reports] == list(range(1, reports[-1][1] + 1))
-    by_what_follows = {"temporary_more": 0, "remaking_more": 0}
+    by_what_follows = {"temporary_more": 0, "remaking_next": 0, "remaking_more": 0}
     first, second = ([at.model_copy(update=by_what_follows) for at in profile.layers[n].at] for n in (2, 3))
     assert first == second
     assert profile.layers[2].model_copy(update={"id": "h1", "at": ()}) == profile.layers[3].model_copy(update={"at": ()})

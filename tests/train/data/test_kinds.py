@@ -187,7 +187,7 @@ def test_source_and_documents_are_text(tmp_path):
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[::4]
     files = [
         *library,
-        *root.glob("docs/*.md"),
+        *root.glob("docs/**/*.md"),
         *root.glob("jpipe/**/*.py"),
         *root.glob("configs/*.yaml"),
         root / "LICENSE",

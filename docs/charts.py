@@ -1,0 +1,187 @@
+"""Draw the two charts of the README from the tables and the results that the documentation shows: measured speed, and how models learn."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+import jpipe
+from benchmarks.learning.grid import Row
+from benchmarks.learning.report import Recipe, best_recipes
+from benchmarks.papers.document import Table, read
+from docs import style
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "learning" / "h100.json"
+RECIPES = {  # schedule and remedy, all with Nesterov's momentum: label, colour, dashes
+    ("flush", "Nesterov"): ("flush", style.BLACK, "-"),
+    ("2BW", "Nesterov"): ("2BW", style.BLUE, "--"),
+    ("2BW", "Nesterov, prediction"): ("2BW, delay correction", style.BLUE, "-"),
+    ("PipeDream m = d", "Nesterov, half prediction"): ("PipeDream, m = d, delay correction", style.GREEN, "-"),
+}
+
+
+def tables_of_pages() -> list[Table]:
+    """Return the tables of all pages of docs/explanation, page by page."""
+    return [table for page in sorted((ROOT / "docs" / "explanation").rglob("*.md")) for table in read(page.read_text(encoding="utf-8"))]
+
+
+def find(tables: Iterable[Table], *cells: str) -> Table:
+    """Return the first table whose heading has all these cells.
+
+    Args:
+        tables: to search.
+        cells: of its heading.
+
+    Raises:
+        jpipe.InputError: no table has them.
+    """
+    for table in tables:
+        if set(cells) <= set(table.head):
+            return table
+    raise jpipe.InputError(
+        f"docs/explanation: expected a table with the columns {', '.join(cells)}, found none; write its heading like that"
+    )
+
+
+@style.styled()
+def speed(tables: Sequence[Table]) -> Figure:
+    """Draw programs and schedules as shares of the ceiling, and pipelines over slow links beside data parallelism.
+
+    Args:
+        tables: of the pages.
+    """
+    figure = style.figure(8.9)
+    shares, *models = figure.subplots(3, 1, height_ratios=(3.1, 1, 1))
+    _draw_shares(shares, find(tables, "share of the ceiling", "goal"))
+    links = find(tables, "2 hosts: straight", "replicated")
+    for axes, row in zip(models, links.rows, strict=True):
+        _draw_links(axes, links.head, row)
+    models[-1].set_xlabel("times as fast as data parallelism")
+    style.legend_below(models[-1], 3, 0.5)
+    return figure
+
+
+def _draw_shares(axes: Any, table: Table) -> None:
+    names = [str(row[0]).replace("`", "") for row in table.rows]
+    columns = {m: table.head.index(m) for m in ("m = 8", "m = 2")}
+    for shift, (m, column) in zip((-0.19, 0.19), columns.items(), strict=True):
+        values = [float(str(row[column])) for row in table.rows]
+        colours = [_colour(name)[m == "m = 2"] for name in names]
+        axes.barh([n + shift for n in range(len(names))], values, 0.36, color=colours)
+    for label in ("another program", "jpipe, flush", "jpipe, delayed weights"):
+        dark, light = LOOKS[label]
+        axes.barh([0], [0], color=dark, label=f"{label}, m = 8")
+        axes.barh([0], [0], color=light, label="m = 2")
+    axes.axvline(1, color=style.BLACK, linewidth=1)
+    style.label_rows(axes, names)
+    axes.set_xlim(0, 1.05)
+    style.title(axes, "Throughput, as a share of the ceiling")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        [*handles[::2], *handles[1::2]],
+        [*labels[::2], *labels[1::2]],
+        loc="upper left",
+        bbox_to_anchor=(-0.55, -0.06),
+        ncols=2,
+        handlelength=1.2,
+    )
+
+
+LOOKS = {
+    "another program": (style.GREY, style.LIGHT_GREY),
+    "jpipe, flush": (style.BLUE, style.LIGHT_BLUE),
+    "jpipe, delayed weights": (style.ORANGE, style.YELLOW),
+}
+
+
+PIPELINES = {"straight": "PipeDream", "replicated": "with replicas"}
+
+
+def _colour(name: str) -> tuple[str, str]:
+    if not name.startswith("jpipe"):
+        return LOOKS["another program"]
+    schedule = re.match(r"jpipe (\w+)", name.replace(",", ""))
+    delayed = schedule is not None and schedule[1] in jpipe.schedules.SCHEDULES and not jpipe.schedules.SCHEDULES[schedule[1]].flushes
+    return LOOKS["jpipe, delayed weights" if delayed else "jpipe, flush"]
+
+
+def _draw_links(axes: Any, head: Sequence[str], row: Sequence[object]) -> None:
+    columns = [n for n in range(1, len(head)) if not head[n].startswith("bytes")]
+    names, hosts = [], ""
+    for n in columns:
+        hosts, name = head[n].split(": ") if ": " in head[n] else (hosts, head[n])
+        names.append(f"{PIPELINES.get(name, name)}, {hosts}")
+    looks = {"fast link": (style.LIGHT_GREY, "o"), "slower": (style.LIGHT_BLUE, "s"), "slowest": (style.BLUE, "D")}
+    speeds = [[float(number) for number in str(row[n]).split(", ")] for n in columns]
+    for (label, (colour, mark)), values in zip(looks.items(), zip(*speeds, strict=True), strict=True):
+        axes.plot(values, range(len(names)), mark, color=colour, label=label, markersize=7, zorder=3)
+    style.label_rows(axes, names)
+    axes.set_xscale("log")
+    axes.set_xlim(0.9, 25)
+    axes.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    axes.set_xticks([], minor=True)
+    axes.axvline(1, color=style.BLACK, linewidth=1)
+    style.title(axes, f"Over slow links: {row[0]}")
+
+
+@style.styled()
+def learning(rows: Sequence[Row]) -> Figure:
+    """Draw the held-out loss of four recipes with four stages, one panel for each optimizer.
+
+    Args:
+        rows: of the study.
+    """
+    figure = style.figure(7.6)
+    lines: dict[str, Any] = {}
+    panels = figure.subplots(2, 1)
+    for axes, optimizer in zip(panels, ("Adam", "Muon"), strict=True):
+        recipes = {(recipe.schedule, recipe.remedy): recipe for recipe in best_recipes(rows, "GPT", 4, optimizer)}
+        for key, (label, colour, dashes) in RECIPES.items():
+            lines[label] = draw_curve(axes, recipes[key], colour, dashes)
+        best = recipes["flush", "Nesterov"].mean_curve
+        axes.set_ylim(best[-1] - 0.05, best[len(best) // 5] + 0.3)
+        axes.set(title=f"{optimizer}, four stages", ylabel="held-out loss (nats/byte)")
+        axes.grid()
+    panels[-1].set_xlabel("updates")
+    style.share_legend(figure, lines, 1)
+    return figure
+
+
+def draw_curve(axes: Any, recipe: Recipe, colour: str, dashes: str) -> Any:
+    """Draw the mean loss of a recipe over the updates, and the range of its seeds; return the line.
+
+    Args:
+        axes: the panel.
+        recipe: with its losses.
+        colour: of the line.
+        dashes: of the line, as in `plot`.
+    """
+    positions = [recipe.every * (i + 1) for i in range(len(recipe.mean_curve))]
+    (line,) = axes.plot(positions, recipe.mean_curve, dashes, color=colour)
+    values = list(zip(*recipe.curves, strict=True))
+    axes.fill_between(positions, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.12, linewidth=0)
+    return line
+
+
+def results(path: Path = RESULTS) -> list[Row]:
+    """Return the runs of the study.
+
+    Args:
+        path: of the results in JSON.
+    """
+    runs: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return [Row(**row) for row in runs["rows"]]
+
+
+def draw_all(folder: Path) -> None:
+    """Write speed.svg and learning.svg.
+
+    Args:
+        folder: of the pictures.
+    """
+    style.write(speed(tables_of_pages()), folder / "speed.svg")
+    style.write(learning(results()), folder / "learning.svg")

@@ -1,0 +1,103 @@
+"""The documentation site is built without a warning, needs no network, and describes every public name."""
+
+import html
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import optax
+import pydantic
+import pytest
+
+import jpipe
+from docs import annotations, api
+from jpipe.errors import InputError
+from tests.packages import ROOT
+
+
+def test_the_site_is_complete_and_needs_no_network(tmp_path):
+    """One test, because to build the site takes half a minute."""
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "--fail-on-warning",
+        "--keep-going",
+        "-q",
+        "-d",
+        tmp_path / "trees",
+        ROOT / "docs",
+        tmp_path / "site",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    pages = {path.relative_to(tmp_path / "site").as_posix(): path.read_text() for path in (tmp_path / "site").rglob("*.html")}
+    remote = r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"'
+    assert {name: found for name, page in pages.items() if (found := re.findall(remote, page))} == {}
+    for path in (ROOT / "docs").rglob("*.md"):
+        assert path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() in pages
+    for module in api.MODULES:
+        described = descriptions(pages[f"reference/api/{module}.html"])
+        for name in api.public_names(module):
+            signature, text = described[f"{module}.{name}"]
+            assert len(text.split()) >= 4, f"{module}.{name} has no description"
+            assert not re.search(r"jaxlib|typing\b|Annotated|jpipe\.\w+\._| at 0x", signature), f"{module}.{name}: {signature}"
+    assert "Show this one with its sources" in pages["reference/cli.html"]
+    assert "semantic versioning" in pages["reference/changelog.html"]
+
+
+def descriptions(page: str) -> dict[str, tuple[str, str]]:
+    """Return signature and text of each object on a page, by its full name."""
+    parts = re.split(r'<dt class="sig[^"]*" id="([\w.]+)">', page)[1:]
+    found = {}
+    for name, part in zip(parts[::2], parts[1::2], strict=True):
+        signature, _, text = html.unescape(part).partition("</dt>")
+        found[name] = (re.sub(r"<[^>]*>", "", signature), re.sub(r"<[^>]*>", "", text))
+    return found
+
+
+class Field(pydantic.BaseModel):
+    size: Annotated[int, pydantic.Field(ge=1)] = 1
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        (Mapping[str, Path] | None, "Mapping[str, Path] | None"),
+        (Annotated[tuple[int, ...], pydantic.Strict()], "tuple[int, ...]"),
+        (Literal["newest", "ema"], "Literal['newest', 'ema']"),
+        (Callable[[jax.Array], jpipe.Plan], "Callable[[jax.Array], Plan]"),
+        (jax.Device, "jax.Device"),
+        (jax.sharding.Sharding, "jax.sharding.Sharding"),
+        (jax.typing.ArrayLike | None, "ArrayLike | None"),
+        (optax.ScalarOrSchedule, "optax.ScalarOrSchedule"),
+        (type[pydantic.BaseModel], "type[BaseModel]"),
+        (inspect.Signature.empty, ""),
+    ],
+)
+def test_a_type_is_written_as_a_person_would(annotation, expected):
+    assert annotations.text(annotation) == expected
+
+
+def test_a_signature_is_written_as_a_person_would():
+    assert annotations.signature(Field) == ("(*, size: int = 1)", "")
+    assert annotations.signature(jpipe.Plan.to_json) == ("()", "str")
+    assert annotations.signature(InputError.__init__)[0].startswith("(")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        ("jpipe", "Plan.microbatches", "int"),
+        ("jpipe", "Plan.rules", "Mapping[str, str | None]"),
+        ("jpipe", "Stage.shape", "Mapping[str, int]"),
+        ("jpipe.ops", "OPS", "dict[str, Op]"),
+    ],
+)
+def test_the_type_of_a_variable_is_found(module, name, expected):
+    assert annotations.of_variable(module, name) == expected
