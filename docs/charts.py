@@ -9,8 +9,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import jpipe
+from benchmarks.learning.draw import draw_curve
 from benchmarks.learning.grid import Row
-from benchmarks.learning.report import Recipe, best_recipes
+from benchmarks.learning.report import best_recipes
 from benchmarks.papers.document import Table, read
 from docs import style
 
@@ -72,23 +73,14 @@ def _draw_shares(axes: Any, table: Table) -> None:
         values = [float(str(row[column])) for row in table.rows]
         colours = [_colour(name)[m == "m = 2"] for name in names]
         axes.barh([n + shift for n in range(len(names))], values, 0.36, color=colours)
-    for label in ("another program", "jpipe, flush", "jpipe, delayed weights"):
-        dark, light = LOOKS[label]
-        axes.barh([0], [0], color=dark, label=f"{label}, m = 8")
-        axes.barh([0], [0], color=light, label="m = 2")
+    for shade, m in enumerate(columns):  # a column of the legend for each
+        for kind, colours in LOOKS.items():
+            axes.barh([0], [0], color=colours[shade], label=m if shade else f"{kind}, {m}")
     axes.axvline(1, color=style.BLACK, linewidth=1)
     style.label_rows(axes, names)
     axes.set_xlim(0, 1.05)
     style.title(axes, "Throughput, as a share of the ceiling")
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        [*handles[::2], *handles[1::2]],
-        [*labels[::2], *labels[1::2]],
-        loc="upper left",
-        bbox_to_anchor=(-0.55, -0.06),
-        ncols=2,
-        handlelength=1.2,
-    )
+    style.legend_below(axes, 2, 0.08, -0.55)
 
 
 LOOKS = {
@@ -149,22 +141,6 @@ def learning(rows: Sequence[Row]) -> Figure:
     panels[-1].set_xlabel("updates")
     style.share_legend(figure, lines, 1)
     return figure
-
-
-def draw_curve(axes: Any, recipe: Recipe, colour: str, dashes: str) -> Any:
-    """Draw the mean loss of a recipe over the updates, and the range of its seeds; return the line.
-
-    Args:
-        axes: the panel.
-        recipe: with its losses.
-        colour: of the line.
-        dashes: of the line, as in `plot`.
-    """
-    positions = [recipe.every * (i + 1) for i in range(len(recipe.mean_curve))]
-    (line,) = axes.plot(positions, recipe.mean_curve, dashes, color=colour)
-    values = list(zip(*recipe.curves, strict=True))
-    axes.fill_between(positions, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.12, linewidth=0)
-    return line
 
 
 def results(path: Path = RESULTS) -> list[Row]:

@@ -6,6 +6,8 @@ import grimp
 import matplotlib.axes
 from matplotlib.figure import Figure
 
+from docs import style
+
 PACKAGES = "jpipe", "jpipe_planner", "jpipe_train"
 
 
@@ -50,29 +52,50 @@ def needed(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
     }
 
 
+WIDEST = 3  # boxes that stand side by side; more are set in two rows
+
+
+def coordinates(sizes: dict[str, int], imports: dict[str, set[str]]) -> dict[str, tuple[float, float]]:
+    """Return the middle of each box: importers above what they import; of a wide level every second box stands half a step higher.
+
+    Args:
+        sizes: of the packages.
+        imports: of each package.
+    """
+    height = heights(imports)
+    places: dict[str, tuple[float, float]] = {}
+    y = 0.0
+    for level in range(max(height.values()) + 1):
+        names = [name for name in sizes if height[name] == level]
+        wide = len(names) > WIDEST
+        places |= {name: ((n + 0.5) / len(names), y + 0.7 * (wide and n % 2)) for n, name in enumerate(names)}
+        y += 1.7 if wide else 1.0
+    return places
+
+
 def draw(axes: matplotlib.axes.Axes, package: str) -> None:
     """Draw one package: a box for each of its packages, with importers above what they import."""
     sizes, imports = rooms(package)
-    height = heights(imports)
-    levels = [[name for name in sizes if height[name] == level] for level in range(max(height.values()) + 1)]
-    coordinates = {name: ((n + 0.5) / len(level), y) for y, level in enumerate(levels) for n, name in enumerate(level)}
+    places = coordinates(sizes, imports)
     for importer, imported in sorted(needed(imports)):
-        (x, y), (below_x, below_y) = coordinates[importer], coordinates[imported]
-        bend = 0.0 if y - below_y == 1 else 0.3 if below_x < x else -0.15  # around the boxes in between
-        arrow = {"arrowstyle": "->", "color": "#777777", "shrinkA": 0, "shrinkB": 0, "connectionstyle": f"arc3,rad={bend}"}
-        axes.annotate("", (below_x, below_y + 0.25), (x, y - 0.25), arrowprops=arrow)
-    for name, (x, y) in coordinates.items():
-        name_in_package = name.removeprefix(f"{package}.")
-        label = name_in_package if sizes[name] == 1 else f"{name_in_package}\n{sizes[name]} modules"
-        axes.text(x, y, label, ha="center", va="center", fontsize=8, bbox={"boxstyle": "round,pad=0.4", "fc": "#EAF2FA", "ec": "#0072B2"})
-    axes.set(title=package, xlim=(0, 1), ylim=(-0.6, len(levels) - 0.4))
+        (x, y), (below_x, below_y) = places[importer], places[imported]
+        bend = 0.0 if y - below_y <= 1.7 else 0.3 if below_x < x else -0.15  # around the boxes in between
+        arrow = {"arrowstyle": "->", "color": style.GREY, "shrinkA": 0, "shrinkB": 0, "connectionstyle": f"arc3,rad={bend}"}
+        axes.annotate("", (below_x, below_y + 0.28), (x, y - 0.28), arrowprops=arrow)
+    box = {"boxstyle": "round,pad=0.3", "fc": "#EAF2FA", "ec": style.BLUE}
+    for name, (x, y) in places.items():
+        label = name.removeprefix(f"{package}.") + (f" ({sizes[name]})" if sizes[name] > 1 else "")
+        axes.text(x, y, label, ha="center", va="center", bbox=box)
+    style.title(axes, package)
+    axes.set(xlim=(0, 1), ylim=(-0.5, max(y for _, y in places.values()) + 0.5))
     axes.axis("off")
 
 
+@style.styled()
 def picture() -> Figure:
-    """Draw all packages side by side."""
-    figure = Figure(figsize=(13, 6.5), layout="constrained")
-    figure.suptitle("What imports what: arrows point to what is imported; indirect imports are omitted", fontsize=10)
-    for axes, package in zip(figure.subplots(1, len(PACKAGES)), PACKAGES, strict=True):
+    """Draw all packages below each other; arrows point to what is imported, and numbers are those of modules."""
+    levels = [max(y for _, y in coordinates(*rooms(package)).values()) + 1 for package in PACKAGES]
+    figure = style.figure(0.48 * sum(levels) + 0.35 * len(PACKAGES))
+    for axes, package in zip(figure.subplots(len(PACKAGES), 1, height_ratios=levels), PACKAGES, strict=True):
         draw(axes, package)
     return figure

@@ -1,17 +1,27 @@
-"""Draw the pictures of docs/pictures/ (`make pictures`); the same timelines give the same files."""
+"""Draw the pictures of docs/pictures/ (`make pictures`); the same timelines give the same files.
+
+`python -m docs.pictures run` trains configs/gpt-bytes.yaml, which takes two minutes, and draws what it predicts and measures.
+"""
 
 import dataclasses
+import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jpipe
-from docs import charts, imports
+from benchmarks.hosts import accuracy_draw
+from benchmarks.learning import draw as learning_draw
+from benchmarks.papers import draw as papers_draw
+from docs import charts, imports, style
 from jpipe_planner import draw_choice
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
 from jpipe_train.plan.inputs import Request, read_topology
 from jpipe_train.plan.profiling import Parts, profile_of
 from jpipe_train.plan.search import search
+from jpipe_train.run import loop
 
 FOLDER = Path(__file__).parent / "pictures"
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -54,17 +64,21 @@ def batch_of(schedule: str, chunks: int) -> jpipe.programs.Window:
 
 
 def draw_flushing() -> None:
-    """Draw a batch of each schedule that flushes."""
+    """Draw a batch of each schedule that flushes, those with one stage on a rank and those with several in a picture each."""
     windows = {schedule: batch_of(schedule, chunks) for schedule, chunks in FLUSHING.items()}
-    longest = windows["gpipe"].seconds
-    naive = windows.pop("naive")
-    beginning = tuple(tuple(_cut(span, longest) for span in spans if span.start < longest) for spans in naive.timeline)
-    timelines = {f"naive, the beginning of {naive.seconds:g} forwards": beginning}
-    timelines |= {name + (", 2 chunks" if FLUSHING[name] > 1 else ""): window.timeline for name, window in windows.items()}
-    lengths = [longest, *(window.seconds for window in windows.values())]
-    title = "Schedules that flush: a batch of eight microbatches on four ranks, in a long run"
-    seconds = dict(zip(timelines, lengths, strict=True))
-    jpipe.draw_timeline(timelines, title=title, unit="forwards", seconds=seconds).savefig(FOLDER / "schedules.png")
+    naive = windows["naive"]
+    end = windows["gpipe"].seconds
+    beginning = tuple(tuple(_cut(span, end) for span in spans if span.start < end) for spans in naive.timeline)
+    windows["naive"] = dataclasses.replace(naive, timeline=beginning, seconds=end)
+    for name, several in (("schedules", False), ("schedules-chunks", True)):
+        shown = {_heading(key, naive): window for key, window in windows.items() if (FLUSHING[key] > 1) == several}
+        seconds = {key: window.seconds for key, window in shown.items()}
+        timelines = {key: window.timeline for key, window in shown.items()}
+        style.write(jpipe.draw_timeline(timelines, unit="forwards", seconds=seconds, **style.SIZES), FOLDER / f"{name}.svg")
+
+
+def _heading(schedule: str, naive: jpipe.programs.Window) -> str:
+    return f"naive, start of {naive.seconds:g} forwards" if schedule == "naive" else schedule
 
 
 def _cut(span: jpipe.programs.Span, end: float) -> jpipe.programs.Span:
@@ -72,42 +86,102 @@ def _cut(span: jpipe.programs.Span, end: float) -> jpipe.programs.Span:
 
 
 def draw_asynchronous() -> None:
-    """Draw two batches of each schedule without a flush; and the versions that they read, in three batches of half the size."""
+    """Draw two batches of each schedule without a flush, from an empty pipeline to an empty one."""
     names: dict[str, dict[str, Any]] = {
         "pipedream": {},
-        "pipedream with vertical_sync": {"vertical_sync": True},
+        "pipedream, vertical_sync": {"vertical_sync": True},
         "pipedream_2bw": {},
-        "pipedream_2bw with split_backward: early": {"split_backward": "early"},
-        "pipedream_2bw, 2 chunks": {"chunks": 2},
+        "2BW, split_backward": {"split_backward": "early"},
+        "2BW, 2 chunks": {"chunks": 2},
     }
-    timelines = {name: timeline(name.split()[0].strip(","), 2, 6, **options) for name, options in names.items()}
-    title = "Schedules without a flush: two batches of six microbatches on four ranks, from an empty pipeline to an empty one"
-    jpipe.draw_timeline(timelines, title=title, unit="forwards").savefig(FOLDER / "asynchronous.png")
-    timelines = {name: timeline(name.split()[0], 3, 4, **names[name]) for name in list(names)[:3]}
-    title = "Which weights a microbatch reads: three batches of four microbatches on four ranks, no flush"
-    jpipe.draw_timeline(timelines, title=title, unit="forwards").savefig(FOLDER / "versions.png")
+    timelines = {name: timeline(name.split(",")[0].replace("2BW", "pipedream_2bw"), 2, 6, **options) for name, options in names.items()}
+    style.write(jpipe.draw_timeline(timelines, unit="forwards", **style.SIZES), FOLDER / "asynchronous.svg")
+
+
+VERSIONS = (style.LIGHT_GREY, style.LIGHT_BLUE, style.YELLOW)
+
+
+@style.styled()
+def draw_versions() -> None:
+    """Draw which weights each microbatch reads in the schedules without a flush, in three batches of four microbatches."""
+    options = {"pipedream": {}, "pipedream, vertical_sync": {"vertical_sync": True}, "pipedream_2bw": {}}
+    timelines = {name: timeline(name.split(",")[0], 3, 4, **option) for name, option in options.items()}
+    end = max(span.end for one in timelines.values() for spans in one for span in spans)
+    figure = style.figure(5.9)
+    panels = figure.subplots(len(timelines), 1, sharex=True)
+    for axes, (name, ranks) in zip(panels, timelines.items(), strict=True):
+        style.label_rows(axes, [f"rank {rank}" for rank in range(len(ranks))])
+        for rank, spans in enumerate(ranks):
+            _draw_versions(axes, rank, spans)
+        axes.set(title=name, xlim=(0, end))
+        axes.spines["left"].set_visible(False)
+        axes.grid(False)
+    panels[-1].set_xlabel("time (forwards)")
+    shown = {f"reads the weights after update {version}": axes.bar(0, 0, color=VERSIONS[version]) for version in (1, 2)}
+    shown = {"reads the first weights": axes.bar(0, 0, color=VERSIONS[0]), **shown, "update": axes.bar(0, 0, color=style.BLACK)}
+    style.share_legend(figure, shown, 1)
+    style.write(figure, FOLDER / "versions.svg")
+
+
+def _draw_versions(axes: Any, rank: int, spans: Sequence[jpipe.programs.Span]) -> None:
+    """Draw the computations of a rank: forwards, and paler backwards with the number of their microbatch."""
+    boxes: dict[tuple[str, float], list[tuple[float, float]]] = {}
+    for span in spans:
+        turn = {"F": span.end, "B": span.start, "FB": span.start + 1}[span.op]
+        for start, end, opacity in ((span.start, turn, 1.0), (turn, span.end, 0.6)):
+            boxes.setdefault((VERSIONS[span.version], opacity), []).append((start, end - start))
+        if turn < span.end:
+            axes.text((turn + span.end) / 2, rank, str(span.microbatch), ha="center", va="center_baseline")
+    for (colour, opacity), places in boxes.items():
+        shown = [place for place in places if place[1]]
+        axes.broken_barh(shown, (rank - 0.42, 0.84), facecolor=colour, alpha=opacity, edgecolor="white", linewidth=0.5)
+    updates = [(span.end - 0.3, 0.3) for span in spans if span.updates]
+    axes.broken_barh(updates, (rank - 0.42, 0.84), facecolor=style.BLACK)
 
 
 def draw_plans() -> None:
-    """Draw all plans of a GPT too large for one device, on eight of them, as `jpipe plan --png` does."""
+    """Draw all plans of a GPT too large for one device, on eight of them, as `jpipe plan --png` does, with panels below each other."""
     reporter = Reporter(1, 1, "samples")
     topology = read_topology(str(CONFIGS / "topologies" / "v100-16gb-8.yaml"))
     config = config_file.load(str(CONFIGS / "gpt-bytes.yaml"), (*(f"model.{key}" for key in LARGE), "plan.file=auto"), allow_code=False)
     parts, batch = Parts.of(config, reporter), 64
     profile = profile_of(parts, topology, batch, topology.num_devices, reporter)
     result = search(profile, topology, batch, Request(up_to=True, schedules=("all",)), False, reporter)
-    draw_choice(result.choice, result.candidates, result.choice.ranked[0], result.known).savefig(FOLDER / "plans.png")
+    with style.styled():
+        figure = draw_choice(result.choice, result.candidates, result.choice.ranked[0], result.known)
+        style.stack(figure, 9.5, (1.2, 1))
+    style.write(figure, FOLDER / "plans.svg")
 
 
-def main() -> None:
-    """Draw all pictures."""
-    FOLDER.mkdir(exist_ok=True)
+def draw_run() -> None:
+    """Train, and draw three batches of the run, predicted and measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_file.load(str(CONFIGS / "gpt-bytes.yaml"), (f"run.dir={folder}/run",), allow_code=False)
+        summary = loop.main(config)
+    windows = {"predicted": summary.predicted, "measured": summary.measured}
+    seconds = {name: window.seconds for name, window in windows.items()}
+    timelines = {name: window.timeline for name, window in windows.items()}
+    style.write(jpipe.draw_timeline(timelines, seconds=seconds, **style.SIZES), FOLDER / "run-timeline.svg")
+    memories = {name: window.memory for name, window in windows.items()}
+    style.write(jpipe.draw_memory(memories, seconds=seconds, **style.SIZES), FOLDER / "run-memory.svg")
+
+
+def main(arguments: list[str]) -> None:
+    """Draw all pictures, except those of a run, which are drawn alone if "run" is asked for."""
+    if arguments == ["run"]:
+        return draw_run()
+    tables = {table.name: table for table in charts.tables_of_pages() if table.name}
     charts.draw_all(FOLDER)
+    papers_draw.draw_all(tables, tables, FOLDER)
+    accuracy_draw.draw(tables["time to accuracy"], FOLDER)
+    learning_draw.draw_all(charts.results(), FOLDER)
     draw_flushing()
     draw_asynchronous()
+    draw_versions()
     draw_plans()
-    imports.picture().savefig(FOLDER / "imports.png", dpi=80)
+    style.write(imports.picture(), FOLDER / "imports.svg")
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -6,17 +6,20 @@ Panels stand below each other. The background is white, and text is drawn as pat
 
 import io
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from jpipe import files
 
 WIDTH = 5.4  # inches
 TEXT, TITLE = 11.0, 12.0  # points
+SIZES = {"width": WIDTH, "font_size": TEXT}  # of jpipe's own pictures
 BLACK, GREY, LIGHT_GREY = "#1A1A1A", "#767676", "#C4C4C4"
 BLUE, LIGHT_BLUE, ORANGE, YELLOW, GREEN, PURPLE = "#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7"  # told apart by all eyes
 
@@ -26,8 +29,8 @@ STYLE: dict[str, Any] = {
     **{"axes.labelsize": TEXT, "axes.labelcolor": BLACK, "axes.edgecolor": GREY, "axes.axisbelow": True},
     **{"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#E4E4E4", "grid.linewidth": 0.8},
     **{"xtick.labelsize": TEXT, "ytick.labelsize": TEXT, "xtick.color": GREY, "ytick.color": GREY},
-    **{"xtick.labelcolor": BLACK, "ytick.labelcolor": BLACK, "lines.linewidth": 1.8, "figure.facecolor": "white"},
-    **{"svg.fonttype": "path", "svg.hashsalt": "jpipe"},
+    **{"xtick.labelcolor": BLACK, "ytick.labelcolor": BLACK, "xtick.minor.size": 0, "ytick.minor.size": 0},
+    **{"lines.linewidth": 1.8, "figure.facecolor": "white", "svg.fonttype": "path", "svg.hashsalt": "jpipe"},
 }
 
 
@@ -61,25 +64,36 @@ def write(picture: Figure, path: Path) -> None:
 
 
 def _shortened(svg: str) -> str:
-    """Return the text of a picture with two decimals, hundredths of a point, and without comments, which repeat the text that is drawn."""
+    """Return a picture in less text: hundredths of a point, no comments, short rectangles, equal neighbours as one path."""
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"scale\([^)]*\)|(\.\d\d)\d+", lambda match: match[1] or match[0], svg)
-    return re.sub(r" *\n\s*", "\n", svg)
+    svg = re.sub(r" *\n\s*", "\n", svg)
+    svg = re.sub(r'<g id="\w+">\n(<path [^>]*/>\n)</g>\n', r"\1", svg)
+    svg = re.sub(r'<g id="\w+">\n(<g (?:style|transform)=[^>]*>\n(?:<use [^>]*/>\n)+</g>\n)</g>\n', r"\1", svg)
+    svg = re.sub(r'<g ([^>]*)>\n(<use xlink:href="[^"]*")/>\n</g>\n', r"\2 \1/>\n", svg)
+    svg = re.sub(r'<g id="\w+"/>\n', "", svg)
+    svg = re.sub(r"M (\S+) (\S+)\nL \1 (\S+)\nL (\S+) \3\nL \4 \2\nz\n", r"M\1 \2V\3H\4V\2z", svg)
+    svg = re.sub(r"M (\S+) (\S+)\nL (\S+) \2\nL \3 (\S+)\nL \1 \4\nz\n", r"M\1 \2H\3V\4H\1z", svg)
+    same = re.compile(r'(<path d="[^"]*)("[^>]*/>)\n((?:<path d="[^"]*\2\n)+)')
+    return same.sub(lambda match: match[1] + "".join(re.findall(r'<path d="([^"]*)"', match[3])) + match[2] + "\n", svg)
 
 
 def stack(picture: Figure, height: float, ratios: Sequence[float] | None = None) -> None:
-    """Put the panels of a picture below each other, and give all its text the sizes of this style.
+    """Put the panels of a picture below each other, and give their text and legends the sizes of this style.
 
     Args:
-        picture: a figure with a constrained layout.
+        picture: a figure with a constrained layout, and panels with titles at their left.
         height: in inches.
         ratios: of the heights of the panels.
     """
-    from matplotlib.text import Text
-
     picture.set_size_inches(WIDTH, height)
     for axes, place in zip(picture.axes, picture.add_gridspec(len(picture.axes), 1, height_ratios=ratios), strict=True):
         axes.set_subplotspec(place)
+        text = axes.get_title(loc="left")
+        axes.set_title("", loc="left")
+        title(axes, text)
+        axes.set_xlabel(textwrap.fill(axes.get_xlabel(), 34))
+        legend_below(axes, 2, 0.2, -0.4)
     for text in picture.findobj(Text):
         text.set_fontsize(max(text.get_fontsize(), TEXT))
 
@@ -96,17 +110,17 @@ def title(axes: Any, text: str) -> None:
     axes.annotate(text, (0, 1), xycoords=("figure fraction", "axes fraction"), **above)
 
 
-def legend_below(axes: Any, columns: int = 1, below: float = 0.2) -> None:
+def legend_below(axes: Any, columns: int = 1, below: float = 0.2, left: float = 0.0) -> None:
     """Put the legend of a panel below it, where it hides nothing.
 
     Args:
         axes: the panel.
         columns: of the legend.
         below: the distance, as a share of the height of the panel.
+        left: where it begins, as a share of the width of the panel.
     """
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(0, -below), ncols=columns, borderaxespad=0, handlelength=1.4, columnspacing=1.2, labelspacing=0.3
-    )
+    spaces = {"borderaxespad": 0, "handlelength": 1.4, "columnspacing": 1.2, "labelspacing": 0.3}
+    axes.legend(loc="upper left", bbox_to_anchor=(left, -below), ncols=columns, **spaces)
 
 
 def label_rows(axes: Any, names: Sequence[str]) -> None:

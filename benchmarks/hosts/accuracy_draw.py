@@ -1,47 +1,44 @@
-"""Draw time to accuracy: validation loss over the seconds of training, a panel for each model and number of hosts."""
+"""Draw time to accuracy from its table: the seconds of data parallelism and of a pipeline for each model and number of hosts."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-LOOKS = {"data parallelism": ("#D55E00", "--"), "pipeline": ("#0072B2", "-")}  # distinguishable for colour-blind readers
+from benchmarks.papers.document import Table
+from docs import style
+
+PICTURE = "time-to-accuracy.svg"
+LOOKS = {"data parallelism": (style.ORANGE, "s"), "pipeline": (style.BLUE, "o")}
 
 
-def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+@style.styled()
+def draw(table: Table, folder: Path) -> None:
     """Write the picture.
 
     Args:
-        runs: as `benchmarks.hosts.accuracy` writes them to JSON.
-        path: of the picture, PNG.
+        table: as `benchmarks.hosts.accuracy.table` makes it, or as it stands on a page.
+        folder: of the picture.
     """
-    from matplotlib.figure import Figure
-
-    tasks, counts = list(dict.fromkeys(run["task"] for run in runs)), sorted({run["hosts"] for run in runs})
-    figure = Figure(figsize=(4.2 * len(tasks), 3.2 * len(counts) + 0.5), layout="constrained")
-    panels = figure.subplots(len(counts), len(tasks), squeeze=False)
-    for row, hosts in zip(panels, counts, strict=True):
-        for axes, task in zip(row, tasks, strict=True):
-            if panel := [run for run in runs if (run["task"], run["hosts"]) == (task, hosts)]:
-                _panel(axes, panel)
-            else:
-                axes.set_visible(False)
-    named = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    labels = [*LOOKS, "target"]
-    figure.legend([named[label] for label in labels], labels, loc="outside upper left", ncols=len(labels), frameon=False, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def _panel(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
-    for run in runs:
-        colour, dashes = LOOKS[run["kind"]]
-        curve = run["curve"]
-        axes.plot([at["seconds"] for at in curve], [at["loss"] for at in curve], dashes, color=colour, label=run["kind"], linewidth=1.8)
-        axes.plot(curve[-1]["seconds"], curve[-1]["loss"], "o", color=colour, markersize=5)
-    axes.axhline(runs[0]["target"], color="#1A1A1A", linewidth=0.9, linestyle=":", label="target")
-    axes.set_title(f"{runs[0]['task']}, {runs[0]['hosts']} hosts, {runs[0]['rate'] / 1e6:g} Mbit/s", loc="left", fontsize=10)
-    axes.set_xlabel("seconds of training", fontsize=9)
-    axes.set_ylabel("validation loss (nats)", fontsize=9)
-    axes.set_xlim(left=0)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.3)
+    column = {name: n for n, name in enumerate(table.head)}
+    rows: dict[str, list[tuple[float, str]]] = {}  # seconds and speed-up: first of data parallelism, then of the pipeline
+    for row in table.rows:
+        name = f"{row[column['model']]}, {row[column['hosts']]} hosts"
+        rows.setdefault(name, []).append((float(str(row[column["seconds"]])), str(row[column["speed-up"]])))
+    figure = style.figure(1.5 + 0.36 * len(rows))
+    axes = figure.subplots()
+    for n, times in enumerate(rows.values()):
+        axes.plot([seconds for seconds, _ in times], [n] * len(times), color=style.LIGHT_GREY, linewidth=3, zorder=1)
+        for (seconds, speed_up), (label, (colour, mark)) in zip(times, LOOKS.items(), strict=False):
+            axes.plot(seconds, n, mark, color=colour, markersize=8, label=label if n == 0 else None)
+            if label == "pipeline":
+                text = f"{speed_up} ×" if speed_up[:1].isdigit() else speed_up
+                axes.annotate(text, (seconds, n), xytext=(-8, 0), textcoords="offset points", ha="right", va="center")
+    style.label_rows(axes, list(rows))
+    seconds = [time for times in rows.values() for time, _ in times]
+    axes.set_xscale("log")
+    axes.set_xlim(min(seconds) / 4, max(seconds) * 1.4)
+    ticks = [tick for tick in (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000) if min(seconds) / 4 <= tick <= max(seconds) * 1.4]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("seconds to the same validation loss")
+    lines = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    style.share_legend(figure, lines, 2)
+    style.write(figure, folder / PICTURE)

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/explanation/papers.md from the cells of its tables, so that both show the same."""
+"""Draw the pictures of the papers from the cells of their tables on the pages, so that both show the same."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.papers.document import Table
-
-BLUE, ORANGE, GREEN, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#B3B3B3", "#1A1A1A"  # distinguishable for colour-blind readers
-LIGHT = {BLUE: "#56B4E9", ORANGE: "#E69F00"}
+from docs import style
+from docs.style import BLACK, BLUE, GREEN, GREY, LIGHT_BLUE, ORANGE, YELLOW
 
 
 class Picture(NamedTuple):
@@ -16,15 +15,16 @@ class Picture(NamedTuple):
 
     Attributes:
         tables: the names of those that it shows.
-        size: in inches.
+        height: in inches.
         draw: puts the tables into a figure.
     """
 
     tables: tuple[str, ...]
-    size: tuple[float, float]
+    height: float
     draw: Callable[[Any, Mapping[str, Table]], None]
 
 
+@style.styled()
 def draw_all(tables: Mapping[str, Table], new: Collection[str], folder: Path) -> list[Path]:
     """Write each picture that shows a new table and has all its tables.
 
@@ -36,16 +36,13 @@ def draw_all(tables: Mapping[str, Table], new: Collection[str], folder: Path) ->
     Returns:
         The files written.
     """
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, picture in PICTURES.items():
         if set(picture.tables) <= set(tables) and not set(picture.tables).isdisjoint(new):
-            figure = Figure(figsize=picture.size, layout="constrained")
+            figure = style.figure(picture.height)
             picture.draw(figure, tables)
-            written.append(folder / f"papers-{name}.png")
-            figure.savefig(written[-1], dpi=90)
+            written.append(folder / f"papers-{name}.svg")
+            style.write(figure, written[-1])
     return written
 
 
@@ -61,23 +58,8 @@ def _last(cell: object) -> float | None:
 
 
 def _titled(axes: Any, title: str, across: str = "", up: str = "") -> None:
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(across, fontsize=9)
-    axes.set_ylabel(up, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.set_axisbelow(True)
-
-
-def _legend(axes: Any, columns: int = 2, below: float = 0.2) -> None:
-    """Put the legend below the axes, where it hides nothing."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -below), ncols=columns, fontsize=8, frameon=False)
-
-
-def _labelled_rows(axes: Any, names: Sequence[str]) -> None:
-    """Label a row for each name, from top to bottom."""
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.grid(axis="x", alpha=0.3)
+    style.title(axes, title)
+    axes.set(xlabel=across, ylabel=up)
 
 
 def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float | None]], colours: Sequence[str]) -> None:
@@ -87,11 +69,12 @@ def _bars(axes: Any, names: Sequence[str], series: Mapping[str, Sequence[float |
         positions = [place + (n - (len(series) - 1) / 2) * width for place in range(len(names))]
         axes.bar(positions, [value or 0 for value in values], width, color=colour, label=label)
     axes.set_xticks(range(len(names)), names)
-    axes.grid(axis="y", alpha=0.3)
+    axes.tick_params(axis="x", length=0)
+    axes.grid(axis="y")
 
 
 def _draw_plans(figure: Any, tables: Mapping[str, Table]) -> None:
-    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    left, right = figure.subplots(2, 1, height_ratios=(1.6, 1))
     rows = tables["table 1"].rows
     marks = {"the paper": (2, "D", BLACK), "planned": (3, "o", BLUE), "the paper's stages, planned": (4, "s", ORANGE)}
     for label, (column, mark, colour) in marks.items():
@@ -99,44 +82,42 @@ def _draw_plans(figure: Any, tables: Mapping[str, Table]) -> None:
         left.plot(*zip(*shown, strict=True), mark, color=colour, label=label, markersize=7, fillstyle="none", markeredgewidth=1.6)
     waits = {(str(row[0]).split(",")[0], row[1]): _last(row[4]) for row in tables["table 1, sums"].rows}
     shown = [(wait, n) for n, row in enumerate(rows) if (wait := waits.get((row[0], row[1])))]
-    left.plot(*zip(*shown, strict=True), "x", color=ORANGE, label="the same, if sums do not overlap", markersize=7, markeredgewidth=1.8)
-    _labelled_rows(left, [f"{row[0]}, {row[1]}" for row in rows])
+    left.plot(*zip(*shown, strict=True), "x", color=ORANGE, label="the same, if sums wait", markersize=7, markeredgewidth=1.8)
+    style.label_rows(left, [f"{row[0]}, {row[1]}" for row in rows])
     left.set_xscale("log", base=2)
     left.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
     left.axvline(1, color=GREY, linewidth=1, zorder=0)
-    _titled(left, "Table 1: throughput ÷ data parallelism's", "speed-up (1: data parallelism)")
-    _legend(left, below=0.12)
+    _titled(left, "Table 1: throughput ÷ data parallelism", "speed-up (1: data parallelism)")
+    style.legend_below(left, 1, 0.14)
     sums = tables["table 1, sums"].rows
     right.plot([_last(row[5]) for row in sums], range(len(sums)), "|", color=GREY, markersize=14, markeredgewidth=3, label="the link")
-    right.plot([_last(row[6]) for row in sums], range(len(sums)), "D", color=BLACK, markersize=6, label="needed for the paper's speed-up")
-    _labelled_rows(right, [f"{row[0]}, {row[1]}" for row in sums])
+    right.plot([_last(row[6]) for row in sums], range(len(sums)), "D", color=BLACK, markersize=6, label="needed for its speed-up")
+    style.label_rows(right, [f"{row[0]}, {row[1]}".replace(" rows a GPU", " rows") for row in sums])
     right.set_xscale("log")
     right.set_xticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
     _titled(right, "The rate of the sums of gradients", "GB/s, if sums do not overlap")
-    _legend(right, below=0.12)
+    style.legend_below(right, 1, 0.22)
 
 
 def _draw_waits(figure: Any, tables: Mapping[str, Table]) -> None:
-    table = tables["figure 1"]
-    half = tables["figure 12"]
-    panels = figure.subplots(1, 4, width_ratios=(1, 1, 1, 0.8))
-    names = [str(row[0]) for row in table.rows]
+    table, half = tables["figure 1"], tables["figure 12"]
+    panels = figure.subplots(4, 1, height_ratios=(2, 2, 2, 1))
     for axes, first in zip(panels[:3], (1, 3, 5), strict=True):
-        for shift, column, colour in ((-0.17, first, LIGHT[BLUE]), (0.17, first + 1, BLUE)):
+        for shift, column, colour in ((-0.17, first, LIGHT_BLUE), (0.17, first + 1, BLUE)):
             label = f"{str(table.head[column]).split(', ')[-1]}"
             for n, row in enumerate(table.rows):
                 _range(axes, n + shift, row[column], colour, label if n == 0 else "")
-        _labelled_rows(axes, names if first == 1 else [""] * len(names))
-        _titled(axes, "Figure 1: " * (first == 1) + str(table.head[first]).rsplit(", ", 1)[0], "share of time that waits (%)")
+        style.label_rows(axes, [str(row[0]) for row in table.rows])
+        _titled(axes, "Figure 1: " + str(table.head[first]).rsplit(", ", 1)[0])
     axes = panels[3]
     for n, row in enumerate(half.rows):
         for shift, cell, colour, label in ((-0.17, row[1], GREEN, "float32"), (0.17, row[2], ORANGE, "float16")):
             _range(axes, n + shift, cell, colour, label if n == 0 else "")
-    _labelled_rows(axes, [f"{row[0]} GPUs" for row in half.rows])
+    style.label_rows(axes, [f"{row[0]} GPUs" for row in half.rows])
     _titled(axes, "Figure 12: GNMT-8", "share of time that waits (%)")
     for axes in panels:
         axes.set_xlim(0, 100)
-        _legend(axes, below=0.25)
+        style.legend_below(axes, 2, 0.6 if axes is panels[3] else 0.13)
 
 
 def _range(axes: Any, place: float, cell: object, colour: str, label: str) -> None:
@@ -145,18 +126,20 @@ def _range(axes: Any, place: float, cell: object, colour: str, label: str) -> No
 
 
 def _draw_bytes(figure: Any, tables: Mapping[str, Table]) -> None:
-    left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
+    left, right = figure.subplots(2, 1, height_ratios=(1.7, 1))
     rows = tables["figure 17"].rows
     alone = [numbers(row[1])[0] for row in rows]
     series: dict[str, list[float | None]] = {"data parallelism": list(alone)}
     for label, column in {"fastest pipeline": 3, "pipeline with fewest bytes": 5, "the paper's stages, fewest bytes": 8}.items():
         changes = [numbers(row[column]) for row in rows]
         series[label] = [one * (1 + change[0] / 100) if change else None for one, change in zip(alone, changes, strict=True)]
-    _bars(left, [str(row[0]) for row in rows], series, (GREY, LIGHT[BLUE], BLUE, ORANGE))
-    left.set_yscale("log")
-    left.set_yticks([0.1, 0.3, 1, 3, 10, 30], ["0.1", "0.3", "1", "3", "10", "30"])
-    _titled(left, "Figure 17: bytes for each sample, four GPUs", "", "MB a sample")
-    _legend(left, below=0.12)
+    for n, ((label, values), colour) in enumerate(zip(series.items(), (GREY, LIGHT_BLUE, BLUE, ORANGE), strict=True)):
+        left.barh([row + 0.2 * (n - 1.5) for row in range(len(rows))], [value or 0 for value in values], 0.2, color=colour, label=label)
+    style.label_rows(left, [str(row[0]) for row in rows])
+    left.set_xscale("log")
+    left.set_xticks([0.1, 0.3, 1, 3, 10, 30], ["0.1", "0.3", "1", "3", "10", "30"])
+    _titled(left, "Figure 17: bytes for each sample, four GPUs", "MB per sample")
+    style.legend_below(left, 1, 0.16)
     claims = tables["figure 17, claims"].rows
     for n, row in enumerate(claims):
         ends = sorted(-numbers(row[column])[0] for column in (4, 5))
@@ -165,34 +148,34 @@ def _draw_bytes(figure: Any, tables: Mapping[str, Table]) -> None:
         )
         for m, claim in enumerate(numbers(row[6])):
             right.plot(claim, n, "D", color=BLACK, markersize=7, label="the paper and its preprint" if n + m == 0 else None)
-    _labelled_rows(right, [f"{row[0]}, {row[2]}\n{row[1]}, {row[3]} rows" for row in claims])
+    style.label_rows(right, [f"{row[0]}, {row[2]}\n{row[1]}, {row[3]} rows" for row in claims])
     right.set_xlim(30, 100)
     _titled(right, "The paper's claims: bytes saved", "% less than data parallelism")
-    _legend(right, below=0.16)
+    style.legend_below(right, 1, 0.26)
 
 
 def _draw_memory(figure: Any, tables: Mapping[str, Table]) -> None:
     rows = tables["figure 16"].rows
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 1.1, 0.8))
+    left, middle, right = figure.subplots(3, 1, height_ratios=(1.2, 1.2, 1))
     names = [str(row[0]) for row in rows]
-    colours = (BLUE, LIGHT[BLUE], GREEN, LIGHT[ORANGE])
+    colours = (BLUE, LIGHT_BLUE, GREEN, YELLOW)
     _bars(left, names, {f"stage {n}": [_last(row[1 + n]) for row in rows] for n in range(4)}, colours)
     for n, row in enumerate(rows):
         left.plot([n - 0.45, n + 0.45], [_last(row[5])] * 2, color=BLACK, linewidth=2, label="data parallelism" if n == 0 else None)
     _titled(left, "Figure 16: memory of four stages", "", "GB of a GPU")
-    _legend(left, 3)
+    style.legend_below(left, 3, 0.16)
     flights = tables["figure 18"].rows
     stages = {f"stage {n}": [_last(row[2 + n]) for row in flights] for n in range(4)}
     _bars(middle, [str(row[0]) for row in flights], stages, colours)
     _titled(middle, "Figure 18: GNMT-8, memory", "microbatches in flight", "GB of a GPU")
-    _legend(middle, 4)
+    style.legend_below(middle, 3, 0.3)
     right.bar([str(row[0]) for row in flights], [numbers(row[1])[0] for row in flights], 0.6, color=BLUE)
-    right.grid(axis="y", alpha=0.3)
+    right.grid(axis="y")
     _titled(right, "Figure 18: GNMT-8, throughput", "microbatches in flight", "samples/s")
 
 
 def _draw_2bw(figure: Any, tables: Mapping[str, Table]) -> None:
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
+    left, middle, right = figure.subplots(3, 1)
     *rows, paper = tables["figure 6"].rows
     names = ["\n".join([*str(row[0]).split(", "), str(row[1])]) for row in rows]
     colours = (BLUE, GREEN, ORANGE)
@@ -206,33 +189,33 @@ def _draw_2bw(figure: Any, tables: Mapping[str, Table]) -> None:
         left.axhline(numbers(paper[4 + n])[0], color=colour, linestyle="--", linewidth=1.2)
     left.set_yscale("log", base=2)
     left.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
-    _titled(left, "Figure 6: throughput ratios (dashed: the paper's largest)", "model and batch", "times")
-    _legend(left, 3, 0.32)
+    _titled(left, "Figure 6: throughput (dashed: the paper's largest)", "model and batch", "times as fast")
+    style.legend_below(left, 3, 0.48)
     memory = tables["figure 7"]
     rows = [row for row in memory.rows if row[0] == "full"]
     series = {str(memory.head[n]).replace("pipedream_", ""): [_last(row[n]) for row in rows] for n in range(3, 8)}
-    _bars(middle, [f"{row[1]}, {row[2]}" for row in rows], series, (GREY, ORANGE, BLUE, GREEN, LIGHT[BLUE]))
+    _bars(middle, [f"{row[1]}, {row[2]}" for row in rows], series, (GREY, ORANGE, BLUE, GREEN, LIGHT_BLUE))
     middle.axhline(16, color=BLACK, linewidth=1)
-    middle.text(-0.4, 16.2, "the GPU's 16 GB", fontsize=8)
+    middle.text(-0.4, 16.3, "the GPU's 16 GB")
     _titled(middle, "Figure 7: GPT of 2.2B, recomputing", "batch, rows of a microbatch", "GB of a GPU")
-    _legend(middle, 3, 0.18)
+    style.legend_below(middle, 2, 0.3)
     depths = tables["figure 8"]
-    looks = zip(depths.rows, (LIGHT[BLUE], BLUE, GREEN, ORANGE), ("o", "s", "^", "D"), strict=True)
+    looks = zip(depths.rows, (LIGHT_BLUE, BLUE, GREEN, ORANGE), ("o", "s", "^", "D"), strict=True)
     for row, colour, mark in looks:
         shown = [(str(depths.head[n]).removeprefix("batch "), value) for n in (2, 3, 4) if (value := _last(row[n]))]
         label = f"d = {row[0]}, b = {row[1]}" + (" (does not fit)" if "too much" in str(row[5]) else "")
         right.plot(*zip(*shown, strict=True), mark + "-", color=colour, label=label)
     right.set_ylim(bottom=0)
-    right.grid(alpha=0.3)
+    right.grid()
     _titled(right, "Figure 8: GPT of 1.3B, 64 GPUs", "batch", "samples/s")
-    _legend(right, 2, 0.18)
+    style.legend_below(right, 1, 0.3)
 
 
 PICTURES = {
-    "plans": Picture(("table 1", "table 1, sums"), (11, 5), _draw_plans),
-    "bytes": Picture(("figure 17", "figure 17, claims"), (11, 4.3), _draw_bytes),
-    "waits": Picture(("figure 1", "figure 12"), (12, 3.5), _draw_waits),
-    "memory": Picture(("figure 16", "figure 18"), (11, 3.7), _draw_memory),
-    "2bw": Picture(("figure 6", "figure 7", "figure 8"), (13, 4.3), _draw_2bw),
+    "plans": Picture(("table 1", "table 1, sums"), 8.6, _draw_plans),
+    "bytes": Picture(("figure 17", "figure 17, claims"), 9.6, _draw_bytes),
+    "waits": Picture(("figure 1", "figure 12"), 10.8, _draw_waits),
+    "memory": Picture(("figure 16", "figure 18"), 9.2, _draw_memory),
+    "2bw": Picture(("figure 6", "figure 7", "figure 8"), 10.6, _draw_2bw),
 }
-"""By name: docs/pictures/papers-NAME.png."""
+"""By name: docs/pictures/papers-NAME.svg."""

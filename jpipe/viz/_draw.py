@@ -4,8 +4,9 @@ Matplotlib is imported where it is used, so that `import jpipe` stays fast. Its 
 """
 
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jpipe._html import size
 from jpipe.errors import InputError, shortened
@@ -24,8 +25,26 @@ _NAMES = {colour: OPS[piece].label for piece, colour in _COLOURS.items()} | {_UP
 _VERSIONS = ("#08519C", "#6BAED6", "#2171B5", "#BDD7E7")  # one after the other: neighbours differ most
 _PARTS = {"optimizer": "#009E73", "gradients": "#F0A830", "residuals": "#CC79A7", "other": "#8C8C8C"}
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_INSIDE = 6.5  # points, the font size inside the panels
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 12.0, 0.85, 0.15, 0.8, 0.5  # inches: of a figure, and of its margins
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.85, 0.15, 0.8, 0.5  # inches: the margins of a figure
+
+
+class _Page(NamedTuple):
+    """The width of a figure in inches, and the size of the text inside its panels in points."""
+
+    width: float
+    inside: float
+
+    def size(self, points: float) -> float:
+        """Return the size of other text, which is never smaller."""
+        return max(points, self.inside)
+
+    def points(self, left: float, columns: int = 1) -> float:
+        """Return the width of a column of panels in points."""
+        return 72 * (self.width - left - _RIGHT) / columns
+
+    def wrap(self, text: str, points: float) -> str:
+        """Return a label in lines that fit into a width."""
+        return "\n".join(textwrap.wrap(text, max(int(points / (0.55 * self.size(8))), 20)))
 
 
 def draw_timeline(
@@ -35,6 +54,8 @@ def draw_timeline(
     unit: str = "s",
     seconds: Mapping[str, float] | float | None = None,
     plan: Plan | None = None,
+    width: float = 12.0,
+    font_size: float = 6.5,
 ) -> "matplotlib.figure.Figure":
     """Draw timelines below each other on one time axis, with one row per rank and idle time in grey.
 
@@ -50,6 +71,9 @@ def draw_timeline(
         seconds: length of each timeline (one number for all), if that is not its last end, as for a window of a longer run.
         plan: whose timelines these are. With it, the stages of each rank and its replica stand beside the rows, unless each rank is a
             stage without replicas.
+        width: width of the picture in inches.
+        font_size: size of the text inside the panels in points; other text is at least as large. A picture 5.4 inches wide with text of 11
+            points can be read on a phone.
 
     Returns:
         The figure; `figure.savefig(path)` works without a display.
@@ -60,24 +84,27 @@ def draw_timeline(
     last_ends = {name: _last_end(timeline) for name, timeline in timelines.items()}
     lengths = _lengths("draw_timeline", timelines, last_ends if seconds is None else seconds)
     counts = [len(timeline) for timeline in timelines.values()]
-    row = min(max(8.0 / sum(counts), 0.17), 0.34)  # inches
+    page = _Page(width, font_size)
+    row = min(max(8.0 / sum(counts), 0.17, 1.5 * font_size / 72), 0.34)  # inches
     names, note = _names("draw_timeline", max(counts), plan, ": ")
-    left = _LEFT + 0.065 * max(0, max(map(len, names)) - len("rank 10"))
-    figure, panels = _figure([row * count for count in counts], 1, title, gap=0.42, sharey=False, left=left)
+    left = _LEFT + 0.065 * page.size(8) / 8 * max(0, max(map(len, names)) - len("rank 10"))
     scale, unit = _time_unit(max(lengths.values()), unit)
-    points = 72 * (_WIDTH - left - _RIGHT) / max(lengths.values())  # of one unit of time
+    points = page.points(left) / max(lengths.values())  # of one unit of time
     spans = [span for timeline in timelines.values() for spans in timeline for span in spans]
-    versions = all(_fits(_label(span, versions=True), _room(span, points), points) for span in spans)
-    for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
-        _draw_rows(axes, timeline, lengths[name], points, versions)
-        axes.set_yticks([rank + 0.5 for rank in range(len(timeline))], names[: len(timeline)])
-        words = f"{lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
-        axes.set_title(f"{name}: {words}", loc="left", fontsize=9, pad=4)
-        _time_axis(axes, lengths, scale)
-    panels[-1][0].set_xlabel(f"time ({unit}){_inside(spans, points, versions)}{note}", fontsize=8)
+    versions = all(_fits(_label(span, versions=True), _room(span, points), points, font_size) for span in spans)
     used = {colour for span in spans for colour in _colours(span)} | ({_UPDATE} if any(span.updates for span in spans) else set())
     used |= {_IDLE} if any(_bubble(timeline, lengths[name]) > 0.0005 for name, timeline in timelines.items()) else set()
-    _legend(figure, left, {name: [colour] for colour, name in _NAMES.items() if colour in used})
+    legend = {name: [colour] for colour, name in _NAMES.items() if colour in used}
+    under = page.wrap(f"time ({unit}){_inside(spans, points, versions, font_size)}{note}", page.points(left))
+    figure, panels = _figure(page, [row * count for count in counts], 1, title, legend, under, gap=0.42, sharey=False, left=left)
+    for (axes,), (name, timeline) in zip(panels, timelines.items(), strict=True):
+        _draw_rows(axes, timeline, lengths[name], points, versions, font_size)
+        axes.set_yticks([rank + 0.5 for rank in range(len(timeline))], names[: len(timeline)])
+        words = f"{lengths[name] / scale:.4g} {unit}, bubble {_bubble(timeline, lengths[name]):.1%}"
+        axes.set_title(f"{name}: {words}", loc="left", fontsize=page.size(9), pad=4)
+        axes.tick_params(axis="y", labelsize=page.size(8))
+        _time_axis(axes, lengths, scale)
+    panels[-1][0].set_xlabel(under, fontsize=page.size(8))
     return figure
 
 
@@ -88,6 +115,8 @@ def draw_memory(
     title: str = "",
     unit: str = "s",
     plan: Plan | None = None,
+    width: float = 12.0,
+    font_size: float = 6.5,
 ) -> "matplotlib.figure.Figure":
     """Draw the memory of the ranks over time, with one row per rank and one column per entry, on the same axes; the most is marked.
 
@@ -99,6 +128,8 @@ def draw_memory(
         title: title of the picture.
         unit: unit of time, as in `draw_timeline`.
         plan: as in `draw_timeline`.
+        width: as in `draw_timeline`.
+        font_size: as in `draw_timeline`.
 
     Raises:
         InputError: as `draw_timeline`.
@@ -106,30 +137,34 @@ def draw_memory(
     lengths = _lengths("draw_memory", memories, seconds)
     rows = max(len(memory) for memory in memories.values())
     names, note = _names("draw_memory", rows, plan, "\n")
-    figure, panels = _figure([min(max(8.0 / rows, 0.7), 1.6)] * rows, len(memories), title, gap=0.14, sharey=True)
+    page = _Page(width, font_size)
+    left = _LEFT * page.size(8) / 8
     scale, unit = _time_unit(max(lengths.values()), unit)
+    legend = {"weights (one shade per version)": list(_VERSIONS)} | {part: [colour] for part, colour in _PARTS.items()}
+    under = page.wrap(f"time ({unit}){note}", page.points(left, len(memories)))
+    heights = [min(max(8.0 / rows, 0.7), 1.6)] * rows
+    figure, panels = _figure(page, heights, len(memories), title, legend, under, gap=0.14, sharey=True, left=left)
     highest = max((sample.total for memory in memories.values() for samples in memory for sample in samples), default=0)
     for column, (name, memory) in enumerate(memories.items()):
         for w, samples in enumerate(memory):
-            _draw_areas(panels[w][column], samples, lengths[name])
-        panels[0][column].set_title(name, loc="left", fontsize=9, pad=4)
-        panels[-1][column].set_xlabel(f"time ({unit}){note}", fontsize=8)
+            _draw_areas(panels[w][column], samples, lengths[name], font_size)
+        panels[0][column].set_title(name, loc="left", fontsize=page.size(9), pad=4)
+        panels[-1][column].set_xlabel(under, fontsize=page.size(8))
     for name, row in zip(names, panels, strict=True):
-        row[0].set_ylabel(name, fontsize=8)
+        row[0].set_ylabel(name, fontsize=page.size(8))
         for axes in row:
             _time_axis(axes, lengths, scale)
             axes.set_ylim(0, 1.35 * (highest or 1))  # leaves space for the label of the peak
             axes.locator_params(axis="y", nbins=3)
             axes.yaxis.set_major_formatter(lambda count, _: size(count))
-            axes.tick_params(labelsize=_INSIDE)
-    _legend(figure, _LEFT, {"weights (one shade per version)": list(_VERSIONS)} | {part: [colour] for part, colour in _PARTS.items()})
+            axes.tick_params(labelsize=font_size)
     return figure
 
 
 # Timelines -------------------------------------------------------------------------------------------------------------
 
 
-def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, points: float, versions: bool) -> None:
+def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, points: float, versions: bool, font_size: float) -> None:
     for rank, spans in enumerate(timeline):
         where = (rank + 0.08, 0.84)
         boxes: dict[str, list[tuple[float, float]]] = {colour: [] for colour in _NAMES if colour != _IDLE}
@@ -143,8 +178,8 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
             for line in range(span.chunk):
                 lines.setdefault(line, []).append((span.start, span.end - span.start))
             label, (left, right), ink = _label(span, versions), _room(span, points), "white" if _colours(span) == [_FORWARD] else "black"
-            if _fits(label, (left, right), points):
-                axes.text((left + right) / 2, rank + 0.5, label, size=_INSIDE, color=ink, ha="center", va="center_baseline")
+            if _fits(label, (left, right), points, font_size):
+                axes.text((left + right) / 2, rank + 0.5, label, size=font_size, color=ink, ha="center", va="center_baseline")
         axes.broken_barh([(0, length)], where, color=_IDLE, linewidth=0)
         usual = points * statistics.median(span.end - span.start for span in spans) if spans else 0.0
         edge = min(0.1 * usual, 0.7) if usual > 4 else 0.0  # thin boxes would be all edge
@@ -153,8 +188,8 @@ def _draw_rows(axes: "matplotlib.axes.Axes", timeline: Timeline, length: float, 
         for line, intervals in lines.items():
             axes.broken_barh(intervals, (rank + 0.82 - min(0.13, 0.5 / len(lines)) * line, 0.05), facecolor="white", linewidth=0)
     axes.set_ylim(len(timeline), 0)
-    axes.tick_params(axis="y", length=0, labelsize=8)
-    axes.tick_params(axis="x", labelsize=_INSIDE)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=font_size)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
 
@@ -190,18 +225,18 @@ def _label(span: Span, versions: bool) -> str:
     return f"{span.microbatch}.{span.version}{chunk}" if versions else f"{span.microbatch}{chunk}"
 
 
-def _inside(spans: Sequence[Span], points: float, versions: bool) -> str:
+def _inside(spans: Sequence[Span], points: float, versions: bool, font_size: float) -> str:
     """Return the note that explains the labels and lines of these spans."""
     chunks = any(span.chunk for span in spans)
-    if not any(_fits(_label(span, versions), _room(span, points), points) for span in spans):
+    labelled = [span for span in spans if _fits(_label(span, versions), _room(span, points), points, font_size)]
+    if not labelled:
         return ";  lines in a box: its chunk" if chunks else ""
-    return f";  in a box: {'microbatch.version of its weights' if versions else 'its microbatch'}" + (
-        "; the small number, and the lines: its chunk" if chunks else ""
-    )
+    numbers = "the small number, and the lines" if any(span.chunk for span in labelled) else "the lines"
+    return f";  in a box: {'microbatch.version of its weights' if versions else 'its microbatch'}" + (f"; {numbers}: its chunk" * chunks)
 
 
-def _fits(label: str, room: tuple[float, float], points: float) -> bool:
-    width = _INSIDE * sum(0.32 if letter == "." else 0.64 if letter in "0123456789" else 0.42 for letter in label)
+def _fits(label: str, room: tuple[float, float], points: float, font_size: float) -> bool:
+    width = font_size * sum(0.32 if letter == "." else 0.64 if letter in "0123456789" else 0.42 for letter in label)
     return (room[1] - room[0]) * points >= width + 1.4
 
 
@@ -212,7 +247,7 @@ def _last_end(timeline: Timeline) -> float:
 # Memory ----------------------------------------------------------------------------------------------------------------
 
 
-def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], length: float) -> None:
+def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], length: float, font_size: float) -> None:
     if not samples:
         return
     times = [*(sample.time for sample in samples), length]
@@ -233,7 +268,7 @@ def _draw_areas(axes: "matplotlib.axes.Axes", samples: Sequence[MemorySample], l
     axes.plot([times[base.index(peak)]], [peak], color="black", marker="o", markersize=2.5)
     axes.annotate(
         f"at most {size(float(peak))}", (1, peak), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
-        ha="right", va="bottom", size=_INSIDE,
+        ha="right", va="bottom", size=font_size,
     )  # fmt: skip
 
 
@@ -287,21 +322,47 @@ def _names(where: str, count: int, plan: Plan | None, between: str) -> tuple[lis
 
 
 def _figure(
-    heights: Sequence[float], columns: int, title: str, *, gap: float, sharey: bool, left: float = _LEFT
+    page: _Page,
+    heights: Sequence[float],
+    columns: int,
+    title: str,
+    legend: Mapping[str, list[str]],
+    under: str,
+    *,
+    gap: float,
+    sharey: bool,
+    left: float,
 ) -> "tuple[matplotlib.figure.Figure, list[list[matplotlib.axes.Axes]]]":
-    """Return a figure and its panels below each other, with heights and gaps in inches, a title and space for a legend."""
+    """Return a figure and its panels below each other, with heights and gaps in inches, a title, a legend and space for a label below."""
     from matplotlib.figure import Figure
 
-    height = sum(heights) + gap * (len(heights) - 1) + _TOP + _BOTTOM
-    figure = Figure(figsize=(_WIDTH, height), dpi=150)
-    margins = {"left": left / _WIDTH, "right": 1 - _RIGHT / _WIDTH, "top": 1 - _TOP / height, "bottom": _BOTTOM / height}
+    shown = _legend_columns(list(legend), page.points(0.0), page.size(8))
+    start = left if shown == len(legend) else 0.1
+    under_title = 0.32 if title else 0.1
+    top = _TOP - 0.32 + under_title + 1.5 * (page.size(8) * -(-len(legend) // shown) - 8) / 72
+    bottom = _BOTTOM + (1.3 * page.size(8) * (under.count("\n") + 1) - 1.3 * 8) / 72
+    height = sum(heights) + gap * (len(heights) - 1) + top + bottom
+    figure = Figure(figsize=(page.width, height), dpi=150)
+    margins = {"left": left / page.width, "right": 1 - _RIGHT / page.width, "top": 1 - top / height, "bottom": bottom / height}
     spaces = {"height_ratios": list(heights), "hspace": gap * len(heights) / sum(heights), "wspace": 0.04}
     panels = figure.subplots(len(heights), columns, sharex=True, sharey=sharey, squeeze=False, gridspec_kw=margins | spaces)
-    figure.text(left / _WIDTH, 1 - 0.1 / height, title, fontsize=11, va="top")
+    figure.text(start / page.width, 1 - 0.1 / height, title, fontsize=page.size(11), va="top")
+    _legend(figure, (start / page.width, 1 - under_title / height), legend, shown, page.size(8))
     return figure, panels.tolist()
 
 
-def _legend(figure: "matplotlib.figure.Figure", left: float, entries: Mapping[str, list[str]]) -> None:
+def _legend_columns(labels: Sequence[str], points: float, size: float) -> int:
+    """Return the number of columns of a legend that fit into a width; each column is filled from top to bottom."""
+    widths = [size * (0.55 * len(label) + 4) for label in labels]
+    for rows in range(1, len(labels)):
+        if sum(max(widths[i : i + rows]) for i in range(0, len(labels), rows)) <= points:
+            return -(-len(labels) // rows)
+    return 1
+
+
+def _legend(
+    figure: "matplotlib.figure.Figure", corner: tuple[float, float], entries: Mapping[str, list[str]], columns: int, size: float
+) -> None:
     """Add a legend of names, each with one or several colours."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
@@ -309,6 +370,5 @@ def _legend(figure: "matplotlib.figure.Figure", left: float, entries: Mapping[st
     patches = [tuple(Patch(facecolor=colour) for colour in colours) for colours in entries.values()]
     figure.legend(
         handles=patches, labels=list(entries), handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
-        loc="upper left", bbox_to_anchor=(left / _WIDTH, 1 - 0.32 / figure.get_figheight()), borderpad=0, borderaxespad=0,
-        ncols=len(entries), frameon=False, fontsize=8,
+        loc="upper left", bbox_to_anchor=corner, borderpad=0, borderaxespad=0, ncols=columns, frameon=False, fontsize=size,
     )  # fmt: skip
