@@ -111,7 +111,7 @@ pictures: .venv/ready ## Draw the pictures of docs/pictures/ again
 	@$(VENV)/python -m docs.pictures
 
 clean: ## Remove the virtual environments and everything else that was built (not runs/)
-	rm -rf .venv .venv-oldest .venv-targets .venv-torch build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-targets .venv-torch build dist docs/reference/api/*.rst .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml constraints.txt
