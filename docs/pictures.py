@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> None:
     tables = {table.name: table for table in charts.tables_of_pages() if table.name}
     charts.draw_all(FOLDER)
     papers_draw.draw_all(tables, tables, FOLDER)
-    accuracy_draw.draw(tables["time to accuracy"], FOLDER)
+    style.write(accuracy_draw.draw(tables["time to accuracy"]), FOLDER / "time-to-accuracy.svg")
     learning_draw.draw_all(charts.results(), FOLDER)
     draw_flushing()
     draw_asynchronous()
