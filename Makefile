@@ -98,12 +98,11 @@ bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a
 bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults
 
-bench-learning: .venv/ready ## Compare how well models learn with delayed weights, about eight minutes; docs/explanation/learning.md has the full grid
+bench-learning: .venv/ready ## Compare how well models learn with delayed weights, about eight minutes; docs/explanation/learning-setup.md has the full grid
 	@$(VENV)/python -m benchmarks.learning
 
 docs: .venv/ready ## Build the documentation site, build/docs/index.html; a warning is an error
-	@$(SPHINX) -b html docs build/docs
-	@echo "build/docs/index.html is built"
+	@began=$$(date +%s) && $(SPHINX) -b html docs build/docs && echo "build/docs/index.html: built in $$(($$(date +%s) - began)) s"
 
 docs-links: .venv/ready ## Check the links from the documentation to other sites; needs a network
 	@$(SPHINX) -b linkcheck docs build/links
@@ -112,7 +111,7 @@ pictures: .venv/ready ## Draw the pictures of docs/pictures/ again
 	@$(VENV)/python -m docs.pictures
 
 clean: ## Remove the virtual environments and everything else that was built (not runs/)
-	rm -rf .venv .venv-oldest .venv-targets .venv-torch build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-targets .venv-torch build dist docs/reference/api/*.rst .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready: pyproject.toml constraints.txt

@@ -9,7 +9,7 @@ from unittest import mock
 
 from jpipe_train import cli, commands
 
-COLUMNS = 100
+COLUMNS = 80
 
 
 def names() -> Iterator[str]:

@@ -43,7 +43,7 @@ def _name(role: str, rawtext: str, text: str, *_: Any) -> tuple[list[nodes.Node]
     return [_reference(literal.astext(), literal)], []
 
 
-def _target(name: str) -> str | None:
+def full_name(name: str) -> str | None:
     """Return the full name of a public object or of a member of one, or None: `Plan.even` is `jpipe.Plan.even`."""
     if name in api.MODULES:
         return name
@@ -64,7 +64,12 @@ def _source_read(app: Sphinx, docname: str, content: list[str]) -> None:
         content[0] = commands.with_help(content[0])
     if docname == "reference/changelog":
         content[0] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](../")
-    content[0] = _LINK_OUT.sub(lambda link: _directed(link, folder, Path(app.srcdir)), content[0])
+    content[0] = direct_links(content[0], folder, Path(app.srcdir))
+
+
+def direct_links(text: str, folder: Path, docs: Path) -> str:
+    """Return the text of a page in `folder`, with links that leave `docs` directed to what the site has in their place."""
+    return _LINK_OUT.sub(lambda link: _directed(link, folder, docs), text)
 
 
 def _directed(link: re.Match[str], folder: Path, docs: Path) -> str:
@@ -112,7 +117,7 @@ def _linked(written: str) -> list[nodes.Node]:
 
 
 def _reference(name: str, content: nodes.Node) -> nodes.Node:
-    if (target := _target(name)) is None:
+    if (target := full_name(name)) is None:
         return content
     return addnodes.pending_xref("", content, refdomain="py", reftype="obj", reftarget=target, refexplicit=True)
 
@@ -142,7 +147,7 @@ def _skip_member(app: Sphinx, what: str, name: str, value: object, skip: bool, o
 
 def _missing_reference(app: Sphinx, env: Any, node: addnodes.pending_xref, content: nodes.Element) -> nodes.Node | None:
     """Resolve a public name without its module, as signatures have it."""
-    if node.get("refdomain") != "py" or (target := _target(node["reftarget"])) in (None, node["reftarget"]):
+    if node.get("refdomain") != "py" or (target := full_name(node["reftarget"])) in (None, node["reftarget"]):
         return None
     domain = env.get_domain("py")
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)

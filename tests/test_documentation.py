@@ -13,6 +13,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
+import urllib.parse
 
 import jax
 import pydantic
@@ -144,6 +145,15 @@ def test_links_of_a_page_lead_somewhere(page):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_links_to_other_sites_are_addresses(page):
+    for link in re.findall(r"\]\((\w+:[^)]*)\)", page.read_text()):
+        address = urllib.parse.urlsplit(link)
+        assert address.scheme == "https", link
+        assert re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", address.netloc), link
+        assert not re.search(r"\s", link), link
+
+
 def tables_of_keys() -> dict[str, dict[str, list[str]]]:
     """Return the tables of docs/reference/config/ as {section: {key: [meaning, default, limits]}}."""
     tables = {}
@@ -183,6 +193,14 @@ def test_the_tables_of_keys_list_all_schedules_and_policies():
     plan = tables_of_keys()["plan"]
     assert re.findall(r"`(\w+)`", plan["schedule"][2]) == list(jpipe.schedules.SCHEDULES)
     assert re.findall(r"`(\w+)`", plan["recompute"][2]) == list(jpipe.plan.RECOMPUTE)
+
+
+def test_the_page_of_the_schedules_has_all_with_their_options():
+    text = (ROOT / "docs" / "reference" / "schedules.md").read_text()
+    assert set(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)) == set(jpipe.schedules.SCHEDULES)
+    rows = re.findall(r"^\| (`[^|]*) \|([^|]*)\|[^|]*\|[^|]*\|$", text.split("## Options")[1], re.MULTILINE)
+    shown = {name: set(re.findall(r"`(\w+)`", options)) for names, options in rows for name in re.findall(r"`(\w+)`", names)}
+    assert shown == {name: set(schedule.options) for name, schedule in jpipe.schedules.SCHEDULES.items()}
 
 
 NAMES = [(module, name) for module in api.MODULES for name in api.public_names(module)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -167,22 +168,35 @@ def test_tables_of_a_cpu_have_their_own_places(tmp_path, capsys):
     assert "GPT, 4 stages, Adam, on a CPU\n\n| schedule | remedy | rate | loss |" in capsys.readouterr().out
 
 
-def test_the_tables_of_a_cpu_in_the_document_are_those_of_its_results(capsys):
-    learning.main(["--from-json", str(ROOT / "benchmarks" / "learning" / "cpu.json")])
-    tables, document = capsys.readouterr().out.strip().split("\n\n"), (ROOT / "docs" / "explanation" / "learning.md").read_text()
-    assert len(tables) == 2 * document.count(", on a CPU -->") > 0
-    for name, table in zip(tables[::2], tables[1::2], strict=True):
-        assert f"<!-- {name} -->\n\n{table}\n" in document
+@pytest.mark.parametrize("name", ["h100", "cpu"])
+def test_the_tables_of_the_pages_are_those_of_the_results(name, capsys):
+    learning.main(["--from-json", str(ROOT / "benchmarks" / "learning" / f"{name}.json")])
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "explanation").glob("learning*.md")))
+    places = [place for place in re.findall(r"^<!-- (.*) -->$", pages, re.MULTILINE) if place.endswith(", on a CPU") == (name == "cpu")]
+    assert sorted(tables[::2]) == sorted(places)
+    for place, table in zip(tables[::2], tables[1::2], strict=True):
+        assert f"<!-- {place} -->\n\n{table}\n" in pages
 
 
 def test_tables_and_pictures_are_made_of_the_results_of_a_run(tmp_path, capsys):
-    results, document = tmp_path / "learning.json", tmp_path / "learning.md"
+    results, document, other = tmp_path / "learning.json", tmp_path / "learning.md", tmp_path / "other.md"
     results.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in ROWS], "machine": {"platform": "gpu"}}))
     document.write_text("before\n\n<!-- GPT, 4 stages, Adam -->\n\nafter\n")
-    learning.main(["--from-json", str(results), "--document", str(document), "--pictures", str(tmp_path)])
+    other.write_text("no table\n")
+    learning.main(["--from-json", str(results), "--documents", str(other), str(document), "--pictures", str(tmp_path)])
+    assert other.read_text() == "no table\n"
     assert "| 2BW | prediction | 0.001 | 1.550 | +0.500 (+0.500 to +0.500) | 1.33 | 1.25 | not reached | 1.25 |" in document.read_text()
     assert "| 2BW | momentum 0 | 0.001 | diverged | – | – | – | – | – |" in capsys.readouterr().out
     assert {path.name for path in tmp_path.glob("*.svg")} == {"learning-loss.svg", "learning-remedies.svg"}
+
+
+def test_a_table_without_a_place_is_reported(tmp_path):
+    results, document = tmp_path / "learning.json", tmp_path / "learning.md"
+    results.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in ROWS], "machine": {"platform": "gpu"}}))
+    document.write_text("no table\n")
+    with pytest.raises(SystemExit, match="--documents: expected a line '<!-- GPT, 4 stages, Adam -->'"):
+        learning.main(["--from-json", str(results), "--documents", str(document)])
 
 
 @pytest.mark.parametrize(

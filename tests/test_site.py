@@ -15,7 +15,7 @@ import pydantic
 import pytest
 
 import jpipe
-from docs import annotations, api
+from docs import annotations, api, extension
 from jpipe.errors import InputError
 from tests.packages import ROOT
 
@@ -35,10 +35,11 @@ def test_the_site_is_complete_and_needs_no_network(tmp_path):
         tmp_path / "site",
     ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stderr == ""
+    assert result.returncode == 0
     pages = {path.relative_to(tmp_path / "site").as_posix(): path.read_text() for path in (tmp_path / "site").rglob("*.html")}
     remote = r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"'
-    assert {name: found for name, page in pages.items() if (found := re.findall(remote, page))} == {}
+    assert {name: links for name, page in pages.items() if (links := re.findall(remote, page))} == {}
     for path in (ROOT / "docs").rglob("*.md"):
         assert path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() in pages
     for module in api.MODULES:
@@ -54,11 +55,11 @@ def test_the_site_is_complete_and_needs_no_network(tmp_path):
 def descriptions(page: str) -> dict[str, tuple[str, str]]:
     """Return signature and text of each object on a page, by its full name."""
     parts = re.split(r'<dt class="sig[^"]*" id="([\w.]+)">', page)[1:]
-    found = {}
+    texts = {}
     for name, part in zip(parts[::2], parts[1::2], strict=True):
         signature, _, text = html.unescape(part).partition("</dt>")
-        found[name] = (re.sub(r"<[^>]*>", "", signature), re.sub(r"<[^>]*>", "", text))
-    return found
+        texts[name] = (re.sub(r"<[^>]*>", "", signature), re.sub(r"<[^>]*>", "", text))
+    return texts
 
 
 class Field(pydantic.BaseModel):
@@ -101,3 +102,35 @@ def test_a_signature_is_written_as_a_person_would():
 )
 def test_the_type_of_a_variable_is_found(module, name, expected):
     assert annotations.of_variable(module, name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("jpipe.Plan", "jpipe.Plan"),
+        ("Plan.even", "jpipe.Plan.even"),
+        ("StageCost", "jpipe.programs.StageCost"),
+        ("jpipe.schedules", "jpipe.schedules"),
+        ("jpipe.schedules.SCHEDULES", "jpipe.schedules.SCHEDULES"),
+        ("jpipe.schedules.nothing", None),
+        ("jax.Array", None),
+    ],
+)
+def test_a_public_name_has_its_place_in_the_reference(name, expected):
+    assert extension.full_name(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("link", "expected"),
+    [
+        ("[a](../../configs/gpt-bytes.yaml)", "[a](path:../../configs/gpt-bytes.yaml)"),
+        ("[a](../../examples/papers/)", "[a](path:../../examples/papers/README.md)"),
+        ("[a](../../configs/topologies)", "a"),
+        ("[a](../../README.md#install)", "[a](../index.md)"),
+        ("[a](../../CHANGELOG.md)", "[a](../reference/changelog.md)"),
+        ("[a](../explanation/planner.md#topologies)", "[a](../explanation/planner.md#topologies)"),
+        ("![a](../pictures/a.svg)", "![a](../pictures/a.svg)"),
+    ],
+)
+def test_a_link_to_a_file_of_the_repository_leads_to_a_copy(link, expected):
+    assert extension.direct_links(link, ROOT / "docs" / "how-to", ROOT / "docs") == expected

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.learning [--full] [--document FILE] [--pictures FOLDER]`: train with delayed weights, and compare recipes.
+"""`python -m benchmarks.learning [--full] [--documents FILE ...] [--pictures FOLDER]`: train with delayed weights, and compare recipes.
 
-The runs emulate each schedule on one device. `--full` runs the grid of docs/explanation/learning.md, which takes a GPU; the default is a
-part of it.
+The runs emulate each schedule on one device. `--full` runs the grid of docs/explanation/learning-setup.md, which takes a GPU; the default
+is a part of it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from benchmarks.learning import report
 from benchmarks.learning.draw import draw_all
 from benchmarks.learning.grid import FULL, SHORT, SHORT_SECONDS, SHORT_SEEDS, Part, Row, study
 from benchmarks.machine import describe
-from benchmarks.papers.document import write
+from benchmarks.papers.document import write_pages
 from jpipe import InputError, keep_freed_memory
 
 UPDATES, EVALUATIONS, SEEDS = 600, 20, 3
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables = report.tables(rows, ", on a CPU" if platform == "cpu" else "")
         for table in tables:
             print(f"\n{table.name}\n\n{table.text}", end="")
-        if options.document is not None:
-            write(options.document, {table.name: table.text for table in tables})
+        if options.documents:
+            write_pages(options.documents, {table.name: table.text for table in tables})
     except InputError as error:
         sys.exit(f"bench-learning: {error}")
     if options.pictures is not None:
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds-limit", type=float, help=limit)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/learning.json"), help="default: %(default)s")
     parser.add_argument("--from-json", type=Path, metavar="FILE", help="run nothing; make tables and pictures of these results")
-    parser.add_argument("--document", type=Path, metavar="FILE", help="put the tables into this document, in place of its own")
+    parser.add_argument("--documents", nargs="+", type=Path, metavar="FILE", help="put the tables into these, in place of their own")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw pictures into this folder")
     return parser
 

@@ -64,6 +64,26 @@ def _cells(line: str) -> list[str]:
     return [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
 
 
+def write_pages(documents: Sequence[Path], tables: Mapping[str, str]) -> None:
+    """Put each table into the documents that have a place for it.
+
+    Args:
+        documents: files, which together have a place for each table.
+        tables: Markdown by name.
+
+    Raises:
+        InputError: no document has a place for one of them.
+    """
+    texts = {document: document.read_text(encoding="utf-8") for document in documents}
+    for name, table in tables.items():
+        pages = [document for document, text in texts.items() if f"<!-- {name} -->" in text]
+        if not pages:
+            raise InputError(f"--documents: expected a line '<!-- {name} -->' for this table in one of the documents, found none; add it")
+        texts |= {document: put(texts[document], {name: table}) for document in pages}
+    for document, text in texts.items():
+        files.write_atomically(document, text)
+
+
 def write(document: Path, tables: Mapping[str, str]) -> None:
     """Put tables into a document, in one step.
 

@@ -56,8 +56,9 @@ def analyze(
     The time of a program is its FLOPs divided by `device.flops` times `device.efficiency`, or its memory traffic divided by
     `device.memory_bandwidth`, whichever is longer. FLOPs are counted by XLA before it optimizes, plus those of the further iterations of
     scans; of a while loop one iteration is counted. Traffic is what has to move even if everything is fused: weights, inputs, outputs,
-    residuals, gradients and optimizer state, each once. Temporaries come from compiling forward and backward, and the backward of
-    neighbouring layers, at the smallest and the largest size, interpolated linearly; an update is assumed to need none. They are compiled
+    residuals, gradients and optimizer state, each once. Temporaries come from compiling forward and backward of each distinct layer and of
+    each distinct pair of neighbours, at the smallest and the largest size, interpolated linearly; with "full" among the policies also from
+    the backwards that recompute of layers, pairs and triples. An update is assumed to need none. They are compiled
     for the target of the device, and for this machine where it has none or XLA cannot compile for it here. The profile does
     not know that GPUs are slow with few rows: if the smallest microbatches look best, use a measured profile.
 

@@ -1,4 +1,4 @@
-"""Rules that the papers leave open, as in docs/explanation/concepts.md: 2BW, chunks, replicas, zero weights, evaluation."""
+"""Rules that the papers leave open, as in docs/explanation/: 2BW, chunks, replicas, zero weights, evaluation."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def test_2bw_with_replicas_and_more_in_flight_needs_enough_microbatches(replicas
 
 
 def read_in_chunks(p, v, m, r, s, k):
-    """Return floor(max(D(s, k) - l, 0) / (m / r)), with the D of docs/explanation/concepts.md."""
+    """Return floor(max(D(s, k) - l, 0) / (m / r)), with the D of docs/explanation/chunks.md."""
     rank, c, n = s % p, s // p, k // r
     w = (v - 1) * p + 2 * (p - 1 - rank)
     q = p * (v * (n // p) + c) + n % p - w - p * (v - 1 - c)
