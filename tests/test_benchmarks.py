@@ -22,7 +22,7 @@ from benchmarks.hosts import accuracy, accuracy_draw, accuracy_program, network,
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import draw, stages
-from benchmarks.papers.document import put
+from benchmarks.papers.document import write_pages
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
@@ -334,15 +334,15 @@ def test_a_host_trains_and_validates_as_requested(quickly_compiled, monkeypatch,
 def test_runs_that_are_not_repeated_stay_in_the_table(monkeypatch, tmp_path, capsys):
     runs = [trained(kind, hosts, [6, 3, 2], 8.0) for hosts in (2, 4) for kind in accuracy_draw.LOOKS]
     (tmp_path / "accuracy.json").write_text(json.dumps({"runs": runs}))
-    (tmp_path / "papers.md").write_text(f"<!-- {accuracy.PLACE} -->\n\n| old |\n")
+    (tmp_path / "page.md").write_text(f"<!-- {accuracy.PLACE} -->\n\n| old |\n")
     new = [trained(kind, 2, [6, 2], 3.0) for kind in accuracy_draw.LOOKS]
     monkeypatch.setattr(accuracy, "_measure", lambda options, folder, results: results["runs"].extend(new))
     monkeypatch.setattr(accuracy.signal, "signal", lambda *_: None)
-    files = ["--json", str(tmp_path / "accuracy.json"), "--document", str(tmp_path / "papers.md")]
+    files = ["--json", str(tmp_path / "accuracy.json"), "--document", str(tmp_path / "page.md")]
     assert accuracy.main(["--tasks", "GNMT-8", "--hosts", "2", "--keep", *files]) == 0
     text = accuracy.table([*new, *runs[2:]]).text
     assert text in capsys.readouterr().out
-    assert (tmp_path / "papers.md").read_text() == f"<!-- {accuracy.PLACE} -->\n\n{text}\n"
+    assert (tmp_path / "page.md").read_text() == f"<!-- {accuracy.PLACE} -->\n\n{text}\n"
     with pytest.raises(SystemExit, match="--keep: cannot read"):
         accuracy.main(["--keep", "--json", str(tmp_path / "none.json")])
 
@@ -402,14 +402,15 @@ def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_row_of_table_1_is_planned_and_put_into_the_document(real, monkeypatch, quickly_compiled, tmp_path, capsys):
+def test_a_row_of_table_1_is_planned_and_put_into_the_pages(real, monkeypatch, quickly_compiled, tmp_path, capsys):
     if not real:  # which takes some seconds
         layers = [layer_profile(n, forward, size) for n, (forward, size) in enumerate(((8e-3, 10**6), (2e-3, 10**8), (2e-3, 10**9)))]
         profile = Profile(source="analytic", sizes=[80], inputs=[10**6], labels=[10], layers=layers)
         monkeypatch.setattr(papers.pipedream, "pipedream_profile", lambda _: profile)
-    document = tmp_path / "papers.md"
-    document.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n\n<!-- table 1, sums -->\n\n<!-- table 1, recurrence -->\n")
-    options = ["--document", str(document), "--pictures", str(tmp_path), "--json", str(tmp_path / "papers.json")]
+    first, second = tmp_path / "papers-pipedream.md", tmp_path / "papers.md"
+    first.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n\n<!-- table 1, sums -->\n")
+    second.write_text("<!-- table 1, recurrence -->\n")
+    options = ["--pages", str(tmp_path), "--pictures", str(tmp_path), "--json", str(tmp_path / "papers.json")]
     papers.main(["table-1", "--model", "S2VT", *options])
     table, sums, recurrence = json.loads((tmp_path / "papers.json").read_text())["table-1"]
     ((model, cluster, paper, planned, as_paper, *_),) = table["rows"]
@@ -418,16 +419,20 @@ def test_a_row_of_table_1_is_planned_and_put_into_the_document(real, monkeypatch
     assert as_paper.startswith("2-1-1 ")
     assert faster >= of_paper > (0 if real else 1)
     text, *below = (papers.Table(**one).text for one in (table, sums, recurrence))
-    after = "".join(f"<!-- {one['name']} -->\n\n{rows}\n" for one, rows in zip((sums, recurrence), below, strict=True))
-    assert document.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n\n{after}"
+    assert first.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n\n<!-- table 1, sums -->\n\n{below[0]}\n"
+    assert second.read_text() == f"<!-- table 1, recurrence -->\n\n{below[1]}\n"
     assert text in capsys.readouterr().out
     assert [path.name for path in tmp_path.glob("*.png")] == ["papers-plans.png"]
 
 
-def test_a_document_without_markers_for_a_table_is_refused(tmp_path, capsys):
+def test_pages_without_markers_for_a_table_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        papers.main(["table-1", "--document", str(tmp_path / "none.md")])
-    assert "expected a document, found no file" in capsys.readouterr().err
+        papers.main(["table-1", "--pages", str(tmp_path / "none")])
+    assert "expected a folder of pages, found no folder" in capsys.readouterr().err
+    (tmp_path / "page.md").write_text("<!-- table 1 -->\n")
+    with pytest.raises(jpipe.InputError, match="expected a line '<!-- table 2 -->' in a page of "):
+        write_pages(tmp_path, {"table 1": "| new |\n", "table 2": "| new |\n"})
+    assert (tmp_path / "page.md").read_text() == "<!-- table 1 -->\n"
     with pytest.raises(jpipe.InputError, match="expected a line '<!-- table 1 -->'"):
         put("| old |\n", {"table 1": "| new |\n"})
 
@@ -452,11 +457,11 @@ def test_pictures_show_the_numbers_of_the_tables():
 
 
 @pytest.mark.parametrize("name", draw.PICTURES)
-def test_each_picture_of_the_papers_page_exists_with_its_tables(name):
+def test_each_picture_of_the_papers_pages_exists_with_its_tables(name):
     docs = pathlib.Path(__file__).parents[1] / "docs"
-    page = (docs / "explanation" / "papers.md").read_text(encoding="utf-8")
-    assert f"](../pictures/papers-{name}.png)" in page
-    assert (docs / f"pictures/papers-{name}.png").stat().st_size < 150_000
+    pages = [path.read_text(encoding="utf-8") for path in (docs / "explanation").glob("papers-*.md")]
+    (page,) = [page for page in pages if f"](../pictures/papers-{name}.svg)" in page]
+    assert (docs / f"pictures/papers-{name}.svg").stat().st_size < 150_000
     assert all(f"<!-- {table} -->" in page for table in draw.PICTURES[name].tables)
 
 
