@@ -22,7 +22,7 @@ from benchmarks.hosts import accuracy, accuracy_draw, accuracy_program, network,
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import draw, stages
-from benchmarks.papers.document import write_pages
+from benchmarks.papers.document import put, write_pages
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
@@ -282,7 +282,7 @@ def trained(kind, hosts, losses, seconds_each):
     }
 
 
-def test_the_table_compares_the_time_to_the_target(tmp_path):
+def test_the_table_compares_the_time_to_the_target():
     runs = [trained("data parallelism", 2, [6, 3, 2], 8.0), trained("pipeline", 2, [6, 3, 2.5, 1.9], 2.0)]
     runs += [trained("data parallelism", 4, [6, 3, 2], 8.0), trained("pipeline", 4, [6, 3, 2.5], 2.0) | {"chosen": False}]
     table = accuracy.table(runs)
@@ -292,8 +292,10 @@ def test_the_table_compares_the_time_to_the_target(tmp_path):
     assert [row["predicted"] for row in rows] == ["", "4.00", "", "4.00"]
     assert [row["plan"].endswith("(not chosen)") for row in rows] == [False, False, False, True]
     runs.append(runs[0] | {"task": "AWD-LM"})  # not yet measured on four hosts, nor as a pipeline
-    accuracy_draw.draw(runs, tmp_path / "new" / "picture.png")
-    assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = accuracy_draw.draw(accuracy.table(runs)).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["GNMT-8, 2 hosts", "GNMT-8, 4 hosts", "AWD-LM, 2 hosts"]
+    assert [list(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) != 1] == [[16, 6], [16, 4]]
+    assert [text.get_text() for text in axes.texts] == ["2.67 ×", "not reached"]
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
@@ -422,7 +424,7 @@ def test_a_row_of_table_1_is_planned_and_put_into_the_pages(real, monkeypatch, q
     assert first.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n\n<!-- table 1, sums -->\n\n{below[0]}\n"
     assert second.read_text() == f"<!-- table 1, recurrence -->\n\n{below[1]}\n"
     assert text in capsys.readouterr().out
-    assert [path.name for path in tmp_path.glob("*.png")] == ["papers-plans.png"]
+    assert [path.name for path in tmp_path.glob("*.svg")] == ["papers-plans.svg"]
 
 
 def test_pages_without_markers_for_a_table_are_refused(tmp_path, capsys):

@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: of the command line, by default those of this process.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pages", type=_folder, metavar="FOLDER", help="put the tables into the pages of this folder that have a place for them")
+    parser.add_argument(
+        "--pages", type=_folder, metavar="FOLDER", help="put the tables into the pages of this folder that have a place for them"
+    )
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the tables into this folder")
     parser.add_argument("--model", action="append", choices=PIPEDREAM, help="of table-1: only this model; more than once for several")
     try:
