@@ -93,7 +93,7 @@ bench-planner: .venv/ready ## Measure the planner: its speed, the papers' exampl
 	@$(VENV)/python -m benchmarks.planner
 
 bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a few minutes; puts the tables into docs/explanation/ and draws them
-	@$(VENV)/python -m benchmarks.papers --pages docs/explanation --pictures docs/pictures
+	@$(VENV)/python -m benchmarks.papers --documents docs/explanation/papers-*.md --pictures docs/pictures
 
 bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults

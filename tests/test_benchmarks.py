@@ -22,7 +22,7 @@ from benchmarks.hosts import accuracy, accuracy_draw, accuracy_program, network,
 from benchmarks.hosts.models import WORKLOADS, kinds, make_plan, sizes
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import draw, stages
-from benchmarks.papers.document import put, write_pages
+from benchmarks.papers.document import put
 from benchmarks.peers.entries import CEILING_ENTRY, ENTRIES, goals
 from benchmarks.planner.here import legal_plans
 from benchmarks.programs import Program, ProgramFailed, steps_per_second
@@ -404,15 +404,15 @@ def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_row_of_table_1_is_planned_and_put_into_the_pages(real, monkeypatch, quickly_compiled, tmp_path, capsys):
+def test_a_row_of_table_1_is_planned_and_put_into_the_documents(real, monkeypatch, quickly_compiled, tmp_path, capsys):
     if not real:  # which takes some seconds
         layers = [layer_profile(n, forward, size) for n, (forward, size) in enumerate(((8e-3, 10**6), (2e-3, 10**8), (2e-3, 10**9)))]
         profile = Profile(source="analytic", sizes=[80], inputs=[10**6], labels=[10], layers=layers)
         monkeypatch.setattr(papers.pipedream, "pipedream_profile", lambda _: profile)
-    first, second = tmp_path / "papers-pipedream.md", tmp_path / "papers.md"
+    first, second = tmp_path / "first.md", tmp_path / "second.md"
     first.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n\n<!-- table 1, sums -->\n")
     second.write_text("<!-- table 1, recurrence -->\n")
-    options = ["--pages", str(tmp_path), "--pictures", str(tmp_path), "--json", str(tmp_path / "papers.json")]
+    options = ["--documents", str(first), str(second), "--pictures", str(tmp_path), "--json", str(tmp_path / "papers.json")]
     papers.main(["table-1", "--model", "S2VT", *options])
     table, sums, recurrence = json.loads((tmp_path / "papers.json").read_text())["table-1"]
     ((model, cluster, paper, planned, as_paper, *_),) = table["rows"]
@@ -427,14 +427,10 @@ def test_a_row_of_table_1_is_planned_and_put_into_the_pages(real, monkeypatch, q
     assert [path.name for path in tmp_path.glob("*.svg")] == ["papers-plans.svg"]
 
 
-def test_pages_without_markers_for_a_table_are_refused(tmp_path, capsys):
+def test_a_document_without_markers_for_a_table_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        papers.main(["table-1", "--pages", str(tmp_path / "none")])
-    assert "expected a folder of pages, found no folder" in capsys.readouterr().err
-    (tmp_path / "page.md").write_text("<!-- table 1 -->\n")
-    with pytest.raises(jpipe.InputError, match="expected a line '<!-- table 2 -->' in a page of "):
-        write_pages(tmp_path, {"table 1": "| new |\n", "table 2": "| new |\n"})
-    assert (tmp_path / "page.md").read_text() == "<!-- table 1 -->\n"
+        papers.main(["table-1", "--documents", str(tmp_path / "none.md")])
+    assert "expected a document, found no file" in capsys.readouterr().err
     with pytest.raises(jpipe.InputError, match="expected a line '<!-- table 1 -->'"):
         put("| old |\n", {"table 1": "| new |\n"})
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.papers [NAME ...] [--pages FOLDER] [--pictures FOLDER]`: compare the papers' tables and figures with predictions.
+"""`python -m benchmarks.papers [NAME ...] [--documents FILE ...] [--pictures FOLDER]`: compare the papers' tables with predictions.
 
 No GPU is needed: profiles are analytic. Each part is a table or figure of PipeDream (SOSP 2019) or PipeDream-2BW (ICML 2021).
 """
@@ -41,9 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: of the command line, by default those of this process.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--pages", type=_folder, metavar="FOLDER", help="put the tables into the pages of this folder that have a place for them"
-    )
+    parser.add_argument("--documents", nargs="+", type=_document, metavar="FILE", help="put the tables into these, in place of their own")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the tables into this folder")
     parser.add_argument("--model", action="append", choices=PIPEDREAM, help="of table-1: only this model; more than once for several")
     try:
@@ -53,22 +51,22 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"bench-papers: {error}")
 
 
-def _folder(name: str) -> Path:
-    """Return the path of an existing folder."""
-    if not (path := Path(name)).is_dir():
-        raise argparse.ArgumentTypeError(f"expected a folder of pages, found no folder '{name}'; name one that has a place for each table")
+def _document(name: str) -> Path:
+    """Return the path of an existing document."""
+    if not (path := Path(name)).is_file():
+        raise argparse.ArgumentTypeError(f"expected a document, found no file '{name}'; name one with a place for a table")
     return path
 
 
 def _shown(part: Callable[[argparse.Namespace], list[Table]], earlier: dict[str, Table]) -> Callable[[argparse.Namespace], Any]:
-    """Wrap a part: print its tables, write them into the pages, draw them with earlier ones, and return them as data."""
+    """Wrap a part: print its tables, write them into the documents, draw them with earlier ones, and return them as data."""
 
     def run(options: argparse.Namespace) -> Any:
         tables = part(options)
         for table in tables:
             print(f"{table.name}\n\n{table.text}", flush=True)
-        if options.pages:
-            write_pages(options.pages, {table.name: table.text for table in tables})
+        if options.documents:
+            write_pages(options.documents, {table.name: table.text for table in tables})
         earlier.update({table.name: table for table in tables})
         if options.pictures:
             draw_all(earlier, [table.name for table in tables], options.pictures)

@@ -39,7 +39,7 @@ def put(text: str, tables: Mapping[str, str]) -> str:
         InputError: the document has no place for one of them.
     """
     for name, table in tables.items():
-        place = _place(name)
+        place = re.compile(rf"<!-- {re.escape(name)} -->\n+(?:\|.*\n)*\n*")
         if not place.search(text):
             raise InputError(f"--document: expected a line '<!-- {name} -->' for this table, found none; add it")
         new = f"<!-- {name} -->\n\n{table}\n"
@@ -84,11 +84,6 @@ def write_pages(documents: Sequence[Path], tables: Mapping[str, str]) -> None:
         files.write_atomically(document, text)
 
 
-def _place(name: str) -> re.Pattern[str]:
-    """Return a pattern of the line `<!-- NAME -->` and the table that follows it."""
-    return re.compile(rf"<!-- {re.escape(name)} -->\n+(?:\|.*\n)*\n*")
-
-
 def write(document: Path, tables: Mapping[str, str]) -> None:
     """Put tables into a document, in one step.
 
@@ -97,23 +92,3 @@ def write(document: Path, tables: Mapping[str, str]) -> None:
         tables: Markdown by name.
     """
     files.write_atomically(document, put(document.read_text(encoding="utf-8"), tables))
-
-
-def write_pages(folder: Path, tables: Mapping[str, str]) -> None:
-    """Put each table into the page of a folder that has a place for it.
-
-    Args:
-        folder: with Markdown files.
-        tables: Markdown by name.
-
-    Raises:
-        InputError: no page has a place for one of the tables; no page is changed.
-    """
-    pages = {page: page.read_text(encoding="utf-8") for page in sorted(folder.glob("*.md"))}
-    changes = {page: {name: table for name, table in tables.items() if _place(name).search(text)} for page, text in pages.items()}
-    for name in tables:
-        if not any(name in change for change in changes.values()):
-            raise InputError(f"--pages: expected a line '<!-- {name} -->' in a page of '{folder}', found none; add it")
-    for page, change in changes.items():
-        if change:
-            write(page, change)
