@@ -127,7 +127,7 @@ def test_yaml_and_shell_snippets_of_a_page_are_valid(language, snippet):
 
 
 def test_the_indexed_job_has_what_kubernetes_asks_for():
-    text = (ROOT / "docs" / "how-to" / "multi-process.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "clusters.md").read_text()
     service, job = yaml.safe_load_all(re.search(r"^```yaml\n(apiVersion.*?)^```", text, re.MULTILINE | re.DOTALL)[1])
     assert (service["spec"]["clusterIP"], job["spec"]["completionMode"]) == ("None", "Indexed")
     pod = job["spec"]["template"]["spec"]
