@@ -12,7 +12,7 @@ from benchmarks.papers.document import Table, read
 from docs import charts, style
 
 ROOT = Path(__file__).parents[1]
-PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+PICTURES = sorted((ROOT / "docs" / "pictures").iterdir())
 PHONE = 390  # pixels
 
 SHARES = """
