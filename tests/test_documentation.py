@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import urllib.parse
+from collections.abc import Iterator
 
 import jax
 import pydantic
@@ -45,9 +46,7 @@ def test_the_readmes_snippets_run_and_the_model_learns(tmp_path):
         names = runpy.run_path(str(script))
     (loss,) = names["metrics"].losses.values()
     assert float(loss) < 0.1
-    assert f"`{names['stack'].ids}`" in (ROOT / "README.md").read_text()
     assert isinstance(names["pipe"].model(names["state"]), names["Net"])
-    assert names["prediction"].grid() == blocks("text")[0].rstrip("\n")
 
 
 def test_a_users_model_is_trained_by_six_lines():
@@ -56,12 +55,23 @@ def test_a_users_model_is_trained_by_six_lines():
     assert len(six.splitlines()) == 6
 
 
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Remove the schedules that a page registers."""
+    before = {*jpipe.schedules.SCHEDULES}
+    yield
+    for name in {*jpipe.schedules.SCHEDULES} - before:
+        del jpipe.schedules._BY_NAME[name]
+
+
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_snippets_of_a_page_print_what_it_shows(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page.parent.name == "tutorials" else pytest.mark.slow, id=page.name) for page in PAGES],
+)
+def test_snippets_of_a_page_print_what_it_shows(page, tmp_path, monkeypatch, registry):
     """All snippets of a page form one script; a text block right below a snippet is its output."""
     monkeypatch.chdir(tmp_path)
     text = page.read_text()

@@ -57,13 +57,13 @@ def test_nobody_is_told_to_install_another_project():
 
 def test_every_command_of_an_installed_jpipe_is_tried():
     """`.ci/check-wheel` runs them and so detects files missing in the wheel."""
-    loader = importlib.machinery.SourceFileLoader("readme_commands", str(ROOT / ".ci" / "readme-commands"))
+    loader = importlib.machinery.SourceFileLoader("commands_of_pages", str(ROOT / ".ci" / "commands-of-pages"))
     tries = types.ModuleType(loader.name)
     loader.exec_module(tries)
-    in_readme = tries.in_readme((ROOT / "README.md").read_text(encoding="utf-8"))
+    shown = tries.in_pages(ROOT)
     names = [f"{name} {inner}" for name in commands.GROUPS for inner in commands.names(name)]
     names += [name for name in commands.names() if name not in commands.GROUPS]
     assert len(names) > 10
-    assert tries.without_try(names, in_readme) == []
-    assert tries.without_try([*names, "new", "data new"], in_readme) == ["new", "data new"]
+    assert tries.without_try(names, shown) == []
+    assert tries.without_try([*names, "new", "data new"], shown) == ["new", "data new"]
     assert {command[-1] for command in tries.PAPERS if command[2] == "examples.papers.samples"} == set(SAMPLES)
