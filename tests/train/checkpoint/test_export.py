@@ -279,6 +279,7 @@ def test_layer_state_has_its_own_name_and_that_of_other_replicas_is_omitted():
         export.by_name({"norm": {"state": {"mean": mean}}, "norm state": {"params": {"0": {"mean": w}}}})
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_the_average_of_the_weights_is_evaluated_and_exported(home, tmp_path, capsys):
     """With a decay of 0 the average equals the weights."""

@@ -19,6 +19,8 @@ from jpipe_train.run import loop
 from tests.train.conftest import changed
 from tests.train.data.conftest import SENTENCES, quiet
 
+pytestmark = pytest.mark.usefixtures("no_report")
+
 ROOT = Path(__file__).parents[3]
 
 
