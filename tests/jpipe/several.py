@@ -103,13 +103,6 @@ CASES: dict[str, dict[str, dict]] = {
             "mesh": [{"model": 2, "data": 2}, {"data": 4}],
             "stage_clip": 1.0,
         },
-        "tied on meshes": {
-            "num_stages": 2,
-            "schedule": "pipedream_flush",
-            "microbatches": 2,
-            "mesh": {"data": 2, "model": 2},
-            "tied": True,
-        },
         "shared optimizer on meshes": {
             "num_stages": 2,
             "schedule": "gpipe",
@@ -121,6 +114,13 @@ CASES: dict[str, dict[str, dict]] = {
         },
     },
     "2, more meshes": {
+        "tied on meshes": {
+            "num_stages": 2,
+            "schedule": "pipedream_flush",
+            "microbatches": 2,
+            "mesh": {"data": 2, "model": 2},
+            "tied": True,
+        },
         "replicas on meshes": {
             "num_stages": 2,
             "schedule": "pipedream_2bw",
@@ -131,6 +131,7 @@ CASES: dict[str, dict[str, dict]] = {
         },
     },
     "4, more": {
+        "2bw of 4": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 4},
         "pipedream of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 1},
         "3-1": {"num_stages": 2, "schedule": "pipedream_2bw", "microbatches": 6, "replicas": (3, 1)},
     },
@@ -146,7 +147,6 @@ CASES: dict[str, dict[str, dict]] = {
     },
     "4": {
         "vertical_sync of 4": {"num_stages": 4, "schedule": "pipedream", "microbatches": 2, "vertical_sync": True, "clip": 3.0},
-        "2bw of 4": {"num_stages": 4, "schedule": "pipedream_2bw", "microbatches": 4},
         "2-1-1": {"num_stages": 3, "schedule": "pipedream", "microbatches": 2, "replicas": (2, 1, 1)},
     },
 }

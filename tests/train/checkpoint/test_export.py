@@ -45,7 +45,9 @@ def home(tmp_path_factory) -> types.SimpleNamespace:
         "optimizer": {"learning_rate": 0.01},
         "checkpoint": {"every": STEPS // 2},
     }
-    summary = loop.main(changed(data))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "write_report", lambda *_: None)  # it takes longer than the run
+        summary = loop.main(changed(data))
     file = folder / "gpt.safetensors"
     export.main(str(summary.folder), str(file), None, print)
     return types.SimpleNamespace(folder=folder, data=data, run=summary.folder, loss=summary.val_loss_after, file=file)

@@ -61,7 +61,7 @@ def losses(config: Config) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["prompts", "masked", pytest.param("tokens", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["masked", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("prompts", "tokens"))])
 def test_each_format_trains_with_two_stages(kind, of_format):
     run = {"steps": 12, "eval_every": 11, "eval_batches": 1, "trace_batches": 0}
     rows = losses(of_format(kind, train=run, optimizer={"learning_rate": 0.03}))

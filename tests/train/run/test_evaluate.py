@@ -54,7 +54,9 @@ def home(tmp_path_factory):
     other = folder / "other.txt"
     other.write_bytes(SENTENCE[::-1] + b"and more")  # 53 bytes: 6 windows, a batch of 4 and 2 rows
     fields = BASE | {"data": {"path": str(texts), "boundaries": "keep", "validation_fraction": 0.3}, "run": {"dir": str(folder / "run")}}
-    return SimpleNamespace(folder=folder, texts=texts, other=other, run=loop.main(changed(fields)).folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "write_report", lambda *_: None)  # it takes longer than the run
+        return SimpleNamespace(folder=folder, texts=texts, other=other, run=loop.main(changed(fields)).folder)
 
 
 def at_once(run: Path, rows, step: int, weights="newest") -> Result:
