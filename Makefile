@@ -87,13 +87,13 @@ bench-hosts: .venv/ready ## Measure speed on two and four hosts (network namespa
 	@$(VENV)/python -m benchmarks.hosts
 
 bench-accuracy: .venv/ready ## Train to the same loss over slow links, by data parallelism and a planned pipeline; needs root and iproute2
-	@$(VENV)/python -m benchmarks.hosts.accuracy --document docs/explanation/papers.md --pictures docs/pictures
+	@$(VENV)/python -m benchmarks.hosts.accuracy --document docs/explanation/time-to-accuracy.md --pictures docs/pictures
 
 bench-planner: .venv/ready ## Measure the planner: its speed, the papers' examples, predictions against measurements on this machine
 	@$(VENV)/python -m benchmarks.planner
 
-bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a few minutes; puts the tables into docs/explanation/papers.md and draws them
-	@$(VENV)/python -m benchmarks.papers --document docs/explanation/papers.md --pictures docs/pictures
+bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a few minutes; puts the tables into docs/explanation/ and draws them
+	@$(VENV)/python -m benchmarks.papers --documents docs/explanation/papers-*.md --pictures docs/pictures
 
 bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults
