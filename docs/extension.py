@@ -127,6 +127,7 @@ def _process_docstring(app: Sphinx, what: str, name: str, value: object, options
     if what == "data":
         lines[:] = _docstrings_of_variables().get(name.rpartition(".")[2], [])
     text = re.sub(r"(`[^`]+`)(\w?)", lambda match: f"{match[1]}\\ {match[2]}" if match[2] else match[1], "\n".join(lines))
+    text = re.sub(r"(?<!`)\bdocs/([\w/-]+)\.md\b", r":doc:`/\1`", text)
     is_whole = what not in ("attribute", "data", "property")  # of these napoleon takes what stands before a colon for a type
     lines[:] = GoogleDocstring(text.split("\n"), _GOOGLE, app, what if is_whole else "", name, value, options).lines()
 

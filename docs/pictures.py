@@ -14,7 +14,7 @@ import jpipe
 from benchmarks.hosts import accuracy_draw
 from benchmarks.learning import draw as learning_draw
 from benchmarks.papers import draw as papers_draw
-from docs import charts, imports, style
+from docs import charts, imports, microbatch, style
 from jpipe_planner import draw_choice
 from jpipe_train.config import config_file
 from jpipe_train.console.progress import Reporter
@@ -173,8 +173,9 @@ def main(arguments: list[str]) -> None:
     tables = {table.name: table for table in charts.tables_of_pages() if table.name}
     charts.draw_all(FOLDER)
     papers_draw.draw_all(tables, tables, FOLDER)
-    accuracy_draw.draw(tables["time to accuracy"], FOLDER)
+    style.write(accuracy_draw.draw(tables["time to accuracy"]), FOLDER / "time-to-accuracy.svg")
     learning_draw.draw_all(charts.results(), FOLDER)
+    style.write(microbatch.picture(tables[microbatch.NAME]), FOLDER / "how-it-works.svg")
     draw_flushing()
     draw_asynchronous()
     draw_versions()

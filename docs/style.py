@@ -68,6 +68,8 @@ def _shortened(svg: str) -> str:
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"scale\([^)]*\)|(\.\d\d)\d+", lambda match: match[1] or match[0], svg)
     svg = re.sub(r" *\n\s*", "\n", svg)
+    for along in (r"L (\S+) (\S+)\n(?:L \S+ \2\n)+(?=L \S+ \2\n)", r"L (\S+) (\S+)\n(?:L \1 \S+\n)+(?=L \1 \S+\n)"):
+        svg = re.sub(along, r"L \1 \2\n", svg)  # of points on a line along an axis the ends are enough
     svg = re.sub(r'<g id="\w+">\n(<path [^>]*/>\n)</g>\n', r"\1", svg)
     svg = re.sub(r'<g id="\w+">\n(<g (?:style|transform)=[^>]*>\n(?:<use [^>]*/>\n)+</g>\n)</g>\n', r"\1", svg)
     svg = re.sub(r'<g ([^>]*)>\n(<use xlink:href="[^"]*")/>\n</g>\n', r"\2 \1/>\n", svg)

@@ -155,6 +155,12 @@ def test_links_of_a_page_lead_somewhere(page):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+def test_only_contents_have_directives():
+    """The web view of a repository shows no directives of MyST."""
+    pages = [page for page in PAGES if re.search(r"^(```\{|:::)", page.read_text(), re.MULTILINE)]
+    assert {page.name for page in pages} == {"index.md"}
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
 def test_links_to_other_sites_are_addresses(page):
     for link in re.findall(r"\]\((\w+:[^)]*)\)", page.read_text()):
@@ -300,3 +306,13 @@ def test_files_that_a_page_of_the_root_names_exist(page):
     named = set(re.findall(r"^    (\S+[/.]\S*)  ", text, re.MULTILINE)) | set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text))
     assert len(named) > 1
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_pages_that_the_code_names_exist():
+    """Messages, docstrings, comments and configs name pages by their paths."""
+    folders = ("jpipe", "planner", "train", "configs", "examples", "benchmarks", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+    files += [ROOT / "Makefile", ROOT / "CHANGELOG.md", ROOT / "pyproject.toml"]
+    named = {(path, page) for path in files for page in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text())}
+    assert len(named) > 10
+    assert sorted(f"{path.relative_to(ROOT)} names {page}" for path, page in named if not (ROOT / page).exists()) == []

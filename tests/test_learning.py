@@ -188,7 +188,7 @@ def test_tables_and_pictures_are_made_of_the_results_of_a_run(tmp_path, capsys):
     assert other.read_text() == "no table\n"
     assert "| 2BW | prediction | 0.001 | 1.550 | +0.500 (+0.500 to +0.500) | 1.33 | 1.25 | not reached | 1.25 |" in document.read_text()
     assert "| 2BW | momentum 0 | 0.001 | diverged | – | – | – | – | – |" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.glob("*.png")} == {"learning-loss.png", "learning-remedies.png"}
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"learning-loss.svg", "learning-remedies.svg"}
 
 
 def test_a_table_without_a_place_is_reported(tmp_path):

@@ -26,10 +26,12 @@ from benchmarks.hosts.tasks import TASKS, load, plans
 from benchmarks.machine import describe
 from benchmarks.papers.document import Table, write
 from benchmarks.programs import Program, ProgramFailed, python_module
+from docs import style
 from examples.papers.samples import make
 from jpipe_planner import Profile, Ranked
 
 PLACE = "time to accuracy"  # in the document
+PICTURE = "time-to-accuracy.svg"
 _COMPILING, _TRAINING = 600.0, 300.0  # seconds that a program may take to be ready, and for the steps between two validations
 
 
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.document:
         write(options.document, {runs_table.name: runs_table.text})
     if options.pictures:
-        accuracy_draw.draw(runs_table, options.pictures)
+        style.write(accuracy_draw.draw(runs_table), options.pictures / PICTURE)
     print(f"written to {options.json}")
     return 0
 
@@ -69,7 +71,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=Path("benchmarks/accuracy.json"), help="default: %(default)s")
     parser.add_argument("--keep", action="store_true", help="keep what that file has of other tasks and numbers of hosts")
     parser.add_argument("--document", type=Path, metavar="FILE", help="put the table into this document, in place of its own")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=f"write {accuracy_draw.PICTURE} there; by default nothing is drawn")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=f"write {PICTURE} there; by default nothing is drawn")
     return parser.parse_args(arguments)
 
 

@@ -1,21 +1,19 @@
 """Draw time to accuracy from its table: the seconds of data parallelism and of a pipeline for each model and number of hosts."""
 
-from pathlib import Path
+from matplotlib.figure import Figure
 
 from benchmarks.papers.document import Table
 from docs import style
 
-PICTURE = "time-to-accuracy.svg"
 LOOKS = {"data parallelism": (style.ORANGE, "s"), "pipeline": (style.BLUE, "o")}
 
 
 @style.styled()
-def draw(table: Table, folder: Path) -> None:
-    """Write the picture.
+def draw(table: Table) -> Figure:
+    """Draw a row for each model and number of hosts.
 
     Args:
         table: as `benchmarks.hosts.accuracy.table` makes it, or as it stands on a page.
-        folder: of the picture.
     """
     column = {name: n for n, name in enumerate(table.head)}
     rows: dict[str, list[tuple[float, str]]] = {}  # seconds and speed-up: first of data parallelism, then of the pipeline
@@ -41,4 +39,4 @@ def draw(table: Table, folder: Path) -> None:
     axes.set_xlabel("seconds to the same validation loss")
     lines = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     style.share_legend(figure, lines, 2)
-    style.write(figure, folder / PICTURE)
+    return figure

@@ -32,6 +32,7 @@ class LayerStack:
     """The model: layers by id, in order; what flows from one to the next is any pytree.
 
     A layer is given as
+
     - a callable with a parameter named `rngs`: the constructor of a Flax NNX module, `lambda rngs: nnx.Linear(4, 8, rngs=rngs)`;
     - an NNX module that is built: a run begins with its arrays, which are not copied here, and the module stays as it is;
     - a Flax Linen module;

@@ -336,8 +336,12 @@ def _figure(
     """Return a figure and its panels below each other, with heights and gaps in inches, a title, a legend and space for a label below."""
     from matplotlib.figure import Figure
 
-    shown = _legend_columns(list(legend), page.points(0.0), page.size(8))
-    start = left if shown == len(legend) else 0.1
+    start = left
+    shown = _legend_columns(list(legend), page.points(left), page.size(8))
+    if shown < len(legend):  # in several rows, from the left end of the figure on
+        start = 0.1
+        shown = _legend_columns(list(legend), page.points(start), page.size(8))
+        shown = min(shown, -(-len(legend) // 2))
     under_title = 0.32 if title else 0.1
     top = _TOP - 0.32 + under_title + 1.5 * (page.size(8) * -(-len(legend) // shown) - 8) / 72
     bottom = _BOTTOM + (1.3 * page.size(8) * (under.count("\n") + 1) - 1.3 * 8) / 72

@@ -10,7 +10,7 @@ from pathlib import Path
 import pydantic
 
 import jpipe
-from docs import reference
+from docs import api
 from tests.packages import PACKAGES, module_name
 
 ROOT = Path(jpipe.__file__).parent
@@ -59,7 +59,7 @@ def test_the_interpreter_knows_no_schedule_by_name():
 
 
 def test_the_public_names_of_each_submodule_are_defined_in_it():
-    for name in reference.MODULES[1:]:
+    for name in api.MODULES[1:]:
         module = importlib.import_module(name)
         assert len(set(module.__all__)) == len(module.__all__)
         for exported in module.__all__:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import matplotlib.colors
+import matplotlib.text
 import numpy as np
 import pytest
 
@@ -293,3 +294,34 @@ def test_ranks_without_spans_or_samples_are_empty_rows():
 
 def test_importing_the_library_does_not_import_matplotlib():
     subprocess.run([sys.executable, "-c", "import jpipe, sys; assert 'matplotlib' not in sys.modules"], check=True)
+
+
+def smallest_text(figure) -> float:
+    drawn(figure)
+    return min(text.get_fontsize() for text in figure.findobj(matplotlib.text.Text) if text.get_text())
+
+
+def fits_into_the_figure(figure) -> bool:
+    drawn(figure)
+    box = figure.get_tightbbox()
+    return box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.get_figwidth() and box.y1 <= figure.get_figheight()
+
+
+def test_a_narrow_picture_has_large_text_and_nothing_outside():
+    prediction = predict("zb_h1", microbatches=8, chunks=None)
+    timelines, seconds = {"predicted": prediction.timeline, "measured": prediction.timeline}, prediction.seconds
+    narrow = jpipe.draw_timeline(timelines, unit="forwards", width=5.4, font_size=11)
+    assert smallest_text(narrow) == 11
+    assert fits_into_the_figure(narrow)
+    memory = jpipe.draw_memory(dict.fromkeys(timelines, prediction.memory), seconds=seconds, width=5.4, font_size=11)
+    assert smallest_text(memory) == 11
+    assert fits_into_the_figure(memory)
+    usual = jpipe.draw_timeline(timelines, unit="forwards")
+    assert smallest_text(usual) == 6.5
+    assert len(narrow.axes[0].texts) < len(usual.axes[0].texts)  # only labels that fit into their boxes
+
+
+def test_lines_that_mark_chunks_are_explained_where_numbers_do_not_fit():
+    spans = (Span("F", 0, 0, 0.0, 1.0), Span("F", 0, 0, 1.0, 1.1, chunk=1), Span("B", 0, 0, 2.0, 4.0))
+    figure = jpipe.draw_timeline({"measured": (spans,)}, unit="forwards", width=3.0)
+    assert figure.axes[0].get_xlabel().replace("\n", " ").endswith("; the lines: its chunk")
