@@ -184,8 +184,7 @@ def plain(stack, batches, microbatches):
     ("schedule", "recompute"),
     [
         ("pipedream_flush", "full"),
-        ("zb_h1", "none"),
-        *(pytest.param("gpipe", recompute, marks=pytest.mark.exhaustive) for recompute in ("none", "full")),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("zb_h1", "none"), ("gpipe", "none"), ("gpipe", "full"))),
     ],
 )
 def test_a_pipeline_carries_the_same_state(schedule, recompute):
