@@ -62,7 +62,10 @@ def write(picture: Figure, path: Path) -> None:
     buffer = io.StringIO()
     picture.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomically(path, _shortened(buffer.getvalue()))
+    svg = buffer.getvalue()
+    while (shorter := _shortened(svg)) != svg:  # a group may become empty, and then the group around it
+        svg = shorter
+    files.write_atomically(path, svg)
 
 
 def _shortened(svg: str) -> str:
