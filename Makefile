@@ -53,10 +53,10 @@ test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and 
 test-gpu: .venv/ready ## Run the tests of numbers on one NVIDIA GPU, if there is one; .venv needs JAX for it (.venv/bin/pip install 'jax[cuda13]')
 	@$(VENV)/$(PYTEST) -p tests.on_gpu -m "not slow" $(ON_GPU) $(PYTEST_ARGS)
 
-check: .venv/ready ## Format, lint, types, directions of imports, the site, and the wheel built and used in an empty folder
+check: .venv/ready ## Format, lint, types, directions of imports, lengths of pages, the site, and the wheel built and used in an empty folder
 	@$(VENV)/ruff format --check .
 	@$(VENV)/ruff check .
-	@$(MAKE) --no-print-directory -j 2 check-wheel check-types check-imports docs
+	@$(MAKE) --no-print-directory -j 2 check-wheel check-types check-imports check-docs
 
 check-types: .venv/ready
 	@$(VENV)/mypy
@@ -66,6 +66,7 @@ check-imports: .venv/ready
 
 check-docs: .venv/ready
 	@$(VENV)/python -m docs.lengths
+	@$(MAKE) --no-print-directory docs
 
 check-wheel: .venv/ready
 	@.ci/check-wheel

@@ -403,7 +403,7 @@ def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
 # Papers -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def test_a_row_of_table_1_is_planned_and_put_into_the_documents(real, monkeypatch, quickly_compiled, tmp_path, capsys):
     if not real:  # which takes some seconds
         layers = [layer_profile(n, forward, size) for n, (forward, size) in enumerate(((8e-3, 10**6), (2e-3, 10**8), (2e-3, 10**9)))]

@@ -266,6 +266,10 @@ def test_the_examples_of_files_can_be_read(tmp_path):
     assert jpipe_planner.find_target("target.yaml", tmp_path).memory == 80e9
 
 
+def test_the_readme_and_all_pages_are_short_and_have_one_title():
+    assert list(lengths.problems(ROOT)) == []
+
+
 def test_a_long_page_and_one_with_two_titles_are_reported(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("word " * 900 + "\n" * 150)

@@ -47,7 +47,7 @@ def masked(line: str) -> str:
 
 def is_compared(command: str, line: str) -> bool:
     """Return whether a shown line is compared: rows of a ranking and generated text depend on the machine."""
-    return line.startswith("jpipe: ") if "generate" in command else not re.match(r"\d|\^C|$", line)
+    return line.startswith("jpipe: ") if "generate" in command else not re.match(r"\d+  |\^C|$", line)
 
 
 def run(page: Path, folder: Path) -> Iterator[Done]:

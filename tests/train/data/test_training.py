@@ -19,6 +19,8 @@ from jpipe_train.run import loop
 from tests.train.conftest import changed
 from tests.train.data.conftest import SENTENCES, quiet
 
+pytestmark = pytest.mark.usefixtures("no_report")
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -59,7 +61,7 @@ def losses(config: Config) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["prompts", "masked", pytest.param("tokens", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["masked", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("prompts", "tokens"))])
 def test_each_format_trains_with_two_stages(kind, of_format):
     run = {"steps": 12, "eval_every": 11, "eval_batches": 1, "trace_batches": 0}
     rows = losses(of_format(kind, train=run, optimizer={"learning_rate": 0.03}))

@@ -72,8 +72,8 @@ def linear(inputs, outputs):
     return lambda rngs: nnx.Linear(inputs, outputs, rngs=rngs)
 
 
-def letters():
-    return jpipe.LayerStack({"a": lambda rngs: nnx.Embed(256, 4, rngs=rngs), "b": jnp.tanh, "c": linear(4, 4), "d": linear(4, 256)})
+def letters(symbols=256):
+    return jpipe.LayerStack({"a": lambda rngs: nnx.Embed(symbols, 4, rngs=rngs), "b": jnp.tanh, "c": linear(4, 4), "d": linear(4, symbols)})
 
 
 def curves():
@@ -223,8 +223,7 @@ def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_w
 def test_files_of_tokens_in_two_processes_log_what_one_process_logs():
     assert cli.main(["data", "tokenizer", "text.txt", "--vocab-size", "300", "--out", "t.json"]) == 0
     assert cli.main(["data", "prepare", "text.txt", "--tokenizer", "t.json", "--out", "tokens", "--validation-fraction", "0.3"]) == 0
-    data, model = {"format": "tokens", "path": "tokens"}, {"depth": 1, "width": 8, "heads": 2, "seq_len": 8, "vocab_size": 300}
-    arguments = command({name: CURVES[name] for name in ("train", "plan", "optimizer")} | {"data": data, "model": model})
+    arguments = command(LETTERS | {"data": {"format": "tokens", "path": "tokens"}}, model={"arguments": {"symbols": 300}})
     code, _, err = done("launch", "-n", "2", "--", *arguments)
     assert (code, err) == (0, []), "\n".join(err)
     several = rows("run")
