@@ -16,6 +16,7 @@ author = "the authors of jpipe"
 copyright = author
 version = release = PROJECT["version"]
 language = "en"
+highlight_language = "none"  # of blocks that name no language, such as commands
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx_copybutton"]
 if not tags.has("fast"):  # noqa: F821 — Sphinx defines it; `sphinx-build -t fast` leaves the pages of source code out
