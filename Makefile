@@ -53,10 +53,10 @@ test-targets: .venv-targets/ready ## Compile every kind of program for GPUs and 
 test-gpu: .venv/ready ## Run the tests of numbers on one NVIDIA GPU, if there is one; .venv needs JAX for it (.venv/bin/pip install 'jax[cuda13]')
 	@$(VENV)/$(PYTEST) -p tests.on_gpu -m "not slow" $(ON_GPU) $(PYTEST_ARGS)
 
-check: .venv/ready ## Format, lint, types, directions of imports, the site, and the wheel built and used in an empty folder
+check: .venv/ready ## Format, lint, types, directions of imports, lengths of pages, the site, and the wheel built and used in an empty folder
 	@$(VENV)/ruff format --check .
 	@$(VENV)/ruff check .
-	@$(MAKE) --no-print-directory -j 2 check-wheel check-types check-imports docs
+	@$(MAKE) --no-print-directory -j 2 check-wheel check-types check-imports check-docs
 
 check-types: .venv/ready
 	@$(VENV)/mypy
@@ -66,6 +66,7 @@ check-imports: .venv/ready
 
 check-docs: .venv/ready
 	@$(VENV)/python -m docs.lengths
+	@$(MAKE) --no-print-directory docs
 
 check-wheel: .venv/ready
 	@.ci/check-wheel
@@ -87,13 +88,13 @@ bench-hosts: .venv/ready ## Measure speed on two and four hosts (network namespa
 	@$(VENV)/python -m benchmarks.hosts
 
 bench-accuracy: .venv/ready ## Train to the same loss over slow links, by data parallelism and a planned pipeline; needs root and iproute2
-	@$(VENV)/python -m benchmarks.hosts.accuracy --document docs/explanation/papers.md --pictures docs/pictures
+	@$(VENV)/python -m benchmarks.hosts.accuracy --document docs/explanation/time-to-accuracy.md --pictures docs/pictures
 
 bench-planner: .venv/ready ## Measure the planner: its speed, the papers' examples, predictions against measurements on this machine
 	@$(VENV)/python -m benchmarks.planner
 
-bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a few minutes; puts the tables into docs/explanation/papers.md and draws them
-	@$(VENV)/python -m benchmarks.papers --document docs/explanation/papers.md --pictures docs/pictures
+bench-papers: .venv/ready ## Plan the papers' models for the papers' clusters, a few minutes; puts the tables into docs/explanation/ and draws them
+	@$(VENV)/python -m benchmarks.papers --documents docs/explanation/papers-*.md --pictures docs/pictures
 
 bench-faults: .venv/ready ## Kill runs, damage checkpoints, restore them under other plans, measure their cost; takes hours
 	@$(VENV)/python -m benchmarks.faults

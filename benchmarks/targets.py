@@ -1,7 +1,7 @@
 """`python -m benchmarks.targets`: read in programs compiled for GPUs and TPUs which transfers and sums are asynchronous, and what overlaps.
 
 It compiles for targets that are not here (`pip install 'jpipe-train[target-cuda,target-tpu]'`), and runs nothing. With `--document` the
-table goes into docs/how-to/multi-process.md.
+table goes into docs/explanation/communication.md.
 """
 
 import argparse

@@ -17,7 +17,9 @@ copyright = author
 version = release = PROJECT["version"]
 language = "en"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx_copybutton"]
+if not tags.has("fast"):  # noqa: F821 — Sphinx defines it; `sphinx-build -t fast` leaves the pages of source code out
+    extensions.append("sphinx.ext.viewcode")
 exclude_patterns = ["**/__pycache__"]
 myst_heading_anchors = 4  # links to headings, as in the repository's web view
 myst_links_external_new_tab = False
@@ -28,7 +30,6 @@ autodoc_inherit_docstrings = False
 autosummary_generate = False
 default_role = "name"  # `x` in a docstring; see docs/extension.py
 python_maximum_signature_line_length = 100
-viewcode_line_numbers = True
 toc_object_entries_show_parents = "hide"
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True

@@ -134,7 +134,10 @@ def _process_docstring(app: Sphinx, what: str, name: str, value: object, options
 
 @cache
 def _docstrings_of_variables() -> Mapping[str, list[str]]:
-    documented = (ModuleAnalyzer.for_module(module.__name__).find_attr_docs() for module in api.modules())
+    """Return the docstrings below public variables, by name, from the modules that assign them."""
+    assigned = re.compile(rf"^({'|'.join(api.qualified_names())})\b.*?=", re.MULTILINE)
+    analyzers = [ModuleAnalyzer.for_module(module.__name__) for module in api.modules()]
+    documented = [analyzer.find_attr_docs() for analyzer in analyzers if assigned.search(analyzer.code)]
     return {name: lines for variables in documented for (scope, name), lines in variables.items() if not scope}
 
 

@@ -28,4 +28,4 @@ def problems(root: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(problems(ROOT)))
+    sys.exit("\n".join(problems(ROOT)) or None)

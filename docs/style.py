@@ -23,6 +23,8 @@ SIZES = {"width": WIDTH, "font_size": TEXT}  # of jpipe's own pictures
 BLACK, GREY, LIGHT_GREY = "#1A1A1A", "#767676", "#C4C4C4"
 BLUE, LIGHT_BLUE, ORANGE, YELLOW, GREEN, PURPLE = "#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7"  # told apart by all eyes
 
+HASH = r"(?<=[\"#])[a-z][0-9a-f]{10}(?=[\")])"  # an id in Matplotlib's SVG, where it is defined or used
+
 STYLE: dict[str, Any] = {
     **{"font.family": "DejaVu Sans", "font.size": TEXT, "text.color": BLACK, "legend.fontsize": TEXT, "legend.frameon": False},
     **{"axes.titlesize": TITLE, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 8.0},
@@ -64,7 +66,10 @@ def write(picture: Figure, path: Path) -> None:
 
 
 def _shortened(svg: str) -> str:
-    """Return a picture in less text: hundredths of a point, no comments, short rectangles, equal neighbours as one path."""
+    """Return a picture in less text: hundredths of a point, no comments, short rectangles, equal neighbours as one path.
+
+    Its ids are numbers, because Matplotlib's are hashes of all digits of a coordinate, of which the last may differ from run to run.
+    """
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"scale\([^)]*\)|(\.\d\d)\d+", lambda match: match[1] or match[0], svg)
     svg = re.sub(r" *\n\s*", "\n", svg)
@@ -76,6 +81,8 @@ def _shortened(svg: str) -> str:
     svg = re.sub(r'<g id="\w+"/>\n', "", svg)
     svg = re.sub(r"M (\S+) (\S+)\nL \1 (\S+)\nL (\S+) \3\nL \4 \2\nz\n", r"M\1 \2V\3H\4V\2z", svg)
     svg = re.sub(r"M (\S+) (\S+)\nL (\S+) \2\nL \3 (\S+)\nL \1 \4\nz\n", r"M\1 \2H\3V\4H\1z", svg)
+    ids = {name: f"{name[0]}{n}" for n, name in enumerate(dict.fromkeys(re.findall(HASH, svg)))}
+    svg = re.sub(HASH, lambda match: ids[match[0]], svg)
     same = re.compile(r'(<path d="[^"]*)("[^>]*/>)\n((?:<path d="[^"]*\2\n)+)')
     return same.sub(lambda match: match[1] + "".join(re.findall(r'<path d="([^"]*)"', match[3])) + match[2] + "\n", svg)
 

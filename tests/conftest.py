@@ -105,6 +105,8 @@ OPTIMIZATION_MATTERS = re.compile(
     r"|test_halves|computed_twice|run_once|advance_once|measured|last_byte|compiled_stage|gathered|no_buffer_holds|stores_no_logits"
     r"|memory_of_the|same_array|survive_later|masters_takes_half|do_not_vanish"
 )
+# These compile many stages of kinds that another test of their file compiles with all optimizations.
+SAME_KINDS_OF_STAGES = re.compile(r"uneven_cuts|eight_to_twelve_stages|measured_peak_(of|with)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
@@ -119,7 +121,8 @@ def pytest_collection_modifyitems(items):
     for name, cases in matrices.items():
         if cases[0].get_closest_marker("thinned") and hasattr(cases[0], "callspec"):
             _thin(cases)
-        if name.removeprefix("tests/").startswith(NUMBERS) and OPTIMIZATION_MATTERS.search(name):
+        is_numbers = name.removeprefix("tests/").startswith(NUMBERS) and OPTIMIZATION_MATTERS.search(name)
+        if is_numbers and not SAME_KINDS_OF_STAGES.search(name):
             min(cases, key=lambda item: [*map(bool, map(item.get_closest_marker, ("exhaustive", "slow")))]).add_marker("numbers")
 
 

@@ -336,15 +336,15 @@ def test_a_host_trains_and_validates_as_requested(quickly_compiled, monkeypatch,
 def test_runs_that_are_not_repeated_stay_in_the_table(monkeypatch, tmp_path, capsys):
     runs = [trained(kind, hosts, [6, 3, 2], 8.0) for hosts in (2, 4) for kind in accuracy_draw.LOOKS]
     (tmp_path / "accuracy.json").write_text(json.dumps({"runs": runs}))
-    (tmp_path / "papers.md").write_text(f"<!-- {accuracy.PLACE} -->\n\n| old |\n")
+    (tmp_path / "page.md").write_text(f"<!-- {accuracy.PLACE} -->\n\n| old |\n")
     new = [trained(kind, 2, [6, 2], 3.0) for kind in accuracy_draw.LOOKS]
     monkeypatch.setattr(accuracy, "_measure", lambda options, folder, results: results["runs"].extend(new))
     monkeypatch.setattr(accuracy.signal, "signal", lambda *_: None)
-    files = ["--json", str(tmp_path / "accuracy.json"), "--document", str(tmp_path / "papers.md")]
+    files = ["--json", str(tmp_path / "accuracy.json"), "--document", str(tmp_path / "page.md")]
     assert accuracy.main(["--tasks", "GNMT-8", "--hosts", "2", "--keep", *files]) == 0
     text = accuracy.table([*new, *runs[2:]]).text
     assert text in capsys.readouterr().out
-    assert (tmp_path / "papers.md").read_text() == f"<!-- {accuracy.PLACE} -->\n\n{text}\n"
+    assert (tmp_path / "page.md").read_text() == f"<!-- {accuracy.PLACE} -->\n\n{text}\n"
     with pytest.raises(SystemExit, match="--keep: cannot read"):
         accuracy.main(["--keep", "--json", str(tmp_path / "none.json")])
 
@@ -403,15 +403,16 @@ def test_recipes_cost_no_wait_and_half_the_stash(quickly_compiled):
 # Papers -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_row_of_table_1_is_planned_and_put_into_the_document(real, monkeypatch, quickly_compiled, tmp_path, capsys):
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
+def test_a_row_of_table_1_is_planned_and_put_into_the_documents(real, monkeypatch, quickly_compiled, tmp_path, capsys):
     if not real:  # which takes some seconds
         layers = [layer_profile(n, forward, size) for n, (forward, size) in enumerate(((8e-3, 10**6), (2e-3, 10**8), (2e-3, 10**9)))]
         profile = Profile(source="analytic", sizes=[80], inputs=[10**6], labels=[10], layers=layers)
         monkeypatch.setattr(papers.pipedream, "pipedream_profile", lambda _: profile)
-    document = tmp_path / "papers.md"
-    document.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n\n<!-- table 1, sums -->\n\n<!-- table 1, recurrence -->\n")
-    options = ["--document", str(document), "--pictures", str(tmp_path), "--json", str(tmp_path / "papers.json")]
+    first, second = tmp_path / "first.md", tmp_path / "second.md"
+    first.write_text("before\n\n<!-- table 1 -->\n\n| old |\n\nafter\n\n<!-- table 1, sums -->\n")
+    second.write_text("<!-- table 1, recurrence -->\n")
+    options = ["--documents", str(first), str(second), "--pictures", str(tmp_path), "--json", str(tmp_path / "papers.json")]
     papers.main(["table-1", "--model", "S2VT", *options])
     table, sums, recurrence = json.loads((tmp_path / "papers.json").read_text())["table-1"]
     ((model, cluster, paper, planned, as_paper, *_),) = table["rows"]
@@ -420,15 +421,15 @@ def test_a_row_of_table_1_is_planned_and_put_into_the_document(real, monkeypatch
     assert as_paper.startswith("2-1-1 ")
     assert faster >= of_paper > (0 if real else 1)
     text, *below = (papers.Table(**one).text for one in (table, sums, recurrence))
-    after = "".join(f"<!-- {one['name']} -->\n\n{rows}\n" for one, rows in zip((sums, recurrence), below, strict=True))
-    assert document.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n\n{after}"
+    assert first.read_text() == f"before\n\n<!-- table 1 -->\n\n{text}\nafter\n\n<!-- table 1, sums -->\n\n{below[0]}\n"
+    assert second.read_text() == f"<!-- table 1, recurrence -->\n\n{below[1]}\n"
     assert text in capsys.readouterr().out
     assert [path.name for path in tmp_path.glob("*.svg")] == ["papers-plans.svg"]
 
 
 def test_a_document_without_markers_for_a_table_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        papers.main(["table-1", "--document", str(tmp_path / "none.md")])
+        papers.main(["table-1", "--documents", str(tmp_path / "none.md")])
     assert "expected a document, found no file" in capsys.readouterr().err
     with pytest.raises(jpipe.InputError, match="expected a line '<!-- table 1 -->'"):
         put("| old |\n", {"table 1": "| new |\n"})
@@ -454,11 +455,11 @@ def test_pictures_show_the_numbers_of_the_tables():
 
 
 @pytest.mark.parametrize("name", draw.PICTURES)
-def test_each_picture_of_the_papers_page_exists_with_its_tables(name):
+def test_each_picture_of_the_papers_pages_exists_with_its_tables(name):
     docs = pathlib.Path(__file__).parents[1] / "docs"
-    texts = [page.read_text(encoding="utf-8") for page in docs.rglob("*.md")]
-    (page,) = [text for text in texts if re.search(rf"pictures/papers-{name}\.(svg|png)\)", text)]
-    assert (docs / f"pictures/papers-{name}.svg").exists()
+    pages = [path.read_text(encoding="utf-8") for path in (docs / "explanation").glob("papers-*.md")]
+    (page,) = [page for page in pages if f"](../pictures/papers-{name}.svg)" in page]
+    assert (docs / f"pictures/papers-{name}.svg").stat().st_size < 150_000
     assert all(f"<!-- {table} -->" in page for table in draw.PICTURES[name].tables)
 
 

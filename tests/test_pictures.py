@@ -12,7 +12,8 @@ from benchmarks.papers.document import Table, read
 from docs import charts, style
 
 ROOT = Path(__file__).parents[1]
-PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+PICTURES = sorted((ROOT / "docs" / "pictures").iterdir())
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PHONE = 390  # pixels
 
 SHARES = """
@@ -99,3 +100,8 @@ def test_a_picture_is_small_and_can_be_read_on_a_phone(path):
     assert re.search(rf'^<path d="M0 ([\d.]+)H{width:g}V0H0z" style="fill: #ffffff"', text, re.MULTILINE)
     sizes = [100 * float(scale) for scale in re.findall(r"scale\(([\d.]+) -", text)]  # of text, in points
     assert min(sizes) * PHONE / width >= 11
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.name)
+def test_a_page_shows_each_picture(path):
+    assert any(re.search(rf"!\[[^]]+\]\([^)]*pictures/{re.escape(path.name)}\)", page.read_text()) for page in PAGES)

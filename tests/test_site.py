@@ -29,6 +29,8 @@ def test_the_site_is_complete_and_needs_no_network(tmp_path):
         "--fail-on-warning",
         "--keep-going",
         "-q",
+        "-t",
+        "fast",
         "-d",
         tmp_path / "trees",
         ROOT / "docs",

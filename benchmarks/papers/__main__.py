@@ -1,4 +1,4 @@
-"""`python -m benchmarks.papers [NAME ...] [--document FILE] [--pictures FOLDER]`: compare the papers' tables and figures with predictions.
+"""`python -m benchmarks.papers [NAME ...] [--documents FILE ...] [--pictures FOLDER]`: compare the papers' tables with predictions.
 
 No GPU is needed: profiles are analytic. Each part is a table or figure of PipeDream (SOSP 2019) or PipeDream-2BW (ICML 2021).
 """
@@ -13,7 +13,7 @@ import jax
 
 from benchmarks import parts
 from benchmarks.papers import pipedream, two_bw
-from benchmarks.papers.document import Table, write
+from benchmarks.papers.document import Table, write_pages
 from benchmarks.papers.draw import draw_all
 from benchmarks.papers.models import PIPEDREAM
 from jpipe import InputError
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: of the command line, by default those of this process.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--document", type=_document, metavar="FILE", help="put the tables into this document, in place of its own")
+    parser.add_argument("--documents", nargs="+", type=_document, metavar="FILE", help="put the tables into these, in place of their own")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the tables into this folder")
     parser.add_argument("--model", action="append", choices=PIPEDREAM, help="of table-1: only this model; more than once for several")
     try:
@@ -54,19 +54,19 @@ def main(arguments: list[str] | None = None) -> None:
 def _document(name: str) -> Path:
     """Return the path of an existing document."""
     if not (path := Path(name)).is_file():
-        raise argparse.ArgumentTypeError(f"expected a document, found no file '{name}'; name one with a place for each table")
+        raise argparse.ArgumentTypeError(f"expected a document, found no file '{name}'; name one with a place for a table")
     return path
 
 
 def _shown(part: Callable[[argparse.Namespace], list[Table]], earlier: dict[str, Table]) -> Callable[[argparse.Namespace], Any]:
-    """Wrap a part: print its tables, write them into the document, draw them with earlier ones, and return them as data."""
+    """Wrap a part: print its tables, write them into the documents, draw them with earlier ones, and return them as data."""
 
     def run(options: argparse.Namespace) -> Any:
         tables = part(options)
         for table in tables:
             print(f"{table.name}\n\n{table.text}", flush=True)
-        if options.document:
-            write(options.document, {table.name: table.text for table in tables})
+        if options.documents:
+            write_pages(options.documents, {table.name: table.text for table in tables})
         earlier.update({table.name: table for table in tables})
         if options.pictures:
             draw_all(earlier, [table.name for table in tables], options.pictures)

@@ -32,6 +32,12 @@ def tiny(text, tmp_path) -> dict:
 
 
 @pytest.fixture
+def no_report(monkeypatch):
+    """Skip the report at the end of a run, which takes longer than the run."""
+    monkeypatch.setattr("jpipe_train.run.loop.write_report", lambda *_: None)
+
+
+@pytest.fixture
 def interruptible():
     """Install Python's own handler of Ctrl-C, which tests started in the background lack."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

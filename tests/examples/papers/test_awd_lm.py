@@ -180,7 +180,13 @@ def plain(stack, batches, microbatches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "none"), ("gpipe", "full"), ("pipedream_flush", "full"), ("zb_h1", "none")])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [
+        ("pipedream_flush", "full"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("zb_h1", "none"), ("gpipe", "none"), ("gpipe", "full"))),
+    ],
+)
 def test_a_pipeline_carries_the_same_state(schedule, recompute):
     words = text(rows=4, length=20)
     batches = [piece(words, 5 * t, 5 * t + 5, int(t > 0)) for t in range(4)]

@@ -44,7 +44,7 @@ def refuses_weights(monkeypatch):
     assert {id(array) for array in jax.live_arrays()} <= before
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("name", FULL)
 def test_a_full_config_is_simulated_under_the_papers_plan_without_its_weights_and_images(name, refuses_weights):
     config = config_file.load(CONFIGS / "papers" / f"{name}.yaml", allow_code=True)

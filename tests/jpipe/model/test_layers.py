@@ -118,7 +118,7 @@ def test_batch_statistics_advance_once_for_each_microbatch_in_order(kind, varian
     np.testing.assert_allclose(actual["var"], var, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.thinned(most=0, most_slow=3)
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_batch_norm_equals_the_sequential_reference_bit_for_bit(variant, recompute):

@@ -15,12 +15,16 @@ from tests.jpipe.several import BATCHES, CASES, INLINE, started
 LIMIT = 240  # seconds for all of them together; only a deadlock comes near
 
 
+SLOW = "2, others", "2, corrected", "4", "2, meshes"
+ONLY_IN_TEST_ALL = "2, more", "2, more meshes", "4, more", "4, meshes"
+
+
 @pytest.mark.parametrize(
     "group",
     [
         "2",
-        *(pytest.param(group, marks=pytest.mark.slow) for group in ("2, others", "2, corrected", "4", "2, meshes")),
-        *(pytest.param(group, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for group in ("2, more", "4, meshes")),
+        *(pytest.param(group, marks=pytest.mark.slow) for group in SLOW),
+        *(pytest.param(group, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for group in ONLY_IN_TEST_ALL),
     ],
 )
 def test_several_processes_find_the_bits_of_one(group, tmp_path, subtests):

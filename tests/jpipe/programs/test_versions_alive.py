@@ -33,7 +33,7 @@ CASES = [(variant, 4, 4, 0) for variant in models.VARIANTS] + [
 ]
 
 
-@pytest.mark.thinned(most=0, most_slow=3)
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize(("variant", "d", "m", "extra"), CASES)
 def test_no_more_versions_are_alive_than_the_table_says(variant, d, m, extra):
     plan = Plan.even(STACK.ids, d, microbatches=m, extra_in_flight=extra, **models.VARIANTS[variant])

@@ -91,7 +91,7 @@ def labels(params):
     )
 
 
-@pytest.mark.thinned(most=1, most_slow=4)
+@pytest.mark.thinned(most=1, most_slow=2)
 @pytest.mark.parametrize("options", [{}, {"precision": MASTERS}, {"ema_decay": 0.9}], ids=["", "masters", "average"])
 @pytest.mark.parametrize("fields", [*VARIANTS.values(), {"schedule": "zb_h1", "recompute": "full"}], ids=lambda fields: fields["schedule"])
 def test_measured_peak_with_frozen_parameters_is_predicted(fields, options):
@@ -118,7 +118,7 @@ def test_measured_peak_of_ranks_and_split_backwards_is_predicted(fields):
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "pipedream"])
 def test_measured_peak_of_chunks_without_a_flush_is_predicted_but_for_a_message(schedule):
     """As with replicas, a message may wait at the end of a step."""
@@ -154,7 +154,7 @@ def test_measured_peak_of_round_robin_is_predicted_but_for_a_message():
     np.testing.assert_allclose(measured[1:], predicted[1:], atol=64)
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream", "pipedream_2bw"])
 def test_measured_peak_with_masters_is_predicted(variant, replicas):
@@ -191,7 +191,7 @@ def test_measured_peak_of_skipping_batches_is_predicted():
     np.testing.assert_allclose(measured, predicted, atol=64)
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize(
     ("schedule", "fields"),
     [("pipedream_2bw", {}), ("pipedream_2bw", {"replicas": 2}), ("interleaved_1f1b", {"chunks_per_rank": 2}), ("zb_h1", {})],

@@ -143,7 +143,7 @@ OTHER_PLANS = [
 ]
 
 
-@pytest.mark.thinned(most=0, most_slow=3)
+@pytest.mark.thinned(most=0, most_slow=2)
 @pytest.mark.parametrize("first", ["gpipe", "pipedream", "2BW", "2-1-1", "2BW with chunks"])
 def test_a_run_resumes_under_any_other_plan(first):
     """The snapshot holds the newest weights, the optimizer state, and older weights as far as they are stored."""
@@ -172,7 +172,10 @@ def test_a_run_resumes_under_any_other_plan(first):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
-    [("gpipe", "interleaved"), ("interleaved", "ZB-V"), ("ZB-V", "flush")],
+    [
+        ("interleaved", "ZB-V"),
+        *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in (("gpipe", "interleaved"), ("ZB-V", "flush"))),
+    ],
     ids=["to chunks", "to a V", "to one stage a rank"],
 )
 def test_a_run_resumes_with_other_chunks(first, then):

@@ -27,7 +27,7 @@ def test_equals_no_recomputation_to_rounding(recompute, variant, float64):
     assert actual.layer_state["track"]["count"] == 6 * M, "a recomputed forward does not advance the layer state"
 
 
-@pytest.mark.thinned(most=2)
+@pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("recompute", [pytest.param("full", marks=pytest.mark.oldest), *POLICIES[1:]])
 @pytest.mark.slow
 def test_recomputes_with_the_weights_and_the_layer_state_of_the_first_forward(recompute, float64):

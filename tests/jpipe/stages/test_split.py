@@ -261,7 +261,7 @@ def _products(jaxpr) -> int:
     return count
 
 
-@pytest.mark.thinned(most=1, most_slow=3)
+@pytest.mark.thinned(most=1, most_slow=2)
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     [

@@ -53,7 +53,7 @@ CASES = {
 
 
 @pytest.mark.oldest
-@pytest.mark.thinned(most=3, most_slow=2)
+@pytest.mark.thinned(most=3, most_slow=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_optax_on_the_layers_of_each_stage(case):

@@ -172,7 +172,7 @@ def test_copies_of_a_shared_parameter_stay_equal_bit_for_bit():
 BITS = [name for name in PLANS if name not in ("flush", "chunks")]
 
 
-@pytest.mark.thinned(most=2, most_slow=2)
+@pytest.mark.thinned(most=2, most_slow=1)
 @pytest.mark.parametrize("name", BITS)
 @pytest.mark.parametrize("optimizer", [models.momentum(), optax.adamw(0.05)], ids=["momentum", "adamw"])
 def test_a_factor_of_zero_changes_no_bit(name, optimizer):
@@ -307,7 +307,7 @@ def test_a_run_goes_on_under_another_plan_or_with_another_correction(switch, ema
         running.check_close(on_host(later.params(state, weights="ema")), on_host(average))
 
 
-@pytest.mark.thinned(most_slow=2)
+@pytest.mark.thinned(most_slow=1)
 @pytest.mark.parametrize("precision", [Precision(params="bfloat16"), Precision()], ids=["masters", "float32"])
 @pytest.mark.parametrize("name", ["2BW", "pipedream"])
 def test_a_run_from_a_snapshot_is_the_run_that_went_on_bit_for_bit(name, precision):

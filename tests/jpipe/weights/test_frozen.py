@@ -76,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.oldest
-@pytest.mark.thinned(most=3, most_slow=3)
+@pytest.mark.thinned(most=3, most_slow=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_optax_on_the_whole_tree(case):
@@ -100,7 +100,7 @@ REPLICATED = {
 }
 
 
-@pytest.mark.thinned(most=1, most_slow=2)
+@pytest.mark.thinned(most=1, most_slow=1)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("words", [["layer0", "layer1/w"], ["layer1", "layer2/b"]], ids=" ".join)
 @pytest.mark.parametrize("case", REPLICATED)

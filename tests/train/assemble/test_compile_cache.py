@@ -35,7 +35,7 @@ def forget() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("no_cache", "no_report")
 def test_the_second_run_reads_its_programs_from_the_cache_with_equal_numbers(tiny, tmp_path, capsys):
     rows, lines = [], []
     for name in ("first", "second"):

@@ -29,7 +29,8 @@ def test_each_has_a_config_and_a_line_in_the_readme():
     assert set(named) == {path.stem for path in (ROOT / "examples").glob("*.yaml")} == set(STEPS)
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.thinned(most=0, most_slow=1)
 @pytest.mark.parametrize("name", STEPS)
 def test_it_learns_from_its_config(name, tmp_path):
     config = ROOT / "examples" / f"{name}.yaml"
@@ -40,8 +41,8 @@ def test_it_learns_from_its_config(name, tmp_path):
     assert rows[-1]["val_loss"] < 0.75 * rows[0]["val_loss"]
 
 
-@pytest.mark.thinned(most=0, most_slow=2)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.thinned(most=0, most_slow=1)
+@pytest.mark.parametrize("name", [*reversed(STEPS)])
 def test_it_runs_from_python(name, capsys):
     losses = []
     for steps in (1, STEPS[name]):

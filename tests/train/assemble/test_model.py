@@ -254,6 +254,7 @@ def test_model_loss_and_data_can_all_be_the_users(capsys):
     assert str(Path.cwd()) not in sys.path
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_a_whole_model_is_trained_planned_simulated_and_exported(capsys):
     sections = {"model": {"target": "own_parts:Net", "arguments": {"width": 8}}}
@@ -280,6 +281,7 @@ def test_a_whole_model_is_trained_planned_simulated_and_exported(capsys):
     assert [row["loss"] for row in rows_of(Path("one"))] == pytest.approx([row["loss"] for row in losses], rel=1e-5)
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_a_run_with_a_users_model_repeats_from_its_folder(capsys):
     assert run(capsys, "--allow-code")[0] == 0

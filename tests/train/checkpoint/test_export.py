@@ -45,7 +45,9 @@ def home(tmp_path_factory) -> types.SimpleNamespace:
         "optimizer": {"learning_rate": 0.01},
         "checkpoint": {"every": STEPS // 2},
     }
-    summary = loop.main(changed(data))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "write_report", lambda *_: None)  # it takes longer than the run
+        summary = loop.main(changed(data))
     file = folder / "gpt.safetensors"
     export.main(str(summary.folder), str(file), None, print)
     return types.SimpleNamespace(folder=folder, data=data, run=summary.folder, loss=summary.val_loss_after, file=file)
@@ -279,6 +281,7 @@ def test_layer_state_has_its_own_name_and_that_of_other_replicas_is_omitted():
         export.by_name({"norm": {"state": {"mean": mean}}, "norm state": {"params": {"0": {"mean": w}}}})
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_the_average_of_the_weights_is_evaluated_and_exported(home, tmp_path, capsys):
     """With a decay of 0 the average equals the weights."""

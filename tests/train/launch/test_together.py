@@ -220,6 +220,7 @@ def test_four_stages_in_four_processes_log_what_one_process_logs_and_read_only_w
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # like the text of the test above, but for the format
 def test_files_of_tokens_in_two_processes_log_what_one_process_logs():
     assert cli.main(["data", "tokenizer", "text.txt", "--vocab-size", "300", "--out", "t.json"]) == 0
     assert cli.main(["data", "prepare", "text.txt", "--tokenizer", "t.json", "--out", "tokens", "--validation-fraction", "0.3"]) == 0

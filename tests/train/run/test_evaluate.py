@@ -54,7 +54,9 @@ def home(tmp_path_factory):
     other = folder / "other.txt"
     other.write_bytes(SENTENCE[::-1] + b"and more")  # 53 bytes: 6 windows, a batch of 4 and 2 rows
     fields = BASE | {"data": {"path": str(texts), "boundaries": "keep", "validation_fraction": 0.3}, "run": {"dir": str(folder / "run")}}
-    return SimpleNamespace(folder=folder, texts=texts, other=other, run=loop.main(changed(fields)).folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "write_report", lambda *_: None)  # it takes longer than the run
+        return SimpleNamespace(folder=folder, texts=texts, other=other, run=loop.main(changed(fields)).folder)
 
 
 def at_once(run: Path, rows, step: int, weights="newest") -> Result:
@@ -190,6 +192,7 @@ def test_an_impossible_evaluation_is_reported_in_one_line(home, monkeypatch, cap
     assert listed(home.run) == before
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_masked_tokens_are_evaluated_as_in_training(tmp_path):
     """Each row has its own label as well, the embedding is tied to the head, and logits are computed in chunks."""

@@ -68,6 +68,7 @@ def test_a_run_repeats_from_its_folder(tiny, tmp_path):
     assert yaml.safe_load((repeated.folder / "config.yaml").read_text())["plan"] == {"file": str(folder / "plan.json")}
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_metrics_of_a_validation_are_logged_and_shown(tiny, capsys):
     metrics = {"accuracy": "accuracy", "lost": "tests.train.metrics:lost"}
@@ -94,6 +95,7 @@ def test_metrics_that_do_not_fit_are_refused_before_a_folder_is_made(tiny, metri
     assert not Path(tiny["run"]["dir"]).exists()
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.thinned(most=4)
 @pytest.mark.parametrize("schedule", sorted({*jpipe.schedules.SCHEDULES} - {"auto_zero_bubble"}))
 def test_every_schedule_logs_every_step(tiny, schedule):
@@ -103,6 +105,7 @@ def test_every_schedule_logs_every_step(tiny, schedule):
     assert all(0 < row["loss"] < 7 for row in rows)
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize(("schedule", "behind"), [("gpipe", 0), ("pipedream", 0), ("pipedream_2bw", 1)])
 def test_a_validation_loss_is_of_the_newest_weights_that_all_stages_hold(tiny, schedule, behind):
@@ -127,6 +130,7 @@ def validation_losses_after_each_update(config, steps) -> list[float]:
     return losses
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_run_of_one_step_prints_both_validation_losses(tiny):
     summary = loop.main(changed(tiny, train={"steps": 1}))
     (row,) = rows_of(summary.folder)
@@ -147,6 +151,7 @@ def test_the_norms_of_the_delay_are_in_some_rows_and_in_the_report(tiny, monkeyp
     assert "weights that are 1 update old, at every stage; correction: predict" in page
 
 
+@pytest.mark.usefixtures("no_report")
 def test_log_every_leaves_out_what_was_not_evaluated(tiny):
     rows = rows_of(loop.main(changed(tiny, train={"steps": 8, "log_every": 3, "eval_every": 5})).folder)
     assert [row["step"] for row in rows] == [0, 3, 5, 6, 7]
@@ -159,6 +164,7 @@ def test_a_row_can_be_read_while_the_run_continues(tiny):
         assert rows_of(folder.path) == [{"step": 0, "loss": 5.5}]
 
 
+@pytest.mark.usefixtures("no_report")
 def test_without_a_folder_runs_are_numbered(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "0007").mkdir(parents=True)
@@ -202,6 +208,7 @@ def test_plain_lines_show_start_progress_and_end(tiny, capsys):
     assert end[-1].endswith(f"the run is in {folder}; open its report.html")
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_run_that_flushes_prints_nothing_about_delays(tiny, capsys):
     loop.main(changed(tiny, plan={"schedule": "gpipe"}, train={"steps": 1}))
     assert "update old" not in capsys.readouterr().out
@@ -302,6 +309,7 @@ def test_a_device_that_fails_is_reported(tiny, monkeypatch):
         loop.main(changed(tiny))
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.thinned(most=1)
 @pytest.mark.parametrize("schedule", ["pipedream_2bw", "gpipe"])
 def test_clipping_logs_the_norms(tiny, schedule):
@@ -311,6 +319,7 @@ def test_clipping_logs_the_norms(tiny, schedule):
     assert all(row["gradient_norm"] > 0.1 for row in rows)
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_clipping_of_each_stage_logs_its_norms(tiny):
     config = changed(tiny, plan={"schedule": "pipedream", "microbatches": 1}, optimizer={"clip_stage_norm": 0.1})
@@ -320,6 +329,7 @@ def test_clipping_of_each_stage_logs_its_norms(tiny):
     assert all(row.keys() == {"gradient_norm_stage_0", "gradient_norm_stage_1"} and min(row.values()) > 0 for row in norms)
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_a_skipped_batch_is_logged(tiny, monkeypatch, capsys):
     step = jpipe.Pipeline.step
@@ -340,6 +350,7 @@ def test_a_skipped_batch_is_logged(tiny, monkeypatch, capsys):
     assert "step 2: skipped, because 34 entries of its gradient are NaN or infinite" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_a_run_that_skips_every_batch_ends(tiny, monkeypatch, capsys):
     step, bad = jpipe.Pipeline.step, {0, 1, 2}
@@ -363,6 +374,7 @@ def test_a_run_that_skips_every_batch_ends(tiny, monkeypatch, capsys):
     )
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_a_learning_rate_far_too_high_is_noticed(tiny):
     with pytest.raises(loop.NonFiniteLoss, match=r"step \d+: the (validation )?loss is (nan|inf)"):
@@ -380,6 +392,7 @@ def test_a_bar_is_shown_on_a_terminal(tiny, capsys, monkeypatch):
     assert "tokens/s" in output
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_dropout_and_bfloat16_run(tiny):
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes bfloat16 to float32 inside

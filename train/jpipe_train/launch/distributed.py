@@ -86,7 +86,7 @@ def start(
         if _secret is None and not is_loopback(member.coordinator.host):
             _warn(
                 f"no secret is set: whoever reaches port {member.coordinator.port} of this host can pose as one of the processes; "
-                f"set {handshake.VARIABLE} (docs/how-to/multi-process.md, What a stranger on the network can do)"
+                f"set {handshake.VARIABLE} (docs/how-to/security.md)"
             )
         meeting = rendezvous.host(member.coordinator, member.num_processes, connect_limit, _secret, listen, certificates)
         if meeting.dropped:

@@ -120,9 +120,15 @@ CASES = {
 
 
 FAST = ("zb_h1", "tensor", "buckets", "frozen")
+ALIKE = ("recompute_dots", "zb_v", "replicas", "float16")
+"""Cases that are much like others: only `make test-all` has them."""
 
 
-@pytest.mark.parametrize("case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+def marks_of(case):
+    return [] if case in FAST else [pytest.mark.slow, pytest.mark.exhaustive] if case in ALIKE else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in CASES])
 def test_training_equals_that_as_one_stage(case):
     plan, options = CASES[case]()
     optimizer, tolerance = options.pop("optimizer", ADAM), options.pop("tolerance", 1e-5)
