@@ -342,7 +342,7 @@ def train_whole_model() -> dict[str, np.ndarray]:
     from jpipe import InputError, LayerStack, Pipeline, Plan
 
     batch = nnx_transformer.batch(8, 0)
-    stack = LayerStack.from_model(lambda rngs: nnx_transformer.model(1, rngs=rngs), batch[0][:2])
+    stack = LayerStack.from_model(lambda rngs: nnx_transformer.model(2, rngs=rngs), batch[0][:2])
     pipe = Pipeline(stack, Plan.even(stack.ids, 2, "pipedream_2bw", 4), nnx_transformer.loss, optax.adam(1e-2))
     state, numbers = pipe.init(jax.random.key(7), batch), {}
     for _ in range(3):
