@@ -25,7 +25,7 @@ class Beat:
     """The heartbeat of a process: what it waits for and how it progresses.
 
     Attributes:
-        at: where its main thread is.
+        at: where its main thread is; "" while there is progress.
         what: the description of its longest wait.
         on: the processes waited for, where they are known.
         seconds: the duration of that wait.

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from jpipe.processes._coordinator import Beat
 from jpipe.processes._main_thread import main_thread_calls
 
+LOOK_AFTER = 5
+"""Beats without progress after which heartbeats say where the main thread is. A process is blamed after ten or more."""
+
 
 class Wait:
     """A wait of a thread. Its length is counted in beats, so that the time during which this process is stopped does not count."""
@@ -59,12 +62,16 @@ class Waits:
         return max(list(self._of_threads.values()), key=lambda wait: wait.beats, default=None)
 
     def beat(self) -> Beat:
-        """Count one more beat, and report where the main thread is and what the longest wait is for; for one thread only."""
+        """Count one more beat, and report what the longest wait is for; for one thread only.
+
+        Where the main thread is, a beat says only without progress: to read its stack is not quite safe, and most runs never need it.
+        """
         for wait in list(self._of_threads.values()):
             wait.beats += 1
         seen, self._seen = self._seen, self._progress() + self._moves
         self._still = self._still + 1 if self._seen == seen else 0
-        place, still = " called by ".join(main_thread_calls()[:3]), self._still * self._seconds
+        place = " called by ".join(main_thread_calls()[:3]) if self._still >= LOOK_AFTER else ""
+        still = self._still * self._seconds
         longest = self.longest()
         if longest is None:
             return Beat(place, still=still)

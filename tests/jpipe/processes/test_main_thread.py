@@ -6,7 +6,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jpipe.processes import _waits
 from jpipe.processes._main_thread import main_thread_calls
+from jpipe.processes._waits import LOOK_AFTER
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,6 +48,15 @@ print(sum(any(name.endswith("(call)") for name in look) for look in looks) > 0)
 def test_the_calls_of_a_running_main_thread_are_read():
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_heartbeats_look_at_the_main_thread_only_without_progress(monkeypatch):
+    looks, progress = [], iter([1, 2, 3, *[4] * (LOOK_AFTER + 2), 5])
+    monkeypatch.setattr(_waits, "main_thread_calls", lambda: looks.append("") or ["step.py:12 (step)", "loop.py:3 (run)"])
+    waits = _waits.Waits(1.0, lambda: next(progress))
+    places = [waits.beat().at for _ in range(3 + LOOK_AFTER + 2 + 1)]
+    assert places == [""] * (3 + LOOK_AFTER) + ["step.py:12 (step) called by loop.py:3 (run)"] * 2 + [""]
+    assert len(looks) == 2
 
 
 def test_a_full_disk_gives_no_calls(monkeypatch):
