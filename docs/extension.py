@@ -1,7 +1,9 @@
 """Extend Sphinx for this site: generated pages, names that link to the reference, links to files of the repository."""
 
+import html
 import inspect
 import re
+import textwrap
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -34,6 +36,7 @@ def setup(app: Sphinx) -> Mapping[str, Any]:
     app.connect("doctree-read", _add_types, priority=400)  # before the links to the source, which stand last
     app.connect("doctree-read", _link_names)
     app.connect("missing-reference", _missing_reference)
+    app.connect("html-page-context", _describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -82,6 +85,14 @@ def _directed(link: re.Match[str], folder: Path, docs: Path) -> str:
     if path.is_dir():
         return f"[{link['text']}](path:{link['path'].rstrip('/')}/README.md)" if (path / "README.md").is_file() else link["text"]
     return f"[{link['text']}](path:{link['path']})"
+
+
+def _describe(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """Add the first paragraph of a page to its head, as the description that search engines show."""
+    paragraph = next(doctree.findall(nodes.paragraph), None) if doctree else None
+    if paragraph is not None:
+        text = textwrap.shorten(paragraph.astext(), 200, placeholder=" …")
+        context["metatags"] += f'<meta name="description" content="{html.escape(text)}">\n'
 
 
 def _process_signature(app: Sphinx, what: str, name: str, value: Any, options: object, signature: str | None, returned: str | None) -> Any:
