@@ -17,11 +17,11 @@ from docs import style
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "learning" / "h100.json"
-RECIPES = {  # schedule and remedy, all with Nesterov's momentum: label, colour, dashes
-    ("flush", "Nesterov"): ("flush", style.BLACK, "-"),
-    ("2BW", "Nesterov"): ("2BW", style.BLUE, "--"),
-    ("2BW", "Nesterov, prediction"): ("2BW, delay correction", style.BLUE, "-"),
-    ("PipeDream m = d", "Nesterov, half prediction"): ("PipeDream, m = d, delay correction", style.GREEN, "-"),
+RECIPES = {  # schedule and remedy: label, colour, dashes
+    ("flush", "Nesterov"): ("flush, Nesterov's momentum", style.BLACK, "-"),
+    ("2BW", "none"): ("2BW", style.BLUE, "--"),
+    ("2BW", "Nesterov, prediction"): ("2BW, Nesterov, delay correction", style.BLUE, "-"),
+    ("PipeDream m = d", "Nesterov, half prediction"): ("PipeDream, m = d, Nesterov, delay correction", style.GREEN, "-"),
 }
 
 
@@ -61,7 +61,7 @@ def speed(tables: Sequence[Table]) -> Figure:
     links = find(tables, "2 hosts: straight", "replicated")
     for axes, row in zip(models, links.rows, strict=True):
         _draw_links(axes, links.head, row)
-    models[-1].set_xlabel("times as fast as data parallelism")
+    models[-1].set_xlabel("times as fast as data parallelism, which waits")
     style.legend_below(models[-1], 3, 0.5)
     return figure
 
@@ -107,7 +107,7 @@ def _draw_links(axes: Any, head: Sequence[str], row: Sequence[object]) -> None:
     for n in columns:
         hosts, name = head[n].split(": ") if ": " in head[n] else (hosts, head[n])
         names.append(f"{PIPELINES.get(name, name)}, {hosts}")
-    looks = {"fast link": (style.LIGHT_GREY, "o"), "slower": (style.LIGHT_BLUE, "s"), "slowest": (style.BLUE, "D")}
+    looks = {"50%": (style.LIGHT_GREY, "o"), "80%": (style.LIGHT_BLUE, "s"), "90%": (style.BLUE, "D")}  # of its time data parallelism waits
     speeds = [[float(number) for number in str(row[n]).split(", ")] for n in columns]
     for (label, (colour, mark)), values in zip(looks.items(), zip(*speeds, strict=True), strict=True):
         axes.plot(values, range(len(names)), mark, color=colour, label=label, markersize=7, zorder=3)
