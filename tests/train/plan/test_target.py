@@ -1,5 +1,6 @@
 """`jpipe target` lists and describes targets and writes the attached one; `jpipe simulate --target` says what it compiled for."""
 
+import re
 from pathlib import Path
 
 import jax
@@ -11,7 +12,8 @@ import jpipe_train.plan.target
 from jpipe_planner import Attached, find_target, known_targets
 from jpipe_train import cli
 
-TOPOLOGIES = Path(__file__).parents[3] / "configs" / "topologies"
+ROOT = Path(__file__).parents[3]
+TOPOLOGIES = ROOT / "configs" / "topologies"
 
 
 @pytest.fixture
@@ -118,6 +120,15 @@ def test_mistakes_are_one_line(words, message, printed, config, tmp_path, monkey
     assert (out, code) == ("", 2)
     assert err.startswith(f"jpipe: {message}")
     assert err.count("\n") == 1
+
+
+def test_the_page_has_the_table_of_targets():
+    lines = jpipe_train.plan.target.listing()
+    expected = [re.split(r"\s{2,}", line.strip())[:-1] for line in lines[: len(known_targets()) + 1]]  # without "compiler installed"
+    page = (ROOT / "docs" / "how-to" / "targets.md").read_text()
+    rows = page.partition("<!-- targets -->\n")[2].partition("<!-- end -->")[0].splitlines()
+    shown = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows if not row.startswith("| ---")]
+    assert shown == expected
 
 
 def test_a_simulation_says_what_it_compiled_for_and_whether_the_ranks_fit(printed, config, of_this_machine):

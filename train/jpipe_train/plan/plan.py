@@ -200,7 +200,7 @@ def _report(reporter: Reporter, result: SearchResult, confirmed: Compiled | None
     first_rows = "row" if result.compiled < 2 else count(result.compiled, "row")
     reporter.table(table.head(choice), table.rows(choice, SHOWN), table.WORDS)
     reporter.say(
-        "samples/s in closed form and as simulated, with what makes them differ by more than 10%"
+        "samples/s in closed form and as simulated; where they differ by more than 10%, the cause follows"
         + table.how_known(choice, SHOWN)
         + "; delay: how many updates old the weights are that gradients are computed with, in the mean over stages"
         + "; peak memory of the fullest device: what it holds and the temporaries of its programs, "
