@@ -140,7 +140,8 @@ def schedule_facts(pipelines: Pipelines, microbatches: tuple[int, ...]) -> Sched
             legal.append(m)
             in_flight.append([rules.in_flight(shape, s) for s in stages])
             versions.append([rules.versions_alive(shape, s) for s in stages])
-            fused.append([rules.begins_fused(shape, s) for s in stages])
+            few = pipelines.shape(min(m, 4 * pipelines.depth))  # more of them begin with the same op, and take long to list
+            fused.append([rules.begins_fused(few, s) for s in stages])
             hidden.append([_hidden(shape, s, ahead) for s, ahead in enumerate(in_flight[-1])])
     return ScheduleFacts(tuple(legal), np.array(in_flight), np.array(versions), np.array(fused), np.array(hidden))
 

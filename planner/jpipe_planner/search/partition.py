@@ -206,7 +206,7 @@ def memory_of(problem: Problem, stages: Sequence[Placed]) -> tuple[int, ...]:
         residuals = inputs if stage.recompute == "full" else _residuals(layers, stage.recompute)
         scratch = max(layer.temporary for layer in layers) + sum(layer.temporary_more for layer in layers[:-1])
         everything = _everything(layers)
-        residuals = 0 if SCHEDULE.begins_fused(shape, s) else residuals
+        residuals = 0 if last and ahead == 1 else residuals  # forward and backward are one program
         sent = in_flight[s - 1] * stages[s - 1].replicas if s else 0
         sizes.append(
             stage_bytes(

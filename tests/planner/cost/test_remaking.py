@@ -4,6 +4,7 @@ import pytest
 
 import jpipe
 from jpipe_planner import Topology
+from jpipe_planner.cost.shape import Pipelines, planned_schedules, schedule_facts
 from jpipe_planner.profile.profile import Profile
 from jpipe_planner.search.partition import Placed, Problem, memory_of
 from jpipe_planner.search.ranges import Ranges
@@ -63,3 +64,14 @@ def test_without_compiled_layers_the_residuals_themselves_are_counted():
     plan = jpipe.Plan(schedule="gpipe", microbatches=2, stages=stages)
     assert profile().stage_costs(plan, 1)[0].temporary == 14 + 300
     assert Layers(profile()).cut((0, 3), 0).fused.tolist() == [14 + 300] * 2
+
+
+@pytest.mark.parametrize("schedule", planned_schedules())
+def test_whether_stages_begin_fused_is_the_same_for_few_microbatches(schedule):
+    """The search asks the schedule about few microbatches, because many take long to list."""
+    rules = jpipe.schedules.SCHEDULES[schedule]
+    for width, depth in ((1, 1), (2, 2), (1, 3), (3, 2)):
+        pipelines = Pipelines(schedule, width, depth, 0)
+        facts = schedule_facts(pipelines, tuple(range(1, 5 * depth + 2)))
+        for m, fused in zip(facts.microbatches, facts.fused.tolist(), strict=True):
+            assert fused == [rules.begins_fused(pipelines.shape(m), s) for s in range(depth)]
