@@ -121,6 +121,7 @@ def failing():
 
     def run(_):
         with processes.waiting("the sum", on=2):
+            print("waits", flush=True)
             sys.stdin.readline()
             raise RuntimeError("connection closed by peer")
 

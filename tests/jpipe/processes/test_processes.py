@@ -136,6 +136,7 @@ def test_a_process_that_dies_or_is_stopped_ends_all(tmp_path, victim, by, how):
 def test_a_wait_that_fails_because_a_process_died_names_the_process(tmp_path):
     with started("failing", tmp_path) as processes:
         ready(processes)
+        ready(processes, "waits")  # the death of process 2 is not known before that
         go_on(processes[1])
         processes[2].kill()
         assert ending(processes[1]) == (3, f"{ENDED.format(2)}; process 1 stops while waiting for the sum of process 2\n", "")
