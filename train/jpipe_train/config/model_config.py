@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
+from jpipe_train.config.model.experts import ExpertsConfig
 from jpipe_train.config.presets import PRESETS
 from jpipe_train.config.section import Count, Section, TargetSection
 
@@ -64,6 +65,7 @@ class ModelConfig(TargetSection):
     norm_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-6
     activation: Literal["gelu", "gelu_exact", "silu"] = "gelu"
     gated_mlp: bool = False
+    experts: ExpertsConfig | None = None
     bias: bool = True
     tied: bool = False
     init: Literal["scaled", "normal"] = "scaled"
@@ -85,6 +87,10 @@ class ModelConfig(TargetSection):
     def mlp_width_used(self) -> int:
         """The hidden width of the MLP; by default four times the width."""
         return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+    def has_experts(self, block: int) -> bool:
+        """Return whether a block has experts, by its number from 0."""
+        return self.experts is not None and self.experts.in_block(block)
 
     @property
     def max_positions_used(self) -> int:

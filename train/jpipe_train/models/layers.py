@@ -20,8 +20,9 @@ def layers(config: ModelConfig, chunk: int | None = None) -> jpipe.LayerStack:
             `jpipe_train.models.cross_entropy.Unprojected`.
     """
     kind = bert if config.kind == "bert" else transformer
-    block = partial(transformer.Block, config)  # one object, so that jpipe traces it once
-    blocks = {f"block_{i}": block for i in range(config.depth)}
+    # Equal blocks are one object, so that jpipe traces them once.
+    kinds = {has_experts: partial(transformer.Block, config, has_experts) for has_experts in (False, True)}
+    blocks = {f"block_{i}": kinds[config.has_experts(i)] for i in range(config.depth)}
     tie = jpipe.Tie(("embed", "token/embedding"), ("head", "token/embedding"))
     all_layers = {"embed": partial(kind.Embed, config), **blocks, "head": partial(kind.Head, config, chunk)}
-    return jpipe.LayerStack(all_layers, [tie] if config.tied else ())
+    return jpipe.LayerStack(all_layers, [tie] if config.tied else (), mixes_rows=config.experts is not None)

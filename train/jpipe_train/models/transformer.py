@@ -17,8 +17,9 @@ from jpipe import InputError
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.attention import attend, attend_cached, positions_of, rotated
 from jpipe_train.models.cross_entropy import Unprojected, wider
+from jpipe_train.models.experts import Experts, Routing, no_routing
 
-Stream = Any  # x, or {"x": x, "segments": segments}
+Stream = Any  # x, or {"x": x, "segments": segments, "experts": Routing}, the latter two where there are any
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"gelu": nnx.gelu, "gelu_exact": partial(nnx.gelu, approximate=False), "silu": nnx.silu}
 STD = 0.02  # of weights as in GPT-2 and BERT
 
@@ -41,7 +42,8 @@ class Embed(nnx.Module):
 
     def __call__(self, inputs: Any) -> Stream:
         tokens, segments = split_inputs(inputs, self.config)
-        return joined(self.dropout(self.vectors(tokens, positions(tokens, segments))), segments)
+        x, experts = self.dropout(self.vectors(tokens, positions(tokens, segments))), self.config.experts
+        return joined(x, segments, None if experts is None else no_routing(experts, len(tokens), self.config.depth, wider(x.dtype)))
 
     def vectors(self, tokens: Any, at: Int[Array, "#b s"]) -> Float[Array, "b s w"]:
         """Embed tokens at these positions."""
@@ -50,9 +52,12 @@ class Embed(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); BERT's norms come after the sums instead."""
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); BERT's norms come after the sums instead.
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    The MLP is a mixture of experts if the block `has_experts`.
+    """
+
+    def __init__(self, config: ModelConfig, has_experts: bool = False, *, rngs: nnx.Rngs):
         self.config = config
         width, inner, size = config.width, config.mlp_width_used, config.head_size_used
         into = linear(config, rngs)
@@ -64,21 +69,28 @@ class Block(nnx.Module):
         self.qkv = into(width, (config.heads + 2 * config.kv_heads_used) * size, **axes("embed", "heads"))
         self.project = back(config.heads * size, width, **axes("heads", "embed"))
         self.mlp_norm = norm(config, rngs)
-        self.expand = into(width, inner, **axes("embed", "mlp"))
-        if config.gated_mlp:
-            self.gate = into(width, inner, **axes("embed", "mlp"))
-        self.contract = back(inner, width, **axes("mlp", "embed"))
+        if config.experts is not None and has_experts:
+            without_bias = partial(into, use_bias=False), partial(back, use_bias=False)
+            self.experts = Experts(config.experts, config, ACTIVATIONS[config.activation], *without_bias, rngs=rngs)
+        else:
+            self.experts = None
+            self.expand = into(width, inner, **axes("embed", "mlp"))
+            if config.gated_mlp:
+                self.gate = into(width, inner, **axes("embed", "mlp"))
+            self.contract = back(inner, width, **axes("mlp", "embed"))
         self.dropout = dropout(config, rngs)
 
     def __call__(self, stream: Stream) -> Stream:
         x, segments = split_stream(stream)
         if self.config.kind == "bert":
             x = normed(self.attention_norm, x + self.dropout(self._attention(x, segments)))
-            x = normed(self.mlp_norm, x + self.dropout(self._mlp(x)))
+            y, routing = self._mlp(x, segments, routing_of(stream))
+            x = normed(self.mlp_norm, x + self.dropout(y))
         else:
             x = x + self.dropout(self._attention(self.attention_norm(x), segments))
-            x = x + self.dropout(self._mlp(self.mlp_norm(x)))
-        return joined(x, segments)
+            y, routing = self._mlp(self.mlp_norm(x), segments, routing_of(stream))
+            x = x + self.dropout(y)
+        return joined(x, segments, routing)
 
     def following(
         self, x: Float[Array, "b s w"], keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], at: Int[Array, "b s"]
@@ -99,7 +111,7 @@ class Block(nnx.Module):
         q, k, v = self._heads(self.attention_norm(x), at)
         keys, values = keys.at[rows, at].set(k, mode="drop"), values.at[rows, at].set(v, mode="drop")
         x = x + self.project(attend_cached(q, keys, values, at).reshape(b, s, -1))
-        return x + self._mlp(self.mlp_norm(x)), keys, values
+        return x + self._mlp(self.mlp_norm(x), None, None)[0], keys, values
 
     def _attention(self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Float[Array, "b s w"]:
         b, s, _ = x.shape
@@ -114,10 +126,16 @@ class Block(nnx.Module):
         q, k, v = jnp.split(stacked, (heads, heads + kv_heads), axis=2)
         return (rotated(q, at, config), rotated(k, at, config), v) if config.positions == "rope" else (q, k, v)
 
-    def _mlp(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
+    def _mlp(
+        self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None, routing: Routing | None
+    ) -> tuple[Float[Array, "b s w"], Routing | None]:
+        """Compute the MLP, or the experts; return with it the routing so far."""
+        if self.experts is not None:
+            y, choices = self.experts(x, None if segments is None else segments > 0)
+            return y, None if routing is None else routing.followed_by(*choices)
         activation = ACTIVATIONS[self.config.activation]
         expanded = self.expand(x)
-        return self.contract(activation(self.gate(x)) * expanded if self.config.gated_mlp else activation(expanded))
+        return self.contract(activation(self.gate(x)) * expanded if self.config.gated_mlp else activation(expanded)), routing
 
 
 class Head(nnx.Module):
@@ -140,7 +158,8 @@ class Head(nnx.Module):
         hidden = normed(self.norm, x)
         tied = self.config.tied
         kernel = self.token.embedding if tied else self.logits.kernel
-        return projected(hidden, kernel[...], None, tied, self.chunk, dtype_of(self.config))
+        logits, routing = projected(hidden, kernel[...], None, tied, self.chunk, dtype_of(self.config)), routing_of(stream)
+        return logits if routing is None else {"tokens": logits, "experts": routing}
 
 
 # Parts that BERT has, too -------------------------------------------------------------------------------------------------
@@ -224,12 +243,19 @@ def split_inputs(inputs: Any, config: ModelConfig) -> tuple[Any, Any]:
 
 def split_stream(stream: Stream) -> tuple[Any, Any]:
     """Split what flows between layers into x and segments, or None."""
-    return (stream["x"], stream["segments"]) if isinstance(stream, dict) else (stream, None)
+    return (stream["x"], stream.get("segments")) if isinstance(stream, dict) else (stream, None)
 
 
-def joined(x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Stream:
-    """Join x and segments into what flows between layers."""
-    return x if segments is None else {"x": x, "segments": segments}
+def routing_of(stream: Stream) -> Routing | None:
+    """Return the choices of the routers in what flows between layers; None without experts."""
+    return stream.get("experts") if isinstance(stream, dict) else None
+
+
+def joined(x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None, routing: Routing | None = None) -> Stream:
+    """Join x, segments and the choices of the routers into what flows between layers."""
+    parts = {"segments": segments, "experts": routing}
+    present = {name: part for name, part in parts.items() if part is not None}
+    return {"x": x, **present} if present else x
 
 
 def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b s"]:

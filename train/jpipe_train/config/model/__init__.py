@@ -1,0 +1,1 @@
+"""The parts of the section `model` of a config."""

@@ -1,0 +1,211 @@
+"""Mixtures of experts: MLPs of which a router chooses some for each token, and the losses that keep the choices balanced.
+
+No token is dropped: tokens are sorted by expert, and each kernel is multiplied by the tokens of its expert.
+
+Reference: Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer".
+
+The letters in the shapes: b rows, s positions, w width, n tokens (of all rows), e experts, k experts of a token, m width of an expert, l
+blocks with experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jpipe_train.config.model.experts import ExpertsConfig
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models.cross_entropy import wider
+
+Linear = Callable[..., nnx.Linear]
+"""A constructor of linear layers, from the sizes of inputs and outputs and the metadata of Flax."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Routing:
+    """The choices of the routers so far, for each row; those of the last block come last. Padding is not counted.
+
+    Blocks keep their own numbers, rather than one sum, so that nothing is rounded away where layers pass on bfloat16.
+
+    Attributes:
+        counts: (b, l, e), how many tokens have chosen each expert.
+        probabilities: (b, l, e), the mean probability of each expert.
+        squares: (b, l), the mean square of the log of the sum of the exponentials of a router's outputs.
+        per_token: how many experts each token has chosen.
+        balance_loss: the factor of the load-balancing loss.
+        z_loss: the factor of the mean of the squares.
+    """
+
+    counts: Any
+    probabilities: Any
+    squares: Any
+    per_token: int = field(metadata={"static": True})
+    balance_loss: float = field(metadata={"static": True})
+    z_loss: float = field(metadata={"static": True})
+
+    def loss(self) -> Float[Array, ""]:
+        """Return the mean router loss of the rows: the load-balancing loss and the mean of the squares, times their factors.
+
+        References: Fedus et al. 2021, "Switch Transformers", for any number of experts per token as in Hugging Face's transformers; Zoph
+        et al. 2022, "ST-MoE".
+        """
+        return self.balance_loss * self.balance() + self.z_loss * self._mean(self.squares)
+
+    def balance(self) -> Float[Array, ""]:
+        """Return the load-balancing loss, of all blocks together: `per_token` if all experts get as many tokens, at most e · `per_token`.
+
+        It is e times the sum, over the experts, of the share of the tokens that have chosen it times its mean probability.
+        """
+        wide = wider(self.probabilities.dtype)
+        shares = self.counts.sum((0, 1)).astype(wide) / self._number(wide).sum()
+        return self.counts.shape[-1] * (shares * self._mean(self.probabilities)).sum()
+
+    def _mean(self, means: Float[Array, "b l *e"]) -> Float[Array, "*e"]:
+        """Return the mean over all tokens and blocks of what is a mean over the tokens of each row."""
+        wide = wider(means.dtype)
+        number = self._number(wide)
+        return jnp.tensordot(number, means.astype(wide), 2) / number.sum()
+
+    def _number(self, dtype: Any) -> Float[Array, "b l"]:
+        """Return the number of tokens of each row and block; at least a small number, so that only padding gives a loss of 0."""
+        return jnp.maximum(self.counts.sum(-1).astype(dtype) / self.per_token, jnp.finfo(dtype).tiny)
+
+    def followed_by(self, counts: Any, probabilities: Any, squares: Any) -> "Routing":
+        """Return the routing after one more block, whose numbers come last; those of the first block are dropped: zeros, to begin with."""
+
+        def shifted(all_blocks: Any, new: Any) -> Any:
+            return jnp.concatenate([all_blocks[:, 1:], new[:, None].astype(all_blocks.dtype)], axis=1)
+
+        return replace(
+            self,
+            counts=shifted(self.counts, counts),
+            probabilities=shifted(self.probabilities, probabilities),
+            squares=shifted(self.squares, squares),
+        )
+
+
+def no_routing(config: ExpertsConfig, rows: int, depth: int, dtype: Any) -> Routing:
+    """Return the routing before the first of `depth` blocks."""
+    blocks = sum(map(config.in_block, range(depth)))
+    return Routing(
+        counts=jnp.zeros((rows, blocks, config.count), jnp.int32),
+        probabilities=jnp.zeros((rows, blocks, config.count), dtype),
+        squares=jnp.zeros((rows, blocks), dtype),
+        per_token=config.per_token,
+        balance_loss=config.balance_loss,
+        z_loss=config.z_loss,
+    )
+
+
+class Experts(nnx.Module):
+    """The experts of a block and their router, and an MLP for all tokens if there is one.
+
+    Args:
+        config: of the experts.
+        model: the config of the model, for its width, its dtype and whether its MLPs are gated.
+        activation: of the MLPs.
+        into, back: make linear layers into an MLP and back, without biases.
+        rngs: for the initial values.
+    """
+
+    def __init__(
+        self, config: ExpertsConfig, model: ModelConfig, activation: Callable[[Any], Any], into: Linear, back: Linear, *, rngs: nnx.Rngs
+    ):
+        self.config, self.activation, self.dtype = config, activation, model.compute_dtype
+        width, inner, count = model.width, config.mlp_width, config.count
+        self.router = into(width, count, dtype=wider(self.dtype), kernel_metadata=_named("embed", None))
+        self.expand = Kernels(into, count, width, inner, ("expert", "embed", "mlp"), rngs=rngs)
+        self.gate = Kernels(into, count, width, inner, ("expert", "embed", "mlp"), rngs=rngs) if model.gated_mlp else None
+        self.contract = Kernels(back, count, inner, width, ("expert", "mlp", "embed"), rngs=rngs)
+        if config.shared_mlp_width is not None:
+            self.shared = Shared(config, model, activation, into, back)
+
+    def __call__(self, x: Float[Array, "b s w"], counted: Bool[Array, "b s"] | None) -> tuple[Float[Array, "b s w"], tuple[Any, Any, Any]]:
+        """Return the outputs, and for each row the counts, probabilities and squares of `Routing`, of the tokens that are `counted`."""
+        logits = self.router(x)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        weights, chosen = jax.lax.top_k(probabilities, self.config.per_token)
+        if self.config.renormalize:
+            weights = weights / weights.sum(-1, keepdims=True)
+        names = [name for name in ("expand", "gate", "contract") if getattr(self, name) is not None]
+        kernels = {name: getattr(self, name).kernel[...].astype(self.dtype) for name in names}
+        y = _chosen(x.astype(self.dtype), weights, chosen, kernels, self.activation)
+        if self.config.shared_mlp_width is not None:
+            y = y + self.shared(x)
+        return y, _of_rows(logits, probabilities, chosen, counted)
+
+
+class Kernels(nnx.Module):
+    """The kernels of a linear layer of each expert, (e, in, out), initialized as those of single layers."""
+
+    def __init__(self, linear: Linear, count: int, inputs: int, outputs: int, names: tuple[str, ...], *, rngs: nnx.Rngs):
+        keys = jax.random.split(rngs.params(), count)
+        kernels = jax.vmap(lambda key: linear(inputs, outputs, rngs=nnx.Rngs(params=key)).kernel[...])(keys)
+        self.kernel = nnx.Param(kernels, **_named(*names))
+
+
+class Shared(nnx.Module):
+    """An MLP for all tokens, times a number between 0 and 1 that is learned if it has a gate."""
+
+    def __init__(self, config: ExpertsConfig, model: ModelConfig, activation: Callable[[Any], Any], into: Linear, back: Linear):
+        assert config.shared_mlp_width is not None
+        self.activation, inner, width, names = activation, config.shared_mlp_width, model.width, _named("embed", "mlp")
+        self.expand = into(width, inner, kernel_metadata=names)
+        self.gate = into(width, inner, kernel_metadata=names) if model.gated_mlp else None
+        self.contract = back(inner, width, kernel_metadata=_named("mlp", "embed"))
+        self.share = into(width, 1, kernel_metadata=_named("embed", None)) if config.shared_gate else None
+
+    def __call__(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
+        expanded = self.expand(x)
+        y = self.contract(self.activation(expanded) if self.gate is None else self.activation(self.gate(x)) * expanded)
+        return y if self.share is None else nnx.sigmoid(self.share(x)) * y
+
+
+def _named(*names: str | None) -> dict[str, Any]:
+    """Return the metadata that names a logical axis, or None, of each dim of a parameter."""
+    return {"out_sharding": names, "eager_sharding": False}
+
+
+def _of_rows(logits: Any, probabilities: Any, chosen: Any, counted: Any) -> tuple[Any, Any, Any]:
+    """Return the counts, probabilities and squares of each row."""
+    b, s, e = logits.shape
+    is_counted = jnp.ones((b, s), bool) if counted is None else counted
+    hits = jnp.broadcast_to(is_counted[..., None], chosen.shape).reshape(b, -1)
+    counts = jnp.zeros((b, e), jnp.int32).at[jnp.arange(b)[:, None], chosen.reshape(b, -1)].add(hits.astype(jnp.int32))
+    share = is_counted.astype(logits.dtype)
+    share = share / jnp.maximum(share.sum(1, keepdims=True), 1)
+    squares = jax.nn.logsumexp(logits, axis=-1) ** 2
+    return counts, jnp.einsum("bs,bse->be", share, probabilities), (share * squares).sum(1)
+
+
+def _chosen(x: Any, weights: Any, chosen: Any, kernels: dict[str, Any], activation: Callable[[Any], Any]) -> Float[Array, "b s w"]:
+    """Return the sum of the outputs of the chosen experts of each token, times their weights."""
+    tokens, k = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
+    y = _computed(tokens, weights.reshape(-1, k), chosen.reshape(-1, k), kernels, activation)
+    return y.reshape(x.shape)
+
+
+def _computed(
+    x: Float[Array, "n w"], weights: Float[Array, "n k"], chosen: Int[Array, "n k"], kernels: dict[str, Any], activation: Any
+) -> Float[Array, "n w"]:
+    """Compute the chosen experts of each token: sort the tokens by expert, multiply, and add up in the old order."""
+    n, k = chosen.shape
+    count = kernels["contract"].shape[0]
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    sizes = jnp.bincount(chosen.reshape(-1), length=count)
+    sorted_rows = x[order // k]
+    hidden = {name: grouped(sorted_rows, kernels[name], sizes) for name in kernels if name != "contract"}
+    inner = activation(hidden["gate"]) * hidden["expand"] if "gate" in hidden else activation(hidden["expand"])
+    y = grouped(inner, kernels["contract"], sizes)
+    outputs = y[jnp.argsort(order)].reshape(n, k, -1)
+    return jnp.einsum("nkw,nk->nw", outputs, weights.astype(outputs.dtype), preferred_element_type=wider(x.dtype)).astype(x.dtype)
+
+
+def grouped(rows: Float[Array, "r i"], kernels: Float[Array, "e i o"], sizes: Int[Array, " e"]) -> Float[Array, "r o"]:
+    """Multiply each group of rows by its kernel; the groups follow each other and have these sizes."""
+    return jax.lax.ragged_dot(rows, kernels, sizes)
