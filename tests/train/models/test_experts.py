@@ -16,7 +16,7 @@ from jpipe_train.models.cross_entropy import loss
 from jpipe_train.models.experts import no_routing
 from jpipe_train.models.layers import layers
 from tests.jpipe import monolith
-from tests.train.models.running import SMALL, outputs_of, params_of
+from tests.train.models.running import SMALL, outputs_of, params_of, trained
 
 MIXTURE = {"count": 4, "per_token": 2, "mlp_width": 12, "balance_loss": 0.5, "z_loss": 0.25}
 GATED = {**SMALL, "vocab_size": 64, "activation": "silu", "gated_mlp": True, "bias": False}
@@ -128,3 +128,22 @@ def test_experts_compute_in_bfloat16_with_a_router_in_float32():
     assert (outputs["tokens"].dtype, outputs["experts"].probabilities.dtype) == ("bfloat16", "float32")
     np.testing.assert_allclose(outputs["experts"].probabilities, exact["experts"].probabilities, atol=0.02)
     np.testing.assert_allclose(outputs["tokens"].astype("float32"), exact["tokens"], atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "rules", "fsdp"),
+    [
+        ({"expert": 2}, {}, False),
+        ({"data": 2, "expert": 2}, {}, True),
+        ({"expert": 2, "model": 2}, {}, False),
+        ({"data": 2}, {"expert": "data"}, False),
+        ({"model": 2}, {"expert": "model", "mlp": None}, False),
+    ],
+)
+def test_experts_on_a_mesh_learn_as_on_one_device(mesh, rules, fsdp):
+    stack = layers(ModelConfig(**GATED, experts={**MIXTURE, "shared_mlp_width": 4}))
+    plans = [jpipe.Plan.even(stack.ids, 1, "gpipe", 1, **options) for options in ({}, {"mesh": mesh, "rules": rules, "fsdp": fsdp})]
+    losses, params = zip(*(trained(stack, plan, BATCHES) for plan in plans), strict=True)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5), dict(params[1]), dict(params[0]))

@@ -10,13 +10,16 @@ blocks with experts.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from jpipe.context import traced_mesh
 from jpipe_train.config.model.experts import ExpertsConfig
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import wider
@@ -127,17 +130,14 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s w"], counted: Bool[Array, "b s"] | None) -> tuple[Float[Array, "b s w"], tuple[Any, Any, Any]]:
         """Return the outputs, and for each row the counts, probabilities and squares of `Routing`, of the tokens that are `counted`."""
-        logits = self.router(x)
-        probabilities = jax.nn.softmax(logits, axis=-1)
-        weights, chosen = jax.lax.top_k(probabilities, self.config.per_token)
-        if self.config.renormalize:
-            weights = weights / weights.sum(-1, keepdims=True)
         names = [name for name in ("expand", "gate", "contract") if getattr(self, name) is not None]
         kernels = {name: getattr(self, name).kernel[...].astype(self.dtype) for name in names}
-        y = _chosen(x.astype(self.dtype), weights, chosen, kernels, self.activation)
+        router = self.router.kernel[...].astype(wider(self.dtype))
+        is_counted = jnp.ones(x.shape[:2], bool) if counted is None else counted
+        y, *choices = on_stage(self.config, self.activation)(x.astype(self.dtype), is_counted, router, kernels)
         if self.config.shared_mlp_width is not None:
             y = y + self.shared(x)
-        return y, _of_rows(logits, probabilities, chosen, counted)
+        return y, tuple(choices)
 
 
 class Kernels(nnx.Module):
@@ -171,39 +171,118 @@ def _named(*names: str | None) -> dict[str, Any]:
     return {"out_sharding": names, "eager_sharding": False}
 
 
-def _of_rows(logits: Any, probabilities: Any, chosen: Any, counted: Any) -> tuple[Any, Any, Any]:
+# Computing ---------------------------------------------------------------------------------------------------------------
+
+
+def on_stage(config: ExpertsConfig, activation: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """Return the function that computes routed experts on one device, or on the mesh of the stage that is traced.
+
+    On a mesh each device routes its own rows. If the experts are sharded over an axis over which the rows are sharded, too, the devices of
+    that axis gather the tokens of all of them, compute those that chose their experts, and add up and scatter the outputs: two collectives,
+    which move less than an exchange of the chosen tokens does where a token chooses as many experts as there are devices, and never drop
+    one. If the rows are not sharded over the axis, the outputs are summed; so they are over the axis of `mlp`.
+
+    Returns:
+        A function of (x, is_counted, the kernel of the router, kernels by name) that returns the outputs, and counts, probabilities and
+        squares as `Routing` has them for one block.
+    """
+    stage = traced_mesh()
+    if stage is None:
+        return partial(_mixture, config, activation, None, None, False)
+    over, inner = stage.axes.get("expert"), stage.axes.get("mlp")
+    rows, into = P(stage.rows or None), P(over, None, inner)
+    kernels = {"expand": into, "gate": into, "contract": P(over, inner)}
+
+    def on_mesh(x: Any, is_counted: Any, router: Any, of_experts: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+        local = partial(_mixture, config, activation, over, inner, over in stage.rows)
+        specs = rows, rows, P(), {name: kernels[name] for name in of_experts}
+        return jax.shard_map(local, mesh=stage.mesh, in_specs=specs, out_specs=rows)(x, is_counted, router, of_experts)
+
+    return on_mesh
+
+
+def _mixture(
+    config: ExpertsConfig,
+    activation: Callable[[Any], Any],
+    over: str | None,
+    inner: str | None,
+    gathers: bool,
+    x: Float[Array, "b s w"],
+    is_counted: Bool[Array, "b s"],
+    router: Float[Array, "w e"],
+    kernels: dict[str, Any],
+) -> tuple[Any, Any, Any, Any]:
+    """Route and compute the tokens of one device.
+
+    Args:
+        config: of the experts.
+        activation: of the MLPs.
+        over: the axis of the mesh over which the experts are sharded, if any.
+        inner: the axis over which each of them is.
+        gathers: whether tokens are gathered over the axis of the experts.
+        x, is_counted, router, kernels: as in `on_stage`; the kernels are those of this device.
+    """
+    logits = jnp.einsum("bsw,we->bse", x.astype(router.dtype), router)
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    weights, chosen = jax.lax.top_k(probabilities, config.per_token)
+    if config.renormalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    tokens = [array.reshape(-1, array.shape[-1]) for array in (x, weights.astype(x.dtype), chosen)]
+    if gathers:
+        tokens = [jax.lax.all_gather(array, over, tiled=True) for array in tokens]
+    if over is not None:
+        tokens[2] = tokens[2] - jax.lax.axis_index(over) * kernels["contract"].shape[0]
+    y = computed(*tokens, kernels, activation, over is not None)
+    y = y if inner is None else jax.lax.psum(y, inner)
+    if over is not None:
+        y = jax.lax.psum_scatter(y, over, tiled=True) if gathers else jax.lax.psum(y, over)
+    return (y.reshape(x.shape), *_of_rows(logits, probabilities, chosen, is_counted))
+
+
+def _of_rows(logits: Any, probabilities: Any, chosen: Any, is_counted: Any) -> tuple[Any, Any, Any]:
     """Return the counts, probabilities and squares of each row."""
-    b, s, e = logits.shape
-    is_counted = jnp.ones((b, s), bool) if counted is None else counted
-    hits = jnp.broadcast_to(is_counted[..., None], chosen.shape).reshape(b, -1)
-    counts = jnp.zeros((b, e), jnp.int32).at[jnp.arange(b)[:, None], chosen.reshape(b, -1)].add(hits.astype(jnp.int32))
+    hits = jax.nn.one_hot(chosen, logits.shape[-1], dtype=jnp.bool_) & is_counted[..., None, None]
     share = is_counted.astype(logits.dtype)
     share = share / jnp.maximum(share.sum(1, keepdims=True), 1)
     squares = jax.nn.logsumexp(logits, axis=-1) ** 2
-    return counts, jnp.einsum("bs,bse->be", share, probabilities), (share * squares).sum(1)
+    return hits.sum((1, 2), dtype=jnp.int32), jnp.einsum("bs,bse->be", share, probabilities), (share * squares).sum(1)
 
 
-def _chosen(x: Any, weights: Any, chosen: Any, kernels: dict[str, Any], activation: Callable[[Any], Any]) -> Float[Array, "b s w"]:
-    """Return the sum of the outputs of the chosen experts of each token, times their weights."""
-    tokens, k = x.reshape(-1, x.shape[-1]), chosen.shape[-1]
-    y = _computed(tokens, weights.reshape(-1, k), chosen.reshape(-1, k), kernels, activation)
-    return y.reshape(x.shape)
-
-
-def _computed(
-    x: Float[Array, "n w"], weights: Float[Array, "n k"], chosen: Int[Array, "n k"], kernels: dict[str, Any], activation: Any
+def computed(
+    x: Float[Array, "n w"],
+    weights: Float[Array, "n k"],
+    chosen: Int[Array, "n k"],
+    kernels: dict[str, Any],
+    activation: Callable[[Any], Any],
+    are_some: bool,
 ) -> Float[Array, "n w"]:
-    """Compute the chosen experts of each token: sort the tokens by expert, multiply, and add up in the old order."""
-    n, k = chosen.shape
-    count = kernels["contract"].shape[0]
-    order = jnp.argsort(chosen.reshape(-1), stable=True)
-    sizes = jnp.bincount(chosen.reshape(-1), length=count)
-    sorted_rows = x[order // k]
-    hidden = {name: grouped(sorted_rows, kernels[name], sizes) for name in kernels if name != "contract"}
-    inner = activation(hidden["gate"]) * hidden["expand"] if "gate" in hidden else activation(hidden["expand"])
-    y = grouped(inner, kernels["contract"], sizes)
-    outputs = y[jnp.argsort(order)].reshape(n, k, -1)
-    return jnp.einsum("nkw,nk->nw", outputs, weights.astype(outputs.dtype), preferred_element_type=wider(x.dtype)).astype(x.dtype)
+    """Return the sum of the outputs of the chosen experts of each token, times their weights.
+
+    The tokens are sorted by expert, multiplied by the kernels of their groups, and added up in the old order.
+
+    Args:
+        x: the tokens.
+        weights, chosen: of the experts of each token.
+        kernels: by name, (e, in, out).
+        activation: of the MLPs.
+        are_some: whether there are more experts than kernels, with numbers below 0 or from e on: they count as zero.
+    """
+    (n, k), count = chosen.shape, kernels["contract"].shape[0]
+    numbers = chosen.reshape(-1)
+    if are_some:
+        numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)  # last of all
+    order, sizes = jnp.argsort(numbers, stable=True), jnp.bincount(numbers, length=count)
+    valid = (jnp.arange(n * k) < sizes.sum())[:, None] if are_some else None
+    rows = _only(valid, x[order // k])
+    hidden = {name: grouped(rows, kernels[name], sizes) for name in kernels if name != "contract"}
+    middle = activation(hidden["gate"]) * hidden["expand"] if "gate" in hidden else activation(hidden["expand"])
+    outputs = _only(valid, grouped(middle, kernels["contract"], sizes))[jnp.argsort(order)].reshape(n, k, -1)
+    return jnp.einsum("nkw,nk->nw", outputs, weights, preferred_element_type=wider(x.dtype)).astype(x.dtype)
+
+
+def _only(valid: Bool[Array, "r 1"] | None, rows: Float[Array, "r *w"]) -> Float[Array, "r *w"]:
+    """Return zeros in place of rows that no group has, of which a grouped product may make anything, as may its gradient."""
+    return rows if valid is None else jnp.where(valid, rows, jnp.zeros((), rows.dtype))
 
 
 def grouped(rows: Float[Array, "r i"], kernels: Float[Array, "e i o"], sizes: Int[Array, " e"]) -> Float[Array, "r o"]:
