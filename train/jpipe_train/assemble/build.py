@@ -76,7 +76,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
         layers = layer_specs(pipe.stack, pipe.plan, batch)
         params = {layer_id: layer.params for layer_id, layer in layers.items()}
         check_memory(params, pipe.optimizer, pipe.plan, started_devices(pipe), pipe.precision.has_masters)
-        pipe.check(batch, model.metrics(config.eval))
+        pipe.check(batch, model.metrics(config.eval, config.model))
     return labels.check_labels(config, batches, layers[pipe.stack.ids[-1]].output)
 
 

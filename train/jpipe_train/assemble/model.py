@@ -90,15 +90,22 @@ def loss(config: LossConfig) -> Any:
     return partial(function, **config.arguments)
 
 
-def metrics(config: EvalConfig) -> dict[str, Any]:
-    """Return the metrics of an evaluation by name, each `(outputs, labels) -> (sum, weight)`.
+def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, Any]:
+    """Return the metrics of an evaluation by name, each `(outputs, labels) -> (sum, weight)`; those of experts, if the model has any.
 
     Raises:
         InputError: a target does not exist.
     """
     named = config.metrics.items()
     known = {"accuracy": _accuracy, "top5": _top5, "cross_entropy": _cross_entropy}
-    return {name: known.get(metric) or _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}")) for name, metric in named}
+    chosen = {name: known.get(metric) or _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}")) for name, metric in named}
+    return (_OF_EXPERTS if model is not None and model.target is None and model.experts is not None else {}) | chosen
+
+
+_OF_EXPERTS: dict[str, Any] = {
+    "busiest_expert": lambda outputs, labels: outputs["experts"].busiest(),
+    "unused_experts": lambda outputs, labels: outputs["experts"].unused(),
+}
 
 
 @dataclass(frozen=True)
@@ -132,12 +139,14 @@ def _top5(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
 def _cross_entropy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     """Return the summed cross-entropy of the labels in nats, whatever the loss is, and the number of labels."""
     _check_classes("cross_entropy", outputs, labels)
+    if isinstance(outputs, dict):
+        outputs = {name: part for name, part in outputs.items() if name != "experts"}
     return cross_entropy.loss(outputs, labels)
 
 
 def _check_classes(metric: str, outputs: Any, labels: Any) -> None:
     """Check that the outputs are logits and the labels are classes."""
-    logits, tokens = (outputs["tokens"], labels["tokens"]) if isinstance(labels, dict) else (outputs, labels)
+    logits, tokens = (part["tokens"] if isinstance(part, dict) and "tokens" in part else part for part in (outputs, labels))
     shape = (logits.hidden if isinstance(logits, cross_entropy.Unprojected) else logits).shape
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or shape[:-1] != tokens.shape:
         raise InputError(

@@ -12,7 +12,7 @@ from jpipe_train.config.section import Count, Section, TargetSection
 
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
-_ENCODER = {"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True}  # what BERT requires
+_ENCODER = {"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True, "experts": None}  # what BERT requires
 
 OF_THE_RUN = frozenset({"target", "arguments", "dropout", "compute_dtype", "attention"})  # keys that do not change the shape of the model
 
@@ -87,6 +87,11 @@ class ModelConfig(TargetSection):
     def mlp_width_used(self) -> int:
         """The hidden width of the MLP; by default four times the width."""
         return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether the loss of a microbatch has more than the cross-entropy, for its routers."""
+        return self.experts is not None and max(self.experts.balance_loss, self.experts.z_loss) > 0
 
     def has_experts(self, block: int) -> bool:
         """Return whether a block has experts, by its number from 0."""
@@ -171,5 +176,5 @@ class ModelConfig(TargetSection):
 
 
 def _as_yaml(value: object) -> str:
-    """Return a value as YAML writes it."""
-    return str(value).lower()
+    """Return a value as YAML writes it, or what kind it is."""
+    return "null" if value is None else str(value).lower() if isinstance(value, (str, bool, int, float)) else "a mixture"

@@ -175,6 +175,8 @@ def loss_unit(config: Config) -> str:
     """Return the unit that follows a loss in messages, or "" if it is unknown."""
     if config.loss.target is not None:
         return ""
+    if config.model.has_router_loss:
+        return " nats"  # per label, and of the routers
     if config.data.target is not None:
         return " nats per label"
     if config.data.objective == "masked":

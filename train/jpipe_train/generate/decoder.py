@@ -40,10 +40,10 @@ class Layer:
 
 
 def layers_of(config: ModelConfig) -> dict[str, Layer]:
-    """Return the layers of a built-in decoder by id; all blocks are one object."""
+    """Return the layers of a built-in decoder by id; equal blocks are one object."""
     without_dropout = config.model_copy(update={"dropout": 0.0})
-    block = Layer(partial(transformer.Block, without_dropout))
-    blocks = {f"block_{i}": block for i in range(config.depth)}
+    kinds = {kind: Layer(partial(transformer.Block, without_dropout, kind)) for kind in set(map(config.has_experts, range(config.depth)))}
+    blocks = {f"block_{i}": kinds[config.has_experts(i)] for i in range(config.depth)}
     return {
         "embed": Layer(partial(transformer.Embed, without_dropout)),
         **blocks,
@@ -84,13 +84,14 @@ class Decoder:
     def __init__(self, config: ModelConfig, params: Mapping[str, Tree], devices: Mapping[str, jax.Device]) -> None:
         self._config, self._params, self._devices = config, params, devices
         layers = layers_of(config)
-        embed, block, head = (layers[layer_id] for layer_id in ("embed", "block_0", "head"))
+        embed, head = layers.pop("embed"), layers.pop("head")
 
         def apply_head(params: Tree, x: Any, last: Any) -> Any:
             return head.bound(params)(x[jnp.arange(x.shape[0]), last][:, None])[:, 0]
 
         self._embed = jax.jit(lambda params, tokens, at: embed.bound(params).vectors(tokens, at))
-        self._block = jax.jit(lambda params, *inputs: block.bound(params).following(*inputs), donate_argnums=(2, 3))
+        kinds = {block: jax.jit(partial(_following, block), donate_argnums=(2, 3)) for block in layers.values()}
+        self._blocks = {layer_id: kinds[block] for layer_id, block in layers.items()}
         self._head = jax.jit(apply_head)
         self._caches: dict[str, tuple[Any, Any]] = {}
         self._lengths = np.zeros(0, np.int32)
@@ -146,7 +147,12 @@ class Decoder:
             if self._devices[layer_id] != device:
                 device = self._devices[layer_id]
                 x, positions = jax.device_put((x, at), device)
-            x, *cache = self._block(self._params[layer_id], x, keys, values, positions)
+            x, *cache = self._blocks[layer_id](self._params[layer_id], x, keys, values, positions)
             self._caches[layer_id] = cache[0], cache[1]
         x, last = jax.device_put((x, last), self._devices["head"])
         return self._head(self._params["head"], x, last)
+
+
+def _following(block: Layer, params: Tree, *inputs: Any) -> Any:
+    """Apply a block to further positions (see `jpipe_train.models.transformer.Block.following`)."""
+    return block.bound(params).following(*inputs)

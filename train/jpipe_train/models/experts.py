@@ -68,6 +68,18 @@ class Routing:
         shares = self.counts.sum((0, 1)).astype(wide) / self._number(wide).sum()
         return self.counts.shape[-1] * (shares * self._mean(self.probabilities)).sum()
 
+    def busiest(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return how many tokens the expert with the most has, relative to the mean, as a mean over the blocks; times tokens, and these."""
+        counts = self.counts.sum(0).astype("float32")
+        number = self._number(jnp.float32)[:, 0].sum()
+        most = counts.max(-1) / jnp.maximum(counts.mean(-1), jnp.finfo("float32").tiny)
+        return number * most.mean(), number
+
+    def unused(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return the share of the experts of all blocks that no token has chosen; times tokens, and these."""
+        number = self._number(jnp.float32)[:, 0].sum()
+        return number * (self.counts.sum(0) == 0).mean(dtype="float32"), number
+
     def _mean(self, means: Float[Array, "b l *e"]) -> Float[Array, "*e"]:
         """Return the mean over all tokens and blocks of what is a mean over the tokens of each row."""
         wide = wider(means.dtype)
@@ -228,6 +240,8 @@ def _mixture(
     if config.renormalize:
         weights = weights / weights.sum(-1, keepdims=True)
     tokens = [array.reshape(-1, array.shape[-1]) for array in (x, weights.astype(x.dtype), chosen)]
+    if over is not None and not gathers:  # explicitly: JAX's own cast in the gather of rows would lose their gradients from other devices
+        tokens = [jax.lax.pcast(array, (over,), to="varying") for array in tokens]
     if gathers:
         tokens = [jax.lax.all_gather(array, over, tiled=True) for array in tokens]
     if over is not None:
@@ -280,7 +294,7 @@ def computed(
     return jnp.einsum("nkw,nk->nw", outputs, weights, preferred_element_type=wider(x.dtype)).astype(x.dtype)
 
 
-def _only(valid: Bool[Array, "r 1"] | None, rows: Float[Array, "r *w"]) -> Float[Array, "r *w"]:
+def _only(valid: Bool[Array, "r 1"] | None, rows: Float[Array, "r w"]) -> Float[Array, "r w"]:
     """Return zeros in place of rows that no group has, of which a grouped product may make anything, as may its gradient."""
     return rows if valid is None else jnp.where(valid, rows, jnp.zeros((), rows.dtype))
 

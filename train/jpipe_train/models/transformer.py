@@ -84,13 +84,11 @@ class Block(nnx.Module):
         x, segments = split_stream(stream)
         if self.config.kind == "bert":
             x = normed(self.attention_norm, x + self.dropout(self._attention(x, segments)))
-            y, routing = self._mlp(x, segments, routing_of(stream))
-            x = normed(self.mlp_norm, x + self.dropout(y))
-        else:
-            x = x + self.dropout(self._attention(self.attention_norm(x), segments))
-            y, routing = self._mlp(self.mlp_norm(x), segments, routing_of(stream))
-            x = x + self.dropout(y)
-        return joined(x, segments, routing)
+            x = normed(self.mlp_norm, x + self.dropout(self._mlp(x)[0]))
+            return joined(x, segments)
+        x = x + self.dropout(self._attention(self.attention_norm(x), segments))
+        y, routing = self._mlp(self.mlp_norm(x), segments, routing_of(stream))
+        return joined(x + self.dropout(y), segments, routing)
 
     def following(
         self, x: Float[Array, "b s w"], keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], at: Int[Array, "b s"]
@@ -111,7 +109,7 @@ class Block(nnx.Module):
         q, k, v = self._heads(self.attention_norm(x), at)
         keys, values = keys.at[rows, at].set(k, mode="drop"), values.at[rows, at].set(v, mode="drop")
         x = x + self.project(attend_cached(q, keys, values, at).reshape(b, s, -1))
-        return x + self._mlp(self.mlp_norm(x), None, None)[0], keys, values
+        return x + self._mlp(self.mlp_norm(x))[0], keys, values
 
     def _attention(self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Float[Array, "b s w"]:
         b, s, _ = x.shape
@@ -127,7 +125,7 @@ class Block(nnx.Module):
         return (rotated(q, at, config), rotated(k, at, config), v) if config.positions == "rope" else (q, k, v)
 
     def _mlp(
-        self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None, routing: Routing | None
+        self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None = None, routing: Routing | None = None
     ) -> tuple[Float[Array, "b s w"], Routing | None]:
         """Compute the MLP, or the experts; return with it the routing so far."""
         if self.experts is not None:

@@ -207,7 +207,7 @@ def _evaluate(
     reporter: Reporter,
 ) -> dict[str, tuple[float, float]]:
     """Return the mean and the weight of the loss and of each metric, over all batches."""
-    metrics = model.metrics(config.eval)
+    metrics = model.metrics(config.eval, config.model)
     pending: list[jpipe.Evaluation] = []
     results: list[dict[str, tuple[float, float]]] = []
     total, done = sum(selection.rows), 0
