@@ -221,9 +221,9 @@ class _Shards:
         self._hash.update(content)
         self._size += tokens.size
 
-    def end(self, answer: int | None, place: tuple[Path, int]) -> None:
-        if answer is not None:
-            self._answers.append((self._ends[-1] if self._ends else 0) + answer)
+    def end(self, answers: texts.Answers | None, place: tuple[Path, int]) -> None:
+        begin = self._ends[-1] if self._ends else 0
+        self._answers.extend(begin + first for first, _ in answers or ())
         self._ends.append(self._size)
         if self._size >= self._most:
             self.close()
