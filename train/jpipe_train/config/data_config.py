@@ -30,8 +30,8 @@ class DataConfig(TargetSection):
     """The data of a run: `path` is a file, folder or glob; null means the source code of the running Python's standard library.
 
     The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote), prompts (JSON lines with a
-    prompt and an answer) or chat (JSON lines with conversations); auto means bytes, and rejects files that are known not to be text. A `target` is a function:
-    `target(seed, batch_size, **arguments)` returns (train, validation), or a `jpipe_train.data.data.Data`.
+    prompt and an answer) or chat (JSON lines with conversations); auto means bytes, and rejects files that are known not to be text. A
+    `target` is a function: `target(seed, batch_size, **arguments)` returns (train, validation), or a `jpipe_train.data.data.Data`.
     """
 
     format: Literal["auto", "bytes", "text", "tokens", "prompts", "chat"] = AUTO

@@ -25,8 +25,8 @@ def row_spec(seq_len: int, *, segments: bool) -> tuple[Tree, Tree]:
 class Windows:
     """A text in consecutive windows of `seq_len` tokens, each with the text shifted by one token as labels.
 
-    With `apart` the documents in a window are numbered from 1, as segments, and no document predicts the beginning of the next. A text that is
-    shorter than a window is one, with padding after it: segment 0, and labels that do not count.
+    With `apart` the documents in a window are numbered from 1, as segments, and no document predicts the beginning of the next. A text that
+    is shorter than a window is one, with padding after it: segment 0, and labels that do not count.
     """
 
     def __init__(self, documents: Documents, seq_len: int, *, apart: bool = False):
@@ -110,7 +110,9 @@ class Examples:
         self.left_out = int(slots.size - np.count_nonzero(some))
         self._starts, self._slots = starts[some], slots[some]
         self._answers, self._answer_ends = answers[kept], answer_ends[kept]
-        self._first = np.append(np.searchsorted(self._answers, self._starts), self._answers.size)  # answer of each document, and their number
+        self._first = np.append(
+            np.searchsorted(self._answers, self._starts), self._answers.size
+        )  # answer of each document, and their number
 
     def __len__(self) -> int:
         return self._rows.size - 1

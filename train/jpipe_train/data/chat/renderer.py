@@ -116,7 +116,7 @@ class Renderer:
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         # A session of its own: Ctrl-C on the terminal does not reach it.
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603
             command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, cwd="/", bufsize=0, start_new_session=True
         )
         limits = {"seconds": self._limits.seconds, "memory": self._limits.memory, "characters": self._limits.characters}
@@ -154,7 +154,9 @@ class Renderer:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        until = time.monotonic() + 60 + 10 * self._limits.seconds  # the system counts the time of computation; this is for a stopped process
+        until = (
+            time.monotonic() + 60 + 10 * self._limits.seconds
+        )  # the system counts the time of computation; this is for a stopped process
         most = 12 * self._limits.characters + 2**20  # of a character as JSON
         try:
             self._process.stdin.write(request)

@@ -6,7 +6,6 @@ opens no files, and imports nothing of jpipe. What a template can use is the sam
 """
 
 import json
-import os
 import random
 import resource
 import sys
@@ -97,7 +96,7 @@ class _Dict:
 class _SafeNamespace(jinja2.utils.Namespace):
     """The function `namespace` of templates, without names that Python uses internally."""
 
-    def __init__(*arguments: Any, **named: Any) -> None:  # noqa: N805  a template may call namespace(self=...)
+    def __init__(*arguments: Any, **named: Any) -> None:  # a template may call namespace(self=...)
         self, *others = arguments
         values = dict(*others, **named)
         for name in values:
@@ -198,13 +197,13 @@ def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -
             after = text if i == len(messages) - 1 else render(messages[: i + 1], False)[0]
         except Exception as error:
             raise Refused(f"the template does not render message {i + 1} or those before it alone ({_words(error)}); {_MARK}") from None
-        common = os.path.commonprefix([after, text])
-        if not common.startswith(before) or after[len(common) :].strip():
+        after = after if text.startswith(after) else after.rstrip()  # the spaces between messages
+        if not text.startswith(after) or not after.startswith(before):
             raise Refused(
                 f"expected the template to write message {i + 1} and those before it as it does at the end of a conversation, found that "
                 f"later messages change them; {_MARK}"
             )
-        spans.append((len(before), len(common)))
+        spans.append((len(before), len(after)))
     return text, spans
 
 

@@ -93,7 +93,11 @@ def _named(value: Any, place: str) -> dict[str, str]:
 
 def _settings(path: Path) -> dict[str, Any]:
     text = read_text(
-        path, _MOST_SETTINGS, f"chat template: cannot read '{path}'", "copy it again", f"chat template: expected JSON in '{path}', found no UTF-8"
+        path,
+        _MOST_SETTINGS,
+        f"chat template: cannot read '{path}'",
+        "copy it again",
+        f"chat template: expected JSON in '{path}', found no UTF-8",
     )
     try:
         settings = json.loads(text)

@@ -65,9 +65,7 @@ class WrongLines:
             raise InputError(f"{self.where}: {self.number:,} lines are wrong: {first}{more}; correct them, {self.hint}")
 
 
-def objects(
-    file: Path, wrong: WrongLines, example: str, convert: Callable[[Mapping[str, Any]], _Value]
-) -> Iterator[tuple[Line, _Value]]:
+def objects(file: Path, wrong: WrongLines, example: str, convert: Callable[[Mapping[str, Any]], _Value]) -> Iterator[tuple[Line, _Value]]:
     """Yield what each line of a file holds; lines that are empty or wrong are left out.
 
     Args:
