@@ -1,6 +1,8 @@
 """Kernels as integers of 8 bits or as numbers of NF4, by qwix; two numbers of NF4 share a byte."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -54,8 +56,11 @@ def dequantize(codes: Integer[Array, "j o"], scale: Float[Array, "k o"], kind: K
         return _qwix().dequantize(_qwix().QArray(values, scale, None, kind))
 
 
-def _promotion() -> Any:
-    return jax.numpy_dtype_promotion("standard")
+@contextlib.contextmanager
+def _promotion() -> Iterator[None]:
+    """Relax promotion for qwix, which mixes dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def _qwix() -> Any:
