@@ -87,18 +87,27 @@ def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, 
     return {layer_id: same.setdefault(id(make), _tuned(make, config, tune)) for layer_id, make in layers.items()}
 
 
-def _tuned(make: Callable[..., nnx.Module], config: ModelConfig, tune: TuneConfig) -> Callable[..., nnx.Module]:
-    size, kv_heads = config.head_size_used, config.kv_heads_used
-    of_qkv = dict(zip(PARTS["qkv"], (config.heads * size, kv_heads * size, kv_heads * size), strict=True))
+def widths_of(name: str, outputs: int, config: ModelConfig) -> dict[str, int]:
+    """Return the number of outputs of each part of a linear layer of a block.
 
+    Args:
+        name: of the layer, such as "qkv".
+        outputs: of the whole layer.
+        config: the section `model`.
+    """
+    size, kv_heads = config.head_size_used, config.kv_heads_used
+    of_parts = (config.heads * size, kv_heads * size, kv_heads * size) if name == "qkv" else (outputs,)
+    return dict(zip(PARTS[name], of_parts, strict=True))
+
+
+def _tuned(make: Callable[..., nnx.Module], config: ModelConfig, tune: TuneConfig) -> Callable[..., nnx.Module]:
     def tuned(rngs: nnx.Rngs) -> nnx.Module:
         module = make(rngs=rngs)
         base = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)]
-        for name, parts in PARTS.items():
+        for name in PARTS:
             linear = getattr(module, name, None)
             if isinstance(linear, nnx.Linear):
-                widths = of_qkv if name == "qkv" else {parts[0]: linear.out_features}
-                setattr(module, name, Adapted(linear, widths, tune, rngs=rngs))
+                setattr(module, name, Adapted(linear, widths_of(name, linear.out_features, config), tune, rngs=rngs))
         for param in base:
             param.set_value(param[...].astype(tune.base_dtype))
         return module
