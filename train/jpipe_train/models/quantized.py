@@ -67,5 +67,5 @@ def _qwix() -> Any:
     try:
         import qwix
     except ImportError:
-        raise InputError("tune.quantize: qwix is not installed; install it with pip install 'jpipe-train[quantize]', or leave it out") from None
+        raise InputError("tune.quantize: qwix is not installed; install it with pip install qwix, or leave it out") from None
     return qwix
