@@ -14,6 +14,7 @@ from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import expanded, new_folder, read_bytes, resolved, shown, unused, write_atomically
 from jpipe_train.assemble import model
+from jpipe_train.checkpoint.adapters import merged, merged_specs
 from jpipe_train.checkpoint.export import Weights, by_name, by_path, step_of, with_ema
 from jpipe_train.checkpoint.huggingface.names import Layout, layout
 from jpipe_train.checkpoint.huggingface.tensors_file import write_tensors
@@ -28,7 +29,7 @@ LIMIT = 5 * 10**9  # bytes of the tensors of a file
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class _Model(NamedTuple):
+class Model(NamedTuple):
     """A model to write.
 
     Attributes:
@@ -79,7 +80,7 @@ def main(
             raise InputError(f"export: expected the folder of a run for --step and --weights, found the file '{source}'; leave them out")
         model = _of_config(source, overrides)
     else:
-        model = _of_run(source, step, report, weights)
+        model = of_run(source, step, report, weights)
     specs = _specs(model)
     described = model.described | _special(model.config, model.described["vocab_size"]) | _dtypes(specs)
     with new_folder(path, "--out") as unfinished:
@@ -89,8 +90,16 @@ def main(
     report(f"{out}: {count(len(specs), 'tensor')}, {size:,} bytes{copied}, {model.origin}")
 
 
-def _of_run(run: str, step: int | None, report: Callable[[str], None], weights: Weights) -> _Model:
-    """Open the parameters of a checkpoint."""
+def of_run(run: str, step: int | None, report: Callable[[str], None], weights: Weights, *, merge: bool = True) -> Model:
+    """Open the parameters of a checkpoint.
+
+    Args:
+        run, step, report, weights: as in `main`.
+        merge: whether adapters are added to the weights; otherwise they are parameters of their own.
+
+    Raises:
+        InputError: as `main`.
+    """
     folder = resolved(run, "export")
     chosen = step_of(folder, step, "export", report)
     config = config_file.load_resolved(folder / "config.yaml")
@@ -103,13 +112,15 @@ def _of_run(run: str, step: int | None, report: Callable[[str], None], weights: 
     def read(layer_id: str) -> Mapping[str, Any]:
         names = [layer_id, *(name for name, first in firsts.items() if first == layer_id)]
         layers = checkpoint_files.read_layers(folder, chosen, names, verified=True)
-        return by_name(layers if weights == "newest" else with_ema(layers, chosen))
+        arrays = by_name(layers if weights == "newest" else with_ema(layers, chosen))
+        return merged(arrays, config.model, config.tune) if merge else arrays
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(entries).items()}
-    return _Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
+    specs = merged_specs(specs, config.tune) if merge else specs
+    return Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
 
 
-def _of_config(file: str, overrides: Sequence[str]) -> _Model:
+def _of_config(file: str, overrides: Sequence[str]) -> Model:
     """Open the parameters that the run of a config would begin with."""
     config = config_file.load(file, overrides)
     described = huggingface.to_json_keys(config.model, _architecture(config))
@@ -129,10 +140,10 @@ def _of_config(file: str, overrides: Sequence[str]) -> _Model:
         return {f"{layer_id}/{path}": leaf for path, leaf in by_path(tree).items()}
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for i, layer in inputs.items() for name, leaf in named(layer.params, i).items()}
-    return _Model(config, described, layout(huggingface.parse(described)), specs, read, f"fresh weights of {file}")
+    return Model(config, described, layout(huggingface.parse(described)), specs, read, f"fresh weights of {file}")
 
 
-def _specs(model: _Model) -> dict[str, Spec]:
+def _specs(model: Model) -> dict[str, Spec]:
     """Return shapes and dtypes of the tensors by name, in their order."""
     specs = model.specs
     for row in model.names:
@@ -147,7 +158,7 @@ def _specs(model: _Model) -> dict[str, Spec]:
     return {name: Spec(shape, specs[ours].dtype) for ours, name, shape in rows}
 
 
-def _tensors(model: _Model) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors with their names; one layer is in memory at a time."""
     for layer_id, rows in model.names.rows.items():
         arrays = model.read(layer_id)
