@@ -47,7 +47,7 @@ def mlp(x, expand, gate, contract):
 ])  # fmt: skip
 def test_experts_compute_what_a_loop_over_tokens_does(keys, kept):
     config = ModelConfig(**GATED, experts={**MIXTURE, **keys})
-    block, of_experts = transformer.Block(config, True, rngs=nnx.Rngs(0)), config.experts
+    block, of_experts = transformer.Block(config, rngs=nnx.Rngs(0)), config.experts
     x = RNG.normal(size=(3, 8, 16)).astype(np.float32)
     y, choices = block.experts(jnp.asarray(x), None if kept is None else jnp.asarray(kept) > 0)
     routing = no_routing(of_experts, 3, 1, jnp.float32).followed_by(*choices)

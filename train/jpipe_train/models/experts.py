@@ -104,9 +104,8 @@ class Routing:
         )
 
 
-def no_routing(config: ExpertsConfig, rows: int, depth: int, dtype: Any) -> Routing:
-    """Return the routing before the first of `depth` blocks."""
-    blocks = sum(map(config.in_block, range(depth)))
+def no_routing(config: ExpertsConfig, rows: int, blocks: int, dtype: Any) -> Routing:
+    """Return the routing before the first of some blocks with experts."""
     return Routing(
         counts=jnp.zeros((rows, blocks, config.count), jnp.int32),
         probabilities=jnp.zeros((rows, blocks, config.count), dtype),

@@ -37,7 +37,3 @@ class ExpertsConfig(Section):
         if self.layers is not None and not any(self.layers):
             raise ValueError("layers: expected at least one block with experts, found none; set one to true, or set model.experts to null")
         return self
-
-    def in_block(self, number: int) -> bool:
-        """Return whether a block has experts, by its number from 0."""
-        return self.layers is None or self.layers[number % len(self.layers)]
