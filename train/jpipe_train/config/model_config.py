@@ -13,6 +13,7 @@ from jpipe_train.config.section import Count, TargetSection
 
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
+_MOST_EXPERTS = 10**5
 _ENCODER = {  # what BERT requires
     **{"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True, "window": None, "qk_norm": None},
     **{"post_norms": False, "attention_soft_cap": None, "logits_soft_cap": None, "attention_scale": None, "embed_scale": False},
@@ -174,6 +175,12 @@ class ModelConfig(TargetSection):
             raise ValueError(
                 f"width {self.width} × {key} {longest} makes a table of positions of more than {_LARGEST_TABLE:,} numbers; lower one"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_are_few(self) -> "ModelConfig":
+        if self.target is None and self.experts is not None and self.experts.count * self.depth > _MOST_EXPERTS:
+            raise ValueError(f"experts.count {self.experts.count} × depth {self.depth} is more than {_MOST_EXPERTS:,} experts; lower one")
         return self
 
     @model_validator(mode="after")

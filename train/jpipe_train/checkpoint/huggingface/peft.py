@@ -13,8 +13,8 @@ from jpipe.files import new_folder, unused, write_atomically
 from jpipe_train.checkpoint.export import Weights
 from jpipe_train.checkpoint.huggingface.names import Row
 from jpipe_train.checkpoint.huggingface.writing import Model, of_run
-from jpipe_train.config.tune_config import PARTS, LoraConfig
 from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.config.tune_config import PARTS, LoraConfig
 from jpipe_train.console.terminal import count
 from jpipe_train.models.lora import widths_of
 
