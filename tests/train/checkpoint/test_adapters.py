@@ -31,10 +31,10 @@ RATE = ("optimizer.name=adam", "optimizer.learning_rate=0.05")
 QUANTIZED = ("tune.base_dtype=bfloat16", "tune.quantize=nf4", "plan.schedule=pipedream_2bw")
 
 
-def run(folder: Path, name: str, *overrides: str) -> types.SimpleNamespace:
+def run(folder: Path, name: str, *overrides: str, tune: str = TUNE) -> types.SimpleNamespace:
     """Train from a golden folder of transformers; return the config, the folder of the run and its arrays by name."""
     folder.mkdir(exist_ok=True)
-    config = folders.config(folder, name, TUNE, *RATE, *overrides)
+    config = folders.config(folder, name, tune, *RATE, *overrides)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "write_report", lambda *_: None)
         summary = loop.main(config)
@@ -125,7 +125,7 @@ def test_a_run_without_adapters_has_no_folder_for_peft(runs, tmp_path):
 def test_peft_computes_the_same_logits(name, tmp_path):
     """GPT-2 has queries, keys and values in one module, and `c_proj` twice in each block."""
     targets = "[q_proj, v_proj, down_proj]" if name == "gpt2" else "null"
-    result = run(tmp_path / "run", name, f"tune={{lora: {{rank: 2, alpha: 8, targets: {targets}}}}}")
+    result = run(tmp_path / "runs", name, tune=f"tune={{lora: {{rank: 2, alpha: 8, targets: {targets}}}}}")
     peft.main(str(result.folder), str(tmp_path / "peft"), None, print)
     tokens = folders.computed(name)["tokens"]
     save_file({"tokens": tokens}, tmp_path / "peft" / "batch.safetensors")
