@@ -141,9 +141,8 @@ def _find_in_run(
                 f"generate: expected to know what the tokens of '{source}' mean, found that it was trained on data of your own "
                 "(data.target); give --tokenizer FILE, or --tokenizer bytes"
             )
-        return token_text.of_tokenizer(
-            _load_tokenizer(file, f"generate: the tokenizer of '{source}'", config.data.end_of_text), ends=_end_tokens(config)
-        )
+        loaded = _load_tokenizer(file, f"generate: the tokenizer of '{source}'", config.data.end_of_text)
+        return token_text.of_tokenizer(loaded, ends=_end_tokens(config), chat_template=config.data.chat_template)
 
     computes = dtype or config.precision.computes or config.model.compute_dtype
     averaged = "" if weights == "newest" else ", moving average of the weights"

@@ -23,8 +23,9 @@ def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | Non
         tune: the section `tune`, for adapters; None: without.
     """
     kind = bert if config.kind == "bert" else transformer
-    block = partial(transformer.Block, config)  # one object, so that jpipe traces it once
-    blocks = {f"block_{i}": block for i in range(config.depth)}
+    configs = config.blocks
+    constructors = {id(block): partial(transformer.Block, block) for block in configs}  # jpipe traces each object once
+    blocks = {f"block_{i}": constructors[id(block)] for i, block in enumerate(configs)}
     tie = jpipe.Tie(("embed", "token/embedding"), ("head", "token/embedding"))
     all_layers = {"embed": partial(kind.Embed, config), **blocks, "head": partial(kind.Head, config, chunk)}
     all_layers = all_layers if tune is None else tuned(all_layers, config, tune)

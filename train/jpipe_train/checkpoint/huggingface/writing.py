@@ -103,7 +103,7 @@ def of_run(run: str, step: int | None, report: Callable[[str], None], weights: W
     folder = resolved(run, "export")
     chosen = step_of(folder, step, "export", report)
     config = config_file.load_resolved(folder / "config.yaml")
-    described = huggingface.to_json_keys(config.model)
+    described = huggingface.to_json_keys(config.model, _architecture(config))
     if step is not None:  # the newest is verified already
         checkpoint_files.verify(folder, chosen)
     entries = checkpoint_files.layer_specs(folder, chosen)
@@ -123,7 +123,7 @@ def of_run(run: str, step: int | None, report: Callable[[str], None], weights: W
 def _of_config(file: str, overrides: Sequence[str]) -> Model:
     """Open the parameters that the run of a config would begin with."""
     config = config_file.load(file, overrides)
-    described = huggingface.to_json_keys(config.model)
+    described = huggingface.to_json_keys(config.model, _architecture(config))
     if config.warm_start.file is not None:
         raise InputError(
             f"export: expected a config whose run begins with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
@@ -147,14 +147,15 @@ def _specs(model: Model) -> dict[str, Spec]:
     """Return shapes and dtypes of the tensors by name, in their order."""
     specs = model.specs
     for row in model.names:
-        if row.ours not in specs or specs[row.ours].shape != row.shape:
-            instead = f"found it of shape {list(specs[row.ours].shape)}" if row.ours in specs else "found no such name"
-            raise InputError(
-                f"export: expected '{row.ours}' of shape {list(row.shape)} in {model.origin}, as in its config.yaml, {instead}; "
-                "the checkpoint is of another model"
-            )
-    rows = [(row, name, shape) for row in model.names for name, shape in zip(row.theirs, row.shapes, strict=True)]
-    return {name: Spec(shape, specs[row.ours].dtype) for row, name, shape in rows}
+        for ours, shape in row.shapes.items():
+            if ours not in specs or specs[ours].shape != shape:
+                instead = f"found it of shape {list(specs[ours].shape)}" if ours in specs else "found no such name"
+                raise InputError(
+                    f"export: expected '{ours}' of shape {list(shape)} in {model.origin}, as in its config.yaml, {instead}; "
+                    "the checkpoint is of another model"
+                )
+    rows = [(next(iter(row.shapes)), name, shape) for row in model.names for name, shape in row.theirs.items()]
+    return {name: Spec(shape, specs[ours].dtype) for ours, name, shape in rows}
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
@@ -162,7 +163,7 @@ def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
     for layer_id, rows in model.names.rows.items():
         arrays = model.read(layer_id)
         for row in rows:
-            yield from zip(row.theirs, row.split(np.asarray(arrays[row.ours])), strict=True)
+            yield from row.split(arrays).items()
 
 
 def _dtypes(specs: Mapping[str, Spec]) -> dict[str, str]:
@@ -175,15 +176,25 @@ def _special(config: Config, vocab_size: int) -> dict[str, Any]:
 
     They come from the folder that the run began with, if it still exists; the one that ends a text may come from the run's data.
     """
-    original: dict[str, Any] = {}
-    if config.warm_start.file is not None and huggingface.is_folder(config.warm_start.file):
-        with contextlib.suppress(InputError):
-            path = resolved(config.warm_start.file, "warm_start.file") / huggingface.CONFIG
-            original = huggingface.load_json(path, huggingface.MOST_BYTES)
+    original = _original(config)
     tokens = {key: original[key] if _is_token(original.get(key), vocab_size) else None for key in _SPECIAL}
     if tokens["eos_token_id"] is None and config.model.kind == "decoder" and _is_token(end := _end_of_text(config), vocab_size):
         tokens["eos_token_id"] = end
     return tokens
+
+
+def _architecture(config: Config) -> str | None:
+    """Return the architecture of the folder that the run began with, if it still exists: others may have the same model."""
+    names = _original(config).get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def _original(config: Config) -> dict[str, Any]:
+    """Return the content of `config.json` in the folder that the run began with, if it still exists."""
+    if config.warm_start.file is not None and huggingface.is_folder(config.warm_start.file):
+        with contextlib.suppress(InputError):
+            return huggingface.load_json(resolved(config.warm_start.file, "warm_start.file") / huggingface.CONFIG, huggingface.MOST_BYTES)
+    return {}
 
 
 def _end_of_text(config: Config) -> int | None:
