@@ -12,7 +12,14 @@ from jpipe_train.config.config import TuneConfig
 from jpipe_train.console.progress import Reporter
 from tests.train.conftest import changed
 
-NAMES = ["embed/token/embedding", "block_0/qkv/kernel", "block_0/qkv/bias", "block_10/qkv/kernel", "block_10/qkv/lora/q_proj/a", "head/norm"]
+NAMES = [
+    "embed/token/embedding",
+    "block_0/qkv/kernel",
+    "block_0/qkv/bias",
+    "block_10/qkv/kernel",
+    "block_10/qkv/lora/q_proj/a",
+    "head/norm",
+]
 CASES = {
     "a layer": ({"freeze": ["embed"]}, NAMES[1:]),
     "a part of each block": ({"freeze": ["block_*/qkv"]}, [NAMES[0], NAMES[5]]),

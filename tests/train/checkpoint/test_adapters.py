@@ -116,7 +116,9 @@ def test_a_run_without_adapters_has_no_folder_for_peft(runs, tmp_path):
     plain = shutil.copytree(runs["float32"].folder, tmp_path / "plain")
     config = config_file.load_resolved(plain / "config.yaml")
     (plain / "config.yaml").write_text(config_file.to_yaml(config.model_copy(update={"tune": TuneConfig()})))
-    with pytest.raises(InputError, match=r"--layout: expected a run with adapters \(tune.lora\) for peft, found none in .*; give huggingface"):
+    with pytest.raises(
+        InputError, match=r"--layout: expected a run with adapters \(tune.lora\) for peft, found none in .*; give huggingface"
+    ):
         peft.main(str(plain), str(tmp_path / "peft"), None, print)
 
 
