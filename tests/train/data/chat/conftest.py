@@ -24,6 +24,10 @@ def chat_folders(tmp_path_factory) -> dict[str, Path]:
         folders[style].mkdir()
         file = folders[style] / "tokenizer.json"
         prepare.make_tokenizer(prepare.Files([str(place / "text.txt")]), size, str(file), quiet(), "decoder", SPECIAL)
-        settings = {"bos_token": begin, "eos_token": {"__type": "AddedToken", "content": end}, "chat_template": template(style, marked=False)}
+        settings = {
+            "bos_token": begin,
+            "eos_token": {"__type": "AddedToken", "content": end},
+            "chat_template": template(style, marked=False),
+        }
         (folders[style] / "tokenizer_config.json").write_text(json.dumps(settings))
     return folders
