@@ -18,7 +18,8 @@ from jpipe_train import cli
 from jpipe_train.data import tokenizer
 from jpipe_train.data.chat import template
 from jpipe_train.data.chat.renderer import Renderer
-from jpipe_train.generate import chat, command, token_text
+from jpipe_train.data.chat.tokens import end_of_turn
+from jpipe_train.generate import command
 from jpipe_train.generate.token_text import Stops
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
@@ -93,7 +94,7 @@ def test_what_ends_an_answer_is_found_in_the_template(source, expected, folder):
     (folder / "chat_template.jinja").write_text(source)
     loaded = tokenizer.load(folder / "tokenizer.json", "--tokenizer")
     with Renderer(template.find(loaded)) as renderer:
-        assert chat.end_of_turn(renderer, token_text.of_tokenizer(loaded)) == expected
+        assert end_of_turn(renderer, loaded) == expected
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(run, folder, monkeypatch, interruptible):

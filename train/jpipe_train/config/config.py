@@ -305,7 +305,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _adapters_are_in_built_in_models(self) -> "Config":
         if self.tune.lora is not None and self.model.target is not None:
-            raise ValueError("tune.lora is for built-in models, found model.target; leave it out, or name what is trained in tune.train_only")
+            raise ValueError(
+                "tune.lora is for built-in models, found model.target; leave it out, or name what is trained in tune.train_only"
+            )
         return self
 
     @model_validator(mode="after")
