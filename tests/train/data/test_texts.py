@@ -11,6 +11,7 @@ import tokenizers as library
 from jpipe import InputError
 from jpipe_train.data import texts
 from jpipe_train.data import tokenizer as tokenizers
+from jpipe_train.data.files import lines
 from jpipe_train.data.texts import Assembler, Keys, Piece
 
 
@@ -239,7 +240,7 @@ def test_wrong_lines_are_counted_and_the_first_five_named(tmp_path):
 
 
 def test_an_endless_line_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, "_LONGEST_LINE", 10)
+    monkeypatch.setattr(lines, "LONGEST", 10)
     (tmp_path / "a.jsonl").write_bytes(b"x" * 12)
     with pytest.raises(InputError, match="line 1: expected at most 10 bytes, found more"):
         list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "jsonl-text", 0.0, Keys(), "data.path"))

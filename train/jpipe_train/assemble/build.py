@@ -15,6 +15,7 @@ import jpipe
 from jpipe.files import expanded, read_text
 from jpipe_planner import balance, host_memory, usable_cores
 from jpipe_train.assemble import labels, meshes, model
+from jpipe_train.assemble.metrics import metrics
 from jpipe_train.assemble.optimizer import optimizer
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from jpipe_train.console.progress import Reporter
@@ -44,7 +45,7 @@ def build(
     with errors_name_config_keys(config.plan.file):
         computes, chunk = config.precision.computes, config.logits_chunk
         stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read().like[0])
-        loss = model.loss(config.loss)
+        loss = model.loss(config.loss, config.model.head)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         check_delay(plan, config.plan.max_delay)
@@ -76,7 +77,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
         layers = layer_specs(pipe.stack, pipe.plan, batch)
         params = {layer_id: layer.params for layer_id, layer in layers.items()}
         check_memory(params, pipe.optimizer, pipe.plan, started_devices(pipe), pipe.precision.has_masters)
-        pipe.check(batch, model.metrics(config.eval))
+        pipe.check(batch, metrics(config.eval, config.model.label_count))
     return labels.check_labels(config, batches, layers[pipe.stack.ids[-1]].output)
 
 

@@ -1,7 +1,6 @@
 """Read the text of files as pieces, tokenize them, and assemble the tokens to documents, in constant memory."""
 
 import codecs
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,10 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jpipe import InputError
-from jpipe.errors import short
 from jpipe.files import open_to_read
 from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
+from jpipe_train.data.files import lines
 from jpipe_train.data.tokenizer import Tokenizer
 
 Format = Literal["text", "jsonl-text", "prompts"]
@@ -23,8 +22,6 @@ Part = Literal["text", "prompt", "answer"]
 PIECE = 2**18  # characters of a text that are tokenized at once, at least; at most twice as many
 _BATCH = PIECE * max(4, os.cpu_count() or 1)  # characters that go to the tokenizer together: all cores have some, and Ctrl-C waits for them
 _BLOCK = 2**20  # bytes that are read at once
-_LONGEST_LINE = 2**26
-_MOST_LISTED = 5  # of wrong lines, one by one
 
 
 class Keys(NamedTuple):
@@ -83,7 +80,7 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         InputError: a file is not what it should be.
     """
     if form != "text":
-        wrong = _WrongLines(where)
+        wrong = lines.WrongLines(where)
         for file in files:
             yield from _lines(file, form, fraction, keys, wrong)
         wrong.check()
@@ -274,90 +271,22 @@ def _next_line(file: Path, start: int) -> int:
     return start + end
 
 
-class _WrongLines:
-    """Lines of JSON that cannot be used, reported together, so that one run finds all of them."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self.number = 0
-        self._first: list[tuple[str, str]] = []
-
-    def add(self, place: str, message: str) -> None:
-        self.number += 1
-        if len(self._first) < _MOST_LISTED:
-            self._first.append((place, message))
-
-    def check(self) -> None:
-        """Raise if a wrong line was added.
-
-        Raises:
-            InputError: with the first of them, and how many there are.
-        """
-        if self.number == 1:
-            raise InputError(f"{self.where}: {self._first[0][0]}: {self._first[0][1]}; correct it, or name other keys")
-        if self.number:
-            first = "; ".join(": ".join(each) for each in self._first)
-            more = f"; and {self.number - len(self._first):,} more" if self.number > len(self._first) else ""
-            raise InputError(f"{self.where}: {self.number:,} lines are wrong: {first}{more}; correct them, or name other keys")
-
-
-class _WrongLine(Exception):
-    """An error in a line."""
-
-
-def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: _WrongLines) -> Iterator[Piece]:
+def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: lines.WrongLines) -> Iterator[Piece]:
     """Yield the text of each line; after a wrong line the remaining ones are only checked."""
     wanted: Sequence[tuple[Part, str]]
     if form == "jsonl-text":
         wanted = [("text", keys.text)]
     else:
         wanted = [("prompt", keys.prompt), ("answer", keys.answer)]
-    number = 0
-    with open_to_read(file) as opened:
-        while line := opened.readline(_LONGEST_LINE + 1):
-            number += 1
-            if len(line) > _LONGEST_LINE:
-                wrong.add(
-                    f"'{file}', line {number}", f"expected at most {_LONGEST_LINE:,} bytes, found more; is this a file of JSON lines?"
-                )
-                break
-            if not line.strip():
-                continue
-            try:
-                texts = _texts(line, [key for _, key in wanted])
-            except _WrongLine as error:
-                wrong.add(f"'{file}', line {number}", f"{error}{sources.guess(file) if number == 1 else ''}")
-                continue
+    for number, line in lines.read(file, wrong):
+        if not line.strip():
+            continue
+        with wrong.at(file, number):
+            values = lines.json_object(line, wanted[0][1])
+            texts = [lines.text(values, key) for _, key in wanted]
             if wrong.number:
                 continue
             held_out = sources.place_of("\0".join(texts).encode()) < fraction
             for i, ((part, _), text) in enumerate(zip(wanted, texts, strict=True)):
                 last = i == len(wanted) - 1
                 yield Piece(text, part, last, held_out, (file, number), len(line) if last else 0, i > 0 and texts[0] != "")
-
-
-def _texts(line: bytes, keys: Sequence[str]) -> list[str]:
-    """Return the values of these keys of a JSON line.
-
-    Raises:
-        _WrongLine: it is no such line.
-    """
-    try:
-        values = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise _WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or str(error).split(";")[0]
-        raise _WrongLine(f"expected an object of JSON, found {short(line[:60].decode(errors='replace'))}: {reason}") from None
-    if not isinstance(values, dict):
-        raise _WrongLine(f'expected an object of JSON such as {{"{keys[0]}": …}}, found {type(values).__name__}')
-    for key in keys:
-        if key not in values:
-            raise _WrongLine(f"expected the key {key!r}, found {short(list(values)[:10])}")
-        if not isinstance(values[key], str):
-            raise _WrongLine(f"expected text in {key!r}, found {type(values[key]).__name__}")
-        try:
-            values[key].encode()
-        except UnicodeEncodeError:
-            raise _WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
-    return [values[key] for key in keys]

@@ -45,7 +45,7 @@ class Parts:
 
         computes, chunk = config.precision.computes, config.logits_chunk
         stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read()[0])
-        loss, batch = model.loss(config.loss), read()
+        loss, batch = model.loss(config.loss, config.model.head), read()
         params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
         rule = optimizer(same_at_all_stages(config.optimizer), config.train.steps, stack.ties.without_seconds(params))
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
