@@ -23,7 +23,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 def metrics(config: EvalConfig, classes: int | None = None) -> dict[str, Any]:
-    """Return the functions of an evaluation by name, each `(outputs, labels) -> (sum, weight)`; `combined` makes the metrics of their means.
+    """Return the functions of an evaluation by name, `(outputs, labels) -> (sum, weight)`; `combined` makes metrics of their means.
 
     Args:
         config: the section `eval`.

@@ -214,8 +214,8 @@ def _of_labels(config: Config) -> Data:
     if min(have) < need:
         more = "" if config.data.validation_path is not None else ", raise data.validation_fraction"
         raise InputError(
-            f"data.path: expected at least {need} examples for training and {need} for validation (train.batch_size), found {have[0]:,} and "
-            f"{have[1]:,} in {read.source}; give more{more}, or lower train.batch_size"
+            f"data.path: expected at least {need} examples for training and {need} for validation (train.batch_size), found {have[0]:,} "
+            f"and {have[1]:,} in {read.source}; give more{more}, or lower train.batch_size"
         )
     batches = [_batches_of_labels(config, part, number) for number, part in enumerate((read.train, read.validation))]
     amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"

@@ -18,8 +18,8 @@ from jpipe_train.models.transformer import Stream
 class Head(nnx.Module):
     """Scores of each example, computed from one position of a row: BERT's first, a decoder's last that is not padding.
 
-    Outputs are logits (b, classes) for `classification`, numbers (b) for `regression`, and for `multiple_choice` logits (b, k), one from the
-    row of each choice. BERT's position goes through its pooler and dropout, a decoder's through the last norm.
+    Outputs are logits (b, classes) for `classification`, numbers (b) for `regression`, and logits (b, k) for `multiple_choice`, one from
+    the row of each choice. BERT's position goes through its pooler and dropout, a decoder's through the last norm.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -35,7 +35,7 @@ class Head(nnx.Module):
         dtype = jnp.dtype(transformer.dtype_of(config))
         self.score = nnx.Linear(config.width, outputs, use_bias=is_bert, dtype=dtype, kernel_init=init, rngs=rngs, **names)
 
-    def __call__(self, stream: Stream) -> Float[Array, "b *scores"]:
+    def __call__(self, stream: Stream) -> Float[Array, "*scores"]:
         x, segments = transformer.split_stream(stream)
         if self.config.kind == "bert":
             chosen = self.dropout(jnp.tanh(self.pooler(x[:, 0])))

@@ -183,7 +183,7 @@ def dropout(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
-def normed(layer: Callable[[Any], Any], x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
+def normed(layer: Callable[[Any], Any], x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
     """Normalize, and cast back to the dtype of the activations."""
     return layer(x).astype(x.dtype)
 

@@ -18,7 +18,7 @@ def _checked(labels: object) -> object:
         for name in labels:
             if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
                 raise ValueError(
-                    f"expected names of at most {_LONGEST_NAME} letters, found {reprlib.repr(name)}; put names that YAML reads as something else in quotes"
+                    f"expected names of at most {_LONGEST_NAME} letters, found {reprlib.repr(name)}; quotes in YAML make text"
                 )
         if twice := next((name for name in labels if labels.count(name) > 1), None):
             raise ValueError(f"expected each name once, found {reprlib.repr(twice)} twice; leave one of them out")

@@ -1,4 +1,4 @@
-"""Lines of files that may be a stranger's, and objects of JSON in them; wrong ones are reported together, so that one run finds all of them."""
+"""Lines of files that may be a stranger's, and objects of JSON in them; wrong ones are reported together."""
 
 import contextlib
 import json

@@ -102,14 +102,13 @@ class _Rows:
     def examples(self) -> list[Examples]:
         """Return the examples for training and those for validation."""
         model = self._config.model
-        rest = {
-            "is_number": model.head == "regression",
+        rest: dict[str, Any] = {
             "seq_len": model.seq_len,
             "choices": model.label_count if model.head == "multiple_choice" else None,
             "padding": self._tokenizer.padding or 0,
             "has_types": model.kind == "bert",
         }
-        return [memory.examples(**rest) for memory in self._memory]
+        return [memory.examples(model.head == "regression", **rest) for memory in self._memory]
 
     def remarks(self) -> tuple[str, ...]:
         """Describe what was cut."""

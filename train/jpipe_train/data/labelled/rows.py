@@ -47,7 +47,7 @@ class Examples:
             arrays["segments"][place, : end - start] = 1
             if self.has_types:
                 arrays["types"][place, : end - start] = self.types[start:end]
-        return {name: array if self.choices else array[0] for name, array in arrays.items()}, self.labels[index]
+        return {name: array if self.choices else array[0] for name, array in arrays.items()}, np.asarray(self.labels[index])
 
     @property
     def spec(self) -> tuple[Tree, Tree]:
