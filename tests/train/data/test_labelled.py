@@ -135,7 +135,7 @@ NAMES, NUMBERS = CLASSES, {"head": "classification", "labels": 3}
     [
         ("a.jsonl", '{"label": 0}\n', NAMES, {}, r"a\.jsonl', line 1: expected the key 'text', found \['label'\]"),
         ("a.jsonl", '{"text": "a"}\n', NAMES, {}, r"line 1: expected the key 'label', found \['text'\]"),
-        ("a.jsonl", '\n{"text": "a", "label": "maybe"}\n', NAMES, {}, r"line 2: .* a label of model.labels .*'no', 'yes'.* in 'label', found"),
+        ("a.jsonl", '\n{"text": "a", "label": "maybe"}\n', NAMES, {}, r"line 2: .* label of model.labels .*'no', 'yes'.* found 'maybe'"),
         ("a.jsonl", '{"text": "a", "label": 3}\n', NUMBERS, {}, r"line 1: expected a label of model.labels \(0 to 2\) in 'label', found 3"),
         ("a.jsonl", '{"text": "a", "label": -1}\n', NUMBERS, {}, "found -1"),
         ("a.jsonl", '{"text": "a", "label": 1.0}\n', NUMBERS, {}, "found 1.0"),

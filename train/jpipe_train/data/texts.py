@@ -2,19 +2,20 @@
 
 import codecs
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from jpipe import InputError
+from jpipe.errors import short
 from jpipe.files import open_to_read
 from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
-from jpipe_train.data.files import lines
+from jpipe_train.data.files.json_lines import WrongLine, WrongLines, objects
 from jpipe_train.data.tokenizer import Tokenizer
 
 Format = Literal["text", "jsonl-text", "prompts"]
@@ -54,6 +55,10 @@ class Piece(NamedTuple):
     continues: bool = False
 
 
+Answers = Sequence[tuple[int, int]]
+"""The first token of each answer in a document, and the one after its last."""
+
+
 @runtime_checkable
 class Sink(Protocol):
     """An interface that receives documents in parts."""
@@ -61,8 +66,8 @@ class Sink(Protocol):
     def add(self, tokens: np.ndarray) -> None:
         """Add tokens to the document."""
 
-    def end(self, answer: int | None, place: tuple[Path, int]) -> None:
-        """End the document; its answer begins with token number `answer`, if it has one."""
+    def end(self, answers: Answers | None, place: tuple[Path, int]) -> None:
+        """End the document; its answers are these tokens of it, if it can have some."""
 
 
 def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: float, keys: Keys, where: str) -> Iterator[Piece]:
@@ -80,7 +85,7 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         InputError: a file is not what it should be.
     """
     if form != "text":
-        wrong = lines.WrongLines(where)
+        wrong = WrongLines(where)
         for file in files:
             yield from _lines(file, form, fraction, keys, wrong)
         wrong.check()
@@ -124,7 +129,7 @@ class Assembler:
         sinks: where documents for training (False) and for validation (True) go.
         documents: how many there were of either.
         tokens: how many tokens.
-        empty: how many documents were left out: those without text, and prompts without an answer.
+        empty: how many documents were left out: those without text, and prompts and conversations without an answer.
         first_empty: where the first of them is.
     """
 
@@ -149,6 +154,14 @@ class Assembler:
         else:
             self._add_example(piece, tokens)
 
+    def add_document(self, tokens: np.ndarray, answers: Answers, place: tuple[Path, int], *, held_out: bool) -> None:
+        """Add a whole document with answers, which has all its tokens already."""
+        if tokens.size < 2 or not answers:
+            self._leave_out(place)
+            return
+        self._write(held_out, tokens)
+        self._end(held_out, answers, place)
+
     def left_out(self) -> str:
         """Describe how many documents were empty and where the first of them is, or return "" if there were none."""
         if self.first_empty is None:
@@ -168,38 +181,38 @@ class Assembler:
             self._began = self._some = True
             self._write(piece.held_out, part)
             if end is not None and part[-1] == end:
-                self._end(piece, None)
+                self._end(piece.held_out, None, piece.place)
         if piece.last:
             if self._began:
                 self._write(piece.held_out, () if end is None else (end,))
-                self._end(piece, None)
+                self._end(piece.held_out, None, piece.place)
             elif not self._some:
-                self._leave_out(piece)
+                self._leave_out(piece.place)
             self._some = False
 
     def _add_example(self, piece: Piece, tokens: np.ndarray) -> None:
         end = () if self.tokenizer.end is None else (self.tokenizer.end,)
         answer = len(self.tokenizer.begin) + self._prompt.size
         if not tokens.size or answer + tokens.size + len(end) < 2:
-            self._leave_out(piece)
+            self._leave_out(piece.place)
             return
         for part in (self.tokenizer.begin, self._prompt, tokens, end):
             self._write(piece.held_out, part)
-        self._end(piece, answer)
+        self._end(piece.held_out, [(answer, answer + tokens.size + len(end))], piece.place)
 
     def _write(self, held_out: bool, tokens: Sequence[int] | np.ndarray) -> None:
         if len(tokens):
             self.sinks[held_out].add(np.asarray(tokens, np.uint32))
             self.tokens += len(tokens)
 
-    def _end(self, piece: Piece, answer: int | None) -> None:
-        self.sinks[piece.held_out].end(answer, piece.place)
+    def _end(self, held_out: bool, answers: Answers | None, place: tuple[Path, int]) -> None:
+        self.sinks[held_out].end(answers, place)
         self.documents += 1
         self._began = False
 
-    def _leave_out(self, piece: Piece) -> None:
+    def _leave_out(self, place: tuple[Path, int]) -> None:
         self.empty += 1
-        self.first_empty = self.first_empty or piece.place
+        self.first_empty = self.first_empty or place
 
 
 def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -271,22 +284,36 @@ def _next_line(file: Path, start: int) -> int:
     return start + end
 
 
-def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: lines.WrongLines) -> Iterator[Piece]:
+def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: WrongLines) -> Iterator[Piece]:
     """Yield the text of each line; after a wrong line the remaining ones are only checked."""
     wanted: Sequence[tuple[Part, str]]
     if form == "jsonl-text":
         wanted = [("text", keys.text)]
     else:
         wanted = [("prompt", keys.prompt), ("answer", keys.answer)]
-    for number, line in lines.read(file, wrong):
-        if not line.strip():
+    names = [key for _, key in wanted]
+    for line, texts in objects(file, wrong, names[0], lambda values: _texts(values, names)):
+        if wrong.number:
             continue
-        with wrong.at(file, number):
-            values = lines.json_object(line, wanted[0][1])
-            texts = [lines.text(values, key) for _, key in wanted]
-            if wrong.number:
-                continue
-            held_out = sources.place_of("\0".join(texts).encode()) < fraction
-            for i, ((part, _), text) in enumerate(zip(wanted, texts, strict=True)):
-                last = i == len(wanted) - 1
-                yield Piece(text, part, last, held_out, (file, number), len(line) if last else 0, i > 0 and texts[0] != "")
+        held_out = sources.place_of("\0".join(texts).encode()) < fraction
+        for i, ((part, _), text) in enumerate(zip(wanted, texts, strict=True)):
+            last = i == len(wanted) - 1
+            yield Piece(text, part, last, held_out, (file, line.number), line.size if last else 0, i > 0 and texts[0] != "")
+
+
+def _texts(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Return the values of these keys of a JSON line.
+
+    Raises:
+        WrongLine: it is no such line.
+    """
+    for key in keys:
+        if key not in values:
+            raise WrongLine(f"expected the key {key!r}, found {short(list(values)[:10])}")
+        if not isinstance(values[key], str):
+            raise WrongLine(f"expected text in {key!r}, found {type(values[key]).__name__}")
+        try:
+            values[key].encode()
+        except UnicodeEncodeError:
+            raise WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
+    return [values[key] for key in keys]

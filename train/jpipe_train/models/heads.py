@@ -27,7 +27,7 @@ class Head(nnx.Module):
         is_bert = config.kind == "bert"
         outputs = config.label_count or 1 if config.head == "classification" else 1
         if is_bert:
-            self.pooler = transformer.linear(config, rngs)(config.width, config.width, **transformer.axes("embed", None))
+            self.pooler = transformer.linear(config, rngs, True)(config.width, config.width, **transformer.axes("embed", None))
             self.dropout = transformer.dropout(config, rngs)
         else:
             self.norm = transformer.norm(config, rngs)

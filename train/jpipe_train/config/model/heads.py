@@ -17,9 +17,7 @@ def _checked(labels: object) -> object:
             raise ValueError(f"{expected}, found {len(labels)} names")
         for name in labels:
             if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-                raise ValueError(
-                    f"expected names of at most {_LONGEST_NAME} letters, found {reprlib.repr(name)}; quotes in YAML make text"
-                )
+                raise ValueError(f"expected names of at most {_LONGEST_NAME} letters, found {reprlib.repr(name)}; quotes in YAML make text")
         if twice := next((name for name in labels if labels.count(name) > 1), None):
             raise ValueError(f"expected each name once, found {reprlib.repr(twice)} twice; leave one of them out")
     elif labels is not None and (isinstance(labels, bool) or not isinstance(labels, int) or not 2 <= labels <= _MOST_LABELS):

@@ -2,15 +2,17 @@
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from jpipe.errors import short
+from jpipe.files import open_to_read
 from jpipe_train.config.config import Config
-from jpipe_train.data.files import lines
-from jpipe_train.data.files.lines import WrongLine, WrongLines
+from jpipe_train.data.files.json_lines import WrongLine, WrongLines, objects
 
+_LONGEST = 2**26  # bytes of a line of a table
+_Value = TypeVar("_Value")
 _TABLES: dict[str, dict[str, Any]] = {".csv": {"strict": True}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
 """Arguments of `csv.reader` for the files that are no JSON lines, by the end of their names. A field has at most 131,072 characters."""
 
@@ -46,65 +48,88 @@ def read(files: Sequence[Path], config: Config, where: str) -> Iterator[Example]
         InputError: lines are wrong.
     """
     wrong, numbers = WrongLines(where), _numbers_of_labels(config)
+
+    def example(record: Mapping[str, Any]) -> tuple[tuple[str | tuple[str, str], ...], int | float]:
+        return _rows(record, config), _label(record, config, numbers)
+
     for file in files:
-        records = _of_table if file.suffix.lower() in _TABLES else _of_json
-        for line, record in records(file, config, wrong):
-            with wrong.at(file, line):
-                example = Example(_rows(record, config), _label(record, config, numbers), (file, line))
-                if not wrong.number:
-                    yield example
+        if file.suffix.lower() in _TABLES:
+            records = _of_table(file, wrong, example)
+        else:
+            records = ((line.number, value) for line, value in objects(file, wrong, config.data.text_key, example))
+        for number, (rows, label) in records:
+            if not wrong.number:
+                yield Example(rows, label, (file, number))
     wrong.check()
 
 
-def _of_json(file: Path, config: Config, wrong: WrongLines) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, line in lines.read(file, wrong):
-        if line.strip():
-            with wrong.at(file, number):
-                yield number, lines.json_object(line, config.data.text_key)
-
-
-def _of_table(file: Path, _: Config, wrong: WrongLines) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the rows of a table by the names in its first row."""
-
-    def decoded() -> Iterator[str]:
-        for _, line in lines.read(file, wrong):
-            try:
-                yield line.decode().removeprefix("\ufeff")
-            except UnicodeDecodeError as error:
-                raise WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None
-
-    table = csv.reader(decoded(), **_TABLES[file.suffix.lower()])
+def _of_table(file: Path, wrong: WrongLines, convert: Callable[[Mapping[str, str]], _Value]) -> Iterator[tuple[int, _Value]]:
+    """Yield what the rows of a table hold, as `objects` does; the first row has the names of the columns."""
     names: list[str] = []
-    while True:
-        try:
-            record = next(table, None)
-        except (csv.Error, WrongLine) as error:  # nothing behind it can be read
-            wrong.add(file, table.line_num + isinstance(error, WrongLine), str(error))
-            return
-        if record is None:
-            return
-        with wrong.at(file, table.line_num):
+    with open_to_read(file) as opened:
+        table = csv.reader(_decoded(opened), **_TABLES[file.suffix.lower()])
+        while True:
+            try:
+                record = next(table, None)
+            except (csv.Error, WrongLine) as error:  # nothing behind it can be read
+                wrong.add(file, table.line_num + isinstance(error, WrongLine), str(error))
+                return
+            if record is None:
+                return
             if not names:
                 names = record
-            elif record and len(record) != len(names):
-                raise WrongLine(f"expected {len(names)} fields, as in the first line, found {len(record)}")
-            elif record:
-                yield table.line_num, dict(zip(names, record, strict=True))
+                continue
+            if not record:
+                continue
+            try:
+                if len(record) != len(names):
+                    raise WrongLine(f"expected {len(names)} fields, as in the first line, found {len(record)}")
+                value = convert(dict(zip(names, record, strict=True)))
+            except WrongLine as error:
+                wrong.add(file, table.line_num, str(error))
+                continue
+            yield table.line_num, value
+
+
+def _decoded(opened: BinaryIO) -> Iterator[str]:
+    while line := opened.readline(_LONGEST + 1):
+        if len(line) > _LONGEST:
+            raise WrongLine(f"expected at most {_LONGEST:,} bytes, found more; is this a table?")
+        try:
+            yield line.decode().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            raise WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None
 
 
 def _rows(record: Mapping[str, Any], config: Config) -> tuple[str | tuple[str, str], ...]:
     """Return the texts of an example."""
     data = config.data
-    text = lines.text(record, data.text_key)
-    second = None if data.second_key is None else lines.text(record, data.second_key)
+    text = _text(_value(record, data.text_key), data.text_key)
+    second = None if data.second_key is None else _text(_value(record, data.second_key), data.second_key)
     if config.model.head != "multiple_choice":
         return (text,) if second is None else ((text, second),)
-    choices, expected = lines.value(record, data.choices_key), config.model.label_count
+    choices, expected = _value(record, data.choices_key), config.model.label_count
     if not isinstance(choices, list) or len(choices) != expected:
         found = f"{len(choices)} of them" if isinstance(choices, list) else type(choices).__name__
         raise WrongLine(f"expected a list of {expected} choices (model.labels) in {data.choices_key!r}, found {found}")
     before = "" if second is None else f"{second} "
-    return tuple((text, before + lines.checked_text(choice, data.choices_key)) for choice in choices)
+    return tuple((text, before + _text(choice, data.choices_key)) for choice in choices)
+
+
+def _value(record: Mapping[str, Any], key: str) -> Any:
+    if key not in record:
+        raise WrongLine(f"expected the key {key!r}, found {short(list(record)[:10])}")
+    return record[key]
+
+
+def _text(value: Any, key: str) -> str:
+    if not isinstance(value, str):
+        raise WrongLine(f"expected text in {key!r}, found {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
+    return value
 
 
 def _numbers_of_labels(config: Config) -> dict[str, int]:
@@ -115,7 +140,7 @@ def _numbers_of_labels(config: Config) -> dict[str, int]:
 
 
 def _label(record: Mapping[str, Any], config: Config, numbers: Mapping[str, int]) -> int | float:
-    label, key = lines.value(record, config.data.label_key), config.data.label_key
+    label, key = _value(record, config.data.label_key), config.data.label_key
     if config.model.head == "regression":
         return _number(label, key)
     if isinstance(label, int | str):
