@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jpipe
 from jpipe.context import StageMesh, tracing_on
-from jpipe_train.assemble.model import metrics
+from jpipe_train.assemble.metrics import metrics
 from jpipe_train.config.config import EvalConfig
 from jpipe_train.config.model.experts import ExpertsConfig
 from jpipe_train.config.model_config import ModelConfig
