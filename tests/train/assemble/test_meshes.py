@@ -61,7 +61,6 @@ def test_meshes_in_words(mesh, fields, words):
             {},
             "model.experts.count: expected a multiple of 3, the size of the axis 'expert' of the mesh of stage 0, found 4; change one of",
         ),
-        ({"experts": {"count": 4, "per_token": 2, "mlp_width": 8}}, {"expert": 3}, {"rules": {"expert": None}}, None),
     ],
 )
 def test_each_device_has_whole_heads(model, mesh, fields, message):

@@ -238,14 +238,14 @@ def _mixture(
     weights, chosen = jax.lax.top_k(probabilities, config.per_token)
     if config.renormalize:
         weights = weights / weights.sum(-1, keepdims=True)
-    tokens = [array.reshape(-1, array.shape[-1]) for array in (x, weights.astype(x.dtype), chosen)]
+    tokens: list[Any] = [array.reshape(-1, array.shape[-1]) for array in (x, weights.astype(x.dtype), chosen)]
     if over is not None and not gathers:  # explicitly: JAX's own cast in the gather of rows would lose their gradients from other devices
         tokens = [jax.lax.pcast(array, (over,), to="varying") for array in tokens]
     if gathers:
         tokens = [jax.lax.all_gather(array, over, tiled=True) for array in tokens]
     if over is not None:
         tokens[2] = tokens[2] - jax.lax.axis_index(over) * kernels["contract"].shape[0]
-    y = computed(*tokens, kernels, activation, over is not None)
+    y = computed(tokens[0], tokens[1], tokens[2], kernels, activation, over is not None)
     y = y if inner is None else jax.lax.psum(y, inner)
     if over is not None:
         y = jax.lax.psum_scatter(y, over, tiled=True) if gathers else jax.lax.psum(y, over)

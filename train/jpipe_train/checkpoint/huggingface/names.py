@@ -132,14 +132,14 @@ class _Sizes(NamedTuple):
         outputs: the last axis, divided into tensors where the family has several.
         bias: whether there is one.
         kernel: what jpipe calls the first parameter.
-        count: of experts that have such a layer; 0: it is not one of experts.
+        experts: how many experts have such a layer; 0: it is not one of experts.
     """
 
     inputs: int | None
     outputs: tuple[int, ...]
     bias: bool
     kernel: str
-    count: int = 0
+    experts: int = 0
 
 
 def _embed(c: ModelConfig) -> dict[str, _Sizes]:
@@ -160,8 +160,8 @@ def _block(c: ModelConfig) -> dict[str, _Sizes]:
     }
 
 
-def _mlp(w: int, m: int, bias: bool, count: int = 0) -> dict[str, _Sizes]:
-    into, back = _Sizes(w, (m,), bias, "kernel", count), _Sizes(m, (w,), bias, "kernel", count)
+def _mlp(w: int, m: int, bias: bool, experts: int = 0) -> dict[str, _Sizes]:
+    into, back = _Sizes(w, (m,), bias, "kernel", experts), _Sizes(m, (w,), bias, "kernel", experts)
     return {"expand": into, "gate": into, "contract": back}
 
 
@@ -200,16 +200,15 @@ def _rows(layer_id: str, ours: list[str], theirs: list[str], sizes: Mapping[str,
         yield Row({f"{layer_id}/{ours[0]}": stored}, {theirs[0]: stored})
         return
     turned = transposed and first.kernel == "kernel"
-    if first.count:
-        assert first.inputs is not None
-        shape = first.inputs, first.outputs[0]
-        tensors = {f"{theirs[0].replace('*', str(e))}.weight": shape[::-1] if turned else shape for e in range(first.count)}
-        yield Row({f"{layer_id}/{ours[0]}/kernel": (first.count, *shape)}, tensors, turned, stacked=True)
-        return
 
     def shape_of(size: int) -> Shape:
         return (size,) if first.inputs is None else (first.inputs, size)
 
+    if first.experts:
+        shape = shape_of(first.outputs[0])
+        of_experts = {f"{theirs[0].replace('*', str(e))}.weight": shape[::-1] if turned else shape for e in range(first.experts)}
+        yield Row({f"{layer_id}/{ours[0]}/kernel": (first.experts, *shape)}, of_experts, turned, stacked=True)
+        return
     kernels = {f"{layer_id}/{name}/{first.kernel}": shape_of(size) for name, size in outputs.items()}
     tensors = {f"{name}.weight": shape_of(size)[::-1] if turned else shape_of(size) for name, size in zip(theirs, stored, strict=True)}
     yield Row(kernels, tensors, turned)

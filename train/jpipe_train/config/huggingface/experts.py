@@ -63,16 +63,24 @@ def experts(
     def write(keys: Keys) -> Keys:
         if (mixture := keys["experts"]) is None:
             return {}
-        chosen = expanded(mixture["layers"], keys["depth"])
         return {
             **{count[0]: mixture["count"], "num_experts_per_tok": mixture["per_token"], width: mixture["mlp_width"]},
             **{"router_aux_loss_coef": mixture["balance_loss"], "output_router_logits": mixture["balance_loss"] > 0},
             **({"norm_topk_prob": mixture["renormalize"]} if renormalizes is None else {}),
-            **({"mlp_only_layers": [i for i, has in enumerate(chosen) if not has], "decoder_sparse_step": 1} if dense_layers else {}),
+            **(_dense_layers(keys) if dense_layers else {}),
             **({"shared_expert_intermediate_size": mixture["shared_mlp_width"]} if shared else {}),
         }
 
     return Part(fields, read, write, {"experts": count[0]})
+
+
+def _dense_layers(keys: Keys) -> Keys:
+    """Return the JSON keys for the blocks without experts: every nth block has some, or a list."""
+    layers = shortened(keys["experts"]["layers"], keys["depth"]) or [True]
+    if not any(layers[:-1]):
+        return {"mlp_only_layers": [], "decoder_sparse_step": len(layers)}
+    chosen = expanded(layers, keys["depth"])
+    return {"mlp_only_layers": [i for i, has_experts in enumerate(chosen) if not has_experts], "decoder_sparse_step": 1}
 
 
 def canonical_experts(keys: Keys) -> Keys:

@@ -245,6 +245,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("MixtralForCausalLM",),
+        {},
         "mixtral",
         (
             *_like_llama(1e-5),
@@ -267,6 +268,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("OlmoeForCausalLM",),
+        {},
         "olmoe",
         (
             *_like_llama(1e-5),
@@ -281,6 +283,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("Qwen2MoeForCausalLM",),
+        {},
         "qwen2_moe",
         (
             *_like_llama(),
@@ -297,6 +300,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("Qwen3MoeForCausalLM",),
+        {},
         "qwen3_moe",
         (
             *_like_llama(),
