@@ -51,6 +51,20 @@ def trained(config: TuneConfig) -> Callable[[str], bool] | None:
     return (lambda name: _matches_any(name, config.train_only)) if config.train_only else None
 
 
+def words(config: TuneConfig, params: Mapping[str, Tree]) -> str | None:
+    """Describe how many parameters are trained; None if all are.
+
+    Args:
+        config: the section `tune`.
+        params: shapes and dtypes of the model's parameters, by layer id; of shared ones only the first place.
+    """
+    if (is_trained := trained(config)) is None:
+        return None
+    chosen, every = jax.tree.leaves(part_of(params, is_trained)), jax.tree.leaves(dict(params))
+    frozen = sum(leaf.size * leaf.dtype.itemsize for leaf in every) - sum(leaf.size * leaf.dtype.itemsize for leaf in chosen)
+    return f"tune: {sum(leaf.size for leaf in chosen):,} parameters are trained; {frozen:,} bytes of others stay as they are"
+
+
 def part_of(specs: Mapping[str, Tree], is_trained: Callable[[str], bool]) -> dict[str, Tree]:
     """Return the trained ones of parameters by layer id, with None in place of the others."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if is_trained(_name(path)) else None, dict(specs))

@@ -28,5 +28,4 @@ def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | Non
     blocks = {f"block_{i}": constructors[id(block)] for i, block in enumerate(configs)}
     tie = jpipe.Tie(("embed", "token/embedding"), ("head", "token/embedding"))
     all_layers = {"embed": partial(kind.Embed, config), **blocks, "head": partial(kind.Head, config, chunk)}
-    all_layers = all_layers if tune is None else tuned(all_layers, config, tune)
-    return jpipe.LayerStack(all_layers, [tie] if config.tied else ())
+    return jpipe.LayerStack(tuned(all_layers, config, tune or TuneConfig()), [tie] if config.tied else ())
