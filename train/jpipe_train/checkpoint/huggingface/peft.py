@@ -55,6 +55,26 @@ class Module(NamedTuple):
         """The number of parts that have an adapter."""
         return sum(part.exists for part in self.parts)
 
+    def matrices(self, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return A and B, of the shapes (rank, inputs) and (outputs, rank).
+
+        Adapters of several parts become one of as many times the rank, whose B has a block for each part.
+
+        Args:
+            arrays: the parameters of the layer, by name in an export.
+        """
+        columns = [np.asarray(arrays[f"{part.adapter}/a"]) for part in self.parts if part.exists]
+        a = np.concatenate(columns, axis=1)
+        b = np.zeros((a.shape[1], sum(part.outputs for part in self.parts)), a.dtype)
+        row = column = 0
+        for part in self.parts:
+            if part.exists:
+                block = np.asarray(arrays[f"{part.adapter}/b"])
+                b[row : row + len(block), column : column + part.outputs] = block
+                row += len(block)
+            column += part.outputs
+        return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
+
 
 def main(run: str, out: str, step: int | None, report: Callable[[str], None], weights: Weights = "newest") -> None:
     """Write the adapters of a checkpoint as a folder for PEFT, which appears whole or not at all.
@@ -81,7 +101,7 @@ def main(run: str, out: str, step: int | None, report: Callable[[str], None], we
         of_layer = [module for row in rows for module in modules_of(row, model.specs, model.config.model)]
         arrays = model.read(layer_id) if of_layer else {}
         for module in of_layer:
-            a, b = _matrices(module, arrays)
+            a, b = module.matrices(arrays)
             tensors |= {f"{_BEFORE}{module.name}.lora_A.weight": a, f"{_BEFORE}{module.name}.lora_B.weight": b}
             modules[module.name] = module
     if not tensors:
@@ -114,24 +134,6 @@ def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Mod
     each = [(part,) for part in parts] if len(row.theirs) == len(parts) else [tuple(parts)]
     modules = [Module(name.removesuffix(".weight"), own, row.transposed) for name, own in zip(row.theirs, each, strict=True)]
     return [module for module in modules if module.number]
-
-
-def _matrices(module: Module, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return A and B of a module, of the shapes (rank, inputs) and (outputs, rank).
-
-    Adapters of several parts of one module become one of as many times the rank, whose B has a block for each part.
-    """
-    columns = [np.asarray(arrays[f"{part.adapter}/a"]) for part in module.parts if part.exists]
-    a = np.concatenate(columns, axis=1)
-    b = np.zeros((a.shape[1], sum(part.outputs for part in module.parts)), a.dtype)
-    row = column = 0
-    for part in module.parts:
-        if part.exists:
-            block = np.asarray(arrays[f"{part.adapter}/b"])
-            b[row : row + len(block), column : column + part.outputs] = block
-            row += len(block)
-        column += part.outputs
-    return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
 
 
 def _described(model: Model, lora: LoraConfig, modules: Mapping[str, Module]) -> dict[str, Any]:
