@@ -78,6 +78,10 @@ def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
     [
         ({"freeze": ["blok_0"]}, "tune.freeze: no parameter or layer matches 'blok_0'; the nearest is block_0"),
         ({"train_only": ["head/*", "block_0/qvk/kernel"]}, "tune.train_only: no .* matches 'block_0/qvk/kernel'; .* block_0/qkv/kernel"),
+        (
+            {"lora": {"targets": ["q_proj", "gate_proj"]}},
+            "tune.lora.targets: .*, found gate_proj, which it lacks; those of the others are q_",
+        ),
         ({"freeze": ["*"]}, "tune.freeze: expected that some parameters are trained, found that all are frozen; leave some out"),
     ],
 )

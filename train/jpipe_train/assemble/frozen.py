@@ -32,6 +32,11 @@ def trains_part(rule: optax.GradientTransformation, config: TuneConfig, params: 
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(dict(params))]
     for key, patterns in (("freeze", config.freeze), ("train_only", config.train_only)):
         _check_patterns(key, patterns, names)
+    for target in config.lora.targets or () if config.lora is not None else ():
+        if not any(f"/lora/{target}/" in name for name in names):
+            has = dict.fromkeys(name.split("/")[3] for name in names if is_of_adapter(name))
+            others = f"those of the others are {', '.join(has)}" if has else "it has none of these layers"
+            raise InputError(f"tune.lora.targets: expected layers that the model has, found {target}, which it lacks; {others}")
     if not any(map(is_trained, names)):
         key = "freeze" if config.freeze else "lora.targets"
         raise InputError(f"tune.{key}: expected that some parameters are trained, found that all are frozen; leave some out")

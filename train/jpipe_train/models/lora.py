@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jpipe import InputError
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.config.tune_config import PARTS, TARGETS, LoraConfig, TuneConfig
 from jpipe_train.models.quantized import Kind, dequantize, quantize
@@ -74,15 +73,9 @@ def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, 
         layers: the constructors of a built-in model, by layer id.
         config: the section `model`.
         tune: the section `tune`.
-
-    Raises:
-        InputError: the model lacks a layer that is to have adapters.
     """
     if tune.lora is None:
         return dict(layers)
-    for name in tune.lora.targets or ():
-        if name == "gate_proj" and not config.gated_mlp:
-            raise InputError("tune.lora.targets: expected layers that the model has, found gate_proj without model.gated_mlp; leave it out")
     same: dict[int, Callable[..., nnx.Module]] = {}
     return {layer_id: same.setdefault(id(make), _tuned(make, config, tune)) for layer_id, make in layers.items()}
 
