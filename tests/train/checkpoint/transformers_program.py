@@ -62,7 +62,11 @@ def write_families(folder: Path) -> None:
     """Write a folder of each of `MODELS`."""
     for seed, (name, (architecture, keys)) in enumerate(MODELS.items()):
         kind = getattr(transformers, architecture)
-        write(folder / name, spread(kind(kind.config_class(**copy.deepcopy(keys))), seed), decoder_batch(20 + seed))
+        model = spread(kind(kind.config_class(**copy.deepcopy(keys))), seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= float(parameter.ndim == 1 and "Gemma" in architecture)  # scales of norms are 1 plus these
+        write(folder / name, model, decoder_batch(20 + seed))
 
 
 def load(folder: Path) -> None:

@@ -16,6 +16,7 @@ from jpipe.files import expanded, read_text
 from jpipe_planner import balance, host_memory, usable_cores
 from jpipe_train.assemble import labels, meshes, model
 from jpipe_train.assemble.frozen import part_of, trained, trains_part
+from jpipe_train.assemble.metrics import metrics
 from jpipe_train.assemble.optimizer import optimizer
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from jpipe_train.console.progress import Reporter
@@ -45,7 +46,7 @@ def build(
     with errors_name_config_keys(config.plan.file):
         computes, chunk = config.precision.computes, config.logits_chunk
         stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read().like[0], config.tune)
-        loss = model.loss(config.loss)
+        loss = model.loss(config.loss, config.model.head)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         check_delay(plan, config.plan.max_delay)
@@ -78,7 +79,7 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
         params = {layer_id: layer.params for layer_id, layer in layers.items()}
         devices, is_trained = started_devices(pipe), trained(config.tune)
         check_memory(params, pipe.optimizer, pipe.plan, devices, pipe.precision.has_masters, is_trained)
-        pipe.check(batch, model.metrics(config.eval))
+        pipe.check(batch, metrics(config.eval, config.model.label_count))
     return labels.check_labels(config, batches, layers[pipe.stack.ids[-1]].output)
 
 

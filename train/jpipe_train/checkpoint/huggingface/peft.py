@@ -95,6 +95,8 @@ def main(run: str, out: str, step: int | None, report: Callable[[str], None], we
     lora = model.config.tune.lora
     if lora is None:
         raise InputError(f"--layout: expected a run with adapters (tune.lora) for peft, found none in '{run}'; give huggingface")
+    if model.config.tune.train_only:
+        raise InputError("--layout: peft has adapters alone, and tune.train_only trained other parameters as well; give huggingface")
     tensors: dict[str, np.ndarray] = {}
     modules: dict[str, Module] = {}
     for layer_id, rows in model.names.rows.items():
