@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.config.tune_config import PARTS, TARGETS, LoraConfig, TuneConfig, matches_any
-from jpipe_train.models.quantized import Kind, dequantize, quantize
+from jpipe_train.models.quantized import Kind, multiply, quantize
 
 _UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as PEFT: up to 1 / sqrt(inputs)
 
@@ -39,8 +39,8 @@ class Quantized(nnx.Module):
         inputs, outputs = axes_of(kernel)
         self.codes, self.scale, self.kind = _param(codes, inputs, outputs), _param(scale, None, outputs), kind
 
-    def __getitem__(self, _: Any) -> Float[Array, "i o"]:
-        return dequantize(self.codes[...], self.scale[...], self.kind)
+    def __rmatmul__(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
+        return multiply(x, self.codes[...], self.scale[...], self.kind)
 
 
 class Adapted(nnx.Module):
@@ -58,7 +58,7 @@ class Adapted(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         x = x.astype(self.dtype)
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = x @ (self.kernel if isinstance(self.kernel, Quantized) else self.kernel[...].astype(x.dtype))
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)[(None,) * (y.ndim - 1)]
         if not self.lora:

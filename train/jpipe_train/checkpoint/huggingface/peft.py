@@ -20,7 +20,6 @@ from jpipe_train.models.lora import widths_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BEFORE = "base_model.model."  # of the names of modules, as PEFT wraps them
-_TASKS = {"decoder": "CAUSAL_LM"}  # others have none
 
 
 class Part(NamedTuple):
@@ -144,7 +143,7 @@ def _described(model: Model, lora: LoraConfig, modules: Mapping[str, Module]) ->
     several = {name: module.number for name, module in modules.items() if module.number > 1}
     return {
         "peft_type": "LORA",
-        "task_type": _TASKS.get(model.config.model.kind),
+        "task_type": "CAUSAL_LM" if (model.config.model.kind, model.config.model.head) == ("decoder", "language") else None,
         "base_model_name_or_path": model.config.warm_start.file,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
