@@ -16,7 +16,7 @@ from jpipe_train.config.config import ModelConfig
 from jpipe_train.config.model.presets import PRESETS
 from jpipe_train.models.layers import layers
 from tests.train.checkpoint.families import LLAMA3 as LLAMA3_8
-from tests.train.checkpoint.families import LONG, MODELS, WINDOWS
+from tests.train.checkpoint.families import LONG, MODELS, PUBLISHED, WINDOWS
 from tests.train.checkpoint.folders import GOLDEN, copied
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -201,6 +201,15 @@ def test_the_names_of_tensors_fit_the_parameters_of_the_layers(name):
     if described.keys["tied"]:
         assert shapes.pop("head/token/embedding") == shapes["embed/token/embedding"]
     assert {ours: shape for row in layout(described) for ours, shape in row.shapes.items()} == shapes
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_the_preset_of_the_model(name):
+    architecture, content = PUBLISHED[name]
+    keys = huggingface.parse({"architectures": [architecture], **content}).keys
+    expected = huggingface.to_json_keys(ModelConfig(preset=name))
+    assert huggingface.to_json_keys(ModelConfig(**keys, seq_len=8)) == expected
+    assert expected["architectures"] == [architecture]
 
 
 OF_FAMILIES = {

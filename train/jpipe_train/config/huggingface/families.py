@@ -94,7 +94,7 @@ IGNORED = frozenset(
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
         *("encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
         *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
-        *("cache_implementation", "prefix"),
+        *("cache_implementation", "prefix", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
     }
 )
 """JSON keys that change nothing in training, whatever they say."""
@@ -184,10 +184,17 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("LlamaForCausalLM",),
         "llama",
-        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), biases("attention_bias", "mlp_bias"), rope()),
+        (
+            *_like_llama(),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            biases("attention_bias", "mlp_bias"),
+            rope(),
+            only("rope_interleaved", False),
+        ),
         _LLAMA,
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-        frozenset({"pretraining_tp"}),  # how products are divided, which changes their rounding
+        frozenset({"pretraining_tp", "is_llama_config"}),  # the former divides products, which changes their rounding
     ),
     Family(
         ("MistralForCausalLM",),
@@ -199,10 +206,9 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("Qwen2ForCausalLM",),
         "qwen2",
-        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), later_windows(), rope()),
+        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), later_windows(), rope(), only("use_mrope", False)),
         _LLAMA | {"bias": "qkv"},
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-        frozenset({"use_mrope"}),
     ),
     Family(
         ("Qwen3ForCausalLM",),
@@ -228,7 +234,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _GEMMA,
         _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _MLP),
-        frozenset({"hidden_act"}),  # transformers reads hidden_activation
+        frozenset({"hidden_act", "sliding_window_size"}),  # transformers reads hidden_activation and sliding_window
     ),
     Family(
         ("Gemma3ForCausalLM",),
