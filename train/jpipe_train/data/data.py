@@ -15,12 +15,13 @@ from jpipe import InputError
 from jpipe_train.config import entry_point
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
-from jpipe_train.data import masked, splits, target_data, windows
+from jpipe_train.data import labelled, masked, splits, target_data, windows
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
 from jpipe_train.data.splits import Split
 
 Rows = windows.Windows | windows.Examples | masked.Masked
+AnyRows = Rows | windows.Filled | labelled.Examples
 
 
 @runtime_checkable
@@ -101,14 +102,18 @@ def load(config: Config, position: Position | None = None) -> Data:
 def _read(config: Config) -> Data:
     if config.data.target is not None:
         return _from_target(config)
+    if config.data.format == "labels":
+        return _of_labels(config)
     _check_objective(config)
     split = splits.read(config)
-    _check_vocabulary(config, split)
+    _check_vocabulary(config, split.train.vocab_size)
     apart = _apart(config, split)
     rows = [_rows(config, split, part, apart=apart) for part in (0, 1)]
     _check_amount(config, split, *rows)
-    batches = [_batches(config, rows[part], part, apart=apart) for part in (0, 1)]
-    return Data(batches[0], batches[1], split.source, _amount(split, *rows), split.digest, _remarks(split, *rows))
+    held_out = rows[1] if isinstance(rows[1], masked.Masked) else windows.Filled(rows[1], config.train.batch_size)
+    batches = _batches(config, rows[0], 0, apart=apart), _batches(config, held_out, 1, apart=apart)
+    remarks = *_remarks(split, *rows), *_few_rows(config, *rows)
+    return Data(*batches, split.source, _amount(split, *rows), split.digest, remarks)
 
 
 @_memory_errors_reported()
@@ -127,11 +132,13 @@ def held_out(config: Config, path: str | None = None) -> Data:
         raise InputError(f"data.path: the data come from '{target}' (data.target), found the path '{path}'; change data.arguments")
     if target is not None:
         return _read(config)
+    if config.data.format == "labels":
+        return _held_out_labels(config, path)
     _check_objective(config)
     split = splits.read(config) if path is None else splits.read_whole(config, path)
     if path is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
-    _check_vocabulary(config, split)
+    _check_vocabulary(config, split.train.vocab_size)
     apart = _apart(config, split)
     rows = _rows(config, split, 1, apart=apart)
     _check_some(config, split, rows)
@@ -166,7 +173,7 @@ def unread(config: Config) -> Data:
 
 def portion(config: Config) -> tuple[int, str]:
     """Return how much a step processes, and in which unit: tokens of a text, or samples of other data."""
-    if config.data.target is None:
+    if config.data.target is None and config.data.format != "labels":
         return config.train.batch_size * config.model.seq_len, "tokens"
     return config.train.batch_size, "samples"
 
@@ -175,7 +182,9 @@ def loss_unit(config: Config) -> str:
     """Return the unit that follows a loss in messages, or "" if it is unknown."""
     if config.loss.target is not None:
         return ""
-    if config.data.target is not None:
+    if config.model.target is None and config.model.head == "regression":
+        return ""
+    if config.data.target is not None or config.data.format == "labels":
         return " nats per label"
     if config.data.objective == "masked":
         return " nats"  # the sum of two means: per masked token, and per row
@@ -196,9 +205,42 @@ def _check_objective(config: Config) -> None:
         raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")
 
 
-def _check_vocabulary(config: Config, split: Split) -> None:
+def _of_labels(config: Config) -> Data:
+    """Read texts with labels.
+
+    Raises:
+        InputError: as `load`.
+    """
+    read = labelled.read(config)
+    _check_vocabulary(config, read.vocab_size)
+    have, need = (len(read.train), len(read.validation)), config.train.batch_size
+    if min(have) < need:
+        more = "" if config.data.validation_path is not None else ", raise data.validation_fraction"
+        raise InputError(
+            f"data.path: expected at least {need} examples for training and {need} for validation (train.batch_size), found {have[0]:,} "
+            f"and {have[1]:,} in {read.source}; give more{more}, or lower train.batch_size"
+        )
+    batches = [_batches_of_labels(config, part, number) for number, part in enumerate((read.train, read.validation))]
+    amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
+    return Data(batches[0], batches[1], read.source, amount, read.digest, read.remarks)
+
+
+def _held_out_labels(config: Config, path: str | None) -> Data:
+    """Read all texts with labels that are held out."""
+    read = labelled.read(config, path)
+    _check_vocabulary(config, read.vocab_size)
+    if not len(read.validation):
+        raise InputError(f"data.path: expected at least 1 example, found none in {read.source}; give more")
+    batches = _batches_of_labels(config, read.validation, 1)
+    return Data(batches, batches, read.source, count(len(read.validation), "example"), read.digest, read.remarks)
+
+
+def _batches_of_labels(config: Config, examples: labelled.Examples, part: int) -> BatchesOfRows:
+    return BatchesOfRows(_ordered(config, examples, part), config.train.batch_size, examples.spec)
+
+
+def _check_vocabulary(config: Config, need: int) -> None:
     """Check that the built-in model has a symbol for every token."""
-    need = split.train.vocab_size
     if config.model.target is None and need > (have := config.model.vocab_size):
         of_folder = f"the tokens of '{config.data.path}'"
         name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.read_as, f"the tokens of '{config.data.tokenizer}'")
@@ -220,7 +262,7 @@ def _apart(config: Config, split: Split) -> bool:
 def _rows(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
     """Return the rows of one part, each once."""
     documents, data, seq_len = (split.train, split.validation)[part], config.data, config.model.seq_len
-    if split.train.have_answers or data.format == "prompts":
+    if split.train.have_answers or data.format in ("prompts", "chat"):
         if data.objective == "masked":
             raise InputError("data.objective: masked: expected text, found prompts with answers; leave it out")
         return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=split.place[part])
@@ -230,14 +272,14 @@ def _rows(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
     return windows.Windows(documents, seq_len, apart=apart)
 
 
-def _batches(config: Config, rows: Rows, part: int, *, apart: bool) -> BatchesOfRows:
+def _batches(config: Config, rows: AnyRows, part: int, *, apart: bool) -> BatchesOfRows:
     """Batch the rows of one part."""
     seq_len = config.model.seq_len
     spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
     return BatchesOfRows(_ordered(config, rows, part), config.train.batch_size, spec)
 
 
-def _ordered(config: Config, rows: Rows, part: int) -> Elements:
+def _ordered(config: Config, rows: AnyRows, part: int) -> Elements:
     """Return the rows in the order of their batches, endlessly for training."""
     if isinstance(rows, masked.Masked):
         return masked.Drawn(rows, epochs=part == 0)
@@ -250,30 +292,28 @@ def _seed(config: Config, part: int) -> int:
 
 
 def _check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
-    """Check that there is at least one batch for training and one for validation.
+    """Check that there is at least one row for training and one for validation, and a batch of masked ones, which cannot be padded.
 
     Raises:
         InputError: there are fewer rows.
     """
     batch_size, seq_len = config.train.batch_size, config.model.seq_len
-    if min(len(train), len(validation)) >= batch_size:
+    if min(len(train), len(validation)) >= (batch_size if isinstance(train, masked.Masked) else 1):
         return
+    need, unit, have, why = 2, split.unit, (split.train.size, split.validation.size), "one that is read and one that is predicted"
     if isinstance(train, windows.Examples):
-        need, unit, have = batch_size, "rows of examples", (len(train), len(validation))
-        why = f"train.batch_size {batch_size} rows of model.seq_len {seq_len}"
+        need, unit, have = 1, "row of examples", (len(train), len(validation))
+        why = "a row has whole examples with answers"
     elif isinstance(train, masked.Masked):
         each = seq_len - masked.SPECIAL
-        need, unit, have = batch_size * each, split.unit, (split.train.size, split.validation.size)
+        need = batch_size * each
         why = f"train.batch_size {batch_size} windows of {each} tokens, model.seq_len {seq_len} without special tokens"
-    else:
-        need, unit, have = batch_size * seq_len + 1, split.unit, (split.train.size, split.validation.size)
-        why = f"train.batch_size {batch_size} windows of model.seq_len {seq_len}, plus one"
     more = "prepare more" if config.data.format == "tokens" else "give more text"
     if config.data.format != "tokens" and config.data.validation_path is None:
         more += ", raise data.validation_fraction"
     raise InputError(
         f"data.path: expected at least {need} {unit} for training and {need} for validation ({why}), found {have[0]} and {have[1]} in "
-        f"{split.source}; {more}, or lower train.batch_size or model.seq_len"
+        f"{split.source}; {more}{', or lower train.batch_size or model.seq_len' if isinstance(train, masked.Masked) else ''}"
     )
 
 
@@ -282,7 +322,7 @@ def _check_some(config: Config, split: Split, rows: Rows) -> None:
     if len(rows):
         return
     seq_len = config.model.seq_len
-    need, what, have = seq_len + 1, f"{split.unit} (a window of model.seq_len {seq_len}, plus one)", split.validation.size
+    need, what, have = 2, f"{split.unit} (one that is read and one that is predicted)", split.validation.size
     if isinstance(rows, masked.Masked):
         need, what = seq_len - masked.SPECIAL, f"{split.unit} (a window of model.seq_len {seq_len} without special tokens)"
     elif isinstance(rows, windows.Examples):
@@ -296,6 +336,14 @@ def _amount(split: Split, train: Rows, validation: Rows) -> str:
     if isinstance(train, windows.Examples):
         words += f"; {len(train):,} and {len(validation):,} rows of whole examples, {train.fill:.0%} full"
     return words
+
+
+def _few_rows(config: Config, train: Rows, validation: Rows) -> tuple[str, ...]:
+    """Say that there are fewer rows than a batch has."""
+    size = config.train.batch_size
+    in_training = f"{count(len(train), 'row')} for training: a batch of {size} has rows several times"
+    in_validation = f"{count(len(validation), 'row')} for validation: a batch of {size} is filled with padding"
+    return tuple(words for rows, words in ((train, in_training), (validation, in_validation)) if len(rows) < size)
 
 
 def _remarks(split: Split, *rows: Rows) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import expanded, new_folder, read_bytes, resolved, shown, unused, write_atomically
 from jpipe_train.assemble import model
+from jpipe_train.checkpoint.adapters import merged, merged_specs
 from jpipe_train.checkpoint.export import Weights, by_name, by_path, step_of, with_ema
 from jpipe_train.checkpoint.huggingface.names import Layout, layout
 from jpipe_train.checkpoint.huggingface.tensors_file import write_tensors
@@ -22,13 +23,16 @@ from jpipe_train.config import config_file, huggingface
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import tokenizer
+from jpipe_train.data.chat import template
+from jpipe_train.data.chat.renderer import Renderer
+from jpipe_train.data.chat.tokens import end_of_turn
 from jpipe_train.data.files import token_files
 
 LIMIT = 5 * 10**9  # bytes of the tensors of a file
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class _Model(NamedTuple):
+class Model(NamedTuple):
     """A model to write.
 
     Attributes:
@@ -79,7 +83,7 @@ def main(
             raise InputError(f"export: expected the folder of a run for --step and --weights, found the file '{source}'; leave them out")
         model = _of_config(source, overrides)
     else:
-        model = _of_run(source, step, report, weights)
+        model = of_run(source, step, report, weights)
     specs = _specs(model)
     described = model.described | _special(model.config, model.described["vocab_size"]) | _dtypes(specs)
     with new_folder(path, "--out") as unfinished:
@@ -89,8 +93,16 @@ def main(
     report(f"{out}: {count(len(specs), 'tensor')}, {size:,} bytes{copied}, {model.origin}")
 
 
-def _of_run(run: str, step: int | None, report: Callable[[str], None], weights: Weights) -> _Model:
-    """Open the parameters of a checkpoint."""
+def of_run(run: str, step: int | None, report: Callable[[str], None], weights: Weights, *, merge: bool = True) -> Model:
+    """Open the parameters of a checkpoint.
+
+    Args:
+        run, step, report, weights: as in `main`.
+        merge: whether adapters are added to the weights; otherwise they are parameters of their own.
+
+    Raises:
+        InputError: as `main`.
+    """
     folder = resolved(run, "export")
     chosen = step_of(folder, step, "export", report)
     config = config_file.load_resolved(folder / "config.yaml")
@@ -103,13 +115,15 @@ def _of_run(run: str, step: int | None, report: Callable[[str], None], weights: 
     def read(layer_id: str) -> Mapping[str, Any]:
         names = [layer_id, *(name for name, first in firsts.items() if first == layer_id)]
         layers = checkpoint_files.read_layers(folder, chosen, names, verified=True)
-        return by_name(layers if weights == "newest" else with_ema(layers, chosen))
+        arrays = by_name(layers if weights == "newest" else with_ema(layers, chosen))
+        return merged(arrays, config.model, config.tune) if merge else arrays
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(entries).items()}
-    return _Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
+    specs = merged_specs(specs, config.tune) if merge else specs
+    return Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
 
 
-def _of_config(file: str, overrides: Sequence[str]) -> _Model:
+def _of_config(file: str, overrides: Sequence[str]) -> Model:
     """Open the parameters that the run of a config would begin with."""
     config = config_file.load(file, overrides)
     described = huggingface.to_json_keys(config.model, _architecture(config))
@@ -118,7 +132,8 @@ def _of_config(file: str, overrides: Sequence[str]) -> _Model:
             f"export: expected a config whose run begins with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
         )
     stack = model.layers(config.model, config.train.batch_size)
-    inputs = stack.specs(jax.ShapeDtypeStruct((1, config.model.seq_len), np.dtype("int32")))
+    rows = config.model.label_count or 1 if config.model.head == "multiple_choice" else 1
+    inputs = stack.specs(jax.ShapeDtypeStruct((rows, config.model.seq_len), np.dtype("int32")))
     key = jax.random.key(config.seed)
 
     def read(layer_id: str) -> Mapping[str, Any]:
@@ -129,10 +144,10 @@ def _of_config(file: str, overrides: Sequence[str]) -> _Model:
         return {f"{layer_id}/{path}": leaf for path, leaf in by_path(tree).items()}
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for i, layer in inputs.items() for name, leaf in named(layer.params, i).items()}
-    return _Model(config, described, layout(huggingface.parse(described)), specs, read, f"fresh weights of {file}")
+    return Model(config, described, layout(huggingface.parse(described)), specs, read, f"fresh weights of {file}")
 
 
-def _specs(model: _Model) -> dict[str, Spec]:
+def _specs(model: Model) -> dict[str, Spec]:
     """Return shapes and dtypes of the tensors by name, in their order."""
     specs = model.specs
     for row in model.names:
@@ -147,7 +162,7 @@ def _specs(model: _Model) -> dict[str, Spec]:
     return {name: Spec(shape, specs[ours].dtype) for ours, name, shape in rows}
 
 
-def _tensors(model: _Model) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors with their names; one layer is in memory at a time."""
     for layer_id, rows in model.names.rows.items():
         arrays = model.read(layer_id)
@@ -169,6 +184,8 @@ def _special(config: Config, vocab_size: int) -> dict[str, Any]:
     tokens = {key: original[key] if _is_token(original.get(key), vocab_size) else None for key in _SPECIAL}
     if tokens["eos_token_id"] is None and config.model.kind == "decoder" and _is_token(end := _end_of_text(config), vocab_size):
         tokens["eos_token_id"] = end
+    if tokens["pad_token_id"] is None and config.data.format == "labels" and _is_token(padding := _padding(config), vocab_size):
+        tokens["pad_token_id"] = padding  # transformers finds the last token of a row by it
     return tokens
 
 
@@ -194,7 +211,20 @@ def _end_of_text(config: Config) -> int | None:
             assert data.path is not None
             return token_files.read_index(data.path, "data.path")[1].end_of_text
         if data.target is None and data.tokenizer is not None:
-            return tokenizer.load(data.tokenizer, "data.tokenizer", data.end_of_text).end
+            loaded = tokenizer.load(data.tokenizer, "data.tokenizer", data.end_of_text)
+            return loaded.end if data.format != "chat" else _end_of_turn(loaded, data.chat_template)
+    return None
+
+
+def _end_of_turn(loaded: tokenizer.Tokenizer, chosen: str | None) -> int | None:
+    with Renderer(template.find(loaded, chosen)) as renderer:
+        return next(iter(end_of_turn(renderer, loaded)[0]), loaded.end)
+
+
+def _padding(config: Config) -> int | None:
+    """Return the token that fills rows, if it is known."""
+    with contextlib.suppress(InputError):
+        return tokenizer.load(str(config.data.tokenizer), "data.tokenizer").padding
     return None
 
 
@@ -215,7 +245,16 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
         return ""
     write_atomically(to / tokenizer.FILE, content)
     # Otherwise transformers builds the default tokenizer of the architecture.
-    _write_json(to / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if config.data.target is None and config.data.format == "chat":
+        try:
+            found = template.find(tokenizer.load(path, "data.tokenizer"), config.data.chat_template)
+        except InputError as error:
+            say(f"without the chat template of the run: {error}")
+        else:
+            named = [{"name": name, "template": source} for name, source in found.sources.items()]
+            settings |= {**found.variables, "chat_template": named if len(named) > 1 else found.source()}
+    _write_json(to / template.SETTINGS, settings)
     return " and the tokenizer"
 
 
