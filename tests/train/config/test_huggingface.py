@@ -78,7 +78,7 @@ SUPPORTED = f"expected one of {', '.join(huggingface.ARCHITECTURES)}, found "
         ("gpt2", {"n_layer": ...}, "config.json: key 'n_layer' is missing; add it"),
         ("gpt2", {"n_layer": "2"}, "config.json: n_layer: "),
         ("gpt2", {"n_layer": 10**8}, "config.json: n_layer: expected less than or equal to 1000, found 100000000; "),
-        ("gpt2", {"n_layer": 10**10}, "config.json: n_layer: expected less than or equal to 1000000000, "),
+        ("gpt2", {"n_layer": 10**10}, "config.json: n_layer: expected less than or equal to 1000, found 10000000000; "),
         ("gpt2", {"n_positions": 10**9}, "config.json: n_embd 16 × n_positions 1000000000 makes a table of positions of more than"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "config.json: scale_attn_by_inverse_layer_idx: expected False, found True"),
         ("gpt2", {"quantization_config": {"bits": 4}}, "config.json: quantization_config: "),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jpipe_train.config.huggingface.parts import (
+    Depth,
     Number,
     Part,
     Size,
@@ -111,7 +112,7 @@ COMMON = (
 """The parts of all families."""
 
 _SIZES = (
-    one("num_hidden_layers", "depth", Size),
+    one("num_hidden_layers", "depth", Depth),
     one("hidden_size", "width", Size),
     one("num_attention_heads", "heads", Size),
     one("intermediate_size", "mlp_width", Size),
@@ -162,7 +163,7 @@ FAMILIES: tuple[Family, ...] = (
         {"classification": "GPT2ForSequenceClassification"},
         "gpt2",
         (
-            one("n_layer", "depth", Size),
+            one("n_layer", "depth", Depth),
             one("n_embd", "width", Size),
             one("n_head", "heads", Size),
             one("n_positions", "max_positions", Size),
