@@ -66,7 +66,7 @@ def read(config: Config) -> Split:
         if data.format == AUTO:
             _check_kinds(data)
         return read_bytes(data.path, data.validation_fraction, data.validation_path)
-    _check_beside_weights(config)
+    check_beside_weights(config)
     if data.format == "tokens":
         return _of_token_files(config)
     if data.validation_path is None:
@@ -102,7 +102,7 @@ def _check_kinds(data: DataConfig) -> None:
                 raise InputError(f"{where}: expected text, found that '{file}' is {kind.name}{columns}; {hint}, {as_it_is}")
 
 
-def _check_beside_weights(config: Config) -> None:
+def check_beside_weights(config: Config) -> None:
     """Check that tokens mean the same as those of the weights that the run starts from, if their tokenizer is known."""
     ours, file = tokenizers.file_of(config), config.warm_start.file
     beside = None if file is None else Path(file).expanduser() / tokenizers.FILE

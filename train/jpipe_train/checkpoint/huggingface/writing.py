@@ -132,7 +132,8 @@ def _of_config(file: str, overrides: Sequence[str]) -> Model:
             f"export: expected a config whose run begins with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
         )
     stack = model.layers(config.model, config.train.batch_size)
-    inputs = stack.specs(jax.ShapeDtypeStruct((1, config.model.seq_len), np.dtype("int32")))
+    rows = config.model.label_count or 1 if config.model.head == "multiple_choice" else 1
+    inputs = stack.specs(jax.ShapeDtypeStruct((rows, config.model.seq_len), np.dtype("int32")))
     key = jax.random.key(config.seed)
 
     def read(layer_id: str) -> Mapping[str, Any]:
@@ -183,6 +184,8 @@ def _special(config: Config, vocab_size: int) -> dict[str, Any]:
     tokens = {key: original[key] if _is_token(original.get(key), vocab_size) else None for key in _SPECIAL}
     if tokens["eos_token_id"] is None and config.model.kind == "decoder" and _is_token(end := _end_of_text(config), vocab_size):
         tokens["eos_token_id"] = end
+    if tokens["pad_token_id"] is None and config.data.format == "labels" and _is_token(padding := _padding(config), vocab_size):
+        tokens["pad_token_id"] = padding  # transformers finds the last token of a row by it
     return tokens
 
 
@@ -216,6 +219,13 @@ def _end_of_text(config: Config) -> int | None:
 def _end_of_turn(loaded: tokenizer.Tokenizer, chosen: str | None) -> int | None:
     with Renderer(template.find(loaded, chosen)) as renderer:
         return next(iter(end_of_turn(renderer, loaded)[0]), loaded.end)
+
+
+def _padding(config: Config) -> int | None:
+    """Return the token that fills rows, if it is known."""
+    with contextlib.suppress(InputError):
+        return tokenizer.load(str(config.data.tokenizer), "data.tokenizer").padding
+    return None
 
 
 def _is_token(value: Any, vocab_size: int) -> bool:
