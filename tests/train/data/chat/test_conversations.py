@@ -52,6 +52,10 @@ def test_tokens_at_the_edge_of_an_answer_are_learned(chat_folders):
         assert [(int(a), int(b)) for a, b in found.answers] == ranges
     (found,) = tokenized([Rendered("a日b", ((0, 2), (1, 3)))], tokenizer)
     assert found.answers == [(0, 4), (4, 5)]
+    pair = next(token for token in sorted(tokenizer.rules.get_vocab()) if len(token) == 2 and token.isascii() and token.isalpha())
+    for span in ((0, 1), (1, 2)):
+        (found,) = tokenized([Rendered(pair, (span,))], tokenizer)
+        assert found.answers == [(0, 1)]
     for is_marked, last in ((True, "\n"), (False, "<|im_end|>")):
         (found,) = tokenized([Rendered("ab<|im_end|>\nc", ((1, 13),), is_marked)], tokenizer)
         assert tokenizer.rules.id_to_token(int(found.tokens[found.answers[0][1] - 1])) == last.replace("\n", "Ċ")
