@@ -153,7 +153,7 @@ def learned(folder: Path, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, dict
     return loss, outputs, {name: tensor for row in rows for name, tensor in row.split(updated).items()}
 
 
-def check_learned(folder: Path, expected: dict[str, np.ndarray]) -> None:
+def check_learned(folder: Path, expected: dict[str, np.ndarray], atol: float = 8e-6) -> None:
     """Check that the model of a folder computes the loss, outputs and updated weights that transformers computed."""
     loss, outputs, after = learned(folder, expected)
     close(loss, expected["loss"])
@@ -164,9 +164,9 @@ def check_learned(folder: Path, expected: dict[str, np.ndarray]) -> None:
         close(outputs["next"], expected["next_logits"])
     assert {f"after/{name}" for name in after} == {name for name in expected if name.startswith("after/")}
     for name, tensor in after.items():
-        close(tensor, expected[f"after/{name}"])
+        close(tensor, expected[f"after/{name}"], atol)
 
 
-def close(actual: Any, expected: Any) -> None:
+def close(actual: Any, expected: Any, atol: float = 8e-6) -> None:
     """Check that arrays are equal up to the rounding of float32."""
-    np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=8e-6)
+    np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=atol)

@@ -19,7 +19,7 @@ from tests.train.checkpoint.families import LENGTH, MODELS, SYMBOLS
 from tests.train.checkpoint.golden.write_golden import BERT, GPT2, RATE, spread
 
 ROWS, CHOICES = 4, 2
-FAMILIES = ("llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "smollm3")
+FAMILIES = ("llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-short", "smollm3")
 
 
 def configs() -> dict[str, tuple[str, transformers.PreTrainedConfig]]:

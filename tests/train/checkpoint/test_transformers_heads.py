@@ -18,7 +18,7 @@ PROGRAM = "tests.train.checkpoint.heads_program"
 ARCHITECTURES = {
     **{"bert": "BertForSequenceClassification", "bert-regression": "BertForSequenceClassification", "bert-choice": "BertForMultipleChoice"},
     **{"gpt2": "GPT2ForSequenceClassification", "llama3": "LlamaForSequenceClassification", "mistral": "MistralForSequenceClassification"},
-    **{"qwen2": "Qwen2ForSequenceClassification", "qwen3": "Qwen3ForSequenceClassification", "phi3": "Phi3ForSequenceClassification"},
+    **{"qwen2": "Qwen2ForSequenceClassification", "qwen3": "Qwen3ForSequenceClassification", "phi3-short": "Phi3ForSequenceClassification"},
     **{"gemma2": "Gemma2ForSequenceClassification", "gemma3": "Gemma3TextForSequenceClassification"},
     "smollm3": "SmolLM3ForSequenceClassification",
 }
@@ -49,7 +49,7 @@ def test_the_table_has_all_of_them():
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_folder_of_transformers_computes_and_learns_the_same(name, theirs):
-    folders.check_learned(theirs / name, load_file(theirs / name / "golden.safetensors"))
+    folders.check_learned(theirs / name, load_file(theirs / name / "golden.safetensors"), atol=3e-5)
 
 
 def test_folders_are_written_back_and_load_in_transformers(theirs, tmp_path):
@@ -72,4 +72,4 @@ def test_folders_are_written_back_and_load_in_transformers(theirs, tmp_path):
         loaded, golden = load_file(tmp_path / name / "out" / "results.safetensors"), load_file(theirs / name / "golden.safetensors")
         assert loaded.keys() == golden.keys()
         for key, array in loaded.items():
-            folders.close(array, golden[key])
+            folders.close(array, golden[key], atol=3e-5)

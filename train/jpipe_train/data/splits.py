@@ -96,6 +96,8 @@ def _check_kinds(data: DataConfig) -> None:
                 hint = kind.hint
                 if kind.name == kinds.JSON_LINES and {data.prompt_key, data.answer_key} <= set(kind.columns):
                     hint = "set data.format: prompts and data.tokenizer"
+                if kind.name == kinds.JSON_LINES and "messages" in kind.columns:
+                    hint = "set data.format: chat and data.tokenizer"
                 columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
                 raise InputError(f"{where}: expected text, found that '{file}' is {kind.name}{columns}; {hint}, {as_it_is}")
 

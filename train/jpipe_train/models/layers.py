@@ -1,6 +1,9 @@
 """The built-in language models as layers of a pipeline."""
 
+from collections.abc import Callable
 from functools import partial
+
+from flax import nnx
 
 import jpipe
 from jpipe_train.config.model_config import ModelConfig
@@ -30,6 +33,6 @@ def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | Non
     tie = jpipe.Tie(("embed", "token/embedding"), ("head", "token/embedding"))
     is_language = config.head == "language"
     head = partial(kind.Head, config, chunk) if is_language else partial(heads.Head, config)
-    all_layers = {"embed": partial(kind.Embed, config), **blocks, "head": head}
+    all_layers: dict[str, Callable[..., nnx.Module]] = {"embed": partial(kind.Embed, config), **blocks, "head": head}
     all_layers = all_layers if tune is None else tuned(all_layers, config, tune)
     return jpipe.LayerStack(all_layers, [tie] if config.tied and is_language else ())
