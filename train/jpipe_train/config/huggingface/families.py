@@ -10,6 +10,7 @@ from typing import Any
 
 from jpipe_train.config.huggingface.experts import experts
 from jpipe_train.config.huggingface.parts import (
+    Depth,
     Number,
     Part,
     Size,
@@ -102,7 +103,7 @@ IGNORED = frozenset(
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
         *("encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
         *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
-        *("cache_implementation", "prefix"),
+        *("cache_implementation", "prefix", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
     }
 )
 """JSON keys that change nothing in training, whatever they say."""
@@ -115,7 +116,7 @@ COMMON = (
 """The parts of all families."""
 
 _SIZES = (
-    one("num_hidden_layers", "depth", Size),
+    one("num_hidden_layers", "depth", Depth),
     one("hidden_size", "width", Size),
     one("num_attention_heads", "heads", Size),
     one("intermediate_size", "mlp_width", Size),
@@ -177,7 +178,7 @@ FAMILIES: tuple[Family, ...] = (
         {"classification": "GPT2ForSequenceClassification"},
         "gpt2",
         (
-            one("n_layer", "depth", Size),
+            one("n_layer", "depth", Depth),
             one("n_embd", "width", Size),
             one("n_head", "heads", Size),
             one("n_positions", "max_positions", Size),
@@ -213,10 +214,17 @@ FAMILIES: tuple[Family, ...] = (
         ("LlamaForCausalLM",),
         {"classification": "LlamaForSequenceClassification"},
         "llama",
-        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), biases("attention_bias", "mlp_bias"), rope()),
+        (
+            *_like_llama(),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            biases("attention_bias", "mlp_bias"),
+            rope(),
+            only("rope_interleaved", False),
+        ),
         _LLAMA,
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-        frozenset({"pretraining_tp"}),  # how products are divided, which changes their rounding
+        frozenset({"pretraining_tp", "is_llama_config"}),  # the former divides products, which changes their rounding
     ),
     Family(
         ("MistralForCausalLM",),
@@ -230,10 +238,9 @@ FAMILIES: tuple[Family, ...] = (
         ("Qwen2ForCausalLM",),
         {"classification": "Qwen2ForSequenceClassification"},
         "qwen2",
-        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), later_windows(), rope()),
+        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), later_windows(), rope(), only("use_mrope", False)),
         _LLAMA | {"bias": "qkv"},
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-        frozenset({"use_mrope"}),
     ),
     Family(
         ("Qwen3ForCausalLM",),
@@ -346,7 +353,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _GEMMA,
         _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _MLP),
-        frozenset({"hidden_act"}),  # transformers reads hidden_activation
+        frozenset({"hidden_act", "sliding_window_size"}),  # transformers reads hidden_activation and sliding_window
     ),
     Family(
         ("Gemma3ForCausalLM",),

@@ -10,6 +10,7 @@ Keys = Mapping[str, Any]  # of the section `model`, or of `config.json`
 
 HINT = "jpipe's models have nothing else; take another model"
 Size = Annotated[int, Field(ge=1, le=10**9)]
+Depth = Annotated[int, Field(ge=1, le=1000)]  # as `model.depth`, before a pattern along it is made
 Number = Annotated[float, Field(gt=0)]
 
 # Hugging Face's names by jpipe's; the first is written. The tanh of all of these is that of `gelu_new`.
