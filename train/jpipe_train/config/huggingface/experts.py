@@ -32,11 +32,10 @@ def experts(
         dense_layers: whether `mlp_only_layers` and `decoder_sparse_step` may say that some blocks have no experts.
         shared: whether an MLP with a gate computes every token as well.
     """
-    default_count, default_per_token, default_loss = defaults
     fields: dict[str, tuple[Any, Any]] = {
         **dict.fromkeys(count, (Size | None, None)),
-        "num_experts_per_tok": (Size, default_per_token),
-        "router_aux_loss_coef": (_Factor, default_loss),
+        "num_experts_per_tok": (Size, defaults[1]),
+        "router_aux_loss_coef": (_Factor, defaults[2]),
         "output_router_logits": (bool, False),
         **({"norm_topk_prob": (bool, False)} if renormalizes is None else {}),
         **({"decoder_sparse_step": (Size, 1), "mlp_only_layers": (list[Annotated[int, Field(ge=0)]] | None, None)} if dense_layers else {}),
@@ -45,8 +44,7 @@ def experts(
     }
 
     def read(json: Keys, keys: Keys) -> Keys:
-        number = next((json[key] for key in count if json[key] is not None), default_count)
-        layers = None
+        number, layers = next((json[key] for key in count if json[key] is not None), defaults[0]), None
         if dense_layers:
             step, dense = json["decoder_sparse_step"], json["mlp_only_layers"] or []
             layers = shortened([(i + 1) % step == 0 and i not in dense for i in range(keys["depth"])], keys["depth"])
