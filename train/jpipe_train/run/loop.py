@@ -206,7 +206,7 @@ def run(
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
-        chosen = metrics(config.eval, config.model.label_count)
+        chosen = metrics(config.eval, config.model)
         training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history)
         is_complete = False
         try:
