@@ -65,6 +65,7 @@ SIZES = {
     **{"num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": None},
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4}
+ROUTED = {"num_experts_per_tok": 3, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0}
 LONG = {
@@ -95,6 +96,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{**SIZES, **base(100.0, {**YARN, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.7}), **WINDOWS, "head_dim": 8},
             **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_bias": True},
+        },
+    ),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, **base(100.0), "num_local_experts": 4, "sliding_window": 4, "head_dim": 6}),
+    "olmoe": ("OlmoeForCausalLM", {**SIZES, **base(100.0), **ROUTED, "num_experts": 6, "norm_topk_prob": True, "eos_token_id": None}),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM",
+        {
+            **{**SIZES, **base(100.0), "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+            **{"shared_expert_intermediate_size": 20, "decoder_sparse_step": 2},
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            **{**SIZES, **base(100.0), **ROUTED, "num_experts": 8, "moe_intermediate_size": 12, "head_dim": 8},
+            **{"norm_topk_prob": True, "mlp_only_layers": [1]},
         },
     ),
     "gemma2": ("Gemma2ForCausalLM", {**GEMMA, **base(100.0), "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),

@@ -257,7 +257,7 @@ def attention_words(config: Config, choice: Choice) -> str:
     if limit is None or (target is not None and target.platform == "tpu"):
         return ""
     number = 2 if "16" in (config.precision.computes or model.compute_dtype) else 4
-    pairs = candidate.rows / candidate.degrees.data * model.heads / candidate.degrees.model * model.seq_len**2 * number
+    pairs = candidate.rows / candidate.degrees.rows * model.heads / candidate.degrees.model * model.seq_len**2 * number
     if pairs < _WORTH_TELLING * limit:
         return ""
     return (

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jpipe_train.config.huggingface.experts import experts
 from jpipe_train.config.huggingface.parts import (
     Depth,
     Number,
@@ -21,8 +22,10 @@ from jpipe_train.config.huggingface.parts import (
     layers_without_rope,
     one,
     only,
+    qkv_bias,
     window,
     windows_between,
+    without_windows,
     written,
 )
 from jpipe_train.config.huggingface.rope import rope, rope_by_layer
@@ -32,7 +35,8 @@ from jpipe_train.config.huggingface.rope import rope, rope_by_layer
 class Tensors:
     """The names of the tensors of a family, by the names of jpipe's parameters.
 
-    Several names with commas between them are concatenated, and so are several parameters: `gate,expand` are in one tensor of Phi-3.
+    Several names with commas between them are concatenated, and so are several parameters: `gate,expand` are in one tensor of Phi-3. A *
+    stands for the number of an expert, each of which has its own tensor. Names of parameters that a block does not have are left out.
 
     Attributes:
         embed: of the layer `embed`.
@@ -124,6 +128,9 @@ _LLAMA = {"kind": "decoder", "positions": "rope", "norm": "rms", "gated_mlp": Tr
 _GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": True}
 
 
+_WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
+
+
 def _like_llama(default_epsilon: float = 1e-6, tied: bool = False) -> tuple[Part, ...]:
     """Return the parts that Llama and those that came after it share."""
     epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
@@ -136,6 +143,14 @@ def _head_size(default: int | None) -> Part:
 
 _ATTENTION = {"qkv": "self_attn.q_proj,self_attn.k_proj,self_attn.v_proj", "project": "self_attn.o_proj"}
 _MLP = {"expand": "mlp.up_proj", "gate": "mlp.gate_proj", "contract": "mlp.down_proj"}
+_EXPERTS = {
+    **{"experts/router": "mlp.gate", "experts/expand": "mlp.experts.*.up_proj"},
+    **{"experts/gate": "mlp.experts.*.gate_proj", "experts/contract": "mlp.experts.*.down_proj"},
+}
+_SHARED_EXPERT = {
+    **{"experts/shared/expand": "mlp.shared_expert.up_proj", "experts/shared/gate": "mlp.shared_expert.gate_proj"},
+    **{"experts/shared/contract": "mlp.shared_expert.down_proj", "experts/shared/share": "mlp.shared_expert_gate"},
+}
 _QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 _TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _FOUR_NORMS = {
@@ -234,6 +249,78 @@ FAMILIES: tuple[Family, ...] = (
         (*_like_llama(), _head_size(128), activation("hidden_act", "silu"), biases("attention_bias"), later_windows(), rope()),
         _LLAMA | {"qk_norm": "head"},
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP),
+    ),
+    Family(
+        ("MixtralForCausalLM",),
+        {},
+        "mixtral",
+        (
+            *_like_llama(1e-5),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            window(None),
+            experts(("num_local_experts",), "intermediate_size", defaults=(8, 2, 0.001), renormalizes=True),
+            only("router_jitter_noise", 0.0),
+            rope(1_000_000.0),
+        ),
+        _LLAMA,
+        _tensors_like_llama(
+            _TWO_NORMS,
+            _ATTENTION,
+            {
+                **{"experts/router": "block_sparse_moe.gate", "experts/gate": "block_sparse_moe.experts.*.w1"},
+                **{"experts/contract": "block_sparse_moe.experts.*.w2", "experts/expand": "block_sparse_moe.experts.*.w3"},
+            },
+        ),
+    ),
+    Family(
+        ("OlmoeForCausalLM",),
+        {},
+        "olmoe",
+        (
+            *_like_llama(1e-5),
+            activation("hidden_act", "silu"),
+            biases("attention_bias"),
+            experts(("num_experts", "num_local_experts"), "intermediate_size", defaults=(64, 8, 0.01)),
+            only("clip_qkv", None),
+            rope(),
+        ),
+        _LLAMA | {"qk_norm": "all"},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _EXPERTS),
+    ),
+    Family(
+        ("Qwen2MoeForCausalLM",),
+        {},
+        "qwen2_moe",
+        (
+            *_like_llama(),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            qkv_bias(),
+            experts(("num_experts", "num_local_experts"), "moe_intermediate_size", defaults=(60, 4, 0.001), dense_layers=True, shared=True),
+            *_WITHOUT_WINDOWS,
+            rope(),
+        ),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP, _EXPERTS, _SHARED_EXPERT),
+        frozenset({"sliding_window", "max_window_layers"}),  # without use_sliding_window they mean nothing
+    ),
+    Family(
+        ("Qwen3MoeForCausalLM",),
+        {},
+        "qwen3_moe",
+        (
+            *_like_llama(),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            biases("attention_bias"),
+            experts(("num_experts", "num_local_experts"), "moe_intermediate_size", defaults=(128, 8, 0.001), dense_layers=True),
+            *_WITHOUT_WINDOWS,
+            rope(),
+        ),
+        _LLAMA | {"qk_norm": "head"},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP, _EXPERTS),
+        frozenset({"sliding_window", "max_window_layers"}),
     ),
     Family(
         ("Gemma2ForCausalLM",),
