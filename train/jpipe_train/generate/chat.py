@@ -71,7 +71,7 @@ class Chat:
 
     def _tokens(self) -> list[int]:
         try:
-            tokens = self.words.encode(self.renderer.prompt(self.messages))
+            tokens = self.words.encode(self.renderer.text(self.messages, generation_prompt=True))
         except Failure as error:
             raise InputError(f"chat template: {error}; use a model whose template knows such conversations") from None
         if not tokens:
