@@ -15,7 +15,8 @@ def experts(
     count: tuple[str, ...],
     width: str,
     *,
-    defaults: tuple[int | None, int, float],
+    defaults: tuple[int, int, float],
+    width_default: int | None = None,
     renormalizes: bool | None = None,
     dense_layers: bool = False,
     shared: bool = False,
@@ -25,7 +26,8 @@ def experts(
     Args:
         count: the JSON keys that may have the number of experts; the first is written.
         width: the JSON key of the width of an expert.
-        defaults: of the number of experts (None: it must be there), of those of a token, and of the factor of the load-balancing loss.
+        defaults: of the number of experts, of those of a token, and of the factor of the load-balancing loss.
+        width_default: of `width`; None if another part has that key.
         renormalizes: whether the probabilities of the chosen experts are divided by their sum; None if `norm_topk_prob` says so.
         dense_layers: whether `mlp_only_layers` and `decoder_sparse_step` may say that some blocks have no experts.
         shared: whether an MLP with a gate computes every token as well.
@@ -39,13 +41,11 @@ def experts(
         **({"norm_topk_prob": (bool, False)} if renormalizes is None else {}),
         **({"decoder_sparse_step": (Size, 1), "mlp_only_layers": (list[Annotated[int, Field(ge=0)]] | None, None)} if dense_layers else {}),
         **({"shared_expert_intermediate_size": (Size, 5632)} if shared else {}),
-        **({"moe_intermediate_size": (Size, ...)} if width == "moe_intermediate_size" else {}),
+        **({} if width_default is None else {width: (Size, width_default)}),
     }
 
     def read(json: Keys, keys: Keys) -> Keys:
         number = next((json[key] for key in count if json[key] is not None), default_count)
-        if number is None:
-            raise ValueError(f"expected {count[0]}, found none; add it")
         layers = None
         if dense_layers:
             step, dense = json["decoder_sparse_step"], json["mlp_only_layers"] or []
