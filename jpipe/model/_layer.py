@@ -70,6 +70,13 @@ def spec_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
 
 
+def untrainable(name: str, dtype: Any) -> InputError:
+    """Return the error for a parameter that is not real floating point, and not frozen."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    remedy = "keep its real and imaginary parts as two parameters" if is_complex else "make it layer state, or freeze it"
+    return InputError(f"parameter {name} is {dtype}: only real floating-point parameters can be trained; {remedy}")
+
+
 _MOST_LEAVES = 8  # that a message shows
 
 

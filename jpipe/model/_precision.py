@@ -190,6 +190,11 @@ def wider(dtype: Any, least: Any) -> Any:
     return max(jnp.dtype(dtype), jnp.dtype(least), key=lambda one: one.itemsize)
 
 
+def master_dtype(dtype: Any) -> Any:
+    """Return the dtype of the master of a parameter: at least float32, or the same if it is not floating point, as frozen ones may be."""
+    return wider(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(dtype)
+
+
 def rounded(x: Any, dtype: Any) -> jax.Array:
     """Cast `x` and round it on every backend: inside a program XLA may skip a cast to bfloat16."""
     if dtype == jnp.bfloat16 and x.dtype == jnp.float32:

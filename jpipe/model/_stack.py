@@ -15,7 +15,7 @@ from flax import linen, nnx
 from jpipe.context import without_mesh
 from jpipe.errors import InputError, callers_code, cause, short, shortened
 from jpipe.model._adapters import adapt, initial_arrays, is_constructor, layers_by_id
-from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, with_arrays
+from jpipe.model._layer import Layer, LayerSpec, describe, key_spec, reject_python_values, spec_of, untrainable, with_arrays
 from jpipe.model._ties import Tie, Ties
 from jpipe.model.jaxprs._constants import built_module, reject_constants
 from jpipe.model.traced._cuts import Granularity
@@ -365,8 +365,8 @@ class LayerStack:
             ids: only these consecutive layers; `inputs` are those of the first of them. All by default.
 
         Raises:
-            InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are not
-                real floating point; its state or its output in evaluation has other shapes than in training.
+            InputError: a layer cannot take the output of the one before (names both, with shapes); its parameters are
+                complex; its state or its output in evaluation has other shapes than in training.
         """
         specs: dict[str, LayerSpec] = {}
         try:
@@ -415,7 +415,7 @@ class LayerStack:
             traced, (y, new_state) = jax.make_jaxpr(forward, return_shape=True)(params, state, x, key)
             drawn = key if layer.draws_in_evaluation else None
             evaluated, _ = jax.eval_shape(lambda p, s, v, k: layer.apply(p, s, v, k, False), params, state, x, drawn)
-        _reject_untrainable(layer_id, params)
+        _reject_complex(layer_id, params)
         if not layer.of_model:  # else it was checked with the model
             again = lambda: jax.make_jaxpr(lambda *arguments: forward(*arguments))(params, state, x, key)  # noqa: E731
             reject_constants(layer_id, original, traced, again)
@@ -440,14 +440,10 @@ def _require_equal(what: str, actual: Tree, like: str, expected: Tree) -> None:
         raise InputError(f"{what} has other shapes or dtypes than {like}: expected {describe(expected)}, found {describe(actual)}")
 
 
-def _reject_untrainable(layer_id: str, params: Tree) -> None:
+def _reject_complex(layer_id: str, params: Tree) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            continue
-        is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        remedy = "keep its real and imaginary parts as two parameters" if is_complex else "make it layer state"
-        name = f"{layer_id}{jax.tree_util.keystr(path)}"
-        raise InputError(f"parameter {name} is {leaf.dtype}: only real floating-point parameters can be trained; {remedy}")
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise untrainable(f"{layer_id}{jax.tree_util.keystr(path)}", leaf.dtype)
 
 
 def _reject_shared_modules(layers: Mapping[str, Any]) -> None:

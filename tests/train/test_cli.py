@@ -125,7 +125,7 @@ def refused(write_config, tiny, capsys, monkeypatch):
         ("plan.file=missing.json", r"plan.file: cannot read 'missing.json': No such file or directory"),
         ("data.path=missing.txt", r"data.path: 'missing.txt' does not exist; give a file, a folder or a glob"),
         ("data.path=/dev/null", r"data.path: found no regular file at '/dev/null', so 0 bytes"),
-        ("model.seq_len=800", r"data.path: expected at least 3201 bytes for training .* found 3600 and 900"),
+        ("data.validation_fraction=1e-9", r"data.path: expected at least 2 bytes for training .* found 4500 and 0"),
         ("data.path=" + "a" * 400, r"jpipe: data.path: cannot read 'a{400}': File name too long; give files that can be read\n"),
         ("run.dir=" + "a" * 400, r"jpipe: run.dir: cannot find 'a{400}': File name too long; choose another\n"),
         ("run.dir=~nosuchuser/x", r"run.dir: '~nosuchuser/x' begins with an unknown user's home folder; give the full path\n"),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.model._precision import wider
+from jpipe.model._precision import master_dtype
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import Ties
 from jpipe.optimizers._predict import predicted, with_prediction
@@ -42,8 +42,8 @@ class WithMasters(NamedTuple):
 
 
 def masters_of(params: Tree) -> Tree:
-    """Cast parameters to float32, or keep a wider dtype."""
-    return jax.tree.map(lambda p: p.astype(wider(p.dtype, jnp.float32)), params)
+    """Cast parameters to float32, or keep a wider dtype, and what is not floating point."""
+    return jax.tree.map(lambda p: p.astype(master_dtype(p.dtype)), params)
 
 
 @dataclass(frozen=True)

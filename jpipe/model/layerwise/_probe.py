@@ -6,9 +6,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jpipe.errors import InputError, callers_code, cause
+from jpipe.model._layer import untrainable
 from jpipe.model._subset import EVERYTHING, Subset
 from jpipe.model._ties import NO_TIES, Ties
 from jpipe.model.layerwise._optimizer import LayerwiseOptimizer, entries_of, masters_of, optax_promotion, with_structure
@@ -64,6 +66,8 @@ def find_layerwise(
     with callers_code(partial(_failure, transformation, specs)):
         traced = trace_optimizer(transformation, specs, num_stages)
     frozen = frozen_leaves(traced, specs)
+    if (error := _untrainable(specs, frozen)) is not None:
+        raise error
     if (coupled := coupled_layers(traced, specs)) is not None:
         raise _not_layerwise(
             "the update of layer '{}' depends on layer '{}'".format(*coupled), transformation, _counted(traced, specs, frozen)
@@ -86,10 +90,21 @@ def find_layerwise(
     return replace(layerwise, has_masters=has_masters, structured=_placers(ties, specs, layerwise.trained))
 
 
+def _untrainable(specs: Mapping[str, Tree], frozen: Sequence[bool] | None = None) -> InputError | None:
+    """Return the error for the first trained parameter that is not floating point, if there is one; without `frozen` all are trained."""
+    leaves = jax.tree_util.tree_flatten_with_path(dict(specs))[0]
+    for (path, leaf), is_frozen in zip(leaves, frozen or [False] * len(leaves), strict=True):
+        if not is_frozen and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return untrainable(f"{path[0].key}{jax.tree_util.keystr(path[1:])}", leaf.dtype)
+    return None
+
+
 def _failure(transformation: optax.GradientTransformation, specs: Mapping[str, Tree], error: BaseException) -> str:
     """Return the message for an optimizer that fails on the model's structure."""
     if words := unfit_mask(transformation, specs):
         return f"optimizer: a mask (or labels) in the form of a tree does not fit the model: {words}"
+    if (reason := _untrainable(specs)) is not None:
+        return str(reason)
     instead = instead_of(transformation)
     return (
         f"optimizer: it fails on parameters in the model's structure, {{'{next(iter(specs))}': params, …}}: "

@@ -142,6 +142,8 @@ def _gradients(params: Mapping[str, Tree], step: int) -> dict[str, Tree]:
 
 
 def _noise(generator: np.random.Generator, leaf: jax.Array, size: float) -> jax.Array:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.zeros_like(leaf)
     largest = float(jnp.finfo(leaf.dtype).max) / 8
     return jnp.asarray(np.clip(size * generator.normal(size=leaf.shape), -largest, largest), leaf.dtype)
 

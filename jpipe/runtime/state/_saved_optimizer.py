@@ -3,10 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jpipe.model._precision import wider
+from jpipe.model._precision import master_dtype
 from jpipe.model.layerwise._optimizer import WithBuffers
 from jpipe.runtime._plain import Plain, overlaid, to_plain
 from jpipe.stages.functions._stage import StageFunctions
@@ -117,5 +116,5 @@ def _in_dtypes(part: Any, whole: Any) -> Any:
 
 
 def _in_float32(leaf: Any) -> Any:
-    dtype = wider(leaf.dtype, jnp.float32)
+    dtype = master_dtype(leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)

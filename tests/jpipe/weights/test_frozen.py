@@ -129,6 +129,47 @@ def test_equals_the_sequential_reference_bit_for_bit(case):
     running.check_against_reference(stack, even(stack, num_stages=2, **fields), {2}, optimizer=freezing(*words), **options)
 
 
+INTEGERS = {
+    "2BW": ({"schedule": "pipedream_2bw"}, {"clip_global_norm": 0.5}),
+    "halves, average": ({"schedule": "zb_h1"}, {"ema_decay": 0.9}),
+    "masters, average": ({"schedule": "pipedream"}, {"precision": Precision(params="bfloat16"), "ema_decay": 0.9}),
+}
+
+
+@pytest.mark.thinned(most=2)
+@pytest.mark.parametrize("case", INTEGERS)
+def test_frozen_parameters_may_be_integers(case):
+    """They give the numbers of the same parameters as floats, and stay integers in what is returned."""
+    fields, options = INTEGERS[case]
+    plan, batches = even(TABLES[np.int8], num_stages=2, **fields), models.masked_batches(STEPS, 4, width=4)
+    pipes = {dtype: pipeline(["table"], plan, stack, adamw, **options) for dtype, stack in TABLES.items()}
+    states = {dtype: pipe.init(jax.random.key(0), batches[0]) for dtype, pipe in pipes.items()}
+    for dtype, pipe in pipes.items():
+        for batch in batches:
+            states[dtype], _ = pipe.step(states[dtype], batch)
+    for weights in ("newest", "ema") if "ema_decay" in options else ("newest",):
+        actual, expected = (pipe.params(states[dtype], weights=weights) for dtype, pipe in pipes.items())
+        assert all(tree["table"].dtype == np.int8 for tree in actual.values())
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a, b.dtype), b), actual, expected)
+    frozen = [sum(cost.frozen for cost in pipe.costs(batches[0])) for pipe in pipes.values()]
+    assert frozen[0] * (2 if "precision" in options else 4) == frozen[1]
+
+
+def table_layer(dtype):
+    """Return a layer with a table of small integers, and a vector."""
+
+    def init(key, x):
+        return {"table": jax.random.randint(key, (4, 4), -3, 4).astype(dtype), "b": jnp.zeros(4, jnp.float32)}, {}
+
+    def apply(params, state, x, key, train):
+        return jnp.tanh(x @ params["table"].astype(x.dtype) / 4 + params["b"][None]), state
+
+    return Layer(init, apply)
+
+
+TABLES = {dtype: LayerStack({f"layer{i}": table_layer(dtype) for i in range(3)}) for dtype in (np.int8, np.float32)}
+
+
 @pytest.mark.usefixtures("float64")
 def test_a_mesh_changes_no_number():
     words, stack = ["track", "mix/w"], models.wide_stack()

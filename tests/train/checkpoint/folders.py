@@ -144,7 +144,7 @@ def learned(folder: Path, arrays: dict[str, np.ndarray]) -> tuple[Any, Any, dict
     whole = {layer_id: stack.ties.whole(layer_id, after) for layer_id in stack.ids}
     updated = {f"{layer_id}/{path}": np.asarray(leaf) for layer_id, tree in whole.items() for path, leaf in by_path(tree).items()}
     rows = layout(huggingface.read(folder))
-    return loss, outputs, {name: tensor for row in rows for name, tensor in zip(row.theirs, row.split(updated[row.ours]), strict=True)}
+    return loss, outputs, {name: tensor for row in rows for name, tensor in row.split(updated).items()}
 
 
 def check_learned(folder: Path, expected: dict[str, np.ndarray]) -> None:

@@ -106,7 +106,13 @@ def test_the_config_of_a_run_has_all_keys_and_is_read_without_the_folder(tmp_pat
     shutil.rmtree(tmp_path / "begin")
     assert config_file.load_resolved(tmp_path / "resolved.yaml") == config
     keys = config.model.model_dump()
-    assert keys["rope_scaling"] == {"factor": 4.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 16}
+    assert keys["rope_scaling"] == {
+        "kind": "llama3",
+        "factor": 4.0,
+        "low_frequency_factor": 1.0,
+        "high_frequency_factor": 4.0,
+        "original_positions": 16,
+    }
     names = ("vocab_size", "depth", "width", "heads", "kv_heads", "head_size", "mlp_width", "seq_len", "max_positions", "norm_epsilon")
     assert [keys[key] for key in names] == [64, 2, 16, 4, 2, 8, 24, 12, 32, 1e-5]
 
@@ -240,7 +246,11 @@ def test_an_impossible_export_is_refused_and_nothing_is_written(run, tmp_path, m
     )
     (tmp_path / config).write_text(f"warm_start: {{file: {GOLDEN / 'llama'}}}\ndata: {{format: tokens, path: x}}\nmodel: {{seq_len: 8}}\n")
     refused([config, "out"], "export: expected a config whose run begins with fresh weights, found warm_start.file '", capsys)
-    refused(["mixed.yaml", "out"], "--layout huggingface: no architecture is this model: GPT2LMHeadModel has model.positions", capsys)
+    refused(
+        ["mixed.yaml", "out"],
+        "--layout huggingface: no architecture is this model; the nearest: GPT2LMHeadModel has model.positions",
+        capsys,
+    )
     described = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(described.replace("depth: 2", "depth: 3"))
     refused(["run", "out"], "export: expected 'block_2/attention_norm/scale' of shape [16] in step 7 of run, as in its config.yaml", capsys)

@@ -1,5 +1,6 @@
 """Folders of transformers give jpipe the same numbers, and folders of jpipe give them to transformers."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from jpipe_train.checkpoint.huggingface import writing
 from tests.train.checkpoint import folders
+from tests.train.checkpoint.families import MODELS
 from tests.train.models.running import applied
 
 ROOT = Path(__file__).parents[3]
@@ -79,6 +81,38 @@ def test_folders_of_jpipe_compute_and_learn_the_same_in_transformers(tmp_path, m
     assert printed.count("the quick fox") == len(models)
     for name in models:
         folders.check_learned(tmp_path / name, load_file(tmp_path / name / "results.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def of_families(tmp_path_factory) -> Path:
+    """Return folders of each family that transformers wrote, each with its computed outputs."""
+    folder = tmp_path_factory.mktemp("families")
+    run("families", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_of_each_family_computes_and_learns_the_same(name, of_families):
+    folders.check_learned(of_families / name, load_file(of_families / name / "golden.safetensors"))
+
+
+def test_folders_of_each_family_are_written_back(of_families, tmp_path):
+    for name, (architecture, _) in MODELS.items():
+        (tmp_path / name).mkdir()
+        config = folders.config(tmp_path / name, "llama", file=of_families / name)
+        stack, arrays = folders.read(of_families / name)
+        out = tmp_path / name / "out"
+        writing.main(str(folders.written(config, arrays, stack)), str(out), None, print)
+        assert json.loads((out / "config.json").read_text())["architectures"] == [architecture]
+        tensors, expected = (load_file(folder / "model.safetensors") for folder in (out, of_families / name))
+        assert tensors.keys() == expected.keys()
+        assert all(np.array_equal(tensors[key], expected[key]) for key in tensors)
+        golden = load_file(of_families / name / "golden.safetensors")
+        save_file({key: golden[key] for key in ("tokens", "labels")}, out / "batch.safetensors")
+    run("load", *(tmp_path / name / "out" for name in MODELS))
+    for name in MODELS:
+        logits = load_file(tmp_path / name / "out" / "results.safetensors")["logits"]
+        folders.close(logits, load_file(of_families / name / "golden.safetensors")["logits"])
 
 
 BATCH = ("tokens", "labels", "types", "mask", "next")

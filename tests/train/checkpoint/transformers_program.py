@@ -1,6 +1,7 @@
 """What `test_transformers.py` runs where transformers is: models in other shapes than the golden ones, and folders of jpipe's loaded.
 
     .venv-torch/bin/python -m tests.train.checkpoint.transformers_program write FOLDER
+    .venv-torch/bin/python -m tests.train.checkpoint.transformers_program families FOLDER
     .venv-torch/bin/python -m tests.train.checkpoint.transformers_program load FOLDER ...
 
 `load` puts a results.safetensors into each folder, of the same content as a golden.safetensors.
@@ -14,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.train.checkpoint.families import MODELS
 from tests.train.checkpoint.golden.write_golden import (
     BERT,
     GPT2,
@@ -55,6 +57,13 @@ def write_all(folder: Path) -> None:
     save_file({**decoder_batch(12), **logits, "loss": loss.detach()}, folder / "bfloat16" / "golden.safetensors")
 
 
+def write_families(folder: Path) -> None:
+    """Write a folder of each of `MODELS`."""
+    for seed, (name, (architecture, keys)) in enumerate(MODELS.items()):
+        kind = getattr(transformers, architecture)
+        write(folder / name, spread(kind(kind.config_class(**copy.deepcopy(keys))), seed), decoder_batch(20 + seed))
+
+
 def load(folder: Path) -> None:
     """Load the model of a folder, check that no weights are missing or unexpected, and save its results."""
     architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
@@ -71,6 +80,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "write":
         write_all(Path(sys.argv[2]))
+    elif sys.argv[1] == "families":
+        write_families(Path(sys.argv[2]))
     else:
         for name in sys.argv[2:]:
             load(Path(name))

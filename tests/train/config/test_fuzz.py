@@ -21,7 +21,7 @@ from jpipe_train import cli
 from jpipe_train.config import config_file, optax_names
 from jpipe_train.config.arguments import parameters_of
 from jpipe_train.config.config import Config
-from jpipe_train.config.presets import PRESETS
+from jpipe_train.config.model.presets import PRESETS
 from jpipe_train.plan.simulate import Subject
 from jpipe_train.report.summary import Summary
 from jpipe_train.run import loop

@@ -9,12 +9,12 @@ import pytest
 from jpipe import InputError
 from jpipe_train.config import config_file, huggingface
 from jpipe_train.config.config import ModelConfig
-from jpipe_train.config.presets import PRESETS
+from jpipe_train.config.model.presets import PRESETS
 from tests.train.checkpoint.folders import GOLDEN, copied
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SCALED = {"rope_type": "llama3", **LLAMA3}
-OURS = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 8192}
+OURS = {"kind": "llama3", "factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 8192}
 
 
 def content_of(name: str, **changes) -> dict:
@@ -52,13 +52,13 @@ def test_it_says_the_keys_of_the_model(name, changes, expected):
     ModelConfig(**model_keys, seq_len=8)
 
 
-SUPPORTED = "expected one of GPT2LMHeadModel, LlamaForCausalLM, BertForPreTraining, BertForMaskedLM, found "
+SUPPORTED = f"expected one of {', '.join(huggingface.ARCHITECTURES)}, found "
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gpt2", {"architectures": ["MistralForCausalLM"]}, f"config.json: architectures: {SUPPORTED}'MistralForCausalLM'"),
+        ("gpt2", {"architectures": ["FalconForCausalLM"]}, f"config.json: architectures: {SUPPORTED}'FalconForCausalLM'"),
         ("gpt2", {"architectures": []}, "config.json: architectures: "),
         ("gpt2", {"architectures": None}, "config.json: architectures: "),
         ("gpt2", {"architectures": ...}, "config.json: key 'architectures' is missing; add it"),
@@ -71,14 +71,19 @@ SUPPORTED = "expected one of GPT2LMHeadModel, LlamaForCausalLM, BertForPreTraini
         ("gpt2", {"n_positions": 10**9}, "config.json: n_embd 16 × n_positions 1000000000 makes a table of positions of more than"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "config.json: scale_attn_by_inverse_layer_idx: expected False, found True"),
         ("gpt2", {"quantization_config": {"bits": 4}}, "config.json: quantization_config: "),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type: expected 'default' or 'llama3', found 'yarn'"),
+        ("llama", {"rope_parameters": {"rope_type": "ntk"}}, "rope_parameters.rope_type: expected 'default', 'llama3', "),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type: dynamic scales positions by "),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "rope_parameters.low_freq_factor: "),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factr": 2.0}}, "unknown key 'rope_parameters.factr'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1, found 0.5"),
+        ("llama", {"sliding_window": 4096}, "unknown key 'sliding_window'"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "expected factor beside rope_type llama3, found none; add it"),
         ("llama", {"rope_parameters": ..., "rope_scaling": {"factor": 8.0}}, "rope_scaling: expected rope_type beside factor, found none"),
         ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, "rope_parameters: expected rope_type beside factor, found none; add"),
         ("llama", {"rope_parameters": {"long_factor": [1.0], "rope_theta": 5e5}}, "expected rope_type beside long_factor, found none"),
         ("llama", {"rope_theta": 5.0}, "expected one rope_theta, found a different one in rope_parameters"),
         ("llama", {"rope_scaling": SCALED}, "expected rope_scaling and rope_parameters to say the same"),
-        ("llama", {"attention_bias": True}, "expected attention_bias and mlp_bias to be the same, found True and False"),
+        ("llama", {"mlp_bias": True}, "expected attention_bias where mlp_bias is true, found false"),
         ("llama", {"hidden_act": "relu2"}, "config.json: hidden_act: "),
         ("llama", {"num_key_value_heads": 3}, "config.json: num_attention_heads 4 is not divisible by num_key_value_heads 3; "),
         ("bert", {"type_vocab_size": 3}, "config.json: type_vocab_size: expected 2, found 3"),
@@ -91,7 +96,7 @@ def test_a_model_that_jpipe_does_not_have_is_refused(name, changes, message):
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         keys(name, **changes)
     line = str(caught.value)
-    assert line.endswith(("; add it", "models have nothing else; take another model", "models are not so large; take a smaller model"))
+    assert line.endswith(("; add it", "take another model", "models are not so large; take a smaller model"))
     assert ("smaller" in line) == ("less than" in line or "more than" in line)
 
 
@@ -131,7 +136,7 @@ def test_the_keys_of_the_model_are_filled_in_and_others_stay(tmp_path):
     ("model", "message"),
     [
         ("{seq_len: 8, width: 32, depth: 3}", "/llama/config.json, found 3; leave it out\n"),
-        ("{seq_len: 8, rope_scaling: null}", "model.rope_scaling: expected {\"factor\": 4.0,"),
+        ("{seq_len: 8, rope_scaling: null}", "model.rope_scaling: expected {\"kind\": \"llama3\", \"factor\": 4.0,"),
         ("{seq_len: 8, preset: llama-tiny}", "model.preset would say what "),
         ("{seq_len: 8, target: 'a:b'}", "model.target: expected the built-in model, as "),
         ("{seq_len: 33}", "model: seq_len 33 is more than max_positions 32; change one of them"),
@@ -167,13 +172,13 @@ def test_a_written_config_describes_the_same_model(name):
     for key, value in parsed.keys.items():
         ours = getattr(model, f"{key}_used", getattr(model, key))
         assert (ours.model_dump() if key == "rope_scaling" and ours else ours) == value, key
-    assert content["model_type"] == {"G": "gpt2", "L": "llama", "B": "bert"}[parsed.architecture[0]]
+    assert content["model_type"] == huggingface.ARCHITECTURES[parsed.architecture].model_type
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"positions": "rope"}, "has model.positions \"learned\", not \"rope\"; LlamaForCausalLM has model.norm \"rms\", not "),
+        ({"positions": "rope"}, "nearest: GPT2LMHeadModel has model.positions \"learned\", not \"rope\"; "),
         ({"bias": False}, "GPT2LMHeadModel has model.bias true, not false"),
         ({"kv_heads": 2}, "GPT2LMHeadModel has model.kv_heads 4, not 2"),
         ({"head_size": 64}, "GPT2LMHeadModel has model.head_size 32, not 64"),

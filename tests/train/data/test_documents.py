@@ -29,7 +29,17 @@ def sharded(shards: list[list[int]]) -> tuple[Documents, list[int]]:
 def test_windows_know_which_document_each_token_is_in(shards, seq_len):
     documents, owners = sharded(shards)
     windows, apart = Windows(documents, seq_len), Windows(documents, seq_len, apart=True)
-    assert len(windows) == len(apart) == (len(owners) - 1) // seq_len
+    shorter = 1 < len(owners) <= seq_len  # it is padded
+    assert len(windows) == len(apart) == (1 if shorter else (len(owners) - 1) // seq_len)
+    if shorter:
+        tokens, labels = windows[0]
+        unused = seq_len + 1 - len(owners)
+        assert tokens.tolist() == [*range(len(owners) - 1), *[0] * unused]
+        assert labels.tolist() == [*range(1, len(owners)), *[-1] * unused]
+        inputs, targets = apart[0]
+        assert inputs["segments"].tolist() == [owner + 1 for owner in owners[:-1]] + [0] * unused
+        assert targets.tolist()[: -unused or None] == [p if owners[p] == owners[p - 1] else -1 for p in range(1, len(owners))]
+        return
     for i in range(len(windows)):
         start = i * seq_len
         tokens, labels = windows[i]

@@ -352,19 +352,17 @@ def test_a_resolved_config_is_a_valid_config(tiny, tokenizer):
             r"model\.vocab_size: expected at least \d+, for the tokens of '.*decoder\.json', found 256",
         ),
         (
-            "text",
-            {},
-            {"model": {"seq_len": 500}},
-            r"data\.path: expected at least 2001 tokens for training and 2001 for validation \(train\.batch",
-        ),
-        ("tokens", {}, {"model": {"seq_len": 500}}, r"found \d+ and \d+ in '.*tokens'; prepare more, or lower train\.batch_size"),
-        (
             "prompts",
             {},
             {"model": {"seq_len": 8}},
             r"prompts\.jsonl', line \d+: expected at most 9 tokens \(model\.seq_len 8, plus one\), found \d+, and more in \d+ other",
         ),
-        ("prompts", {}, {"model": {"seq_len": 500}}, r"expected at least 4 rows of examples for training and 4 for validation"),
+        (
+            "prompts",
+            {"validation_fraction": 1e-9},
+            {},
+            r"expected at least 1 row of examples for training and 1 for validation .* found \d+ and 0 in '.*'; give more text, raise",
+        ),
         ("prompts", {"answer_key": "reply"}, {}, r"line 1: expected the key 'reply', found \['prompt', 'answer'\]"),
         ("text", {"objective": "masked"}, {}, r"data\.objective: expected next, which model\.kind decoder learns, found masked"),
         ("text", {}, {"model": {"kind": "bert"}}, r"data\.objective: expected masked, which model\.kind bert learns, found next"),
@@ -379,6 +377,28 @@ def test_a_resolved_config_is_a_valid_config(tiny, tokenizer):
 def test_a_checkpoint_that_does_not_fit_the_model_is_reported(kind, keys, sections, message, tiny, request):
     with pytest.raises(InputError, match=message):
         data.load(configured(tiny, of_format(tiny, kind, request) | keys, **sections))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "text", "tokens", "prompts"])
+def test_fewer_rows_than_a_batch_are_enough_and_so_are_fewer_tokens_than_a_row(kind, tiny, request):
+    seq_len = 5000  # of all formats there is less
+    loaded = data.load(configured(tiny, of_format(tiny, kind, request), model={"seq_len": seq_len}))
+    assert len(loaded.validation) == 1
+    assert loaded.remarks[-2:] == (
+        "1 row for training: a batch of 4 has rows several times",
+        "1 row for validation: a batch of 4 is filled with padding",
+    )
+    for inputs, labels in (loaded.train[3], loaded.validation[0]):
+        tokens = (inputs["tokens"] if isinstance(inputs, dict) else inputs)[:]
+        assert tokens.shape == labels[:].shape == (4, seq_len)
+        used = int(np.flatnonzero(labels[:][0] >= 0)[-1]) + 1
+        assert 2 < used < seq_len
+        assert not tokens[:, used:].any()
+        if isinstance(inputs, dict):
+            assert not inputs["segments"][:][:, used:].any()
+            assert inputs["segments"][:][0, :used].all()
+    assert (loaded.train[0][1][:] >= 0).any(axis=1).all()
+    assert (loaded.validation[0][1][:] >= 0).any(axis=1).tolist() == [True, False, False, False]
 
 
 def test_examples_that_are_cut_to_nothing_are_counted(tiny, prompts, tokenizer):

@@ -87,8 +87,8 @@ def test_the_rest_of_all_rows_fills_microbatches(tiny, tmp_path, rows, batch_siz
 @pytest.mark.parametrize(
     ("form", "content", "message"),
     [
-        ("bytes", "16 bytes are few", r"data.path: expected at least 17 bytes \(a window of model.seq_len 16, plus one\), found 16 in"),
-        ("text", "", r"data.path: expected at least 17 tokens \(a window of model.seq_len 16, plus one\), found 0 in"),
+        ("bytes", "1", r"data.path: expected at least 2 bytes \(one that is read and one that is predicted\), found 1 in"),
+        ("text", "", r"data.path: expected at least 2 tokens \(one that is read and one that is predicted\), found 0 in"),
         ("masked", "short", r"data.path: expected at least 13 tokens \(a window of model.seq_len 16 without special tokens\), found \d in"),
         ("prompts", "", r"data.path: expected at least 1 example with an answer, found 0 in"),
         (
@@ -99,7 +99,7 @@ def test_the_rest_of_all_rows_fills_microbatches(tiny, tmp_path, rows, batch_siz
         ("tokens", None, r"data.path: cannot read '.*tokens.json': No such file"),
     ],
 )
-def test_a_text_shorter_than_a_row_is_reported(tiny, keys_of, tmp_path, form, content, message):
+def test_data_without_a_row_are_reported(tiny, keys_of, tmp_path, form, content, message):
     other = tmp_path / "other"
     other.mkdir()
     if content is not None:

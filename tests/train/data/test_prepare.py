@@ -67,7 +67,8 @@ def test_json_lines_of_texts_and_of_prompts_make_folders(tokenizer, tmp_path):
         read = token_files.documents(tmp_path / form, index, index.train)
         assert index.validation
         assert read.have_answers == (form == "prompts")
-    starts, ends, answers = read.examples()
+    starts, ends, answers, answer_ends = read.examples()
+    assert answer_ends.tolist() == ends.tolist()
     for start, end, answer in zip(starts.tolist(), ends.tolist(), answers.tolist(), strict=True):
         prompt, reply = rules.decode(read.read(start, answer).tolist()), rules.decode(read.read(answer, end).tolist())
         assert {"q": prompt, "a": reply} in lines

@@ -11,6 +11,7 @@ import tokenizers as library
 from jpipe import InputError
 from jpipe_train.data import texts
 from jpipe_train.data import tokenizer as tokenizers
+from jpipe_train.data.files import json_lines
 from jpipe_train.data.texts import Assembler, Keys, Piece
 
 
@@ -93,7 +94,7 @@ def test_any_error_in_the_library_becomes_a_message(tokenizer, monkeypatch):
 
     loaded = load(tokenizer)
     with pytest.raises(InputError, match=r"cannot tokenize, found one that fails: it panics"):
-        tokenizers.Tokenizer(Broken(), b"", loaded.where, (), None).encoded(["a"])
+        tokenizers.Tokenizer(Broken(), b"", loaded.where, (), None, loaded.path).encoded(["a"])
 
 
 def test_a_long_text_is_split_where_the_tokenizer_splits_it(tokenizer, tmp_path, monkeypatch):
@@ -163,9 +164,10 @@ def assembled(pieces: list[Piece], tokenizer: str) -> tuple[Assembler, list[list
         def add(self, tokens):
             self.under_way = [*self.under_way, *tokens.tolist()]
 
-        def end(self, answer, place):
+        def end(self, answers, place):
             words = loaded.rules.decode(self.under_way, skip_special_tokens=False)
-            done.append(words if answer is None else (loaded.rules.decode(self.under_way[:answer]), words))
+            done.append(words if answers is None else (loaded.rules.decode(self.under_way[: answers[0][0]]), words))
+            assert answers is None or answers[0][1] == len(self.under_way)
             self.under_way = []
 
     assembler = Assembler(loaded, {False: Sink(), True: Sink()})
@@ -239,7 +241,7 @@ def test_wrong_lines_are_counted_and_the_first_five_named(tmp_path):
 
 
 def test_an_endless_line_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, "_LONGEST_LINE", 10)
+    monkeypatch.setattr(json_lines, "_LONGEST", 10)
     (tmp_path / "a.jsonl").write_bytes(b"x" * 12)
     with pytest.raises(InputError, match="line 1: expected at most 10 bytes, found more"):
         list(texts.pieces(["a"], [tmp_path / "a.jsonl"], "jsonl-text", 0.0, Keys(), "data.path"))

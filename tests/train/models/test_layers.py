@@ -11,11 +11,13 @@ import pytest
 from flax import nnx
 
 import jpipe
-from jpipe_train.config.model_config import ModelConfig, RopeScaling
-from jpipe_train.config.presets import PRESETS
+from jpipe_train.config.model.presets import PRESETS
+from jpipe_train.config.model.rope import RopeScaling
+from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models import transformer
-from jpipe_train.models.attention import attend, frequencies, positions_of, rotated
+from jpipe_train.models.attention import attend
 from jpipe_train.models.layers import layers
+from jpipe_train.models.rope import frequencies, positions_of, rotated
 from tests.train.models.running import LLAMA, SMALL, outputs_of
 
 
@@ -124,13 +126,13 @@ def test_turned_numbers_are_complex_products():
     pairs = x[..., :4] + 1j * x[..., 4:]
     turned = pairs * np.exp(1j * np.arange(8)[:, None, None] * 100.0 ** (-np.arange(4) / 4))
     expected = np.concatenate([turned.real, turned.imag], -1)
-    np.testing.assert_allclose(rotated(jnp.asarray(x), jnp.arange(8)[None], config), expected, atol=1e-5)
+    np.testing.assert_allclose(rotated(jnp.asarray(x), jnp.arange(8)[None], jnp.full((1, 1), 8), config), expected, atol=1e-5)
 
 
 def test_low_frequencies_are_stretched_and_high_ones_unchanged():
     scaling = {"factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 64}
     keys = {"width": 32, "heads": 1, "seq_len": 8, "positions": "rope"}
-    plain, scaled = (frequencies(ModelConfig(**keys, rope_scaling=rope_scaling)) for rope_scaling in (None, RopeScaling(**scaling)))
+    plain, scaled = (frequencies(ModelConfig(**keys, rope_scaling=rope_scaling))[0] for rope_scaling in (None, RopeScaling(**scaling)))
     turns = 64 * plain / (2 * np.pi)
     np.testing.assert_allclose(scaled[turns > 4], plain[turns > 4], rtol=1e-12)
     np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / 8, rtol=1e-12)

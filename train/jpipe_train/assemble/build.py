@@ -15,6 +15,7 @@ import jpipe
 from jpipe.files import expanded, read_text
 from jpipe_planner import balance, host_memory, usable_cores
 from jpipe_train.assemble import labels, meshes, model
+from jpipe_train.assemble.frozen import trains_part
 from jpipe_train.assemble.optimizer import optimizer
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from jpipe_train.console.progress import Reporter
@@ -43,7 +44,7 @@ def build(
 
     with errors_name_config_keys(config.plan.file):
         computes, chunk = config.precision.computes, config.logits_chunk
-        stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read().like[0])
+        stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read().like[0], config.tune)
         loss = model.loss(config.loss)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
@@ -56,7 +57,7 @@ def build(
         for remark in batches.remarks:
             reporter.say(remark)
         params = stack.ties.without_seconds(param_specs(stack, plan, batches.like))
-        rule = optimizer(config.optimizer, config.train.steps, params)
+        rule = trains_part(optimizer(config.optimizer, config.train.steps, params), config.tune, params)
         options = config.optimizer.of_pipeline | {"precision": precision(config.precision, reporter)}
         pipe = jpipe.Pipeline(stack, plan, loss, rule, **options)
     return pipe, batches

@@ -15,6 +15,7 @@ from jpipe_train.config import entry_point
 from jpipe_train.config.arguments import check_names, parameters_of
 from jpipe_train.config.config import EvalConfig, LossConfig
 from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.config.tune_config import TuneConfig
 from jpipe_train.models import cross_entropy
 from jpipe_train.models import layers as built_in
 
@@ -25,6 +26,7 @@ def layers(
     computes: str | None = None,
     chunk: int | None = None,
     inputs: Callable[[], Any] | None = None,
+    tune: TuneConfig | None = None,
 ) -> jpipe.LayerStack:
     """Return the layers of the built-in model or of `model.target`, which returns a LayerStack or a whole model.
 
@@ -35,12 +37,13 @@ def layers(
         chunk: the number of positions whose logits the built-in loss computes at a time; None if the model computes all of them.
         inputs: returns the inputs of a batch, or their shapes and dtypes. A whole model is cut for these, so that the same layers result
             whatever the plan is. None: whole models are rejected.
+        tune: the section `tune`, for adapters in the built-in model; None: without.
 
     Raises:
         InputError: the target does not exist, fails, or returns no model; its model cannot be cut.
     """
     if config.target is None:
-        return built_in.layers(config if computes is None else config.model_copy(update={"compute_dtype": computes}), chunk)
+        return built_in.layers(config if computes is None else config.model_copy(update={"compute_dtype": computes}), chunk, tune)
     model = _of_target(config.target, config.arguments, batch_size)
     if isinstance(model, jpipe.LayerStack):
         return model

@@ -18,13 +18,15 @@ from jpipe.checkpoints.records import describe
 from jpipe.files import resolved, shown
 from jpipe_train.assemble.build import param_specs
 from jpipe_train.checkpoint import huggingface, orbax_checkpoint
+from jpipe_train.checkpoint.adapters import for_adapters, whole_names
 from jpipe_train.checkpoint.export import by_name, by_path, state_name, step_of
 from jpipe_train.checkpoint.name_map import of_whole_model, renamed
 from jpipe_train.checkpoint.safetensors_file import TensorsFile, tensors_file
 from jpipe_train.checkpoint.source import Names, Source, Spec
-from jpipe_train.config.config import WarmStartConfig
+from jpipe_train.config.config import TuneConfig, WarmStartConfig
 from jpipe_train.console.terminal import count
 from jpipe_train.launch.together import Together
+from jpipe_train.models.lora import is_of_adapter
 
 _SHOWN = 3  # layers that a message names
 _EXPECTED = "a safetensors file, or the folder of a run, of an Orbax checkpoint or of Hugging Face's layout"
@@ -36,7 +38,12 @@ Model = Mapping[str, Mapping[str, Spec]]
 
 
 def load(
-    config: WarmStartConfig, pipe: jpipe.Pipeline, batch: Any, together: Together, say: Callable[[str], None]
+    config: WarmStartConfig,
+    pipe: jpipe.Pipeline,
+    batch: Any,
+    together: Together,
+    say: Callable[[str], None],
+    tune: TuneConfig | None = None,
 ) -> dict[str, dict[str, np.ndarray]]:
     """Read the parameters of this process's layers for `Pipeline.init`; all processes call this.
 
@@ -46,6 +53,7 @@ def load(
         batch: of its data.
         together: the processes of the run.
         say: gets a line about the layers that are used.
+        tune: the section `tune`; adapters that the file does not have are fresh.
 
     Returns:
         The parameters by layer id and path.
@@ -68,11 +76,13 @@ def load(
                 "warm_start.names: would mean nothing for a folder of Hugging Face's layout, whose names are known; leave it out"
             )
         names = [name for specs in model.values() for name in specs]
-        sources = [renamed(source, config.names, names) if config.names else source]
+        sources = [renamed(source, config.names, whole_names(names)) if config.names else source]
         if pipe.stack.traced is not None:
             places = pipe.stack.traced.places()
             sources += [of_whole_model(source, places, config.names, separator) for separator in "/."]
         source = max(sources, key=lambda source: len(source.specs.keys() & names))
+        if tune is not None:
+            source = for_adapters(source, {name: spec for specs in model.values() for name, spec in specs.items()}, tune)
         return source, fitting(source, model, strict=strict)
 
     def read() -> dict[str, dict[str, np.ndarray]]:
@@ -187,13 +197,15 @@ def _of_run(folder: Path, report: Callable[[str], None]) -> Source:
 def _summary(source: Source, model: Model, matching: Collection[str]) -> str:
     """Describe how many layers are used completely, and why the first incomplete ones are not."""
     incomplete = []
+    fresh = {name for specs in model.values() for name in specs if is_of_adapter(name) and name not in matching}
     for layer_id, specs in model.items():
-        if missing := [name for name in specs if name not in matching]:
+        if missing := [name for name in specs if name not in matching and name not in fresh]:
             stored = source.specs.get(missing[0])
             problem = "missing" if stored is None else f"{stored} in the file, {specs[missing[0]]} in the model"
             incomplete.append(f"{layer_id} ('{missing[0]}' is {problem})")
     layers = sum(bool(specs) for specs in model.values())
     words = f"warm start: {layers - len(incomplete)} of {count(layers, 'layer')} from {source.where.removeprefix('warm_start.file: ')}"
+    words += "; the adapters are fresh" if fresh else ""
     if incomplete:
         words += f"; fresh, at least in part: {', '.join(incomplete[:_SHOWN])}"
         words += f" and {len(incomplete) - _SHOWN} more" if len(incomplete) > _SHOWN else ""

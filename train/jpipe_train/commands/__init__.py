@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, Any] = {
     "completion": completion.completion,
 }
 """The function or the application of each command, in the order of `jpipe --help`."""
-GROUPS: Mapping[str, tuple[str, ...]] = {"data": ("prepare", "tokenizer")}
+GROUPS: Mapping[str, tuple[str, ...]] = {"data": ("prepare", "tokenizer", "show")}
 """The commands that have commands of their own, with those."""
 ABOUT = """Pipeline-parallel training for JAX and Flax. Three commands do most of the work:
 

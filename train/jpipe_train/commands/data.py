@@ -1,14 +1,14 @@
-"""`jpipe data prepare` and `jpipe data tokenizer`: prepare text to train on."""
+"""`jpipe data`: prepare text to train on, make a tokenizer, and show what is learned of conversations."""
 
 from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import Count
+from jpipe_train.commands.parsing import Count, Overrides
 from jpipe_train.console import interrupt
 
 app = tyro.extras.SubcommandApp()
-app.__doc__ = "Make a tokenizer, or write text as files of tokens, to train on."
+app.__doc__ = "Make a tokenizer, write text as files of tokens to train on, or show what is learned of conversations."
 
 Source = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]", help_behavior_hint="")]
 Form = Annotated[Literal["auto", "text", "jsonl-text", "prompts"], tyro.conf.arg(name="format")]
@@ -63,6 +63,7 @@ def make_tokenizer(
     out: Annotated[str, tyro.conf.arg(metavar="FILE")],
     form: Form = "auto",
     kind: Literal["decoder", "bert"] = "decoder",
+    special: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TOKEN")] = (),
     text_key: Key = "text",
     prompt_key: Key = "prompt",
     answer_key: Key = "answer",
@@ -75,6 +76,7 @@ def make_tokenizer(
         out: The tokenizer.json, a new file.
         form: As in jpipe data prepare.
         kind: The kind of the model: its special tokens are <|endoftext|>, or those of BERT.
+        special: A further special token, such as one of a chat template; may be given several times.
         text_key: The key of the text in a JSON line.
         prompt_key: The key of the prompt in a JSON line.
         answer_key: The key of the answer in a JSON line.
@@ -85,5 +87,31 @@ def make_tokenizer(
         from jpipe_train.data.texts import Keys
 
     files = preparing.Files(source, form, Keys(text_key, prompt_key, answer_key))
-    preparing.make_tokenizer(files, vocab_size, out, Reporter(1, 1, "bytes"), kind)
+    preparing.make_tokenizer(files, vocab_size, out, Reporter(1, 1, "bytes"), kind, special)
+    return 0
+
+
+@app.command
+def show(
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")],
+    overrides: Overrides = (),
+    count: Annotated[int, tyro.conf.arg(name="count", metavar="N")] = 3,
+) -> int:
+    """Show the first conversations of a config with data.format: chat as the model gets them, and what is learned of them.
+
+    What is learned is bold on a terminal, and in [[double brackets]] elsewhere.
+
+    Args:
+        config: The YAML file.
+        overrides: Replace one key of the file, such as data.path=conversations.jsonl.
+        count: How many conversations to show.
+    """
+    with interrupt.importing():
+        import sys
+
+        from jpipe_train.config import config_file
+        from jpipe_train.data.chat import show as showing
+
+    for line in showing.lines(config_file.load(config, overrides, allow_code=True), count, bold=sys.stdout.isatty()):
+        print(line)
     return 0

@@ -17,7 +17,7 @@ def export(
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE.safetensors|FOLDER")] = None,
     step: OptionalCount = None,
     weights: Weights = "newest",
-    layout: Literal["jpipe", "orbax", "model", "huggingface"] = "jpipe",
+    layout: Literal["jpipe", "orbax", "model", "huggingface", "peft"] = "jpipe",
     overrides: Overrides = (),
 ) -> int:
     """Write the weights of a run into one file, for inference or for another run to begin with; or as transformers loads them.
@@ -30,20 +30,23 @@ def export(
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         layout: Orbax's (orbax) is one tree that ocp.StandardCheckpointer restores, by the same names.
             That of the whole model (model) is such a tree with the model's own paths, for a model.target that is a whole model.
-            Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for GPT-2, Llama and BERT.
+            Hugging Face's (huggingface) is a folder with config.json and model.safetensors, for GPT-2, Llama and BERT;
+            adapters are added to the weights. That of PEFT (peft) is a folder with the adapters alone.
         overrides: Replace one key of a config, such as model.preset=gpt2-124m.
     """
     with interrupt.importing():
         import jpipe_train.checkpoint.export as exporting
-        from jpipe_train.checkpoint.huggingface import writing
+        from jpipe_train.checkpoint.huggingface import peft, writing
 
     if (to is None) == (out is None):
         raise jpipe.InputError("export: expected the file or folder to write, once, such as --out gpt.safetensors")
     if overrides and not os.path.isfile(folder):
         raise jpipe.InputError(f"--set {overrides[0]}: would mean nothing for a run; leave it out")
     place, report = to or out or "", lambda line: print(printable(line))
-    if layout != "huggingface":
-        exporting.main(folder, place, step, report, weights, layout)
-    else:
+    if layout == "huggingface":
         writing.main(folder, place, step, report, weights, overrides)
+    elif layout == "peft":
+        peft.main(folder, place, step, report, weights)
+    else:
+        exporting.main(folder, place, step, report, weights, layout)
     return 0

@@ -4,14 +4,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import Count, OptionalCount, Weights
+from jpipe_train.commands.parsing import Count, Flag, OptionalCount, Weights
 from jpipe_train.console import interrupt
 
 
 def generate(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FOLDER")],
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
-    tokens: Count = 100,
+    tokens: OptionalCount = None,
+    stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
+    chat: Flag = False,
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None,
     temperature: Annotated[float | None, tyro.conf.arg(metavar="T")] = None,
     top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None,
     top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None,
@@ -21,14 +24,17 @@ def generate(
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|bytes")] = None,
     devices: OptionalCount = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    as_json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="json")] = False,
+    as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Continue texts with a trained model, and write the continuations to standard output.
+    """Continue texts with a trained model, or chat with it. What it writes goes to standard output.
 
     Args:
         source: The folder of a run, such as runs/0001, or one in Hugging Face's layout, with config.json.
         prompt: The text to continue; may be given several times. Without it standard input is read.
-        tokens: At most N tokens; fewer if the text ends, or the model has no more positions.
+        tokens: At most N tokens; fewer if the text ends, or the model has no more positions. By default 100, and 1,000 with --chat.
+        stop: End the output before this text; may be given several times.
+        chat: Hold a conversation: each line of standard input is what a user says. Ctrl-C stops an answer, Ctrl-D ends the conversation.
+        system: What the model is told before a conversation.
         temperature: 0 chooses the most likely token, 1 samples from the model's probabilities. By default 1 with the next two, else 0.
         top_k: Sample from the K most likely tokens.
         top_p: Sample from the most likely tokens that together have the probability P, such as 0.9.
@@ -44,6 +50,5 @@ def generate(
         from jpipe_train.generate import command
         from jpipe_train.generate import generate as generating
 
-    return command.run(
-        generating.Request(source, prompt, tokens, temperature, top_k, top_p, seed, step, weights, tokenizer, dtype, devices, as_json)
-    )
+    options = tokens, temperature, top_k, top_p, seed, step, weights, tokenizer, dtype, devices, as_json, stop, chat, system
+    return command.run(generating.Request(source, prompt, *options))

@@ -17,6 +17,7 @@ from jpipe_train.config.plan_config import MOST_MICROBATCHES as MOST_MICROBATCHE
 from jpipe_train.config.plan_config import PlanConfig as PlanConfig
 from jpipe_train.config.section import AUTO as AUTO
 from jpipe_train.config.section import Arguments, Count, FilePath, Section, TargetSection
+from jpipe_train.config.tune_config import TuneConfig as TuneConfig
 
 MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
@@ -261,6 +262,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     model: ModelConfig = ModelConfig()
+    tune: TuneConfig = TuneConfig()
     precision: PrecisionConfig = PrecisionConfig()
     loss: LossConfig = LossConfig()
     plan: PlanConfig = PlanConfig()
@@ -298,6 +300,12 @@ class Config(Section):
         model_dtype, computes = self.model.compute_dtype, self.precision.computes
         if self.model.target is None and computes is not None and model_dtype not in ("float32", computes):
             raise ValueError(f"model.compute_dtype is {model_dtype} and precision.compute {computes}; leave out model.compute_dtype")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_in_built_in_models(self) -> "Config":
+        if self.tune.lora is not None and self.model.target is not None:
+            raise ValueError("tune.lora is for built-in models, found model.target; leave it out, or name what is trained in tune.train_only")
         return self
 
     @model_validator(mode="after")

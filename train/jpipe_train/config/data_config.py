@@ -8,26 +8,33 @@ from jpipe_train.config.section import AUTO, FilePath, Fraction, TargetSection
 
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _ONLY_WITH = {  # the formats that a key applies to; with any other it is an error
-    "tokenizer": ("text", "prompts"),
+    "tokenizer": ("text", "prompts", "chat"),
     "end_of_text": ("text", "prompts"),
-    "validation_fraction": ("bytes", "text", "prompts"),
+    "validation_fraction": ("bytes", "text", "prompts", "chat"),
     "boundaries": ("bytes", "text", "tokens"),
     "objective": ("text", "tokens"),
-    "too_long": ("tokens", "prompts"),
+    "too_long": ("tokens", "prompts", "chat"),
     "prompt_key": ("prompts",),
     "answer_key": ("prompts",),
+    "chat_template": ("chat",),
+}
+
+_PATHS = {  # what the path of a format names that has no default
+    "tokens": "a folder that jpipe data prepare wrote",
+    "prompts": "JSON lines with prompts and answers",
+    "chat": "JSON lines with conversations",
 }
 
 
 class DataConfig(TargetSection):
     """The data of a run: `path` is a file, folder or glob; null means the source code of the running Python's standard library.
 
-    The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote) or prompts (JSON lines with a
-    prompt and an answer); auto means bytes, and rejects files that are known not to be text. A `target` is a function:
-    `target(seed, batch_size, **arguments)` returns (train, validation), or a `jpipe_train.data.data.Data`.
+    The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote), prompts (JSON lines with a
+    prompt and an answer) or chat (JSON lines with conversations); auto means bytes, and rejects files that are known not to be text. A
+    `target` is a function: `target(seed, batch_size, **arguments)` returns (train, validation), or a `jpipe_train.data.data.Data`.
     """
 
-    format: Literal["auto", "bytes", "text", "tokens", "prompts"] = AUTO
+    format: Literal["auto", "bytes", "text", "tokens", "prompts", "chat"] = AUTO
     path: FilePath | None = None
     validation_path: FilePath | None = None
     validation_fraction: Fraction = 0.05
@@ -38,10 +45,11 @@ class DataConfig(TargetSection):
     masked_fraction: Fraction = 0.15
     prompt_key: _Word = "prompt"
     answer_key: _Word = "answer"
+    chat_template: FilePath | None = None
     too_long: Literal["refuse", "cut"] = "refuse"
 
     @property
-    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts"]:
+    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts", "chat"]:
         """The format, with bytes in place of auto."""
         return "bytes" if self.format == AUTO else self.format
 
@@ -57,10 +65,9 @@ class DataConfig(TargetSection):
         for key, formats in _ONLY_WITH.items():
             if self._is_changed(key) and self.read_as not in formats:
                 raise ValueError(f"{key} would mean nothing with format {self.read_as}: it is for {' and '.join(formats)}; leave it out")
-        if self.path is None and self.format in ("tokens", "prompts"):
-            what = "a folder that jpipe data prepare wrote" if self.format == "tokens" else "JSON lines with prompts and answers"
-            raise ValueError(f"path is missing, which format {self.format} needs; name {what}")
-        if self.tokenizer is None and self.format in ("text", "prompts"):
+        if self.path is None and self.format in _PATHS:
+            raise ValueError(f"path is missing, which format {self.format} needs; name {_PATHS[self.format]}")
+        if self.tokenizer is None and self.format in _ONLY_WITH["tokenizer"]:
             raise ValueError(f"tokenizer is missing, which format {self.format} needs; name a tokenizer.json (see jpipe data tokenizer)")
         return self
 

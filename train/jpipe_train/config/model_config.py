@@ -6,34 +6,23 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
-from jpipe_train.config.presets import PRESETS
-from jpipe_train.config.section import Count, Section, TargetSection
+from jpipe_train.config.model.presets import PRESETS
+from jpipe_train.config.model.rope import RopeScaling
+from jpipe_train.config.section import Count, TargetSection
 
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
-_ENCODER = {"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True}  # what BERT requires
+_ENCODER = {  # what BERT requires
+    **{"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True, "window": None, "qk_norm": None},
+    **{"post_norms": False, "attention_soft_cap": None, "logits_soft_cap": None, "attention_scale": None, "embed_scale": False},
+}
+_OF_WINDOWS = ("window_layers", "window_rope_base")
+_OF_ROPE = ("rope_base", "rope_share", "rope_scaling", "rope_layers", "window_rope_base")
 
 OF_THE_RUN = frozenset({"target", "arguments", "dropout", "compute_dtype", "attention"})  # keys that do not change the shape of the model
 
-
-class RopeScaling(Section):
-    """Llama 3's stretching of rotary positions beyond the `original_positions` that a model was first trained with.
-
-    Waves with fewer than `low_frequency_factor` turns within these positions become `factor` times as long, those with more than
-    `high_frequency_factor` turns stay, and those between are interpolated.
-    """
-
-    factor: Annotated[float, Field(ge=1, le=10**6)]
-    low_frequency_factor: Annotated[float, Field(gt=0, le=10**6)]
-    high_frequency_factor: Annotated[float, Field(gt=0, le=10**6)]
-    original_positions: Count
-
-    @model_validator(mode="after")
-    def _low_is_below_high(self) -> "RopeScaling":
-        low, high = self.low_frequency_factor, self.high_frequency_factor
-        if low >= high:
-            raise ValueError(f"expected low_frequency_factor below high_frequency_factor, found {low:g} and {high:g}; change one of them")
-        return self
+Pattern = Annotated[list[bool], Field(min_length=1, max_length=1000)]
+Scale = Annotated[float, Field(gt=0, le=10**6)]
 
 
 class ModelConfig(TargetSection):
@@ -56,16 +45,27 @@ class ModelConfig(TargetSection):
     head_size: Annotated[int, Field(ge=1, le=10**6)] | None = None
     mlp_width: Annotated[int, Field(ge=1, le=10**7)] | None = None
     seq_len: Count = 128
-    positions: Literal["learned", "rope"] = "learned"
+    positions: Literal["learned", "rope", "none"] = "learned"
     max_positions: Count | None = None
     rope_base: Annotated[float, Field(gt=1, le=10**12)] = 10000.0
+    rope_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     rope_scaling: RopeScaling | None = None
-    norm: Literal["layer", "rms"] = "layer"
+    rope_layers: Pattern | None = None
+    window: Count | None = None
+    window_layers: Pattern | None = None
+    window_rope_base: Annotated[float, Field(gt=1, le=10**12)] | None = None
+    attention_scale: Scale | None = None
+    attention_soft_cap: Scale | None = None
+    qk_norm: Literal["head", "all"] | None = None
+    norm: Literal["layer", "rms", "rms_plus_one"] = "layer"
     norm_epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    post_norms: bool = False
     activation: Literal["gelu", "gelu_exact", "silu"] = "gelu"
     gated_mlp: bool = False
-    bias: bool = True
+    bias: bool | Literal["qkv", "attention"] = True
+    embed_scale: bool = False
     tied: bool = False
+    logits_soft_cap: Scale | None = None
     init: Literal["scaled", "normal"] = "scaled"
     attention: Literal["xla", "cudnn"] = "xla"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -91,6 +91,30 @@ class ModelConfig(TargetSection):
         """The longest sequence; by default that of the batches."""
         return self.seq_len if self.max_positions is None else self.max_positions
 
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of a head turn with the position."""
+        return int(self.head_size_used * self.rope_share)
+
+    @property
+    def blocks(self) -> "list[ModelConfig]":
+        """The config of each block, in which patterns along the depth are decided; blocks with equal ones share one object."""
+        distinct: list[ModelConfig] = []
+        for i in range(self.depth):
+            block = self._block(i)
+            distinct.append(next((other for other in distinct if other == block), block))
+        return distinct
+
+    def _block(self, i: int) -> "ModelConfig":
+        decided: dict[str, Any] = {"window_layers": None, "window_rope_base": None, "rope_layers": None}
+        if self.window is not None and not _at(self.window_layers, i):
+            decided |= {"window": None}
+        elif self.window_rope_base is not None:
+            decided |= {"rope_base": self.window_rope_base, "rope_scaling": None}
+        if not _at(self.rope_layers, i):
+            decided |= {"positions": "none", "rope_scaling": None}
+        return self.model_copy(update=decided)
+
     @field_validator("preset")
     @classmethod
     def _known_preset(cls, name: str | None) -> str | None:
@@ -107,7 +131,7 @@ class ModelConfig(TargetSection):
         name = data.get("preset")
         preset = dict(PRESETS.get(name, {})) if isinstance(name, str) else {}
         if data.get("positions") == "learned":
-            preset = {key: value for key, value in preset.items() if not key.startswith("rope_")}
+            preset = {key: value for key, value in preset.items() if key not in _OF_ROPE}
         merged = {**preset, **data}
         return {"tied": True, **merged} if merged.get("kind") == "bert" else merged
 
@@ -119,10 +143,12 @@ class ModelConfig(TargetSection):
             raise ValueError(f"width {self.width} is not divisible by heads {self.heads}; change one of them")
         if self.heads % self.kv_heads_used:
             raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}; change one of them")
-        if self.positions == "rope" and self.head_size_used % 2:
+        if self.positions == "rope" and (self.rotary_size % 2 or not self.rotary_size):
+            size = "width / heads" if self.head_size is None else "head_size"
+            words = "heads of even size" if self.rope_share == 1 else f"an even number of each head (rope_share {self.rope_share:g})"
             raise ValueError(
-                f"positions rope turns pairs of numbers, so that it needs heads of even size, found {self.head_size_used} "
-                f"({'width / heads' if self.head_size is None else 'head_size'}); change it, or use learned positions"
+                f"positions rope turns pairs of numbers, so that it needs {words}, found {self.rotary_size} ({size}); change it, or use "
+                "learned positions"
             )
         return self
 
@@ -138,11 +164,34 @@ class ModelConfig(TargetSection):
             raise ValueError(
                 f"width {self.width} × {key} {longest} makes a table of positions of more than {_LARGEST_TABLE:,} numbers; lower one"
             )
-        if self.positions == "learned":
-            usual = type(self).model_fields["rope_base"].default
-            for key, value, default in (("rope_base", self.rope_base, usual), ("rope_scaling", self.rope_scaling, None)):
-                if value != default:
-                    raise ValueError(f"{key} would mean nothing to learned positions; leave it out, or set positions to rope")
+        return self
+
+    @model_validator(mode="after")
+    def _no_key_is_without_effect(self) -> "ModelConfig":
+        if self.target is not None:
+            return self
+        fields = type(self).model_fields
+        given = [name for name in fields if getattr(self, name) != fields[name].default]
+        unused = [name for name in given if self.positions != "rope" and name in _OF_ROPE]
+        if unused:
+            raise ValueError(f"{unused[0]} would mean nothing to {self.positions} positions; leave it out, or set positions to rope")
+        unused = [name for name in given if self.window is None and name in _OF_WINDOWS]
+        if unused:
+            raise ValueError(f"{unused[0]} would mean nothing without a window; leave it out, or set window")
+        return self
+
+    @model_validator(mode="after")
+    def _attention_is_possible(self) -> "ModelConfig":
+        if self.target is not None:
+            return self
+        scaling, pairs = self.rope_scaling, self.rotary_size // 2
+        for key in ("short_factors", "long_factors"):
+            if scaling is not None and (factors := getattr(scaling, key)) is not None and len(factors) != pairs:
+                raise ValueError(
+                    f"rope_scaling.{key}: expected {pairs} factors, one for each pair of a head, found {len(factors)}; correct them"
+                )
+        if self.attention == "cudnn" and self.attention_soft_cap is not None:
+            raise ValueError("attention cudnn cannot compute attention_soft_cap; set attention to xla")
         return self
 
     @model_validator(mode="after")
@@ -166,4 +215,14 @@ class ModelConfig(TargetSection):
 
 def _as_yaml(value: object) -> str:
     """Return a value as YAML writes it."""
-    return str(value).lower()
+    return "null" if value is None else str(value).lower()
+
+
+def _at(pattern: list[bool] | None, layer: int) -> bool:
+    """Return the value of a pattern, which is repeated along the depth, at a layer; without a pattern it is true of all."""
+    return pattern is None or pattern[layer % len(pattern)]
+
+
+def has_bias(bias: bool | str, part: Literal["qkv", "project", "mlp"]) -> bool:
+    """Return whether a linear layer of a block has a bias, given the key `bias`."""
+    return part in {"qkv": ("qkv",), "attention": ("qkv", "project")}[bias] if isinstance(bias, str) else bias

@@ -9,6 +9,8 @@ from jpipe.errors import nearest
 from jpipe.files import write_atomically
 
 _FOLDERS = "configs", "examples"
+_DATA = ".json", ".jsonl", ".jinja"
+_SUFFIXES = ".yaml", ".py", ".md", *_DATA
 _PACKAGE = Path(__file__).parents[1]
 _PAPERS = "examples.papers"
 
@@ -28,7 +30,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
     """Copy files to `folder`/configs and `folder`/examples.
 
     Args:
-        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`; all files if empty. A config brings the Python files it names.
+        names: configs such as `configs/gpt-bytes.yaml` or `gpt-bytes`; all files if empty. A config brings the files it names.
         folder: the destination.
         overwrite: whether to replace existing files that differ.
         say: prints a line for each file.
@@ -61,7 +63,7 @@ def copy(names: Sequence[str], folder: Path, overwrite: bool, say: Callable[[str
 def shipped() -> dict[str, Path]:
     """Return the files that come with jpipe by name: those in the wheel, or those of the clone that contains this module."""
     root = _PACKAGE / "shipped" if (_PACKAGE / "shipped").is_dir() else _PACKAGE.parents[1]
-    files = (file for folder in _FOLDERS for file in sorted((root / folder).rglob("*")) if file.suffix in (".yaml", ".py", ".md"))
+    files = (file for folder in _FOLDERS for file in sorted((root / folder).rglob("*")) if file.suffix in _SUFFIXES)
     return {file.relative_to(root).as_posix(): file for file in files}
 
 
@@ -71,7 +73,13 @@ def _files_for(name: str, available: dict[str, Path]) -> list[str]:
     files = [file for file in configs if name in (file, Path(file).name, Path(file).stem)]
     if not files:
         raise InputError(f"configs copy: unknown config '{name}'; {nearest(name, [Path(file).stem for file in configs])}")
-    return files + _code(available[files[0]].read_text(encoding="utf-8"), available)
+    config = available[files[0]].read_text(encoding="utf-8")
+    return files + _data(config, available) + _code(config, available)
+
+
+def _data(config: str, available: dict[str, Path]) -> list[str]:
+    """Return the data in folders that a config names."""
+    return [file for file, path in available.items() if path.suffix in _DATA and f" {Path(file).parent.as_posix()}/" in config]
 
 
 def _code(config: str, available: dict[str, Path]) -> list[str]:

@@ -67,6 +67,14 @@ def pressed() -> bool:
     return _pressed
 
 
+def forget() -> None:
+    """Go on after a Ctrl-C inside `watched` that has had its effect; the next one is recorded again."""
+    global _pressed
+    if _pressed:
+        _pressed = False
+        signal.signal(signal.SIGINT, _press)
+
+
 def is_ours() -> bool:
     """Return whether `watched` is active, and Ctrl-C was not pressed yet."""
     return signal.getsignal(signal.SIGINT) is _press

@@ -21,6 +21,7 @@ from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
 from jpipe_train.data.splits import Split
 
 Rows = windows.Windows | windows.Examples | masked.Masked
+AnyRows = Rows | windows.Filled
 
 
 @runtime_checkable
@@ -107,8 +108,10 @@ def _read(config: Config) -> Data:
     apart = _apart(config, split)
     rows = [_rows(config, split, part, apart=apart) for part in (0, 1)]
     _check_amount(config, split, *rows)
-    batches = [_batches(config, rows[part], part, apart=apart) for part in (0, 1)]
-    return Data(batches[0], batches[1], split.source, _amount(split, *rows), split.digest, _remarks(split, *rows))
+    held_out = rows[1] if isinstance(rows[1], masked.Masked) else windows.Filled(rows[1], config.train.batch_size)
+    batches = _batches(config, rows[0], 0, apart=apart), _batches(config, held_out, 1, apart=apart)
+    remarks = *_remarks(split, *rows), *_few_rows(config, *rows)
+    return Data(*batches, split.source, _amount(split, *rows), split.digest, remarks)
 
 
 @_memory_errors_reported()
@@ -220,7 +223,7 @@ def _apart(config: Config, split: Split) -> bool:
 def _rows(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
     """Return the rows of one part, each once."""
     documents, data, seq_len = (split.train, split.validation)[part], config.data, config.model.seq_len
-    if split.train.have_answers or data.format == "prompts":
+    if split.train.have_answers or data.format in ("prompts", "chat"):
         if data.objective == "masked":
             raise InputError("data.objective: masked: expected text, found prompts with answers; leave it out")
         return windows.Examples(documents, seq_len, cut=data.too_long == "cut", place=split.place[part])
@@ -230,14 +233,14 @@ def _rows(config: Config, split: Split, part: int, *, apart: bool) -> Rows:
     return windows.Windows(documents, seq_len, apart=apart)
 
 
-def _batches(config: Config, rows: Rows, part: int, *, apart: bool) -> BatchesOfRows:
+def _batches(config: Config, rows: AnyRows, part: int, *, apart: bool) -> BatchesOfRows:
     """Batch the rows of one part."""
     seq_len = config.model.seq_len
     spec = masked.row_spec(seq_len) if config.data.objective == "masked" else windows.row_spec(seq_len, segments=apart)
     return BatchesOfRows(_ordered(config, rows, part), config.train.batch_size, spec)
 
 
-def _ordered(config: Config, rows: Rows, part: int) -> Elements:
+def _ordered(config: Config, rows: AnyRows, part: int) -> Elements:
     """Return the rows in the order of their batches, endlessly for training."""
     if isinstance(rows, masked.Masked):
         return masked.Drawn(rows, epochs=part == 0)
@@ -250,30 +253,28 @@ def _seed(config: Config, part: int) -> int:
 
 
 def _check_amount(config: Config, split: Split, train: Rows, validation: Rows) -> None:
-    """Check that there is at least one batch for training and one for validation.
+    """Check that there is at least one row for training and one for validation, and a batch of masked ones, which cannot be padded.
 
     Raises:
         InputError: there are fewer rows.
     """
     batch_size, seq_len = config.train.batch_size, config.model.seq_len
-    if min(len(train), len(validation)) >= batch_size:
+    if min(len(train), len(validation)) >= (batch_size if isinstance(train, masked.Masked) else 1):
         return
+    need, unit, have, why = 2, split.unit, (split.train.size, split.validation.size), "one that is read and one that is predicted"
     if isinstance(train, windows.Examples):
-        need, unit, have = batch_size, "rows of examples", (len(train), len(validation))
-        why = f"train.batch_size {batch_size} rows of model.seq_len {seq_len}"
+        need, unit, have = 1, "row of examples", (len(train), len(validation))
+        why = "a row has whole examples with answers"
     elif isinstance(train, masked.Masked):
         each = seq_len - masked.SPECIAL
-        need, unit, have = batch_size * each, split.unit, (split.train.size, split.validation.size)
+        need = batch_size * each
         why = f"train.batch_size {batch_size} windows of {each} tokens, model.seq_len {seq_len} without special tokens"
-    else:
-        need, unit, have = batch_size * seq_len + 1, split.unit, (split.train.size, split.validation.size)
-        why = f"train.batch_size {batch_size} windows of model.seq_len {seq_len}, plus one"
     more = "prepare more" if config.data.format == "tokens" else "give more text"
     if config.data.format != "tokens" and config.data.validation_path is None:
         more += ", raise data.validation_fraction"
     raise InputError(
         f"data.path: expected at least {need} {unit} for training and {need} for validation ({why}), found {have[0]} and {have[1]} in "
-        f"{split.source}; {more}, or lower train.batch_size or model.seq_len"
+        f"{split.source}; {more}{', or lower train.batch_size or model.seq_len' if isinstance(train, masked.Masked) else ''}"
     )
 
 
@@ -282,7 +283,7 @@ def _check_some(config: Config, split: Split, rows: Rows) -> None:
     if len(rows):
         return
     seq_len = config.model.seq_len
-    need, what, have = seq_len + 1, f"{split.unit} (a window of model.seq_len {seq_len}, plus one)", split.validation.size
+    need, what, have = 2, f"{split.unit} (one that is read and one that is predicted)", split.validation.size
     if isinstance(rows, masked.Masked):
         need, what = seq_len - masked.SPECIAL, f"{split.unit} (a window of model.seq_len {seq_len} without special tokens)"
     elif isinstance(rows, windows.Examples):
@@ -296,6 +297,14 @@ def _amount(split: Split, train: Rows, validation: Rows) -> str:
     if isinstance(train, windows.Examples):
         words += f"; {len(train):,} and {len(validation):,} rows of whole examples, {train.fill:.0%} full"
     return words
+
+
+def _few_rows(config: Config, train: Rows, validation: Rows) -> tuple[str, ...]:
+    """Say that there are fewer rows than a batch has."""
+    size = config.train.batch_size
+    in_training = f"{count(len(train), 'row')} for training: a batch of {size} has rows several times"
+    in_validation = f"{count(len(validation), 'row')} for validation: a batch of {size} is filled with padding"
+    return tuple(words for rows, words in ((train, in_training), (validation, in_validation)) if len(rows) < size)
 
 
 def _remarks(split: Split, *rows: Rows) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
 """Tokens of documents as one sequence, in one or more shards, read in pieces from memory or from files."""
 
 import bisect
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
@@ -39,7 +40,9 @@ class Shard:
         size: how many tokens.
         tokens: gives them, of an unsigned type.
         ends: gives the positions in this shard behind the last token of each document, rising; None: they are not known.
-        answers: gives the positions in this shard of the first token of each document's answer, where documents are prompts with answers.
+        answers: gives the positions in this shard of the first token of each answer, rising, where documents have answers; None: they
+            have none.
+        answer_ends: gives the positions behind the last token of each answer; None: each document ends with an answer, its only one.
     """
 
     name: str
@@ -47,6 +50,23 @@ class Shard:
     tokens: Callable[[], Numbers]
     ends: Callable[[], Numbers] | None = None
     answers: Callable[[], Numbers] | None = None
+    answer_ends: Callable[[], Numbers] | None = None
+
+
+class Ranges(NamedTuple):
+    """The documents of all shards and their answers, by the positions of tokens, in order.
+
+    Attributes:
+        begins: the first token of each document.
+        ends: the position behind the last token of each document.
+        answers: the first token of each answer.
+        answer_ends: the position behind the last token of each answer.
+    """
+
+    begins: Int64[np.ndarray, " n"]
+    ends: Int64[np.ndarray, " n"]
+    answers: Int64[np.ndarray, " m"]
+    answer_ends: Int64[np.ndarray, " m"]
 
 
 @dataclass(frozen=True)
@@ -62,9 +82,9 @@ class Documents:
     vocab_size: int
 
     @classmethod
-    def of(cls, tokens: np.ndarray, vocab_size: int, ends: np.ndarray | None = None, answers: np.ndarray | None = None) -> "Documents":
-        """Create documents from arrays in memory."""
-        arrays = None if ends is None else (lambda: ends), None if answers is None else (lambda: answers)
+    def of(cls, tokens: np.ndarray, vocab_size: int, *arrays_of_shard: np.ndarray | None) -> "Documents":
+        """Create documents from arrays in memory: the tokens, and what else a `Shard` has, in its order."""
+        arrays = [None if array is None else functools.partial(_itself, array) for array in arrays_of_shard]
         return cls([Shard("the text", tokens.size, lambda: tokens, *arrays)] if tokens.size else [], vocab_size)
 
     @cached_property
@@ -84,7 +104,7 @@ class Documents:
 
     @property
     def have_answers(self) -> bool:
-        """Whether each document is a prompt with its answer."""
+        """Whether documents have answers, which alone are learned."""
         return bool(self.shards) and all(shard.answers is not None for shard in self.shards)
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " n"]:
@@ -130,29 +150,29 @@ class Documents:
         assert ends is not None
         return k, _before(ends(), position - self.starts[k] + 1)
 
-    def examples(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Return where each document begins, where it ends, and where its answer begins.
+    def examples(self) -> "Ranges":
+        """Return where each document begins and ends, and where each answer does.
 
         Raises:
             InputError: positions that do not rise.
         """
-        ranges: list[tuple[np.ndarray, ...]] = []
+        ranges: list[tuple[np.ndarray, ...]] = [(np.zeros(0, np.int64),) * 4]
         for shard, start in zip(self.shards, self.starts, strict=False):
             assert shard.ends is not None
             assert shard.answers is not None
             ends, answers = shard.ends()[:].astype(np.int64), shard.answers()[:].astype(np.int64)
+            stops = ends if shard.answer_ends is None else shard.answer_ends()[:].astype(np.int64)
             begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-            if ends[-1] > shard.size or np.any(ends <= begins) or np.any(answers < begins) or np.any(answers > ends):
+            if ends[-1] > shard.size or np.any(ends <= begins) or answers.size != stops.size or not _are_inside(answers, stops, ends):
                 raise _disordered(shard.name)
-            ranges.append((begins + start, ends + start, answers + start))
-        columns = list(zip(*ranges, strict=True))
-        return np.concatenate(columns[0]), np.concatenate(columns[1]), np.concatenate(columns[2])
+            ranges.append((begins + start, ends + start, answers + start, stops + start))
+        return Ranges(*map(np.concatenate, zip(*ranges, strict=True)))
 
     def digest(self) -> str:
         """Hash all tokens and ends, or a sample if there are very many."""
         hasher = hashlib.sha256()
         for shard in self.shards:
-            for part in (shard.tokens, shard.ends, shard.answers):
+            for part in (shard.tokens, shard.ends, shard.answers, shard.answer_ends):
                 if part is None:
                     hasher.update(b"-")
                     continue
@@ -188,6 +208,19 @@ def _before(ends: Numbers, position: int) -> int:
         else:
             high = middle
     return low + int(np.searchsorted(ends[low:high], target))
+
+
+def _itself(array: np.ndarray) -> np.ndarray:
+    return array
+
+
+def _are_inside(answers: Int64[np.ndarray, " m"], stops: Int64[np.ndarray, " m"], ends: Int64[np.ndarray, " n"]) -> bool:
+    """Return whether answers come one after the other, each inside a document that has one of these ends."""
+    if np.any(answers > stops) or np.any(answers[1:] < stops[:-1]) or np.any(answers[:1] < 0) or np.any(stops[-1:] > ends[-1]):
+        return False
+    inside = np.searchsorted(ends, stops, "left")  # the document that an answer ends in
+    begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[inside]
+    return not np.any(answers < begins)
 
 
 def _disordered(name: str) -> InputError:

@@ -103,7 +103,14 @@ def described(out: str, index: Index) -> list[str]:
     ]
 
 
-def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, kind: Literal["decoder", "bert"] = "decoder") -> int:
+def make_tokenizer(
+    files: Files,
+    vocab_size: int,
+    out: str,
+    reporter: Reporter,
+    kind: Literal["decoder", "bert"] = "decoder",
+    special: Sequence[str] = (),
+) -> int:
     """Make a byte-level BPE from files and write its tokenizer.json, a new file.
 
     Args:
@@ -112,6 +119,7 @@ def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, 
         out: the file.
         reporter: prints the progress, and what was written.
         kind: of the model that it is for, which decides its special tokens.
+        special: further special tokens, such as those of a chat template.
 
     Returns:
         The number of tokens.
@@ -119,14 +127,17 @@ def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, 
     Raises:
         InputError: something cannot be read or written.
     """
-    least = _BYTES + len(SPECIAL[kind])
+    all_special = list(dict.fromkeys([*SPECIAL[kind], *special]))
+    if "" in all_special:
+        raise InputError("--special: expected a token such as '<|im_start|>', found an empty text; leave it out")
+    least = _BYTES + len(all_special)
     if not least <= vocab_size <= tokenizers.LARGEST_VOCABULARY:
         raise InputError(
-            f"--vocab-size: expected {least} (the bytes and {count(len(SPECIAL[kind]), 'special token')}) to "
+            f"--vocab-size: expected {least} (the bytes and {count(len(all_special), 'special token')}) to "
             f"{tokenizers.LARGEST_VOCABULARY}, found {vocab_size}; choose one between"
         )
     target = unused(out, "--out")
-    rules, trainer = _untrained(vocab_size, kind)
+    rules, trainer = _untrained(vocab_size, kind, all_special)
     with _interrupt_reported(out):
         with _open_pieces(files, 0.0, reporter, "reading") as (pieces, _):
             try:
@@ -147,14 +158,13 @@ def make_tokenizer(files: Files, vocab_size: int, out: str, reporter: Reporter, 
     return size
 
 
-def _untrained(vocab_size: int, kind: str) -> tuple[Any, Any]:
+def _untrained(vocab_size: int, kind: str, special: list[str]) -> tuple[Any, Any]:
     """Create a byte-level BPE and its trainer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     rules = Tokenizer(models.BPE())
     rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rules.decoder = decoders.ByteLevel()
-    special = list(SPECIAL[kind])
     if kind == "bert":
         around = [(name, special.index(name)) for name in ("[CLS]", "[SEP]")]  # special tokens come first, in their order
         rules.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", around)
@@ -221,9 +231,9 @@ class _Shards:
         self._hash.update(content)
         self._size += tokens.size
 
-    def end(self, answer: int | None, place: tuple[Path, int]) -> None:
-        if answer is not None:
-            self._answers.append((self._ends[-1] if self._ends else 0) + answer)
+    def end(self, answers: texts.Answers | None, place: tuple[Path, int]) -> None:
+        begin = self._ends[-1] if self._ends else 0
+        self._answers.extend(begin + first for first, _ in answers or ())
         self._ends.append(self._size)
         if self._size >= self._most:
             self.close()

@@ -1,4 +1,4 @@
-"""Read the data that a config names as documents for training and for validation: bytes, text, prompts or token files."""
+"""Read the data that a config names as documents for training and for validation: bytes, text, prompts, conversations or token files."""
 
 import functools
 import hashlib
@@ -19,6 +19,8 @@ from jpipe_train.config.data_config import DataConfig
 from jpipe_train.config.section import AUTO
 from jpipe_train.data import sources, texts
 from jpipe_train.data import tokenizer as tokenizers
+from jpipe_train.data.chat import reading, template
+from jpipe_train.data.chat.renderer import TRAINING_TIME, Renderer
 from jpipe_train.data.documents import Documents, Shard
 from jpipe_train.data.files import kinds, token_files
 from jpipe_train.data.files.file_array import FileArray
@@ -262,29 +264,32 @@ class _Memory:
         self._size = 0
         self._ends: list[int] = []
         self._answers: list[int] = []
-        self._answer_lines: list[tuple[Path, int]] = []
+        self._answer_ends: list[int] = []
+        self._lines: list[tuple[Path, int]] = []  # of documents that have answers
 
     def add(self, tokens: np.ndarray) -> None:
         self._tokens.append(tokens.astype(self._dtype))
         self._size += tokens.size
 
-    def end(self, answer: int | None, place: tuple[Path, int]) -> None:
-        if answer is not None:
-            self._answers.append((self._ends[-1] if self._ends else 0) + answer)
-            self._answer_lines.append(place)
+    def end(self, answers: texts.Answers | None, place: tuple[Path, int]) -> None:
+        begin = self._ends[-1] if self._ends else 0
+        if answers is not None:
+            self._answers += [begin + first for first, _ in answers]
+            self._answer_ends += [begin + stop for _, stop in answers]
+            self._lines.append(place)
         self._ends.append(self._size)
 
     def documents(self, vocab_size: int) -> Documents:
         whole = np.concatenate([np.zeros(0, self._dtype), *self._tokens])
-        answers = np.asarray(self._answers, np.int64) if self._answers else None
-        return Documents.of(whole, vocab_size, np.asarray(self._ends, np.int64), answers)
+        answers = [np.asarray(positions, np.int64) if self._lines else None for positions in (self._answers, self._answer_ends)]
+        return Documents.of(whole, vocab_size, np.asarray(self._ends, np.int64), *answers)
 
     def place(self, example: int) -> str:
-        file, line = self._answer_lines[example]
+        file, line = self._lines[example]
         return f"data.path: '{file}', line {line}"
 
 
-def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) -> Split:
+def _of_texts(config: Config, reads: "_Reads") -> Split:
     """Tokenize text files or JSON lines.
 
     Args:
@@ -293,15 +298,9 @@ def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) ->
     """
     data = config.data
     tokenizer = tokenizers.load(str(data.tokenizer), "data.tokenizer", data.end_of_text)
-    form: texts.Format = "prompts" if data.format == "prompts" else "text"
-    keys = texts.Keys(prompt=data.prompt_key, answer=data.answer_key)
     memory = [_Memory(np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)) for _ in range(2)]
     assembler = texts.Assembler(tokenizer, {False: memory[0], True: memory[1]})
-    for path, share, where in reads:
-        with sources.readable(where):
-            names, files = sources.find_files(path, where)
-            for piece, tokens in texts.tokenized(texts.pieces(names, files, form, share, keys, where), tokenizer):
-                assembler.add(piece._replace(held_out=piece.held_out or where == "data.validation_path"), tokens)
+    (_add_conversations if data.format == "chat" else _add_texts)(data, reads, assembler)
     train, validation = (part.documents(tokenizer.vocab_size) for part in memory)
     return Split(
         train,
@@ -309,6 +308,29 @@ def _of_texts(config: Config, reads: Sequence[tuple[str | None, float, str]]) ->
         sources.named(data.path),
         functools.partial(_digest, tokenizer.sha256, train, validation),
         tokenizer,
-        place=(memory[0].place, memory[1].place) if form == "prompts" else (None, None),
+        place=(memory[0].place, memory[1].place) if data.format in ("prompts", "chat") else (None, None),
         remarks=(assembler.left_out(),) if assembler.empty else (),
     )
+
+
+_Reads = Sequence[tuple[str | None, float, str]]
+
+
+def _add_texts(data: DataConfig, reads: _Reads, assembler: texts.Assembler) -> None:
+    form: texts.Format = "prompts" if data.format == "prompts" else "text"
+    keys = texts.Keys(prompt=data.prompt_key, answer=data.answer_key)
+    for path, share, where in reads:
+        with sources.readable(where):
+            names, files = sources.find_files(path, where)
+            for piece, tokens in texts.tokenized(texts.pieces(names, files, form, share, keys, where), assembler.tokenizer):
+                assembler.add(piece._replace(held_out=piece.held_out or where == "data.validation_path"), tokens)
+
+
+def _add_conversations(data: DataConfig, reads: _Reads, assembler: texts.Assembler) -> None:
+    with Renderer(template.find(assembler.tokenizer, data.chat_template), TRAINING_TIME) as renderer:
+        for path, share, where in reads:
+            with sources.readable(where):
+                _, files = sources.find_files(path, where)
+                for read in reading.read(files, renderer, assembler.tokenizer, share, where):
+                    held_out = read.held_out or where == "data.validation_path"
+                    assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=held_out)

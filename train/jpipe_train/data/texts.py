@@ -1,13 +1,12 @@
 """Read the text of files as pieces, tokenize them, and assemble the tokens to documents, in constant memory."""
 
 import codecs
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from jpipe.errors import short
 from jpipe.files import open_to_read
 from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
+from jpipe_train.data.files.json_lines import WrongLine, WrongLines, objects
 from jpipe_train.data.tokenizer import Tokenizer
 
 Format = Literal["text", "jsonl-text", "prompts"]
@@ -23,8 +23,6 @@ Part = Literal["text", "prompt", "answer"]
 PIECE = 2**18  # characters of a text that are tokenized at once, at least; at most twice as many
 _BATCH = PIECE * max(4, os.cpu_count() or 1)  # characters that go to the tokenizer together: all cores have some, and Ctrl-C waits for them
 _BLOCK = 2**20  # bytes that are read at once
-_LONGEST_LINE = 2**26
-_MOST_LISTED = 5  # of wrong lines, one by one
 
 
 class Keys(NamedTuple):
@@ -57,6 +55,10 @@ class Piece(NamedTuple):
     continues: bool = False
 
 
+Answers = Sequence[tuple[int, int]]
+"""The first token of each answer in a document, and the one after its last."""
+
+
 @runtime_checkable
 class Sink(Protocol):
     """An interface that receives documents in parts."""
@@ -64,8 +66,8 @@ class Sink(Protocol):
     def add(self, tokens: np.ndarray) -> None:
         """Add tokens to the document."""
 
-    def end(self, answer: int | None, place: tuple[Path, int]) -> None:
-        """End the document; its answer begins with token number `answer`, if it has one."""
+    def end(self, answers: Answers | None, place: tuple[Path, int]) -> None:
+        """End the document; its answers are these tokens of it, if it can have some."""
 
 
 def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: float, keys: Keys, where: str) -> Iterator[Piece]:
@@ -83,7 +85,7 @@ def pieces(names: Sequence[str], files: Sequence[Path], form: Format, fraction: 
         InputError: a file is not what it should be.
     """
     if form != "text":
-        wrong = _WrongLines(where)
+        wrong = WrongLines(where)
         for file in files:
             yield from _lines(file, form, fraction, keys, wrong)
         wrong.check()
@@ -127,7 +129,7 @@ class Assembler:
         sinks: where documents for training (False) and for validation (True) go.
         documents: how many there were of either.
         tokens: how many tokens.
-        empty: how many documents were left out: those without text, and prompts without an answer.
+        empty: how many documents were left out: those without text, and prompts and conversations without an answer.
         first_empty: where the first of them is.
     """
 
@@ -152,6 +154,14 @@ class Assembler:
         else:
             self._add_example(piece, tokens)
 
+    def add_document(self, tokens: np.ndarray, answers: Answers, place: tuple[Path, int], *, held_out: bool) -> None:
+        """Add a whole document with answers, which has all its tokens already."""
+        if tokens.size < 2 or not answers:
+            self._leave_out(place)
+            return
+        self._write(held_out, tokens)
+        self._end(held_out, answers, place)
+
     def left_out(self) -> str:
         """Describe how many documents were empty and where the first of them is, or return "" if there were none."""
         if self.first_empty is None:
@@ -171,38 +181,38 @@ class Assembler:
             self._began = self._some = True
             self._write(piece.held_out, part)
             if end is not None and part[-1] == end:
-                self._end(piece, None)
+                self._end(piece.held_out, None, piece.place)
         if piece.last:
             if self._began:
                 self._write(piece.held_out, () if end is None else (end,))
-                self._end(piece, None)
+                self._end(piece.held_out, None, piece.place)
             elif not self._some:
-                self._leave_out(piece)
+                self._leave_out(piece.place)
             self._some = False
 
     def _add_example(self, piece: Piece, tokens: np.ndarray) -> None:
         end = () if self.tokenizer.end is None else (self.tokenizer.end,)
         answer = len(self.tokenizer.begin) + self._prompt.size
         if not tokens.size or answer + tokens.size + len(end) < 2:
-            self._leave_out(piece)
+            self._leave_out(piece.place)
             return
         for part in (self.tokenizer.begin, self._prompt, tokens, end):
             self._write(piece.held_out, part)
-        self._end(piece, answer)
+        self._end(piece.held_out, [(answer, answer + tokens.size + len(end))], piece.place)
 
     def _write(self, held_out: bool, tokens: Sequence[int] | np.ndarray) -> None:
         if len(tokens):
             self.sinks[held_out].add(np.asarray(tokens, np.uint32))
             self.tokens += len(tokens)
 
-    def _end(self, piece: Piece, answer: int | None) -> None:
-        self.sinks[piece.held_out].end(answer, piece.place)
+    def _end(self, held_out: bool, answers: Answers | None, place: tuple[Path, int]) -> None:
+        self.sinks[held_out].end(answers, place)
         self.documents += 1
         self._began = False
 
-    def _leave_out(self, piece: Piece) -> None:
+    def _leave_out(self, place: tuple[Path, int]) -> None:
         self.empty += 1
-        self.first_empty = self.first_empty or piece.place
+        self.first_empty = self.first_empty or place
 
 
 def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -274,90 +284,36 @@ def _next_line(file: Path, start: int) -> int:
     return start + end
 
 
-class _WrongLines:
-    """Lines of JSON that cannot be used, reported together, so that one run finds all of them."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self.number = 0
-        self._first: list[tuple[str, str]] = []
-
-    def add(self, place: str, message: str) -> None:
-        self.number += 1
-        if len(self._first) < _MOST_LISTED:
-            self._first.append((place, message))
-
-    def check(self) -> None:
-        """Raise if a wrong line was added.
-
-        Raises:
-            InputError: with the first of them, and how many there are.
-        """
-        if self.number == 1:
-            raise InputError(f"{self.where}: {self._first[0][0]}: {self._first[0][1]}; correct it, or name other keys")
-        if self.number:
-            first = "; ".join(": ".join(each) for each in self._first)
-            more = f"; and {self.number - len(self._first):,} more" if self.number > len(self._first) else ""
-            raise InputError(f"{self.where}: {self.number:,} lines are wrong: {first}{more}; correct them, or name other keys")
-
-
-class _WrongLine(Exception):
-    """An error in a line."""
-
-
-def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: _WrongLines) -> Iterator[Piece]:
+def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: WrongLines) -> Iterator[Piece]:
     """Yield the text of each line; after a wrong line the remaining ones are only checked."""
     wanted: Sequence[tuple[Part, str]]
     if form == "jsonl-text":
         wanted = [("text", keys.text)]
     else:
         wanted = [("prompt", keys.prompt), ("answer", keys.answer)]
-    number = 0
-    with open_to_read(file) as opened:
-        while line := opened.readline(_LONGEST_LINE + 1):
-            number += 1
-            if len(line) > _LONGEST_LINE:
-                wrong.add(
-                    f"'{file}', line {number}", f"expected at most {_LONGEST_LINE:,} bytes, found more; is this a file of JSON lines?"
-                )
-                break
-            if not line.strip():
-                continue
-            try:
-                texts = _texts(line, [key for _, key in wanted])
-            except _WrongLine as error:
-                wrong.add(f"'{file}', line {number}", f"{error}{sources.guess(file) if number == 1 else ''}")
-                continue
-            if wrong.number:
-                continue
-            held_out = sources.place_of("\0".join(texts).encode()) < fraction
-            for i, ((part, _), text) in enumerate(zip(wanted, texts, strict=True)):
-                last = i == len(wanted) - 1
-                yield Piece(text, part, last, held_out, (file, number), len(line) if last else 0, i > 0 and texts[0] != "")
+    names = [key for _, key in wanted]
+    for line, texts in objects(file, wrong, names[0], lambda values: _texts(values, names)):
+        if wrong.number:
+            continue
+        held_out = sources.place_of("\0".join(texts).encode()) < fraction
+        for i, ((part, _), text) in enumerate(zip(wanted, texts, strict=True)):
+            last = i == len(wanted) - 1
+            yield Piece(text, part, last, held_out, (file, line.number), line.size if last else 0, i > 0 and texts[0] != "")
 
 
-def _texts(line: bytes, keys: Sequence[str]) -> list[str]:
+def _texts(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     """Return the values of these keys of a JSON line.
 
     Raises:
-        _WrongLine: it is no such line.
+        WrongLine: it is no such line.
     """
-    try:
-        values = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise _WrongLine(f"expected text in UTF-8, found the byte {line[error.start]:#04x} at {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or str(error).split(";")[0]
-        raise _WrongLine(f"expected an object of JSON, found {short(line[:60].decode(errors='replace'))}: {reason}") from None
-    if not isinstance(values, dict):
-        raise _WrongLine(f'expected an object of JSON such as {{"{keys[0]}": …}}, found {type(values).__name__}')
     for key in keys:
         if key not in values:
-            raise _WrongLine(f"expected the key {key!r}, found {short(list(values)[:10])}")
+            raise WrongLine(f"expected the key {key!r}, found {short(list(values)[:10])}")
         if not isinstance(values[key], str):
-            raise _WrongLine(f"expected text in {key!r}, found {type(values[key]).__name__}")
+            raise WrongLine(f"expected text in {key!r}, found {type(values[key]).__name__}")
         try:
             values[key].encode()
         except UnicodeEncodeError:
-            raise _WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
+            raise WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
     return [values[key] for key in keys]

@@ -37,6 +37,7 @@ class Tokenizer:
         where: the key or the option and the path that it was read from, for messages.
         begin: tokens that the tokenizer's own rules put before a text.
         end: what ends a document; None: nothing does.
+        path: of its file.
     """
 
     rules: Any
@@ -44,6 +45,7 @@ class Tokenizer:
     where: str
     begin: tuple[int, ...]
     end: int | None
+    path: Path
 
     @cached_property
     def ids(self) -> Int64[np.ndarray, " n"]:
@@ -78,6 +80,21 @@ class Tokenizer:
             whole = tuple(tokens[i][: len(head)].tolist()) == head
             tokens[i] = tokens[i][len(head) :] if whole else self._encoded([texts[i]])[0]
         return tokens
+
+    def with_offsets(self, texts: Sequence[str]) -> list[tuple[UInt32[np.ndarray, " n"], Int64[np.ndarray, "n 2"]]]:
+        """Tokenize each text on all cores, without the tokens that begin or end it.
+
+        Returns:
+            The tokens of each text, and where each begins and ends in it, in characters.
+
+        Raises:
+            InputError: the tokenizer fails.
+        """
+        try:
+            encodings = self.rules.encode_batch(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            raise _failed(error, f"{self.where}: cannot tokenize") from None
+        return [(np.asarray(each.ids, np.uint32), np.asarray(each.offsets, np.int64).reshape(-1, 2)) for each in encodings]
 
     @cached_property
     def _marks(self) -> dict[bool, tuple[str, tuple[int, ...]]]:
@@ -148,7 +165,8 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
         InputError: the file cannot be read, is too large or no tokenizer; it has no such token.
     """
     try:
-        content = read_bytes(expanded(str(path), where), MOST_BYTES)
+        file = expanded(str(path), where)
+        content = read_bytes(file, MOST_BYTES)
     except OSError as error:
         raise InputError(f"{where}: cannot read '{path}': {error.strerror}; give a tokenizer.json") from None
     where = f"{where}: '{path}'"
@@ -167,7 +185,7 @@ def load(path: str | Path, where: str, end_of_text: str | None = AUTO) -> Tokeni
         raise _failed(error, f"{where}: expected a tokenizer.json of the tokenizers library") from None
     if not 1 <= size <= LARGEST_VOCABULARY:
         raise InputError(f"{where}: expected 1 to {LARGEST_VOCABULARY:,} tokens, found {size:,}; is this a tokenizer?")
-    tokenizer = Tokenizer(rules, content, where, (), None)
+    tokenizer = Tokenizer(rules, content, where, (), None, file)
     if tokenizer.vocab_size > LARGEST_VOCABULARY:
         raise InputError(
             f"{where}: expected ids below {LARGEST_VOCABULARY:,}, found {tokenizer.vocab_size - 1:,}; give a tokenizer with smaller ids"

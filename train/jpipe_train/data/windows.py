@@ -25,7 +25,8 @@ def row_spec(seq_len: int, *, segments: bool) -> tuple[Tree, Tree]:
 class Windows:
     """A text in consecutive windows of `seq_len` tokens, each with the text shifted by one token as labels.
 
-    With `apart` the documents in a window are numbered from 1, as segments, and no document predicts the beginning of the next.
+    With `apart` the documents in a window are numbered from 1, as segments, and no document predicts the beginning of the next. A text that
+    is shorter than a window is one, with padding after it: segment 0, and labels that do not count.
     """
 
     def __init__(self, documents: Documents, seq_len: int, *, apart: bool = False):
@@ -34,21 +35,44 @@ class Windows:
         self._apart = apart
 
     def __len__(self) -> int:
-        return max(self._documents.size - 1, 0) // self._seq_len
+        size = self._documents.size
+        return 1 if 1 < size <= self._seq_len else max(size - 1, 0) // self._seq_len
 
     def __getitem__(self, index: int) -> tuple[Inputs, Int32[np.ndarray, " s"]]:
         start = index * self._seq_len
-        window = self._documents.read(start, start + self._seq_len + 1)
-        tokens, labels = window[:-1], window[1:]
+        stop = min(start + self._seq_len + 1, self._documents.size)
+        window = self._documents.read(start, stop)
+        tokens, labels = self._padded(window[:-1], 0), self._padded(window[1:], UNCOUNTED)
         if not self._apart:
             return tokens, labels
-        begins = self._documents.begins(start + 1, start + self._seq_len + 1)
+        begins = self._documents.begins(start + 1, stop)
         segments = np.cumsum(np.concatenate([np.ones(1, bool), begins[:-1]]), dtype=np.int32)
-        return {"tokens": tokens, "segments": segments}, np.where(begins, np.int32(UNCOUNTED), labels)
+        labels = np.where(self._padded(begins, 0), np.int32(UNCOUNTED), labels)
+        return {"tokens": tokens, "segments": self._padded(segments, 0)}, labels
+
+    def _padded(self, row: np.ndarray, value: int) -> np.ndarray:
+        return np.pad(row, (0, self._seq_len - row.size), constant_values=value) if row.size < self._seq_len else row
+
+
+class Filled:
+    """Rows, followed by rows of padding, whose labels do not count, until they are `least`."""
+
+    def __init__(self, rows: "Windows | Examples", least: int):
+        self._rows, self._least = rows, least
+
+    def __len__(self) -> int:
+        return max(len(self._rows), self._least)
+
+    def __getitem__(self, index: int) -> tuple[Inputs, Int32[np.ndarray, " s"]]:
+        if index < len(self._rows):
+            return self._rows[index]
+        inputs, labels = self._rows[0]
+        padding: Inputs = jax.tree.map(np.zeros_like, inputs)
+        return padding, np.full_like(labels, UNCOUNTED)
 
 
 class Examples:
-    """Prompts with their answers, unsplit, packed in order into rows of `seq_len` positions (next fit).
+    """Documents with answers, unsplit, packed in order into rows of `seq_len` positions (next fit).
 
     Which are in which row depends on their lengths only. Only tokens of answers are labels. The rest of a row is segment 0.
 
@@ -65,7 +89,7 @@ class Examples:
     def __init__(self, documents: Documents, seq_len: int, *, cut: bool = False, place: Callable[[int], str] | None = None):
         self._documents = documents
         self._seq_len = seq_len
-        starts, ends, answers = documents.examples() if documents.shards else (np.zeros(0, np.int64),) * 3
+        starts, ends, answers, answer_ends = documents.examples()
         slots = ends - starts - 1  # of an example of n tokens n - 1 are inputs, and n - 1 are labels
         if not cut and np.any(slots > seq_len):
             first = int(np.argmax(slots > seq_len))
@@ -77,9 +101,18 @@ class Examples:
                 f"{more}; shorten it, raise model.seq_len, or cut such examples with data.too_long: cut"
             )
         slots = np.minimum(slots, seq_len)
-        some = np.maximum(answers - starts, 1) <= slots  # is there a label?
+        # The first token of a document is not a label.
+        of = np.searchsorted(starts, answers, "right") - 1
+        answers, answer_ends = np.maximum(answers, starts[of] + 1), np.minimum(answer_ends, (starts + slots + 1)[of])
+        kept = answers < answer_ends
+        some = np.zeros(starts.size, bool)  # is there a label?
+        some[of[kept]] = True
         self.left_out = int(slots.size - np.count_nonzero(some))
-        self._starts, self._slots, self._answers = starts[some], slots[some], answers[some]
+        self._starts, self._slots = starts[some], slots[some]
+        self._answers, self._answer_ends = answers[kept], answer_ends[kept]
+        self._first = np.append(
+            np.searchsorted(self._answers, self._starts), self._answers.size
+        )  # answer of each document, and their number
 
     def __len__(self) -> int:
         return self._rows.size - 1
@@ -91,9 +124,10 @@ class Examples:
         for number, i in enumerate(range(self._rows[index], self._rows[index + 1]), 1):
             slots, start = int(self._slots[i]), int(self._starts[i])
             whole = self._documents.read(start, start + slots + 1)
-            answer = max(int(self._answers[i]) - start, 1)  # the first label that counts
             tokens[at : at + slots], segments[at : at + slots] = whole[:-1], number
-            labels[at + answer - 1 : at + slots] = whole[answer:]
+            for k in range(self._first[i], self._first[i + 1]):
+                first, stop = int(self._answers[k]) - start, int(self._answer_ends[k]) - start
+                labels[at + first - 1 : at + stop - 1] = whole[first:stop]
             at += slots
         return {"tokens": tokens, "segments": segments}, labels
 

@@ -1,6 +1,7 @@
 """`jpipe generate` on a terminal or in a pipe: standard output has only the text, standard error everything else."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -9,20 +10,25 @@ from jpipe import InputError
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import fail, first_line, printable
+from jpipe_train.generate import chat
 from jpipe_train.generate.generate import Request, main
 
-MOST_BYTES = 2**24  # the longest prompt on standard input
+MOST_BYTES = 2**24  # the longest prompt on standard input, or line of a conversation
 
 
 def run(request: Request) -> int:
-    """Generate text, from standard input if there is no prompt.
+    """Generate text, from standard input if there is no prompt, or hold a conversation.
 
     Returns:
         The exit code.
     """
     try:
-        request = request if request.prompts else replace(request, prompts=(_read(),))
-        return 0 if main(request, _write, _say) else 130
+        if request.is_chat:
+            is_complete = chat.main(request, _said, _write, _say, goes_on=_is_terminal())
+        else:
+            request = request if request.prompts else replace(request, prompts=(_read(),))
+            is_complete = main(request, _write, _say)
+        return 0 if is_complete else 130
     except InputError as error:
         return failed(error)
     except jax.errors.JaxRuntimeError as error:
@@ -32,7 +38,31 @@ def run(request: Request) -> int:
     except BaseException as error:
         if interrupt.words(error) is None:
             raise
-        return fail("interrupted before there was any text", 130)
+        return fail("interrupted" if request.is_chat else "interrupted before there was any text", 130)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _said() -> Iterator[str]:
+    """Yield each line of standard input that is not empty, without its end. A terminal shows when one is expected.
+
+    Raises:
+        InputError: a line is too long.
+    """
+    while sys.stdin is not None:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline(MOST_BYTES + 1)
+        if len(line) > MOST_BYTES:
+            raise InputError(f"standard input: expected at most {MOST_BYTES:,} bytes in a line, found more; give a shorter one")
+        if not line:
+            if sys.stdin.isatty():
+                print(file=sys.stderr)
+            return
+        if text := line.decode("utf-8", "surrogateescape").rstrip("\r\n"):
+            yield text
 
 
 def _read() -> str:

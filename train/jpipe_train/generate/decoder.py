@@ -40,13 +40,13 @@ class Layer:
 
 
 def layers_of(config: ModelConfig) -> dict[str, Layer]:
-    """Return the layers of a built-in decoder by id; all blocks are one object."""
+    """Return the layers of a built-in decoder by id; equal blocks are one object."""
     without_dropout = config.model_copy(update={"dropout": 0.0})
-    block = Layer(partial(transformer.Block, without_dropout))
-    blocks = {f"block_{i}": block for i in range(config.depth)}
+    configs = without_dropout.blocks
+    layers = {id(block): Layer(partial(transformer.Block, block)) for block in configs}
     return {
         "embed": Layer(partial(transformer.Embed, without_dropout)),
-        **blocks,
+        **{f"block_{i}": layers[id(block)] for i, block in enumerate(configs)},
         "head": Layer(partial(transformer.Head, without_dropout, None)),
     }
 
@@ -84,17 +84,20 @@ class Decoder:
     def __init__(self, config: ModelConfig, params: Mapping[str, Tree], devices: Mapping[str, jax.Device]) -> None:
         self._config, self._params, self._devices = config, params, devices
         layers = layers_of(config)
-        embed, block, head = (layers[layer_id] for layer_id in ("embed", "block_0", "head"))
+        embed, head = layers["embed"], layers["head"]
 
         def apply_head(params: Tree, x: Any, last: Any) -> Any:
             return head.bound(params)(x[jnp.arange(x.shape[0]), last][:, None])[:, 0]
 
         self._embed = jax.jit(lambda params, tokens, at: embed.bound(params).vectors(tokens, at))
-        self._block = jax.jit(lambda params, *inputs: block.bound(params).following(*inputs), donate_argnums=(2, 3))
+        programs = {id(layer): _program(layer) for layer_id, layer in layers.items() if layer_id.startswith("block_")}
+        self._blocks = {layer_id: programs[id(layer)] for layer_id, layer in layers.items() if id(layer) in programs}
         self._head = jax.jit(apply_head)
         self._caches: dict[str, tuple[Any, Any]] = {}
         self._lengths = np.zeros(0, np.int32)
         self._room = 0
+        self._tokens: list[Any] = []  # of each row, for longer ones to be read again
+        self._original = _original_positions(config)
 
     @without_mesh()
     def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> Float[Array, "b v"]:
@@ -107,8 +110,13 @@ class Decoder:
         Returns:
             The logits of each row's next token, shape (b, v), on the last layer's device.
         """
-        self._lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+        self._tokens = [list(prompt) for prompt in prompts]
         self._room = room_for(self._config, positions)
+        return self._read(prompts)
+
+    def _read(self, prompts: Sequence[Sequence[int]]) -> Float[Array, "b v"]:
+        """Read rows from their first token on."""
+        self._lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
         length = room_for(self._config, int(np.max(self._lengths)))
         tokens = np.zeros((len(prompts), length), np.int32)  # positions after a shorter prompt are overwritten before they are read
         for row, prompt in zip(tokens, prompts, strict=True):
@@ -132,8 +140,14 @@ class Decoder:
     def follow(self, tokens: Int[Array, " b"]) -> Float[Array, "b v"]:
         """Read one more token of each row, which may still be in computation, and return the logits of the next one, shape (b, v).
 
-        The logits of rows without a free position are meaningless.
+        The logits of rows without a free position are meaningless. Where a row becomes longer than the original positions of LongRoPE, all
+        its positions turn at other speeds from then on, and the rows are read again.
         """
+        if self._original is not None:
+            for row, token in zip(self._tokens, np.asarray(tokens).tolist(), strict=True):
+                row.append(max(token, 0))
+            if np.any(self._lengths == self._original):
+                return self._read([row[: self._room] for row in self._tokens])
         at = np.minimum(self._lengths, self._room - 1)[:, None]
         self._lengths = self._lengths + np.int32(1)
         return self._forward(tokens[:, None], at, np.zeros_like(self._lengths))
@@ -146,7 +160,18 @@ class Decoder:
             if self._devices[layer_id] != device:
                 device = self._devices[layer_id]
                 x, positions = jax.device_put((x, at), device)
-            x, *cache = self._block(self._params[layer_id], x, keys, values, positions)
+            x, *cache = self._blocks[layer_id](self._params[layer_id], x, keys, values, positions, self._lengths)
             self._caches[layer_id] = cache[0], cache[1]
         x, last = jax.device_put((x, last), self._devices["head"])
         return self._head(self._params["head"], x, last)
+
+
+def _program(layer: Layer) -> Callable[..., Any]:
+    """Return the compiled function that applies a block to further positions; it reuses the memory of keys and values."""
+    return jax.jit(lambda params, *inputs: layer.bound(params).following(*inputs), donate_argnums=(2, 3))
+
+
+def _original_positions(config: ModelConfig) -> int | None:
+    """Return the length above which positions turn at other speeds, if there is one."""
+    scaling = config.rope_scaling
+    return scaling.original_positions if scaling is not None and scaling.kind == "longrope" else None

@@ -1,5 +1,6 @@
 """Load a model and continue prompts, token by token."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from jpipe.errors import short
 from jpipe_train.assemble import compile_cache
 from jpipe_train.assemble.build import force_cpu_devices, start_devices
 from jpipe_train.checkpoint.export import Weights
+from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.console import interrupt
 from jpipe_train.console.terminal import count
 from jpipe_train.generate import model_source
@@ -25,6 +27,7 @@ from jpipe_train.generate.token_text import Conversion
 from jpipe_train.models.transformer import dtype_of
 
 MOST_TOKENS = 10**7
+MOST_BY_DEFAULT = 100
 _LARGEST = 1e6
 _SEEDS = 2**32
 
@@ -36,7 +39,7 @@ class Request:
     Attributes:
         source: the folder of a run, or one in Hugging Face's layout.
         prompts: the texts to continue.
-        tokens: the largest number of tokens for each prompt.
+        tokens: the largest number of tokens for each prompt; None for `MOST_BY_DEFAULT`, or that of `jpipe_train.generate.chat`.
         temperature: as in `Sampling`; None for 1 with `top_k` or `top_p`, otherwise 0.
         top_k: as in `Sampling`.
         top_p: as in `Sampling`.
@@ -47,11 +50,14 @@ class Request:
         dtype: as in `model_source.find`.
         devices: the number of devices; None for as few as have the memory.
         as_json: whether to write a JSON object for each prompt at the end, in place of text as it is generated.
+        stops: strings before which a text ends.
+        is_chat: whether to hold a conversation.
+        system: what the model is told at its beginning; None for nothing.
     """
 
     source: str
     prompts: Sequence[str]
-    tokens: int = 100
+    tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -62,6 +68,9 @@ class Request:
     dtype: str | None = None
     devices: int | None = None
     as_json: bool = False
+    stops: Sequence[str] = ()
+    is_chat: bool = False
+    system: str | None = None
 
 
 def main(request: Request, write: Callable[[str], None], say: Callable[[str], None]) -> bool:
@@ -78,31 +87,81 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
     Raises:
         InputError: an option, the folder or a prompt is invalid; the model does not fit the devices; its logits are NaN.
     """
-    sampling = _sampling(request)
+    check_options(request)
     source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say)
     words, most = source.words(), source.config.max_positions_used
     prompts = [_tokens_of(text, number, words, source) for number, text in enumerate(request.prompts, 1)]
-    texts = Texts(start_texts(request.prompts, prompts, request.tokens, most, words), words, request.as_json, write, say)
-    positions = max(text.length + text.most for text in texts.each)
+    tokens = MOST_BY_DEFAULT if request.tokens is None else request.tokens
+    texts = Texts(start_texts(request.prompts, prompts, tokens, most, words, request.stops), words, request.as_json, write, say)
+    model = start(request, source, words, len(prompts), max(text.length + text.most for text in texts.each), say)
+    return model.answer(prompts, texts, request.seed)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on its devices.
+
+    Attributes:
+        decoder: the model.
+        sampling: how tokens are chosen.
+        known: shape (n,), which of the first n tokens may be chosen; later ones may not.
+    """
+
+    decoder: Decoder
+    sampling: Sampling
+    known: Bool[np.ndarray, " n"]
+
+    def answer(self, prompts: Sequence[Sequence[int]], texts: Texts, seed: int) -> bool:
+        """Generate texts after prompts, until all have ended or Ctrl-C is pressed.
+
+        Args:
+            prompts: the tokens of each prompt.
+            texts: the text of each.
+            seed: the seed of sampling.
+
+        Returns:
+            Whether the texts are complete; False if Ctrl-C was pressed.
+
+        Raises:
+            InputError: the logits are NaN.
+        """
+        positions, most = max(text.length + text.most for text in texts.each), max(text.most for text in texts.each)
+        with interrupt.delayed():  # Ctrl-C is checked after each token, so that no output is cut off
+            texts.head()
+            for tokens in sequences(self.decoder, prompts, positions, most, self.sampling, seed, self.known):
+                texts.add(tokens)
+                if interrupt.pressed() or texts.are_done:
+                    break
+            texts.finish()
+        return not interrupt.pressed()
+
+
+def start(request: Request, source: model_source.Origin, words: Conversion, rows: int, positions: int, say: Callable[[str], None]) -> Model:
+    """Load a model onto its devices.
+
+    Args:
+        request: the options.
+        source: the model.
+        words: the conversion of its tokens.
+        rows: the number of prompts.
+        positions: the largest length of a text with its prompt, for which there has to be memory.
+        say: prints a line about it.
+
+    Raises:
+        InputError: the model does not fit the devices, or its parameters do not fit it.
+    """
     if line := compile_cache.use(source.compile_cache):
         say(line)
     force_cpu_devices(request.devices or 1)
     start_devices()
     source = _on_cpus(source, request.dtype) if jax.default_backend() == "cpu" else source
-    devices = place(bytes_of(source.config, len(prompts), positions), jax.local_devices(), request.devices)
+    devices = place(bytes_of(source.config, rows, positions), jax.local_devices(), request.devices)
     used = list(dict.fromkeys(devices.values()))
     say(f"{source.description}; {source.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform})")
     decoder = Decoder(source.config, model_source.parameters(source, devices, interrupt.check), devices)
     interrupt.check()
     known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, source.config.vocab_size)), words.symbols)
-    with interrupt.delayed():  # Ctrl-C is checked after each token, so that no output is cut off
-        texts.head()
-        for tokens in sequences(decoder, prompts, positions, max(text.most for text in texts.each), sampling, request.seed, known):
-            texts.add(tokens)
-            if interrupt.pressed() or texts.are_done:
-                break
-        texts.finish()
-    return not interrupt.pressed()
+    return Model(decoder, _sampling(request), known)
 
 
 def sequences(
@@ -126,13 +185,20 @@ def sequences(
         known: shape (n,), which of the first n tokens may be chosen; later ones may not.
     """
     rows = np.arange(len(prompts), dtype=np.int32)
-    pick = jax.jit(lambda logits, *key: choose(jnp.where(known, logits[:, : len(known)], -jnp.inf), sampling, *key))
+    pick = _picker(sampling, known.tobytes())
     tokens = pick(decoder.begin(prompts, positions), np.uint32(seed), rows, np.int32(0))
     for step in range(1, most):
         following = pick(decoder.follow(tokens), np.uint32(seed), rows, np.int32(step))
         yield np.asarray(tokens)
         tokens = following
     yield np.asarray(tokens)
+
+
+@functools.lru_cache(maxsize=1)
+def _picker(sampling: Sampling, known_tokens: bytes) -> Callable[..., jax.Array]:
+    """Return the function that chooses tokens from logits, which is compiled once for all answers of a conversation."""
+    known = np.frombuffer(known_tokens, bool)
+    return jax.jit(lambda logits, *key: choose(jnp.where(known, logits[:, : len(known)], -jnp.inf), sampling, *key))
 
 
 def _on_cpus(source: model_source.Origin, dtype: str | None) -> model_source.Origin:
@@ -147,6 +213,27 @@ def _on_cpus(source: model_source.Origin, dtype: str | None) -> model_source.Ori
     return replace(source, config=source.config.model_copy(update={"compute_dtype": "float32"})) if half else source
 
 
+def check_options(request: Request) -> None:
+    """Check the options that do not depend on the model.
+
+    Raises:
+        InputError: an option is out of range, or would have no effect.
+    """
+    if not request.prompts and not request.is_chat:
+        raise InputError("--prompt: expected a text to continue, found none; give --prompt TEXT, or pipe one in")
+    if request.prompts and request.is_chat:
+        raise InputError("--prompt: would mean nothing with --chat, which reads what a user says from standard input; leave it out")
+    if request.system is not None and not request.is_chat:
+        raise InputError("--system: would mean nothing without --chat, for only a conversation has one; add --chat, or leave it out")
+    if "" in request.stops:
+        raise InputError("--stop: expected a text that ends the output, found an empty one; leave it out")
+    if request.tokens is not None and not 1 <= request.tokens <= MOST_TOKENS:
+        raise InputError(f"--tokens: expected from 1 to {MOST_TOKENS:,}, found {short(request.tokens)}; how many are to come?")
+    if not 0 <= request.seed < _SEEDS:
+        raise InputError(f"--seed: expected from 0 to {_SEEDS - 1}, found {short(request.seed)}; choose another")
+    _sampling(request)
+
+
 def _sampling(request: Request) -> Sampling:
     """Return the sampling that the options describe.
 
@@ -155,10 +242,6 @@ def _sampling(request: Request) -> Sampling:
     """
     draws = request.top_k is not None or request.top_p is not None
     temperature = request.temperature if request.temperature is not None else 1.0 if draws else 0.0
-    if not request.prompts:
-        raise InputError("--prompt: expected a text to continue, found none; give --prompt TEXT, or pipe one in")
-    if not 1 <= request.tokens <= MOST_TOKENS:
-        raise InputError(f"--tokens: expected from 1 to {MOST_TOKENS:,}, found {short(request.tokens)}; how many are to come?")
     if not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
         raise InputError(f"--temperature: expected from 0 (the likeliest token) to {_LARGEST:,.0f}, found {temperature}; 1 is as trained")
     if request.top_k is not None and request.top_k < 1:
@@ -170,8 +253,6 @@ def _sampling(request: Request) -> Sampling:
         raise InputError(
             f"{option}: would mean nothing with --temperature 0, which always takes the likeliest token; leave one of them out"
         )
-    if not 0 <= request.seed < _SEEDS:
-        raise InputError(f"--seed: expected from 0 to {_SEEDS - 1}, found {short(request.seed)}; choose another")
     return Sampling(temperature, request.top_k, None if request.top_p == 1 else request.top_p)
 
 
@@ -181,28 +262,50 @@ def _tokens_of(text: str, number: int, words: Conversion, source: model_source.O
     Raises:
         InputError: there are none, too many, or one unknown to the model; the text is not UTF-8, and the tokenizer has no bytes.
     """
-    where, longest = f"prompt {number}", source.config.max_positions_used
+    where = f"prompt {number}"
     if not words.takes_bytes:
-        _check_text(text, where)
+        check_text(text, where)
     tokens = words.prompt(text)
     if not tokens:
         raise InputError(
             f"{where}: expected a text, found an empty one, and the model has no token that begins a text; give the first words"
         )
-    if len(tokens) >= longest:
-        raise InputError(
-            f"{where}: expected at most {longest - 1} tokens, for the model has {longest} positions (model.max_positions), found "
-            f"{len(tokens)}; make it shorter"
-        )
-    if (largest := max(tokens)) >= source.config.vocab_size:
-        raise InputError(
-            f"{where}: expected tokens below {source.config.vocab_size} (model.vocab_size), found {largest}, "
-            f"{short(words.decode([largest]))}; is it the tokenizer of this model?"
-        )
+    check_tokens(tokens, words, source.config, where, "make it shorter")
     return tokens
 
 
-def _check_text(text: str, where: str) -> None:
+def check_tokens(tokens: Sequence[int], words: Conversion, config: ModelConfig, where: str, hint: str) -> None:
+    """Check that a model can continue these tokens.
+
+    Args:
+        tokens: at least one.
+        words: the conversion that made them.
+        config: the config of the model.
+        where: names them, for messages.
+        hint: what to do if they are too many.
+
+    Raises:
+        InputError: they are too many, or the model does not have one of them.
+    """
+    longest = config.max_positions_used
+    if len(tokens) >= longest:
+        raise InputError(
+            f"{where}: expected at most {longest - 1} tokens, for the model has {longest} positions (model.max_positions), found "
+            f"{len(tokens)}; {hint}"
+        )
+    if (largest := max(tokens)) >= config.vocab_size:
+        raise InputError(
+            f"{where}: expected tokens below {config.vocab_size} (model.vocab_size), found {largest}, "
+            f"{short(words.decode([largest]))}; is it the tokenizer of this model?"
+        )
+
+
+def check_text(text: str, where: str) -> None:
+    """Check that a text from outside is UTF-8.
+
+    Raises:
+        InputError: it is not.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:  # `surrogateescape` has made surrogates of bytes

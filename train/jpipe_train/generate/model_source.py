@@ -17,6 +17,7 @@ from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import resolved
 from jpipe_train.assemble import compile_cache
 from jpipe_train.checkpoint import huggingface, warm_start
+from jpipe_train.checkpoint.adapters import merged
 from jpipe_train.checkpoint.export import Weights, by_name, step_of, with_ema
 from jpipe_train.config import config_file
 from jpipe_train.config import huggingface as config_json
@@ -126,7 +127,8 @@ def _find_in_run(
     def read(layer_id: str) -> dict[str, np.ndarray]:
         names = [layer_id, *(name for name, place in entries.items() if place[0] == layer_id)]
         read = checkpoint_files.read_layers(folder, chosen, names, verified=True)
-        return _strip_layer_id(layer_id, by_name(read if weights == "newest" else with_ema(read, chosen)))
+        arrays = by_name(read if weights == "newest" else with_ema(read, chosen))
+        return _strip_layer_id(layer_id, merged(arrays, config.model, config.tune))
 
     def find_words() -> Conversion:
         if tokens_of is not None:
@@ -139,9 +141,8 @@ def _find_in_run(
                 f"generate: expected to know what the tokens of '{source}' mean, found that it was trained on data of your own "
                 "(data.target); give --tokenizer FILE, or --tokenizer bytes"
             )
-        return token_text.of_tokenizer(
-            _load_tokenizer(file, f"generate: the tokenizer of '{source}'", config.data.end_of_text), ends=_end_tokens(config)
-        )
+        loaded = _load_tokenizer(file, f"generate: the tokenizer of '{source}'", config.data.end_of_text)
+        return token_text.of_tokenizer(loaded, ends=_end_tokens(config), chat_template=config.data.chat_template)
 
     computes = dtype or config.precision.computes or config.model.compute_dtype
     averaged = "" if weights == "newest" else ", moving average of the weights"

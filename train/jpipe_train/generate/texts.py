@@ -12,10 +12,10 @@ from numpy import ndarray
 from jpipe import InputError
 from jpipe.errors import short
 from jpipe_train.console.terminal import count
-from jpipe_train.generate.token_text import Conversion, Stream
+from jpipe_train.generate.token_text import Conversion, Stops, Stream
 
 _MIN_STEPS = 10  # with fewer steps no speed is printed
-End = Literal["end of text", "tokens", "positions", "interrupted"]
+End = Literal["end of text", "stop", "tokens", "positions", "interrupted"]
 
 
 @dataclass
@@ -28,6 +28,7 @@ class Text:
         most: the largest number of tokens to generate.
         limit: the reason for `most`.
         stream: converts tokens to text.
+        stops: ends the text before a stop string.
         new: text that is not printed yet.
         whole: all text.
         tokens: the number of tokens so far.
@@ -39,6 +40,7 @@ class Text:
     most: int
     limit: End
     stream: Stream
+    stops: Stops
     new: str = ""
     whole: str = ""
     tokens: int = 0
@@ -51,16 +53,24 @@ class Text:
             return
         self.tokens += 1
         self._append(self.stream.add(token))
-        if self.tokens == self.most:
+        if self.tokens == self.most and self.end is None:
             self.finish(self.limit)
 
     def finish(self, why: End) -> None:
         """End the text for a reason."""
         self._append(self.stream.remainder())
-        self.end = why
+        if self.end is None:
+            self._write(self.stops.remainder())
+            self.end = why
 
     def _append(self, more: str) -> None:
-        self.new, self.whole = self.new + more, self.whole + more
+        text, stopped = self.stops.add(more)
+        self._write(text)
+        if stopped:
+            self.end = "stop"
+
+    def _write(self, text: str) -> None:
+        self.new, self.whole = self.new + text, self.whole + text
 
 
 @dataclass
@@ -73,6 +83,7 @@ class Texts:
         as_json: whether to write an object for each text at the end, in place of text as it is generated.
         write: writes text, piece by piece.
         say: prints a line about it.
+        with_speed: whether to print the speed at the end.
     """
 
     each: list[Text]
@@ -80,6 +91,7 @@ class Texts:
     as_json: bool
     write: Callable[[str], None]
     say: Callable[[str], None]
+    with_speed: bool = True
     _current: int = 0  # index of the text that is being printed
     _clock: "_Clock" = field(default_factory=lambda: _Clock())
 
@@ -123,7 +135,8 @@ class Texts:
                 self.say(
                     f"{prefix}stopped after {count(text.tokens, 'token')}: the model has no more than {text.length + text.most} positions"
                 )
-        self.say(self._clock.describe(sum(text.tokens for text in self.each), any(text.end == "interrupted" for text in self.each)))
+        if self.with_speed:
+            self.say(self._clock.describe(sum(text.tokens for text in self.each), any(text.end == "interrupted" for text in self.each)))
 
     def _write_new(self) -> None:
         """Write the new text of the current prompt, and of the following ones if it has ended."""
@@ -163,7 +176,14 @@ class _Clock:
         return words + (f"; {later / seconds:,.0f} tokens/s once compiled" if len(self._counts) >= _MIN_STEPS and seconds > 0 else "")
 
 
-def start_texts(prompts: Sequence[str], tokens: Sequence[Sequence[int]], most: int, positions: int, words: Conversion) -> list[Text]:
+def start_texts(
+    prompts: Sequence[str],
+    tokens: Sequence[Sequence[int]],
+    most: int,
+    positions: int,
+    words: Conversion,
+    stops: Sequence[str] = (),
+) -> list[Text]:
     """Return a text for each prompt, without tokens.
 
     Args:
@@ -172,12 +192,13 @@ def start_texts(prompts: Sequence[str], tokens: Sequence[Sequence[int]], most: i
         most: the largest number of tokens to generate for each.
         positions: the largest number of tokens of a text with its prompt.
         words: converts tokens to text.
+        stops: strings before which a text ends.
     """
 
     def start(prompt: str, prompt_tokens: Sequence[int]) -> Text:
         room = positions - len(prompt_tokens)
-        return Text(
-            prompt, len(prompt_tokens), min(most, room), "positions" if room < most else "tokens", Stream(words.decode, prompt_tokens)
-        )
+        limit: End = "positions" if room < most else "tokens"
+        stream = Stream(words.decode, prompt_tokens)
+        return Text(prompt, len(prompt_tokens), min(most, room), limit, stream, Stops(stops))
 
     return [start(prompt, prompt_tokens) for prompt, prompt_tokens in zip(prompts, tokens, strict=True)]

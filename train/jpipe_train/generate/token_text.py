@@ -24,6 +24,8 @@ class Conversion:
         alone: tokens that an empty text begins with; empty if there are none.
         ends: tokens that end a text.
         takes_bytes: whether a text may have bytes that are not UTF-8, in the form of `surrogateescape`.
+        tokenizer: the tokenizer; None if each byte is a token.
+        chat_template: the file of a chat template in place of the tokenizer's own.
     """
 
     encode: Callable[[str], list[int]]
@@ -33,6 +35,8 @@ class Conversion:
     alone: tuple[int, ...] = ()
     ends: Collection[int] = ()
     takes_bytes: bool = False
+    tokenizer: Tokenizer | None = None
+    chat_template: str | None = None
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a prompt."""
@@ -48,18 +52,28 @@ def of_bytes() -> Conversion:
     return Conversion(encode, lambda tokens: bytes(tokens).decode("utf-8", "replace"), np.arange(256), takes_bytes=True)
 
 
-def of_tokenizer(tokenizer: Tokenizer, begins: Sequence[int] = (), ends: Sequence[int] = ()) -> Conversion:
+def of_tokenizer(
+    tokenizer: Tokenizer, begins: Sequence[int] = (), ends: Sequence[int] = (), chat_template: str | None = None
+) -> Conversion:
     """Return the conversion of a tokenizer.
 
     Args:
         tokenizer: the tokenizer.
         begins: tokens that an empty text begins with, unless the tokenizer has its own.
         ends: additional tokens that end a text.
+        chat_template: as in `Conversion`.
     """
     all_ends = {*ends, *(() if tokenizer.end is None else (tokenizer.end,))}
     alone = tokenizer.begin or tuple(begins)
     return Conversion(
-        lambda text: tokenizer.encoded([text])[0].tolist(), tokenizer.decoded, tokenizer.ids, tokenizer.begin, alone, all_ends
+        lambda text: tokenizer.encoded([text])[0].tolist(),
+        tokenizer.decoded,
+        tokenizer.ids,
+        tokenizer.begin,
+        alone,
+        all_ends,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
     )
 
 
@@ -95,3 +109,31 @@ class Stream:
 
     def _text(self) -> str:
         return self._decode(self._tokens)
+
+
+class Stops:
+    """Ends a text before the first stop string in it, wherever tokens begin and end.
+
+    Args:
+        strings: the stop strings, none of them empty.
+    """
+
+    def __init__(self, strings: Sequence[str] = ()) -> None:
+        self._strings = tuple(strings)
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """Add text; return what is before a stop string, as far as that is known, and whether one is complete."""
+        self._held += text
+        found = [(at + len(stop), at) for stop in self._strings if (at := self._held.find(stop)) >= 0]
+        if found:
+            before, self._held = self._held[: min(found)[1]], ""
+            return before, True
+        kept = max((n for stop in self._strings for n in range(1, len(stop)) if self._held.endswith(stop[:n])), default=0)
+        known, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return known, False
+
+    def remainder(self) -> str:
+        """Return the remaining text, once there is no more."""
+        remainder, self._held = self._held, ""
+        return remainder

@@ -46,7 +46,7 @@ class Head(nnx.Module):
 
     def __init__(self, config: ModelConfig, chunk: int | None, *, rngs: nnx.Rngs):
         self.dtype, self.chunk, self.activation = transformer.dtype_of(config), chunk, config.activation
-        linear = transformer.linear(config, rngs)
+        linear = transformer.linear(config, rngs, True)
         names = transformer.axes("embed", None)
         self.pooler = linear(config.width, config.width, **names)
         self.next_sentence = linear(config.width, 2, **names)

@@ -28,6 +28,7 @@ class Unprojected:
         chunk: of how many positions logits are to be made at a time.
         by_symbol: whether the kernel has a row for each symbol, as embeddings have.
         dtype: in which the logits are computed, whatever the arrays have become on their way.
+        soft_cap: bounds them, see `soft_capped`; None if nothing does.
     """
 
     hidden: Any
@@ -36,6 +37,7 @@ class Unprojected:
     chunk: int = field(metadata={"static": True})
     by_symbol: bool = field(metadata={"static": True})
     dtype: str = field(metadata={"static": True})
+    soft_cap: float | None = field(default=None, metadata={"static": True})
 
     @property
     def vocab_size(self) -> int:
@@ -46,7 +48,8 @@ class Unprojected:
         """Compute all logits."""
         hidden, kernel = self.hidden.astype(self.dtype), self.kernel.astype(self.dtype)
         logits = jax.lax.dot_general(hidden, kernel, (((hidden.ndim - 1,), (1 if self.by_symbol else 0,)), ((), ())))
-        return logits if self.bias is None else logits + self.bias.astype(self.dtype)[(None,) * (hidden.ndim - 1)]
+        logits = logits if self.bias is None else logits + self.bias.astype(self.dtype)[(None,) * (hidden.ndim - 1)]
+        return soft_capped(logits, self.soft_cap)
 
 
 def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -90,6 +93,14 @@ def vocab_size(outputs: Outputs) -> int:
     """Return the number of logits at each position."""
     outputs = outputs["tokens"] if isinstance(outputs, dict) else outputs
     return outputs.vocab_size if isinstance(outputs, Unprojected) else int(outputs.shape[-1])
+
+
+def soft_capped(x: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:
+    """Return `cap` · tanh(x / `cap`), which is about x where that is small and never more than the cap; without a cap x itself."""
+    if cap is None:
+        return x
+    limit = jnp.asarray(cap, wider(x.dtype))
+    return (limit * jnp.tanh(x.astype(limit.dtype) / limit)).astype(x.dtype)
 
 
 def wider(dtype: DTypeLike) -> Any:

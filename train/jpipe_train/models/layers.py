@@ -4,10 +4,12 @@ from functools import partial
 
 import jpipe
 from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.config.tune_config import TuneConfig
 from jpipe_train.models import bert, transformer
+from jpipe_train.models.lora import tuned
 
 
-def layers(config: ModelConfig, chunk: int | None = None) -> jpipe.LayerStack:
+def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | None = None) -> jpipe.LayerStack:
     """Return the layers `embed`, `block_0` … `block_{depth-1}`, `head` as constructors; nothing is allocated here.
 
     Inputs are tokens (b, s), or {"tokens": tokens, "segments": segments} where several documents share a row: segments count from 1, 0 is
@@ -18,10 +20,13 @@ def layers(config: ModelConfig, chunk: int | None = None) -> jpipe.LayerStack:
         config: which model, one without a target.
         chunk: leave the logits to the loss, which makes them for this many positions at a time: in their place outputs have an
             `jpipe_train.models.cross_entropy.Unprojected`.
+        tune: the section `tune`, for adapters; None: without.
     """
     kind = bert if config.kind == "bert" else transformer
-    block = partial(transformer.Block, config)  # one object, so that jpipe traces it once
-    blocks = {f"block_{i}": block for i in range(config.depth)}
+    configs = config.blocks
+    constructors = {id(block): partial(transformer.Block, block) for block in configs}  # jpipe traces each object once
+    blocks = {f"block_{i}": constructors[id(block)] for i, block in enumerate(configs)}
     tie = jpipe.Tie(("embed", "token/embedding"), ("head", "token/embedding"))
     all_layers = {"embed": partial(kind.Embed, config), **blocks, "head": partial(kind.Head, config, chunk)}
+    all_layers = all_layers if tune is None else tuned(all_layers, config, tune)
     return jpipe.LayerStack(all_layers, [tie] if config.tied else ())

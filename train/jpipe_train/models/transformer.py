@@ -1,4 +1,4 @@
-"""The layers of GPT-2, Llama and the GPT over bytes, in Flax NNX; BERT shares the block.
+"""The layers of the built-in decoders, such as GPT-2, Llama and Gemma, in Flax NNX; BERT shares the block.
 
 The letters in the shapes: b rows, s positions, w width, v symbols.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -14,9 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jpipe import InputError
-from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models.attention import attend, attend_cached, positions_of, rotated
+from jpipe_train.config.model_config import ModelConfig, has_bias
+from jpipe_train.models.attention import attend, attend_cached
 from jpipe_train.models.cross_entropy import Unprojected, wider
+from jpipe_train.models.rope import lengths_of, positions_of, rotated
 
 Stream = Any  # x, or {"x": x, "segments": segments}
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"gelu": nnx.gelu, "gelu_exact": partial(nnx.gelu, approximate=False), "silu": nnx.silu}
@@ -46,28 +48,42 @@ class Embed(nnx.Module):
     def vectors(self, tokens: Any, at: Int[Array, "#b s"]) -> Float[Array, "b s w"]:
         """Embed tokens at these positions."""
         x = look_up(self.token, tokens, dtype_of(self.config))
+        x = x * jnp.asarray(self.config.width**0.5, x.dtype) if self.config.embed_scale else x
         return x + look_up(self.position, at, x.dtype) if self.config.positions == "learned" else x
 
 
 class Block(nnx.Module):
-    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); BERT's norms come after the sums instead."""
+    """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)); BERT's norms come after the sums instead.
+
+    Args:
+        config: of the block, one of `ModelConfig.blocks`.
+        rngs: initializes the parameters.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         width, inner, size = config.width, config.mlp_width_used, config.head_size_used
-        into = linear(config, rngs)
+        into = linear(config, rngs, has_bias(config.bias, "mlp"))
         # The two projections back into the residual stream start smaller, so that its variance does not grow with depth (GPT-2).
         scaled = nnx.initializers.variance_scaling(0.5 / config.depth, "fan_in", "normal")
         smaller = scaled if config.init == "scaled" else nnx.initializers.normal(STD / (2 * config.depth) ** 0.5)
         back = partial(into, kernel_init=smaller)
         self.attention_norm = norm(config, rngs)
-        self.qkv = into(width, (config.heads + 2 * config.kv_heads_used) * size, **axes("embed", "heads"))
-        self.project = back(config.heads * size, width, **axes("heads", "embed"))
+        self.qkv = into(
+            width, (config.heads + 2 * config.kv_heads_used) * size, use_bias=has_bias(config.bias, "qkv"), **axes("embed", "heads")
+        )
+        if config.qk_norm is not None:
+            for_all = config.qk_norm == "all"
+            self.query_norm = norm(config, rngs, size * config.heads if for_all else size)
+            self.key_norm = norm(config, rngs, size * config.kv_heads_used if for_all else size)
+        self.project = back(config.heads * size, width, use_bias=has_bias(config.bias, "project"), **axes("heads", "embed"))
         self.mlp_norm = norm(config, rngs)
         self.expand = into(width, inner, **axes("embed", "mlp"))
         if config.gated_mlp:
             self.gate = into(width, inner, **axes("embed", "mlp"))
         self.contract = back(inner, width, **axes("mlp", "embed"))
+        if config.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(config, rngs), norm(config, rngs)
         self.dropout = dropout(config, rngs)
 
     def __call__(self, stream: Stream) -> Stream:
@@ -76,12 +92,17 @@ class Block(nnx.Module):
             x = normed(self.attention_norm, x + self.dropout(self._attention(x, segments)))
             x = normed(self.mlp_norm, x + self.dropout(self._mlp(x)))
         else:
-            x = x + self.dropout(self._attention(self.attention_norm(x), segments))
-            x = x + self.dropout(self._mlp(self.mlp_norm(x)))
+            x = self._plus_attention(x, self._attention(self.attention_norm(x), segments))
+            x = self._plus_mlp(x)
         return joined(x, segments)
 
     def following(
-        self, x: Float[Array, "b s w"], keys: Float[Array, "b t k d"], values: Float[Array, "b t k d"], at: Int[Array, "b s"]
+        self,
+        x: Float[Array, "b s w"],
+        keys: Float[Array, "b t k d"],
+        values: Float[Array, "b t k d"],
+        at: Int[Array, "b s"],
+        lengths: Int[Array, " b"],
     ) -> tuple[Float[Array, "b s w"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
         """Apply a decoder's block to further positions, given the keys and values of earlier ones.
 
@@ -90,29 +111,47 @@ class Block(nnx.Module):
             keys: of all t positions that a row may have; those behind `at` are not used.
             values: of the same positions.
             at: the positions of x, which rise in each row.
+            lengths: how many positions each row has, with all that are known.
 
         Returns:
             x, and keys and values including those of these positions.
         """
         b, s, _ = x.shape
         rows = jnp.arange(b)[:, None]
-        q, k, v = self._heads(self.attention_norm(x), at)
+        q, k, v = self._heads(self.attention_norm(x), at, lengths[:, None])
         keys, values = keys.at[rows, at].set(k, mode="drop"), values.at[rows, at].set(v, mode="drop")
-        x = x + self.project(attend_cached(q, keys, values, at).reshape(b, s, -1))
-        return x + self._mlp(self.mlp_norm(x)), keys, values
+        x = self._plus_attention(x, self.project(attend_cached(q, keys, values, at, self.config).reshape(b, s, -1)))
+        return self._plus_mlp(x), keys, values
+
+    def _plus_attention(self, x: Float[Array, "b s w"], attention: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
+        """Add the output of attention to the residual stream."""
+        return x + self.dropout(normed(self.attention_post_norm, attention) if self.config.post_norms else attention)
+
+    def _plus_mlp(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
+        """Add the output of the MLP to the residual stream."""
+        out = self._mlp(self.mlp_norm(x))
+        return x + self.dropout(normed(self.mlp_post_norm, out) if self.config.post_norms else out)
 
     def _attention(self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Float[Array, "b s w"]:
         b, s, _ = x.shape
-        q, k, v = self._heads(x, positions(x, segments))
+        lengths = jnp.full((1, 1), s, jnp.int32) if segments is None else lengths_of(segments)
+        q, k, v = self._heads(x, positions(x, segments), lengths)
         return self.project(attend(q, k, v, segments, self.config).reshape(b, s, -1))
 
-    def _heads(self, x: Float[Array, "b s w"], at: Int[Array, "#b s"]) -> Any:
-        """Compute queries, keys and values (b, s, heads, numbers), with rotary positions applied."""
+    def _heads(self, x: Float[Array, "b s w"], at: Int[Array, "#b s"], lengths: Int[Array, "#b #s"]) -> Any:
+        """Compute queries, keys and values (b, s, heads, numbers), with norms and rotary positions applied."""
         config = self.config
-        heads, kv_heads = config.heads, config.kv_heads_used
-        stacked = self.qkv(x).reshape(*x.shape[:2], heads + 2 * kv_heads, config.head_size_used)
-        q, k, v = jnp.split(stacked, (heads, heads + kv_heads), axis=2)
-        return (rotated(q, at, config), rotated(k, at, config), v) if config.positions == "rope" else (q, k, v)
+        heads, kv_heads, size = config.heads, config.kv_heads_used, config.head_size_used
+        stacked = self.qkv(x)
+        if config.qk_norm == "all":
+            q, k, v = jnp.split(stacked, (heads * size, (heads + kv_heads) * size), axis=-1)
+            stacked = jnp.concatenate([normed(self.query_norm, q), normed(self.key_norm, k), v], axis=-1)
+        q, k, v = jnp.split(stacked.reshape(*x.shape[:2], heads + 2 * kv_heads, size), (heads, heads + kv_heads), axis=2)
+        if config.qk_norm == "head":
+            q, k = normed(self.query_norm, q), normed(self.key_norm, k)
+        if config.positions == "rope":
+            q, k = rotated(q, at, lengths, config), rotated(k, at, lengths, config)
+        return q, k, v
 
     def _mlp(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
         activation = ACTIVATIONS[self.config.activation]
@@ -140,7 +179,7 @@ class Head(nnx.Module):
         hidden = normed(self.norm, x)
         tied = self.config.tied
         kernel = self.token.embedding if tied else self.logits.kernel
-        return projected(hidden, kernel[...], None, tied, self.chunk, dtype_of(self.config))
+        return projected(hidden, kernel[...], None, tied, self.chunk, dtype_of(self.config), self.config.logits_soft_cap)
 
 
 # Parts that BERT has, too -------------------------------------------------------------------------------------------------
@@ -166,16 +205,32 @@ def table(count: int, config: ModelConfig, init: Any, rngs: nnx.Rngs, rows: str 
     return nnx.Embed(count, config.width, embedding_init=init, rngs=rngs, embedding_metadata=named(rows, "embed"))
 
 
-def linear(config: ModelConfig, rngs: nnx.Rngs) -> Callable[..., nnx.Linear]:
+def linear(config: ModelConfig, rngs: nnx.Rngs, bias: bool) -> Callable[..., nnx.Linear]:
     """Return a constructor of linear layers as the config describes them."""
     options: dict[str, Any] = {} if config.init == "scaled" else {"kernel_init": nnx.initializers.normal(STD)}
-    return partial(nnx.Linear, use_bias=config.bias, dtype=jnp.dtype(dtype_of(config)), rngs=rngs, **options)
+    return partial(nnx.Linear, use_bias=bias, dtype=jnp.dtype(dtype_of(config)), rngs=rngs, **options)
 
 
-def norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
-    """Create a norm of the model's width, which computes in float32 at least."""
-    kind = nnx.LayerNorm if config.norm == "layer" else nnx.RMSNorm
-    return kind(config.width, epsilon=config.norm_epsilon, dtype=wider(dtype_of(config)), rngs=rngs)
+class RMSNormPlusOne(nnx.RMSNorm):
+    """RMSNorm whose scale is 1 plus its parameter, which begins at zero (Gemma)."""
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """Normalize the last axis, in the norm's dtype."""
+        assert self.scale is not None
+        dtype = wider(x.dtype)
+        wide = x.astype(dtype)
+        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        scale = jnp.asarray(1, dtype) + self.scale[...].astype(dtype)
+        return wide * jax.lax.rsqrt(mean + jnp.asarray(self.epsilon, dtype)) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def norm(config: ModelConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.LayerNorm | nnx.RMSNorm:
+    """Create a norm of the model's width, or of another size, which computes in float32 at least."""
+    options: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": wider(dtype_of(config)), "rngs": rngs}
+    features = config.width if size is None else size
+    if config.norm == "rms_plus_one":
+        return RMSNormPlusOne(features, scale_init=nnx.initializers.zeros, **options)
+    return (nnx.LayerNorm if config.norm == "layer" else nnx.RMSNorm)(features, **options)
 
 
 def dropout(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Dropout:
@@ -183,7 +238,7 @@ def dropout(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
-def normed(layer: Callable[[Any], Any], x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
+def normed(layer: Callable[[Any], Any], x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Normalize, and cast back to the dtype of the activations."""
     return layer(x).astype(x.dtype)
 
@@ -201,9 +256,9 @@ def tied_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
     return table(config.vocab_size, config, nnx.initializers.zeros, rngs, "vocab")
 
 
-def projected(hidden: Any, kernel: Any, bias: Any, by_symbol: bool, chunk: int | None, dtype: str) -> Any:
+def projected(hidden: Any, kernel: Any, bias: Any, by_symbol: bool, chunk: int | None, dtype: str, soft_cap: float | None = None) -> Any:
     """Project to logits, or with a `chunk` return what they are computed from."""
-    unprojected = Unprojected(hidden, kernel, bias, chunk or 1, by_symbol, dtype)
+    unprojected = Unprojected(hidden, kernel, bias, chunk or 1, by_symbol, dtype, soft_cap)
     return unprojected.logits() if chunk is None else unprojected
 
 

@@ -14,6 +14,7 @@ import jpipe
 from jpipe_planner import Profile, Topology, analyze, measure
 from jpipe_train.assemble import model
 from jpipe_train.assemble.build import precision
+from jpipe_train.assemble.frozen import trains_part
 from jpipe_train.assemble.optimizer import optimizer, same_at_all_stages
 from jpipe_train.config.config import Config
 from jpipe_train.console.progress import Reporter
@@ -44,10 +45,10 @@ class Parts:
                 return jax.tree.map(_spec, data.unread(config).like)
 
         computes, chunk = config.precision.computes, config.logits_chunk
-        stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read()[0])
+        stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read()[0], config.tune)
         loss, batch = model.loss(config.loss), read()
-        params = {layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()}
-        rule = optimizer(same_at_all_stages(config.optimizer), config.train.steps, stack.ties.without_seconds(params))
+        params = stack.ties.without_seconds({layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()})
+        rule = trains_part(optimizer(same_at_all_stages(config.optimizer), config.train.steps, params), config.tune, params)
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))
 
     def rows(self, count: int) -> Any:

@@ -1,51 +1,51 @@
-"""The names and layouts of the parameters of jpipe's models in Hugging Face's folders, in a table for each architecture.
+"""The names and layouts of the parameters of jpipe's models in Hugging Face's folders, by the table of families.
 
 Letters in shapes: v symbols, w width, p positions, m width of the MLP.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe_train.config.huggingface import Description
+from jpipe_train.config.huggingface import ARCHITECTURES, Description
+from jpipe_train.config.model_config import ModelConfig, has_bias
 
 Shape = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """A parameter of jpipe and the tensors that it is made of.
+    """Parameters of jpipe and the tensors that hold them: those of either side are concatenated along the last axis.
 
     Attributes:
-        ours: its name in an export, such as "block_0/qkv/kernel".
-        theirs: the names of the tensors that are concatenated along its last axis.
-        shapes: the shapes of the tensors.
+        shapes: of the parameters by name in an export, such as "block_0/qkv/kernel".
+        theirs: the shapes of the tensors, by name.
         transposed: whether the tensors are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs).
     """
 
-    ours: str
-    theirs: tuple[str, ...]
-    shapes: tuple[Shape, ...]
+    shapes: Mapping[str, Shape]
+    theirs: Mapping[str, Shape]
     transposed: bool = False
 
-    @property
-    def shape(self) -> Shape:
-        """The shape of the parameter."""
-        shapes = [shape[::-1] if self.transposed else shape for shape in self.shapes]
-        return (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+    def joined(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the parameters that tensors hold."""
+        parts = [tensors[name].T if self.transposed else tensors[name] for name in self.theirs]
+        return _divided(parts, self.shapes)
 
-    def joined(self, tensors: list[np.ndarray]) -> np.ndarray:
-        """Return the parameter made of its tensors."""
-        parts = [tensor.T if self.transposed else tensor for tensor in tensors]
-        return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    def split(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return the tensors that hold parameters."""
+        shapes = {name: shape[::-1] if self.transposed else shape for name, shape in self.theirs.items()}
+        divided = _divided([np.asarray(arrays[name]) for name in self.shapes], shapes)
+        return {name: np.ascontiguousarray(part.T) if self.transposed else part for name, part in divided.items()}
 
-    def split(self, array: np.ndarray) -> list[np.ndarray]:
-        """Return the tensors of a parameter."""
-        widths = [(shape[::-1] if self.transposed else shape)[-1] for shape in self.shapes]
-        parts = np.split(array, np.cumsum(widths)[:-1], axis=-1)
-        return [np.ascontiguousarray(part.T if self.transposed else part) for part in parts]
+
+def _divided(parts: list[np.ndarray], shapes: Mapping[str, Shape]) -> dict[str, np.ndarray]:
+    """Concatenate arrays along the last axis, and divide the whole into arrays of these shapes."""
+    whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    ends = np.cumsum([shape[-1] for shape in shapes.values()])[:-1]
+    return {name: np.ascontiguousarray(part) for name, part in zip(shapes, np.split(whole, ends, axis=-1), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Layout:
     @cached_property
     def theirs(self) -> dict[str, Shape]:
         """The shapes of all tensors except copies, by name."""
-        return {name: shape for row in self for name, shape in zip(row.theirs, row.shapes, strict=True)}
+        return {name: shape for row in self for name, shape in row.theirs.items()}
 
     def known_as(self, name: str) -> str | None:
         """Return the name in the table of a tensor of any version's folder; None for a constant that is not a weight."""
@@ -90,106 +90,90 @@ _OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias
 
 def layout(described: Description) -> Layout:
     """Return the layout of the model that a `config.json` describes."""
-    build, prefix = _LAYOUTS[described.architecture]
-    layers, copies = build(described.keys)
-    rows = {layer_id: tuple(row._replace(ours=f"{layer_id}/{row.ours}") for row in rows) for layer_id, rows in layers.items()}
-    return Layout(rows, prefix, copies, _OPTIONAL.get(described.architecture, ()))
+    names, config = ARCHITECTURES[described.architecture].tensors, ModelConfig(**described.keys, seq_len=1)
+    copies = dict(names.copies)
+    layers = {"embed": ("", names.embed, _embed(config))}
+    for i in range(config.depth):
+        layers[f"block_{i}"] = names.layer.format(i), names.block, _block(config)
+    head = dict(names.head)
+    if config.tied and (logits := head.pop("logits", None)) is not None:
+        copies[f"{logits}.weight"] = f"{names.embed['token']}.weight"
+    layers["head"] = "", head, _head(config)
+    rows = {}
+    for layer_id, (start, of_layer, shapes) in layers.items():
+        rows[layer_id] = tuple(
+            row
+            for ours, theirs in of_layer.items()
+            for row in _rows(layer_id, ours.split(","), [start + name for name in theirs.split(",")], shapes, names.transposed)
+        )
+    return Layout(rows, names.prefix, copies, names.optional.get(described.architecture, ()))
 
 
-_Layers = tuple[dict[str, list[Row]], dict[str, str]]
+class _Sizes(NamedTuple):
+    """The sizes of a layer's parameters of one name.
+
+    Attributes:
+        inputs: of a linear layer, or rows of a table; None for a norm or a bias alone.
+        outputs: the last axis, divided into tensors where the family has several.
+        bias: whether there is one.
+        kernel: what jpipe calls the first parameter.
+    """
+
+    inputs: int | None
+    outputs: tuple[int, ...]
+    bias: bool
+    kernel: str
 
 
-def _gpt2(m: Mapping[str, Any]) -> _Layers:
-    v, w, table = m["vocab_size"], m["width"], "transformer.wte.weight"
-    layers = {"embed": [_table("token", table, v, w), _table("position", "transformer.wpe.weight", m["max_positions"], w)]}
-    for i in range(m["depth"]):
-        h = f"transformer.h.{i}"
-        layers[f"block_{i}"] = [
-            *_norm("attention_norm", f"{h}.ln_1", w),
-            *_linear("qkv", [f"{h}.attn.c_attn"], w, [3 * w], transposed=False),
-            *_linear("project", [f"{h}.attn.c_proj"], w, [w], transposed=False),
-            *_norm("mlp_norm", f"{h}.ln_2", w),
-            *_linear("expand", [f"{h}.mlp.c_fc"], w, [m["mlp_width"]], transposed=False),
-            *_linear("contract", [f"{h}.mlp.c_proj"], m["mlp_width"], [w], transposed=False),
-        ]
-    logits, copies = _logits(m, table)
-    return layers | {"head": [*_norm("norm", "transformer.ln_f", w), *logits]}, copies
+def _embed(c: ModelConfig) -> dict[str, _Sizes]:
+    tables = {"token": c.vocab_size, "position": c.max_positions_used, "type": 2}
+    return {**{name: _Sizes(rows, (c.width,), False, "embedding") for name, rows in tables.items()}, "norm": _norm(c, c.width)}
 
 
-def _llama(m: Mapping[str, Any]) -> _Layers:
-    v, w, table = m["vocab_size"], m["width"], "model.embed_tokens.weight"
-    q, kv, wide, bias = m["heads"] * m["head_size"], m["kv_heads"] * m["head_size"], m["mlp_width"], m["bias"]
-    layers = {"embed": [_table("token", table, v, w)]}
-    for i in range(m["depth"]):
-        h = f"model.layers.{i}"
-        layers[f"block_{i}"] = [
-            *_norm("attention_norm", f"{h}.input_layernorm", w, bias=False),
-            *_linear("qkv", [f"{h}.self_attn.{name}_proj" for name in "qkv"], w, [q, kv, kv], bias),
-            *_linear("project", [f"{h}.self_attn.o_proj"], q, [w], bias),
-            *_norm("mlp_norm", f"{h}.post_attention_layernorm", w, bias=False),
-            *_linear("expand", [f"{h}.mlp.up_proj"], w, [wide], bias),
-            *_linear("gate", [f"{h}.mlp.gate_proj"], w, [wide], bias),
-            *_linear("contract", [f"{h}.mlp.down_proj"], wide, [w], bias),
-        ]
-    logits, copies = _logits(m, table)
-    return layers | {"head": [*_norm("norm", "model.norm", w, bias=False), *logits]}, copies
+def _block(c: ModelConfig) -> dict[str, _Sizes]:
+    w, m, q, kv = c.width, c.mlp_width_used, c.heads * c.head_size_used, c.kv_heads_used * c.head_size_used
+    norms = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm")
+    of_queries, of_keys = (q, kv) if c.qk_norm == "all" else (c.head_size_used, c.head_size_used)
+    return {
+        **{name: _norm(c, w) for name in norms},
+        **{"query_norm": _norm(c, of_queries), "key_norm": _norm(c, of_keys)},
+        "qkv": _Sizes(w, (q, kv, kv), has_bias(c.bias, "qkv"), "kernel"),
+        "project": _Sizes(q, (w,), has_bias(c.bias, "project"), "kernel"),
+        **{name: _Sizes(w, (m,), has_bias(c.bias, "mlp"), "kernel") for name in ("expand", "gate")},
+        "contract": _Sizes(m, (w,), has_bias(c.bias, "mlp"), "kernel"),
+    }
 
 
-def _bert(m: Mapping[str, Any]) -> _Layers:
-    v, w, before, head = m["vocab_size"], m["width"], "bert.embeddings", "cls.predictions"
-    embed = [
-        _table("token", f"{before}.word_embeddings.weight", v, w),
-        _table("position", f"{before}.position_embeddings.weight", m["max_positions"], w),
-        _table("type", f"{before}.token_type_embeddings.weight", 2, w),
-        *_norm("norm", f"{before}.LayerNorm", w),
-    ]
-    layers = {"embed": embed}
-    for i in range(m["depth"]):
-        h = f"bert.encoder.layer.{i}"
-        layers[f"block_{i}"] = [
-            *_linear("qkv", [f"{h}.attention.self.{name}" for name in ("query", "key", "value")], w, [w, w, w]),
-            *_linear("project", [f"{h}.attention.output.dense"], w, [w]),
-            *_norm("attention_norm", f"{h}.attention.output.LayerNorm", w),
-            *_linear("expand", [f"{h}.intermediate.dense"], w, [m["mlp_width"]]),
-            *_linear("contract", [f"{h}.output.dense"], m["mlp_width"], [w]),
-            *_norm("mlp_norm", f"{h}.output.LayerNorm", w),
-        ]
-    layers["head"] = [
-        *_linear("pooler", ["bert.pooler.dense"], w, [w]),
-        *_linear("next_sentence", ["cls.seq_relationship"], w, [2]),
-        *_linear("transform", [f"{head}.transform.dense"], w, [w]),
-        *_norm("norm", f"{head}.transform.LayerNorm", w),
-        Row("logits/bias", (f"{head}.bias",), ((v,),)),
-    ]
-    return layers, {f"{head}.decoder.weight": f"{before}.word_embeddings.weight", f"{head}.decoder.bias": f"{head}.bias"}
+def _head(c: ModelConfig) -> dict[str, _Sizes]:
+    linear = {"logits": (c.vocab_size, False), "pooler": (c.width, True), "transform": (c.width, True), "next_sentence": (2, True)}
+    return {
+        **{name: _Sizes(c.width, (outputs,), bias, "kernel") for name, (outputs, bias) in linear.items()},
+        "norm": _norm(c, c.width),
+        "logits/bias": _Sizes(None, (c.vocab_size,), False, ""),
+    }
 
 
-_LAYOUTS: dict[str, tuple[Callable[[Mapping[str, Any]], _Layers], str]] = {
-    "GPT2LMHeadModel": (_gpt2, "transformer."),
-    "LlamaForCausalLM": (_llama, "model."),
-    "BertForPreTraining": (_bert, "bert."),
-    "BertForMaskedLM": (_bert, "bert."),
-}
-_OPTIONAL = {"BertForMaskedLM": ("bert.pooler.", "cls.seq_relationship.")}  # transformers leaves them out
+def _norm(c: ModelConfig, size: int) -> _Sizes:
+    return _Sizes(None, (size,), c.norm == "layer", "scale")
 
 
-def _table(ours: str, theirs: str, rows: int, width: int) -> Row:
-    return Row(f"{ours}/embedding", (theirs,), ((rows, width),))
+def _rows(layer_id: str, ours: list[str], theirs: list[str], sizes: Mapping[str, _Sizes], transposed: bool) -> Iterator[Row]:
+    """Yield the rows of parameters that are stored together: of their kernels, and of their biases."""
+    first = sizes[ours[0]]
+    outputs = {name: sum(sizes[name].outputs) for name in ours}
+    parts = tuple(size for name in ours for size in sizes[name].outputs)
+    stored = parts if len(theirs) == len(parts) else (sum(parts),)
+    if not first.kernel:  # a parameter that has no other beside it
+        yield Row({f"{layer_id}/{ours[0]}": stored}, {theirs[0]: stored})
+        return
+    turned = transposed and first.kernel == "kernel"
 
+    def shape(size: int) -> Shape:
+        return (size,) if first.inputs is None else (first.inputs, size)
 
-def _norm(ours: str, theirs: str, width: int, bias: bool = True) -> list[Row]:
-    names = {"scale": "weight", "bias": "bias"} if bias else {"scale": "weight"}
-    return [Row(f"{ours}/{name}", (f"{theirs}.{their_name}",), ((width,),)) for name, their_name in names.items()]
-
-
-def _linear(ours: str, theirs: list[str], inputs: int, outputs: list[int], bias: bool = True, *, transposed: bool = True) -> list[Row]:
-    shapes = [(size, inputs) if transposed else (inputs, size) for size in outputs]
-    kernel = Row(f"{ours}/kernel", tuple(f"{name}.weight" for name in theirs), tuple(shapes), transposed)
-    return [kernel, Row(f"{ours}/bias", tuple(f"{name}.bias" for name in theirs), tuple((size,) for size in outputs))][: 1 + bias]
-
-
-def _logits(m: Mapping[str, Any], table: str) -> tuple[list[Row], dict[str, str]]:
-    """Return the rows of the projection to logits, and its copies if it is tied to the embedding."""
-    if m["tied"]:
-        return [], {"lm_head.weight": table}
-    return _linear("logits", ["lm_head"], m["width"], [m["vocab_size"]], bias=False), {}
+    kernels = {f"{layer_id}/{name}/{first.kernel}": shape(size) for name, size in outputs.items()}
+    tensors = {f"{name}.weight": shape(size)[::-1] if turned else shape(size) for name, size in zip(theirs, stored, strict=True)}
+    yield Row(kernels, tensors, turned)
+    if first.bias:
+        biases = {f"{layer_id}/{name}/bias": (size,) for name, size in outputs.items()}
+        yield Row(biases, {f"{name}.bias": (size,) for name, size in zip(theirs, stored, strict=True)})

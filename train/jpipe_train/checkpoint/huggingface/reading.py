@@ -34,14 +34,18 @@ def source(path: Path, *, strict: bool = True) -> Source:
     known = _known(folder, names)
     if strict:
         _check(folder, names, known, where)
-    rows = {row.ours: row for row in names if _has_tensors(folder, known, row)}
-    specs = {ours: Spec(row.shape, _dtype([folder.tensors[known[name]][1].dtype for name in row.theirs])) for ours, row in rows.items()}
+    rows = {ours: row for row in names if _has_tensors(folder, known, row) for ours in row.shapes}
+    specs = {
+        ours: Spec(row.shapes[ours], _dtype([folder.tensors[known[name]][1].dtype for name in row.theirs])) for ours, row in rows.items()
+    }
 
     def read(wanted: Names) -> Iterator[dict[str, Any]]:
         for inner in wanted.values():
-            yield {name: _array(folder, names, known, rows[name]) for name in inner}
+            distinct = {id(rows[name]): rows[name] for name in inner}.values()
+            arrays = {name: array for row in distinct for name, array in _arrays(folder, names, known, row).items()}
+            yield {name: arrays[name] for name in inner}
 
-    optional = frozenset(row.ours for row in names if row.theirs[0].startswith(names.optional))
+    optional = frozenset(ours for row in names if all(name.startswith(names.optional) for name in row.theirs) for ours in row.shapes)
     return Source(where, specs, read, folder.digest, converts=True, optional=optional)
 
 
@@ -103,11 +107,11 @@ def _dtype(dtypes: list[str]) -> str:
 
 
 def _has_tensors(folder: Folder, known: dict[str, str], row: Row) -> bool:
-    return all(name in known and folder.tensors[known[name]][1].shape == shape for name, shape in zip(row.theirs, row.shapes, strict=True))
+    return all(name in known and folder.tensors[known[name]][1].shape == shape for name, shape in row.theirs.items())
 
 
-def _array(folder: Folder, names: Layout, known: dict[str, str], row: Row) -> np.ndarray:
-    """Read one parameter and check that its copies in the folder, if any, are equal."""
+def _arrays(folder: Folder, names: Layout, known: dict[str, str], row: Row) -> dict[str, np.ndarray]:
+    """Read the parameters of a row and check that copies of its tensors in the folder, if any, are equal."""
     inside = [known[name] for name in row.theirs]
     tensors = folder.read(inside)
     for copy, original in names.copies.items():
@@ -118,7 +122,7 @@ def _array(folder: Folder, names: Layout, known: dict[str, str], row: Row) -> np
                     f"{shown(folder.path)}: expected {known[copy]} to be the same as {known[original]}, for {huggingface.CONFIG} says that "
                     "they are tied (tie_word_embeddings), found other values; correct one of them"
                 )
-    return row.joined([tensors[name] for name in inside])
+    return row.joined({name: tensors[known[name]] for name in row.theirs})
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:

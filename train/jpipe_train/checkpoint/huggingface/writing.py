@@ -14,6 +14,7 @@ from jpipe import InputError
 from jpipe.checkpoints import files as checkpoint_files
 from jpipe.files import expanded, new_folder, read_bytes, resolved, shown, unused, write_atomically
 from jpipe_train.assemble import model
+from jpipe_train.checkpoint.adapters import merged, merged_specs
 from jpipe_train.checkpoint.export import Weights, by_name, by_path, step_of, with_ema
 from jpipe_train.checkpoint.huggingface.names import Layout, layout
 from jpipe_train.checkpoint.huggingface.tensors_file import write_tensors
@@ -28,7 +29,7 @@ LIMIT = 5 * 10**9  # bytes of the tensors of a file
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class _Model(NamedTuple):
+class Model(NamedTuple):
     """A model to write.
 
     Attributes:
@@ -79,7 +80,7 @@ def main(
             raise InputError(f"export: expected the folder of a run for --step and --weights, found the file '{source}'; leave them out")
         model = _of_config(source, overrides)
     else:
-        model = _of_run(source, step, report, weights)
+        model = of_run(source, step, report, weights)
     specs = _specs(model)
     described = model.described | _special(model.config, model.described["vocab_size"]) | _dtypes(specs)
     with new_folder(path, "--out") as unfinished:
@@ -89,12 +90,20 @@ def main(
     report(f"{out}: {count(len(specs), 'tensor')}, {size:,} bytes{copied}, {model.origin}")
 
 
-def _of_run(run: str, step: int | None, report: Callable[[str], None], weights: Weights) -> _Model:
-    """Open the parameters of a checkpoint."""
+def of_run(run: str, step: int | None, report: Callable[[str], None], weights: Weights, *, merge: bool = True) -> Model:
+    """Open the parameters of a checkpoint.
+
+    Args:
+        run, step, report, weights: as in `main`.
+        merge: whether adapters are added to the weights; otherwise they are parameters of their own.
+
+    Raises:
+        InputError: as `main`.
+    """
     folder = resolved(run, "export")
     chosen = step_of(folder, step, "export", report)
     config = config_file.load_resolved(folder / "config.yaml")
-    described = huggingface.to_json_keys(config.model)
+    described = huggingface.to_json_keys(config.model, _architecture(config))
     if step is not None:  # the newest is verified already
         checkpoint_files.verify(folder, chosen)
     entries = checkpoint_files.layer_specs(folder, chosen)
@@ -103,16 +112,18 @@ def _of_run(run: str, step: int | None, report: Callable[[str], None], weights: 
     def read(layer_id: str) -> Mapping[str, Any]:
         names = [layer_id, *(name for name, first in firsts.items() if first == layer_id)]
         layers = checkpoint_files.read_layers(folder, chosen, names, verified=True)
-        return by_name(layers if weights == "newest" else with_ema(layers, chosen))
+        arrays = by_name(layers if weights == "newest" else with_ema(layers, chosen))
+        return merged(arrays, config.model, config.tune) if merge else arrays
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for name, leaf in by_name(entries).items()}
-    return _Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
+    specs = merged_specs(specs, config.tune) if merge else specs
+    return Model(config, described, layout(huggingface.parse(described)), specs, read, f"step {chosen} of {run}")
 
 
-def _of_config(file: str, overrides: Sequence[str]) -> _Model:
+def _of_config(file: str, overrides: Sequence[str]) -> Model:
     """Open the parameters that the run of a config would begin with."""
     config = config_file.load(file, overrides)
-    described = huggingface.to_json_keys(config.model)
+    described = huggingface.to_json_keys(config.model, _architecture(config))
     if config.warm_start.file is not None:
         raise InputError(
             f"export: expected a config whose run begins with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
@@ -129,29 +140,30 @@ def _of_config(file: str, overrides: Sequence[str]) -> _Model:
         return {f"{layer_id}/{path}": leaf for path, leaf in by_path(tree).items()}
 
     specs = {name: Spec(leaf.shape, str(leaf.dtype)) for i, layer in inputs.items() for name, leaf in named(layer.params, i).items()}
-    return _Model(config, described, layout(huggingface.parse(described)), specs, read, f"fresh weights of {file}")
+    return Model(config, described, layout(huggingface.parse(described)), specs, read, f"fresh weights of {file}")
 
 
-def _specs(model: _Model) -> dict[str, Spec]:
+def _specs(model: Model) -> dict[str, Spec]:
     """Return shapes and dtypes of the tensors by name, in their order."""
     specs = model.specs
     for row in model.names:
-        if row.ours not in specs or specs[row.ours].shape != row.shape:
-            instead = f"found it of shape {list(specs[row.ours].shape)}" if row.ours in specs else "found no such name"
-            raise InputError(
-                f"export: expected '{row.ours}' of shape {list(row.shape)} in {model.origin}, as in its config.yaml, {instead}; "
-                "the checkpoint is of another model"
-            )
-    rows = [(row, name, shape) for row in model.names for name, shape in zip(row.theirs, row.shapes, strict=True)]
-    return {name: Spec(shape, specs[row.ours].dtype) for row, name, shape in rows}
+        for ours, shape in row.shapes.items():
+            if ours not in specs or specs[ours].shape != shape:
+                instead = f"found it of shape {list(specs[ours].shape)}" if ours in specs else "found no such name"
+                raise InputError(
+                    f"export: expected '{ours}' of shape {list(shape)} in {model.origin}, as in its config.yaml, {instead}; "
+                    "the checkpoint is of another model"
+                )
+    rows = [(next(iter(row.shapes)), name, shape) for row in model.names for name, shape in row.theirs.items()]
+    return {name: Spec(shape, specs[ours].dtype) for ours, name, shape in rows}
 
 
-def _tensors(model: _Model) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors with their names; one layer is in memory at a time."""
     for layer_id, rows in model.names.rows.items():
         arrays = model.read(layer_id)
         for row in rows:
-            yield from zip(row.theirs, row.split(np.asarray(arrays[row.ours])), strict=True)
+            yield from row.split(arrays).items()
 
 
 def _dtypes(specs: Mapping[str, Spec]) -> dict[str, str]:
@@ -164,15 +176,25 @@ def _special(config: Config, vocab_size: int) -> dict[str, Any]:
 
     They come from the folder that the run began with, if it still exists; the one that ends a text may come from the run's data.
     """
-    original: dict[str, Any] = {}
-    if config.warm_start.file is not None and huggingface.is_folder(config.warm_start.file):
-        with contextlib.suppress(InputError):
-            path = resolved(config.warm_start.file, "warm_start.file") / huggingface.CONFIG
-            original = huggingface.load_json(path, huggingface.MOST_BYTES)
+    original = _original(config)
     tokens = {key: original[key] if _is_token(original.get(key), vocab_size) else None for key in _SPECIAL}
     if tokens["eos_token_id"] is None and config.model.kind == "decoder" and _is_token(end := _end_of_text(config), vocab_size):
         tokens["eos_token_id"] = end
     return tokens
+
+
+def _architecture(config: Config) -> str | None:
+    """Return the architecture of the folder that the run began with, if it still exists: others may have the same model."""
+    names = _original(config).get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def _original(config: Config) -> dict[str, Any]:
+    """Return the content of `config.json` in the folder that the run began with, if it still exists."""
+    if config.warm_start.file is not None and huggingface.is_folder(config.warm_start.file):
+        with contextlib.suppress(InputError):
+            return huggingface.load_json(resolved(config.warm_start.file, "warm_start.file") / huggingface.CONFIG, huggingface.MOST_BYTES)
+    return {}
 
 
 def _end_of_text(config: Config) -> int | None:

@@ -1,7 +1,7 @@
 """Read and write the `config.json` of a folder in Hugging Face's layout as keys of the section `model`, without JAX."""
 
+from jpipe_train.config.huggingface.families import ARCHITECTURES
 from jpipe_train.config.huggingface.reading import CONFIG, MOST_BYTES, Description, fill_section, is_folder, load_json, parse, read
-from jpipe_train.config.huggingface.schemas import ARCHITECTURES
 from jpipe_train.config.huggingface.writing import to_json_keys
 
 __all__ = [

@@ -1,23 +1,28 @@
-"""Read the `config.json` of a folder in Hugging Face's layout as keys of the section `model`."""
+"""Read the `config.json` of a folder in Hugging Face's layout as keys of the section `model`, by the table of families."""
 
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 import pydantic
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from jpipe import InputError
 from jpipe.errors import explain, short
 from jpipe.files import expanded, read_text, shown
 from jpipe_train.config.config import ModelConfig
-from jpipe_train.config.huggingface.schemas import ARCHITECTURES, HINT, THEIRS, Architectures
+from jpipe_train.config.huggingface.conversion import keys_of, names_of, schema
+from jpipe_train.config.huggingface.families import ARCHITECTURES, IGNORED
+from jpipe_train.config.huggingface.parts import HINT
+from jpipe_train.config.model.rope import RopeScaling
 
 CONFIG = "config.json"
 MOST_BYTES = 2**20  # hundreds of times the usual size of a `config.json`
 _SMALLER = "jpipe's models are not so large; take a smaller model"
+_UNKNOWN = "jpipe does not know whether it changes the model; remove it where it does not, or take another model"
+_DERIVED = ("kv_heads", "head_size", "mlp_width", "max_positions")  # keys of `model` that others decide if they are null
 
 
 class Description(NamedTuple):
@@ -47,12 +52,25 @@ def read(folder: Path) -> Description:
 
 def parse(data: Any, where: str = "config.json") -> Description:
     """Return the model that the content of `config.json` describes, as `read` does."""
-    architecture = _validated(Architectures, data, where).architectures[0]
+    architecture = _validated(_Architectures, data, where).architectures[0]
     if architecture not in ARCHITECTURES:
         raise InputError(f"{where}: architectures: expected one of {', '.join(ARCHITECTURES)}, found {short(architecture)}; {HINT}")
-    keys = _validated(ARCHITECTURES[architecture], data, where).keys()
-    _validated(ModelConfig, keys | {"seq_len": 1}, where, THEIRS[ARCHITECTURES[architecture]])
+    family = ARCHITECTURES[architecture]
+    json_keys = _validated(schema(family), {key: value for key, value in data.items() if key not in IGNORED | family.ignored}, where)
+    try:
+        keys = keys_of(family, json_keys)
+    except ValueError as error:
+        raise InputError(f"{where}: {_in_their_words(str(error), {})}") from None
+    _validated(ModelConfig, keys | {"seq_len": 1}, where, names_of(family))
     return Description(architecture, keys)
+
+
+class _Architectures(BaseModel):
+    """The key that selects a family."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    architectures: Annotated[list[str], Field(min_length=1)]
 
 
 def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: bool) -> dict[str, Any]:
@@ -70,7 +88,7 @@ def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: 
     keys, file = read(folder).keys, shown(folder / CONFIG)
     if section.get("target") is not None:
         raise InputError(f"{where}: model.target: expected the built-in model, as {file} describes one, found {short(section['target'])}")
-    explicit = {key: value for key, value in section.items() if value is not None or key == "rope_scaling"}
+    explicit = {key: _normal(key, value) for key, value in section.items() if value is not None or (key in keys and _says_none(key))}
     if partial:
         return {**section, **keys, **explicit}
     lines = [
@@ -83,6 +101,21 @@ def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: 
     if lines:
         raise InputError(*lines)
     return {**section, **keys}
+
+
+def _says_none(key: str) -> bool:
+    """Return whether null is a value of a key of `model`, not one that others decide."""
+    return key not in _DERIVED and ModelConfig.model_fields[key].get_default() is None
+
+
+def _normal(key: str, value: Any) -> Any:
+    """Return a scaling with the defaults of its kind, to compare it; other values, and invalid ones, as they are."""
+    if key != "rope_scaling" or not isinstance(value, dict):
+        return value
+    try:
+        return RopeScaling.model_validate(value).model_dump()
+    except pydantic.ValidationError:  # reported when the section is validated
+        return value
 
 
 def load_json(path: Path, most: int) -> dict[str, Any]:
@@ -126,5 +159,7 @@ def _in_their_words(line: str, theirs: Mapping[str, str]) -> str:
         return line
     if theirs:  # the advice at the end of the line is for a jpipe config
         line = re.sub(rf"\b({'|'.join(theirs)})(?=: | \d)", lambda part: theirs[part[0]], line.partition("; ")[0])
+    if unknown := re.match("unknown key '.*?'", line):
+        return f"{unknown[0]}; {_UNKNOWN}"
     is_size = re.search("expected less than or equal to|of more than", line) is not None
     return f"{line}; {_SMALLER if is_size else HINT}"

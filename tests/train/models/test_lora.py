@@ -1,0 +1,106 @@
+"""Adapters: a step equals one of the model without stages, the base stays as it is, and adapters begin as those of PEFT."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jpipe
+from jpipe import InputError
+from jpipe_train.assemble.frozen import trains_part
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.config.tune_config import LoraConfig, TuneConfig
+from jpipe_train.models.cross_entropy import loss
+from jpipe_train.models.layers import layers
+from jpipe_train.models.lora import is_of_adapter
+from tests.jpipe import running
+from tests.train.models.running import LLAMA, SMALL, applied, params_of
+
+CONFIG = ModelConfig(**SMALL, **LLAMA)
+TOKENS = np.arange(5 * 4 * 9, dtype=np.int32).reshape(5, 4, 9) ** 2 % 251
+BATCHES = [(tokens[:, :-1], tokens[:, 1:]) for tokens in TOKENS]
+STACK = functools.cache(lambda tune=None: layers(CONFIG, None, tune))
+
+
+def lora(**keys) -> TuneConfig:
+    return TuneConfig(lora=LoraConfig(**{"rank": 4, "alpha": 16.0} | keys))
+
+
+def pipeline(stack, tune, schedule, **fields) -> jpipe.Pipeline:
+    plan = jpipe.Plan.even(stack.ids, num_stages=2, schedule=schedule, microbatches=2, **fields)
+    rule = optax.chain(optax.clip(0.5), optax.adam(0.05))
+    params = {layer_id: spec.params for layer_id, spec in stack.specs(BATCHES[0][0][:2]).items()}
+    return jpipe.Pipeline(stack, plan, loss, trains_part(rule, tune, params))
+
+
+def by_name(params) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw", "pipedream"])
+def test_steps_equal_those_of_the_model_without_stages(schedule):
+    tune = lora(targets=["q_proj", "v_proj", "down_proj"])
+    pipe = pipeline(layers(CONFIG, None, tune), tune, schedule)
+    start = by_name(pipe.params(running.fresh(pipe, BATCHES)))
+    actual, expected = running.train(pipe, BATCHES), running.train_as_one_function(pipe, BATCHES)
+    running.check_close(actual.losses, expected.losses, 1e-5)
+    running.check_close(actual.params, expected.params, 2e-4)
+    for name, array in by_name(actual.params).items():
+        assert np.array_equal(array, start[name]) != is_of_adapter(name), name
+
+
+def test_adapters_begin_as_those_of_peft_and_change_nothing():
+    whole = ModelConfig(**SMALL | {"width": 64}, **LLAMA)
+    base, adapted = layers(whole), layers(whole, None, lora())
+    params, expected = (params_of(stack, BATCHES[0][0]) for stack in (adapted, base))
+    arrays, weights = by_name(params), by_name(expected)
+    assert {name: array.shape for name, array in arrays.items() if not is_of_adapter(name)} == {n: a.shape for n, a in weights.items()}
+    for name, array in weights.items():
+        np.testing.assert_array_equal(arrays[name], array)
+    np.testing.assert_array_equal(applied(adapted, params, BATCHES[0][0]), applied(base, expected, BATCHES[0][0]))
+    a, b = arrays["block_0/qkv/lora/q_proj/a"], arrays["block_0/qkv/lora/q_proj/b"]
+    assert (a.shape, b.shape) == ((64, 4), (4, 64))
+    assert not b.any()
+    assert 0.11 < np.abs(a).max() <= 64**-0.5
+    assert abs(a.std() - (3 * 64) ** -0.5) < 0.01
+    assert not np.array_equal(a, arrays["block_0/qkv/lora/k_proj/a"])
+    assert not np.array_equal(a, arrays["block_1/qkv/lora/q_proj/a"])
+
+
+def test_dropout_is_in_front_of_a_alone():
+    """With B of zeros it changes nothing; with others it does, in training only."""
+    stack = layers(CONFIG, None, lora(dropout=0.5))
+    params = params_of(stack, BATCHES[0][0])["block_0"]
+    x = jnp.linspace(-1, 1, 2 * 8 * 16).reshape(2, 8, 16)
+
+    def outputs(params, train, seed=0):
+        return stack.layers["block_0"].apply(params, {}, x, jax.random.key(seed) if train else None, train)[0]
+
+    np.testing.assert_array_equal(outputs(params, True), outputs(params, False))
+    moved = jax.tree.map(lambda leaf: leaf + 0.1, params)
+    assert not np.array_equal(outputs(moved, True), outputs(moved, True, 1))
+    assert not np.array_equal(outputs(moved, True), outputs(moved, False))
+
+
+def test_a_mesh_changes_no_number():
+    tune = TuneConfig(lora=LoraConfig(), quantize="int8", base_dtype="bfloat16")
+    stack = layers(CONFIG, None, tune)
+    plain = running.train(pipeline(stack, tune, "pipedream_2bw"), BATCHES)
+    sharded = running.train(pipeline(stack, tune, "pipedream_2bw", mesh={"data": 2, "model": 2}), BATCHES)
+    running.check_close(sharded.losses, plain.losses, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["gate_proj"], "tune.lora.targets: expected layers that the model has, found gate_proj without model.gated_mlp; leave it out"),
+    ],
+)
+def test_layers_that_the_model_lacks_are_refused(targets, message):
+    with pytest.raises(InputError, match=message):
+        layers(ModelConfig(**SMALL), None, lora(targets=targets))

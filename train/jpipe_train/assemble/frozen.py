@@ -1,0 +1,73 @@
+"""The parameters that the section `tune` freezes, and the optimizer that leaves them as they are."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import optax
+
+from jpipe import InputError
+from jpipe_train.config.tune_config import TuneConfig
+from jpipe_train.models.lora import is_of_adapter
+
+Tree = Any
+
+
+def trains_part(rule: optax.GradientTransformation, config: TuneConfig, params: Mapping[str, Tree]) -> optax.GradientTransformation:
+    """Return an optimizer that changes the trained parameters only, or `rule` itself if these are all.
+
+    Args:
+        rule: the optimizer of the trained parameters.
+        config: the section `tune`.
+        params: shapes and dtypes of the model's parameters, by layer id.
+
+    Raises:
+        InputError: a pattern matches no parameter, or none is trained.
+    """
+    is_trained = trained(config)
+    if is_trained is None:
+        return rule
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(dict(params))]
+    for key, patterns in (("freeze", config.freeze), ("train_only", config.train_only)):
+        _check_patterns(key, patterns, names)
+    if not any(map(is_trained, names)):
+        key = "freeze" if config.freeze else "lora.targets"
+        raise InputError(f"tune.{key}: expected that some parameters are trained, found that all are frozen; leave some out")
+
+    def labels(tree: Tree) -> Tree:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "trained" if is_trained(_name(path)) else "frozen", tree)
+
+    return optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, labels)
+
+
+def trained(config: TuneConfig) -> Callable[[str], bool] | None:
+    """Return a function that says of the name of a parameter whether it is trained; None if all are."""
+    if config.lora is not None:
+        return lambda name: is_of_adapter(name) and not _matches_any(name, config.freeze)
+    if config.freeze:
+        return lambda name: not _matches_any(name, config.freeze)
+    return (lambda name: _matches_any(name, config.train_only)) if config.train_only else None
+
+
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(_matches(name, pattern) for pattern in patterns)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern names a parameter, or a layer or a part of one that has it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}/*")
+
+
+def _check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Check that every pattern matches a parameter."""
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in names):
+            layers = dict.fromkeys(name.partition("/")[0] for name in names)
+            near = difflib.get_close_matches(pattern, [*layers, *names] if "/" not in pattern else names, n=1, cutoff=0)
+            raise InputError(f"tune.{key}: no parameter or layer matches '{pattern}'; the nearest is {near[0]}")
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,334 @@
+"""The families of language models that Hugging Face folders hold: one row of a table for each, read and written alike.
+
+A row says which keys `config.json` may have and what they decide, what all models of the family have in common, which keys change
+nothing in training, and how tensors are called. Any other key is an error, because it may change the model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jpipe_train.config.huggingface.parts import (
+    Number,
+    Part,
+    Size,
+    activation,
+    attention_scale,
+    biases,
+    every_second_window,
+    later_windows,
+    layers_without_rope,
+    one,
+    only,
+    window,
+    windows_between,
+    written,
+)
+from jpipe_train.config.huggingface.rope import rope, rope_by_layer
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The names of the tensors of a family, by the names of jpipe's parameters.
+
+    Several names with commas between them are concatenated, and so are several parameters: `gate,expand` are in one tensor of Phi-3.
+
+    Attributes:
+        embed: of the layer `embed`.
+        layer: the beginning of the names of a block, with {} for its number.
+        block: of a block, without that beginning.
+        head: of the layer `head`.
+        prefix: the start of names in the whole model that a folder of the model without its head leaves out.
+        transposed: whether kernels are (outputs, inputs), as in PyTorch's `Linear`.
+        copies: the names of tensors that are copies of others, by the name of the copy; a folder may have them.
+        optional: the starts of the names of tensors that a folder may leave out, by architecture; their parameters are then initialized.
+    """
+
+    embed: Mapping[str, str]
+    layer: str
+    block: Mapping[str, str]
+    head: Mapping[str, str]
+    prefix: str
+    transposed: bool = True
+    copies: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table.
+
+    Attributes:
+        architectures: the names in `config.json`; the first one is written.
+        model_type: the name of the family there.
+        parts: JSON keys, and what they decide.
+        fixed: keys of `model` that are the same in all models of the family; those that nothing decides have their defaults.
+        ignored: further JSON keys that change nothing in training, besides `IGNORED`.
+        tensors: their names.
+    """
+
+    architectures: tuple[str, ...]
+    model_type: str
+    parts: tuple[Part, ...]
+    fixed: Mapping[str, Any]
+    tensors: Tensors
+    ignored: frozenset[str] = frozenset()
+
+
+IGNORED = frozenset(
+    {
+        *("architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "dtype", "torch_dtype"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "tokenizer_class"),
+        *("initializer_range", "use_cache", "attention_dropout", "hidden_dropout", "auto_map", "attn_implementation", "use_bfloat16"),
+        *(
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "output_attentions",
+            "output_hidden_states",
+            "return_dict",
+            "torchscript",
+        ),
+        *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        # Defaults of generation that older versions of transformers kept here.
+        *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+        *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
+        *("encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
+        *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+        *("cache_implementation", "prefix"),
+    }
+)
+"""JSON keys that change nothing in training, whatever they say."""
+
+COMMON = (
+    one("vocab_size", "vocab_size", Size),
+    *(only(key, False) for key in ("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder")),
+    *(only(key, None) for key in ("quantization_config", "cross_attention_hidden_size", "per_layer_config")),
+)
+"""The parts of all families."""
+
+_SIZES = (
+    one("num_hidden_layers", "depth", Size),
+    one("hidden_size", "width", Size),
+    one("num_attention_heads", "heads", Size),
+    one("intermediate_size", "mlp_width", Size),
+    one("max_position_embeddings", "max_positions", Size),
+)
+_KV_HEADS = one("num_key_value_heads", "kv_heads", Size | None, None)
+_GPT_2 = {"kind": "decoder", "positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True}
+_LLAMA = {"kind": "decoder", "positions": "rope", "norm": "rms", "gated_mlp": True, "bias": False}
+_GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": True}
+
+
+def _like_llama(default_epsilon: float = 1e-6, tied: bool = False) -> tuple[Part, ...]:
+    """Return the parts that Llama and those that came after it share."""
+    epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
+    return *_SIZES, _KV_HEADS, epsilon, tie
+
+
+def _head_size(default: int | None) -> Part:
+    return one("head_dim", "head_size", Size | None, default)
+
+
+_ATTENTION = {"qkv": "self_attn.q_proj,self_attn.k_proj,self_attn.v_proj", "project": "self_attn.o_proj"}
+_MLP = {"expand": "mlp.up_proj", "gate": "mlp.gate_proj", "contract": "mlp.down_proj"}
+_QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+_TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_FOUR_NORMS = {
+    **{"attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm"},
+    **{"mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
+}
+
+
+def _tensors_like_llama(*block: Mapping[str, str]) -> Tensors:
+    """Return the names of tensors of Llama, with other names in a block."""
+    names = {ours: theirs for part in block for ours, theirs in part.items()}
+    return Tensors({"token": "model.embed_tokens"}, "model.layers.{}.", names, {"norm": "model.norm", "logits": "lm_head"}, "model.")
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        ("GPT2LMHeadModel",),
+        "gpt2",
+        (
+            one("n_layer", "depth", Size),
+            one("n_embd", "width", Size),
+            one("n_head", "heads", Size),
+            one("n_positions", "max_positions", Size),
+            one("n_inner", "mlp_width", Size | None, None),
+            activation("activation_function", "gelu_new"),
+            one("layer_norm_epsilon", "norm_epsilon", Number, 1e-5),
+            one("tie_word_embeddings", "tied", bool, True),
+            only("scale_attn_weights", True),
+            only("scale_attn_by_inverse_layer_idx", False),
+            only("reorder_and_upcast_attn", False),
+        ),
+        _GPT_2,
+        Tensors(
+            {"token": "transformer.wte", "position": "transformer.wpe"},
+            "transformer.h.{}.",
+            {
+                **{"attention_norm": "ln_1", "qkv": "attn.c_attn", "project": "attn.c_proj"},
+                **{"mlp_norm": "ln_2", "expand": "mlp.c_fc", "contract": "mlp.c_proj"},
+            },
+            {"norm": "transformer.ln_f", "logits": "lm_head"},
+            "transformer.",
+            transposed=False,
+        ),
+        frozenset(
+            {
+                *("n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj", "summary_activation"),
+                *("summary_proj_to_labels", "summary_first_dropout", "gradient_checkpointing"),
+            }
+        ),
+    ),
+    Family(
+        ("LlamaForCausalLM",),
+        "llama",
+        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), biases("attention_bias", "mlp_bias"), rope()),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
+        frozenset({"pretraining_tp"}),  # how products are divided, which changes their rounding
+    ),
+    Family(
+        ("MistralForCausalLM",),
+        "mistral",
+        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), window(4096), rope()),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
+    ),
+    Family(
+        ("Qwen2ForCausalLM",),
+        "qwen2",
+        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), later_windows(), rope()),
+        _LLAMA | {"bias": "qkv"},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
+        frozenset({"use_mrope"}),
+    ),
+    Family(
+        ("Qwen3ForCausalLM",),
+        "qwen3",
+        (*_like_llama(), _head_size(128), activation("hidden_act", "silu"), biases("attention_bias"), later_windows(), rope()),
+        _LLAMA | {"qk_norm": "head"},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP),
+    ),
+    Family(
+        ("Gemma2ForCausalLM",),
+        "gemma2",
+        (
+            *_like_llama(tied=True),
+            _head_size(256),
+            activation("hidden_activation", "gelu_pytorch_tanh"),
+            biases("attention_bias"),
+            attention_scale(),
+            one("attn_logit_softcapping", "attention_soft_cap", Number | None, 50.0),
+            one("final_logit_softcapping", "logits_soft_cap", Number | None, 30.0),
+            only("use_bidirectional_attention", None),
+            every_second_window(),
+            rope(),
+        ),
+        _GEMMA,
+        _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _MLP),
+        frozenset({"hidden_act"}),  # transformers reads hidden_activation
+    ),
+    Family(
+        ("Gemma3ForCausalLM",),
+        "gemma3_text",
+        (
+            *_like_llama(tied=True),
+            _head_size(256),
+            activation("hidden_activation", "gelu_pytorch_tanh"),
+            biases("attention_bias"),
+            attention_scale(),
+            only("attn_logit_softcapping", None),
+            one("final_logit_softcapping", "logits_soft_cap", Number | None, None),
+            only("use_bidirectional_attention", False),
+            windows_between(),
+            rope_by_layer(1_000_000.0, 10_000.0),
+        ),
+        _GEMMA | {"qk_norm": "head"},
+        _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _QK_NORMS, _MLP),
+        frozenset({"hidden_act", "_sliding_window_pattern"}),  # transformers reads hidden_activation, and layer_types beside it
+    ),
+    Family(
+        ("Phi3ForCausalLM",),
+        "phi3",
+        (
+            *_like_llama(1e-5),
+            activation("hidden_act", "silu"),
+            window(None),
+            rope(kinds=("longrope",), share=True, original=4096),
+            *(only(key, False) for key in ("attention_bias", "mlp_bias", "lm_head_bias")),
+            *(only(key, 1) for key in ("full_attn_mod", "interpolate_factor")),
+        ),
+        _LLAMA,
+        _tensors_like_llama(
+            _TWO_NORMS,
+            {"qkv": "self_attn.qkv_proj", "project": "self_attn.o_proj", "gate,expand": "mlp.gate_up_proj", "contract": "mlp.down_proj"},
+        ),
+        frozenset({"resid_pdrop", "embd_pdrop"}),
+    ),
+    Family(
+        ("SmolLM3ForCausalLM",),
+        "smollm3",
+        (
+            *_like_llama(tied=True),
+            activation("hidden_act", "silu"),
+            biases("attention_bias", "mlp_bias"),
+            layers_without_rope(),
+            rope(2_000_000.0),
+        ),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
+        frozenset({"max_window_layers", "pretraining_tp"}),  # transformers reads layer_types and no_rope_layers
+    ),
+    Family(
+        ("BertForPreTraining", "BertForMaskedLM"),  # the latter often has the next-sentence head, too
+        "bert",
+        (
+            *_SIZES,
+            activation("hidden_act", "gelu"),
+            one("layer_norm_eps", "norm_epsilon", Number, 1e-12),
+            written("type_vocab_size", 2),
+            only("position_embedding_type", "absolute"),
+            written("tie_word_embeddings", True),
+        ),
+        _GPT_2 | {"kind": "bert", "tied": True},
+        Tensors(
+            {
+                **{"token": "bert.embeddings.word_embeddings", "position": "bert.embeddings.position_embeddings"},
+                **{"type": "bert.embeddings.token_type_embeddings", "norm": "bert.embeddings.LayerNorm"},
+            },
+            "bert.encoder.layer.{}.",
+            {
+                "qkv": "attention.self.query,attention.self.key,attention.self.value",
+                "project": "attention.output.dense",
+                "attention_norm": "attention.output.LayerNorm",
+                "expand": "intermediate.dense",
+                "contract": "output.dense",
+                "mlp_norm": "output.LayerNorm",
+            },
+            {
+                "pooler": "bert.pooler.dense",
+                "next_sentence": "cls.seq_relationship",
+                "transform": "cls.predictions.transform.dense",
+                "norm": "cls.predictions.transform.LayerNorm",
+                "logits/bias": "cls.predictions.bias",
+            },
+            "bert.",
+            copies={
+                "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+                "cls.predictions.decoder.bias": "cls.predictions.bias",
+            },
+            optional={"BertForMaskedLM": ("bert.pooler.", "cls.seq_relationship.")},  # transformers leaves them out
+        ),
+        frozenset(
+            {
+                *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "gradient_checkpointing", "directionality"),
+                *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+            }
+        ),
+    ),
+)
+"""The table. An export takes the first row that can express the model, unless the run began with a folder of another."""
+
+ARCHITECTURES: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.architectures}

@@ -1,0 +1,81 @@
+"""The key `model.rope_scaling`: how rotary positions reach beyond the length that a model was first trained with."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, model_serializer, model_validator
+
+from jpipe_train.config.section import Count, Section
+
+Factor = Annotated[float, Field(ge=1, le=10**6)]
+_Positive = Annotated[float, Field(gt=0, le=10**6)]
+_Factors = Annotated[list[_Positive], Field(min_length=1, max_length=10**6)]
+
+NEEDED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_positions"),
+        "linear": ("factor",),
+        "yarn": ("factor", "original_positions"),
+        "longrope": ("original_positions", "short_factors", "long_factors"),
+    }
+)
+"""The keys that each kind of scaling needs."""
+
+OPTIONAL: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "llama3": {},
+        "linear": {},
+        "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "attention_factor": None},
+        "longrope": {"attention_factor": None},
+    }
+)
+"""Further keys of each kind, with their defaults."""
+
+
+class RopeScaling(Section):
+    """A scaling of rotary positions.
+
+    `llama3`: waves with fewer than `low_frequency_factor` turns within `original_positions` become `factor` times as long, those with more
+    than `high_frequency_factor` turns stay, and those between are interpolated. `linear`: all become `factor` times as long. `yarn`: as
+    `llama3`, but interpolated along the pairs of a head, from `beta_fast` turns to `beta_slow`; `truncate` rounds the two pairs outwards.
+    `longrope`: the wave of each pair becomes longer by its own factor, one of `short_factors` in texts of at most `original_positions`,
+    otherwise one of `long_factors`. The last two multiply queries and keys by `attention_factor`.
+    """
+
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    factor: Factor | None = None
+    low_frequency_factor: _Positive | None = None
+    high_frequency_factor: _Positive | None = None
+    original_positions: Count | None = None
+    beta_fast: _Positive | None = None
+    beta_slow: _Positive | None = None
+    truncate: bool | None = None
+    short_factors: _Factors | None = None
+    long_factors: _Factors | None = None
+    attention_factor: _Positive | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, data: Any) -> Any:
+        kind = data.get("kind", "llama3") if isinstance(data, dict) else None
+        return {**OPTIONAL[kind], **data} if isinstance(kind, str) and kind in OPTIONAL else data
+
+    @model_validator(mode="after")
+    def _keys_fit_the_kind(self) -> "RopeScaling":
+        values = {name: value for name, value in self if value is not None and name != "kind"}
+        if missing := next((name for name in NEEDED[self.kind] if name not in values), None):
+            raise ValueError(f"kind {self.kind} needs {missing}, found none; add it")
+        if unknown := next((name for name in values if name not in NEEDED[self.kind] and name not in OPTIONAL[self.kind]), None):
+            raise ValueError(f"{unknown} would mean nothing to kind {self.kind}; leave it out")
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"expected low_frequency_factor below high_frequency_factor, found {low:g} and {high:g}; change one of them")
+        slow, fast = self.beta_slow, self.beta_fast
+        if slow is not None and fast is not None and slow >= fast:
+            raise ValueError(f"expected beta_slow below beta_fast, found {slow:g} and {fast:g}; change one of them")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _only_keys_of_the_kind(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in write(self).items() if key in ("kind", *NEEDED[self.kind], *OPTIONAL[self.kind])}

@@ -1,0 +1,82 @@
+"""The section `tune` of a config: adapters, and the parameters that training leaves as they are."""
+
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from jpipe.errors import nearest
+from jpipe_train.config.section import Section
+
+PARTS: Final = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "project": ("o_proj",),
+    "gate": ("gate_proj",),
+    "expand": ("up_proj",),
+    "contract": ("down_proj",),
+}
+"""The linear layers of a block, and the names of their parts as adapters have them: those of Llama in transformers."""
+
+TARGETS: Final = tuple(name for names in PARTS.values() for name in names)
+Pattern = Annotated[str, Field(min_length=1, max_length=256)]
+Patterns = Annotated[list[Pattern], Field(max_length=256)]
+
+
+class LoraConfig(Section):
+    """Adapters of low rank (LoRA) beside the linear layers of the blocks; all other parameters are frozen.
+
+    A linear layer with an adapter returns x W + (`alpha` / `rank`) · dropout(x) A B, with A of `rank` columns and B of `rank` rows, which
+    begins with zero. `targets` are the layers that have adapters, of `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`,
+    `down_proj`, whatever the architecture; null: all that the model has.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=10**5)] = 8
+    alpha: Annotated[float, Field(gt=0, le=10**6)] = 8.0
+    targets: Annotated[list[str], Field(min_length=1, max_length=len(TARGETS))] | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product of A and B."""
+        return self.alpha / self.rank
+
+    @field_validator("targets")
+    @classmethod
+    def _known_targets(cls, names: list[str] | None) -> list[str] | None:
+        for name in names or ():
+            if name not in TARGETS:
+                raise ValueError(f"unknown layer {name!r}; {nearest(name, TARGETS)}")
+        if names is not None and len(set(names)) < len(names):
+            raise ValueError(f"expected each layer once, found {names}; keep one of each")
+        return names
+
+
+class TuneConfig(Section):
+    """Training of some parameters only: adapters (`lora`), or what `freeze` and `train_only` say by patterns of names.
+
+    A pattern such as `block_*/qkv/kernel` is a name of a parameter, of a layer (`embed`) or of a part of one, in which * matches anything,
+    / too. Parameters that `freeze` names, or that `train_only` does not name, stay as they are, and cost no gradients and no optimizer
+    state. With `lora` the other parameters are kept in `base_dtype`, and the kernels of the blocks, if `quantize` is set, as integers of 8
+    bits or as the 16 numbers of NF4.
+    """
+
+    lora: LoraConfig | None = None
+    freeze: Patterns = []
+    train_only: Patterns = []
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    quantize: Literal["int8", "nf4"] | None = None
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> "TuneConfig":
+        if self.freeze and self.train_only:
+            raise ValueError("freeze and train_only: expected one of them, found both; keep one of them")
+        if self.lora is not None and self.train_only:
+            raise ValueError("train_only: with lora the adapters are trained, and nothing else; leave out one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _base_is_frozen(self) -> "TuneConfig":
+        if self.lora is None:
+            for key in ("base_dtype", "quantize"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key}: would mean nothing without lora, which freezes what it is about; leave it out, or set lora")
+        return self

@@ -1,0 +1,112 @@
+"""Read files of conversations: render each line, tokenize it, and find the tokens of the answers."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from jpipe import InputError
+from jpipe_train.console import interrupt
+from jpipe_train.data import sources
+from jpipe_train.data.chat.conversations import conversation
+from jpipe_train.data.chat.renderer import Ended, Failure, Rendered, Renderer
+from jpipe_train.data.chat.tokens import Tokenized, tokenized
+from jpipe_train.data.files.json_lines import WrongLines, objects
+from jpipe_train.data.tokenizer import Tokenizer
+
+_BATCH = 2**22  # characters that go to the tokenizer together
+_HINT = "or change the template"
+
+
+class Read(NamedTuple):
+    """A conversation of a file.
+
+    Attributes:
+        place: its file and line.
+        held_out: whether it is for validation.
+        tokenized: its text and tokens.
+    """
+
+    place: tuple[Path, int]
+    held_out: bool
+    tokenized: Tokenized
+
+
+class _Pending(NamedTuple):
+    """A conversation that is not tokenized yet."""
+
+    place: tuple[Path, int]
+    held_out: bool
+    rendered: Rendered
+
+
+def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fraction: float, where: str) -> Iterator[Read]:
+    """Yield the conversations of all files in order; the next ones are rendered while some are tokenized.
+
+    Args:
+        files: of JSON lines.
+        renderer: renders conversations.
+        tokenizer: of their text.
+        fraction: share to hold out: those whose hash says so.
+        where: the key or the option that names the files, for messages.
+
+    Raises:
+        InputError: a line is wrong, or the template does not render it.
+    """
+    wrong = WrongLines(where, _HINT)
+    with ThreadPoolExecutor(1, "tokenizer") as thread:
+        ahead: tuple[list[_Pending], Future[list[Tokenized]]] | None = None
+        for batch in _batches(_rendered(files, renderer, fraction, wrong)):
+            following = batch, thread.submit(tokenized, [each.rendered for each in batch], tokenizer)
+            if ahead is not None:
+                yield from _joined(*ahead)
+            ahead = following
+        if ahead is not None:
+            yield from _joined(*ahead)
+    wrong.check()
+
+
+def _joined(batch: Sequence[_Pending], result: "Future[list[Tokenized]]") -> list[Read]:
+    return [Read(each.place, each.held_out, done) for each, done in zip(batch, result.result(), strict=True)]
+
+
+def _rendered(files: Sequence[Path], renderer: Renderer, fraction: float, wrong: WrongLines) -> Iterator[_Pending]:
+    """Yield the text of each conversation; after a wrong line the remaining ones are only checked."""
+    for file in files:
+        for line, found in objects(file, wrong, "messages", conversation):
+            interrupt.check()
+            try:
+                rendered = _encodable(renderer.answers(found.messages, found.tools))
+            except Ended as error:
+                raise InputError(f"{wrong.where}: '{file}', line {line.number}: {error}; leave the line out, {_HINT}") from None
+            except Failure as error:
+                wrong.add(file, line.number, f"the chat template fails: {error}")
+                continue
+            if not wrong.number:
+                yield _Pending((file, line.number), sources.place_of(found.key) < fraction, rendered)
+
+
+def _encodable(rendered: Rendered) -> Rendered:
+    """Return what is text, as all is that a tokenizer can read.
+
+    Raises:
+        Failure: it has half of a character.
+    """
+    try:
+        rendered.text.encode()
+    except UnicodeEncodeError:
+        raise Failure("expected characters, found half of one (a lone surrogate)") from None
+    return rendered
+
+
+def _batches(conversations: Iterable[_Pending]) -> Iterator[list[_Pending]]:
+    batch: list[_Pending] = []
+    size = 0
+    for each in conversations:
+        batch.append(each)
+        size += len(each.rendered.text) + 100
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,181 @@
+"""Render a chat template in a process of its own, which cannot run on, fill the memory or reach files."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from jpipe_train.console.terminal import printable
+from jpipe_train.data.chat.template import Template
+
+_PROGRAM = Path(__file__).with_name("rendering.py")
+_ENVIRONMENT = "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "TZ"
+"""What the process learns of the environment: what Python needs, and no secrets."""
+_BLOCK = 2**16
+TRAINING_TIME = "2024-07-26T12:00:00"
+"""The time that `strftime_now` gives in training data, so that a run resumed on another day has the same rows. It is the day that Llama
+3's template takes where it is told no other."""
+
+
+class Failure(Exception):
+    """A conversation cannot be rendered; the message says why."""
+
+
+class Ended(Failure):
+    """The process has ended, for it reached a limit."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What rendering a conversation may need.
+
+    Attributes:
+        seconds: of computation.
+        memory: bytes of the process.
+        characters: of the text.
+    """
+
+    seconds: int = 10
+    memory: int = 2**29
+    characters: int = 2**24
+
+
+class Rendered(NamedTuple):
+    """A conversation as text.
+
+    Attributes:
+        text: of the whole conversation.
+        answers: where what assistants wrote begins and ends in it, in characters.
+        is_marked: whether the template marks answers; otherwise an answer may have spaces after the token that ends it.
+    """
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    is_marked: bool = False
+
+
+class Renderer:
+    """Renders conversations with a template, as a context that ends the process.
+
+    Args:
+        template: what to render.
+        now: the time that `strftime_now` gives; None: the current time.
+        limits: of each conversation.
+    """
+
+    def __init__(self, template: Template, now: str | None = None, limits: Limits | None = None) -> None:
+        self._template, self._now, self._limits = template, now, limits or Limits()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._compiled: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def answers(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> Rendered:
+        """Render a whole conversation, and find what assistants wrote.
+
+        Raises:
+            Failure: the template does not render it.
+        """
+        return self._ask(messages, tools, generation_prompt=False)
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> str:
+        """Render a conversation that goes on with an answer, up to its beginning.
+
+        Raises:
+            Failure: the template does not render it.
+        """
+        return self._ask(messages, tools, generation_prompt=True).text
+
+    def _ask(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, generation_prompt: bool) -> Rendered:
+        source = self._template.source(with_tools=tools is not None)
+        if self._process is None or self._compiled != source:
+            self._start(source)
+        return self._exchange({"messages": messages, "tools": tools, "generation_prompt": generation_prompt})
+
+    def _start(self, source: str) -> None:
+        self.close()
+        command = [sys.executable, "-P", str(_PROGRAM)]
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        # A session of its own: Ctrl-C on the terminal does not reach it.
+        self._process = subprocess.Popen(  # noqa: S603
+            command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, cwd="/", bufsize=0, start_new_session=True
+        )
+        limits = {"seconds": self._limits.seconds, "memory": self._limits.memory, "characters": self._limits.characters}
+        self._exchange({"template": source, "variables": dict(self._template.variables), "now": self._now, **limits})
+        self._compiled = source
+
+    def _exchange(self, request: Mapping[str, Any]) -> Rendered:
+        """Send a request and return the reply, which is as little trusted as the template."""
+        try:
+            line = self._reply(json.dumps(request).encode() + b"\n")
+        except BaseException:  # Ctrl-C, too: a reply that is still to come would be taken for that of the next request
+            self.close()
+            raise
+        try:
+            reply = json.loads(line)
+            if "error" in reply:
+                raise Failure(printable(str(reply["error"])))
+            text, spans = reply["text"], tuple((start, stop) for start, stop in reply["spans"])
+            if not isinstance(text, str) or not all(type(number) is int for span in spans for number in span):
+                raise ValueError("another form")
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self.close()
+            raise Ended("expected text from the template, found other data") from None
+        ends = [0, *(number for span in spans for number in span), len(text)]
+        if ends != sorted(ends):
+            raise Failure("expected answers one after the other, found that they overlap")
+        return Rendered(text, spans, reply.get("is_marked") is True)
+
+    def _reply(self, request: bytes) -> bytes:
+        """Send a request, and return a line.
+
+        Raises:
+            Ended: the process has ended, or does not answer.
+        """
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        until = (
+            time.monotonic() + 60 + 10 * self._limits.seconds
+        )  # the system counts the time of computation; this is for a stopped process
+        most = 12 * self._limits.characters + 2**20  # of a character as JSON
+        try:
+            self._process.stdin.write(request)
+        except OSError:
+            raise self._ended() from None
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(until - time.monotonic(), 0))
+            part = os.read(self._process.stdout.fileno(), _BLOCK) if ready else b""
+            parts.append(part)
+            size += len(part)
+            if part.endswith(b"\n"):
+                return b"".join(parts)
+            if not part or size > most:
+                raise self._ended()
+
+    def _ended(self) -> Ended:
+        return Ended(
+            f"the template needs more than {self._limits.seconds} s or {self._limits.memory / 2**20:,.0f} MiB for a conversation, or ends "
+            "its process"
+        )

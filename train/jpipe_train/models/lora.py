@@ -1,0 +1,131 @@
+"""Adapters of low rank beside frozen linear layers (Hu et al., *LoRA*, ICLR 2022), and frozen parameters in fewer bits.
+
+The letters in the shapes: i inputs, o outputs, r rank.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jpipe import InputError
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.config.tune_config import PARTS, TARGETS, LoraConfig, TuneConfig
+from jpipe_train.models.quantized import Kind, dequantize, quantize
+
+_UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as PEFT: up to 1 / sqrt(inputs)
+
+
+class Adapter(nnx.Module):
+    """The product of A and B of one part of a linear layer."""
+
+    def __init__(self, inputs: int, outputs: int, lora: LoraConfig, axes: tuple[Any, Any], *, rngs: nnx.Rngs):
+        self.a = _param(_UNIFORM(rngs.params(), (inputs, lora.rank), jnp.float32), axes[0], None)
+        self.b = _param(jnp.zeros((lora.rank, outputs), jnp.float32), None, axes[1])
+        self.dropout = nnx.Dropout(lora.dropout, rngs=rngs if lora.dropout else None)
+        self.scale = lora.scale
+
+    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        return self.scale * (self.dropout(x) @ self.a[...].astype(x.dtype) @ self.b[...].astype(x.dtype))
+
+
+class Quantized(nnx.Module):
+    """A kernel in fewer bits."""
+
+    def __init__(self, kernel: nnx.Param, kind: Kind):
+        codes, scale = quantize(kernel[...], kind)
+        inputs, outputs = axes_of(kernel)
+        self.codes, self.scale, self.kind = _param(codes, inputs, outputs), _param(scale, None, outputs), kind
+
+    def __getitem__(self, _: Any) -> Float[Array, "i o"]:
+        return dequantize(self.codes[...], self.scale[...], self.kind)
+
+
+class Adapted(nnx.Module):
+    """A linear layer with an adapter for each of its parts, whose outputs lie side by side."""
+
+    def __init__(self, base: nnx.Linear, widths: Mapping[str, int], tune: TuneConfig, *, rngs: nnx.Rngs):
+        lora = tune.lora
+        assert lora is not None
+        self.kernel = Quantized(base.kernel, tune.quantize) if tune.quantize else base.kernel
+        self.bias = nnx.data(base.bias)
+        self.dtype, self.widths = base.dtype, tuple(widths.items())
+        chosen = {name: width for name, width in widths.items() if lora.targets is None or name in lora.targets}
+        axes = axes_of(base.kernel)
+        self.lora = nnx.Dict({name: Adapter(base.in_features, width, lora, axes, rngs=rngs) for name, width in chosen.items()})
+
+    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        x = x.astype(self.dtype)
+        y = x @ self.kernel[...].astype(x.dtype)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(x.dtype)[(None,) * (y.ndim - 1)]
+        if not self.lora:
+            return y
+        nothing = lambda width: jnp.zeros((*y.shape[:-1], width), y.dtype)  # noqa: E731
+        return y + jnp.concatenate([self.lora[name](x) if name in self.lora else nothing(width) for name, width in self.widths], axis=-1)
+
+
+def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, tune: TuneConfig) -> dict[str, Callable[..., nnx.Module]]:
+    """Return the constructors of layers with adapters; those that are one object stay one.
+
+    Args:
+        layers: the constructors of a built-in model, by layer id.
+        config: the section `model`.
+        tune: the section `tune`.
+
+    Raises:
+        InputError: the model lacks a layer that is to have adapters.
+    """
+    if tune.lora is None:
+        return dict(layers)
+    for name in tune.lora.targets or ():
+        if name == "gate_proj" and not config.gated_mlp:
+            raise InputError("tune.lora.targets: expected layers that the model has, found gate_proj without model.gated_mlp; leave it out")
+    same: dict[int, Callable[..., nnx.Module]] = {}
+    return {layer_id: same.setdefault(id(make), _tuned(make, config, tune)) for layer_id, make in layers.items()}
+
+
+def widths_of(name: str, outputs: int, config: ModelConfig) -> dict[str, int]:
+    """Return the number of outputs of each part of a linear layer of a block.
+
+    Args:
+        name: of the layer, such as "qkv".
+        outputs: of the whole layer.
+        config: the section `model`.
+    """
+    size, kv_heads = config.head_size_used, config.kv_heads_used
+    of_parts = (config.heads * size, kv_heads * size, kv_heads * size) if name == "qkv" else (outputs,)
+    return dict(zip(PARTS[name], of_parts, strict=True))
+
+
+def _tuned(make: Callable[..., nnx.Module], config: ModelConfig, tune: TuneConfig) -> Callable[..., nnx.Module]:
+    def tuned(rngs: nnx.Rngs) -> nnx.Module:
+        module = make(rngs=rngs)
+        base = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)]
+        for name in PARTS:
+            linear = getattr(module, name, None)
+            if isinstance(linear, nnx.Linear):
+                setattr(module, name, Adapted(linear, widths_of(name, linear.out_features, config), tune, rngs=rngs))
+        for param in base:
+            param.set_value(param[...].astype(tune.base_dtype))
+        return module
+
+    return tuned
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a name such as "block_0/qkv/lora/q_proj/a" is that of a parameter of an adapter."""
+    parts = name.split("/")
+    return len(parts) == 5 and parts[2] == "lora" and parts[3] in TARGETS
+
+
+def axes_of(kernel: nnx.Param) -> tuple[Any, Any]:
+    """Return the logical axes of the inputs and outputs of a kernel."""
+    inputs, outputs = kernel.get_metadata().get("out_sharding") or (None, None)
+    return inputs, outputs
+
+
+def _param(value: Array, *names: str | None) -> nnx.Param:
+    return nnx.Param(value, out_sharding=names, eager_sharding=False)
