@@ -99,11 +99,12 @@ def shared(patch: pytest.MonkeyPatch) -> None:
     share(
         model,
         "layers",
-        lambda config, rows, computes=None, chunk=None, inputs=None: (
-            None if config.target else ((repr(config), rows, computes, chunk), model.built_in.layers)
+        lambda config, rows, computes=None, chunk=None, inputs=None, tune=None: (
+            None if config.target else ((repr(config), rows, computes, chunk, repr(tune)), model.built_in.layers)
         ),
     )
     share(build, "optimizer", lambda config, steps, params: None if ":" in config.name else ((repr(config), steps), params))
+    share(build, "trains_part", lambda rule, config, params: ((repr(config),), rule, params))
     interned, functions_of = once(lambda f: f, lambda f: (f.stage.layers, f)), _builder.StageBuilder.build
 
     def functions(self: Any, spec: Any) -> list[Any]:

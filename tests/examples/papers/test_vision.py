@@ -160,7 +160,7 @@ def test_blocks_that_do_not_fit_are_refused(target, blocks, message):
 
 
 def test_top5_needs_five_classes(tmp_path):
-    from jpipe_train.assemble.model import metrics
+    from jpipe_train.assemble.metrics import metrics
     from jpipe_train.config.config import EvalConfig
 
     metric = metrics(EvalConfig(metrics={"top5": "top5"}))["top5"]

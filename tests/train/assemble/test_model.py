@@ -14,6 +14,7 @@ import jpipe
 from jpipe.model._losses import call_with_randomness, random_parameter
 from jpipe_train import cli
 from jpipe_train.assemble import build, model
+from jpipe_train.assemble.metrics import metrics
 from jpipe_train.config import config_file, entry_point
 from jpipe_train.config.config import Config, EvalConfig, LossConfig, ModelConfig
 from tests.train.run.test_loop import rows_of
@@ -433,7 +434,7 @@ def test_a_loss_takes_its_arguments():
 def test_a_loss_and_a_metric_may_take_a_random_key():
     key, (x, y) = jax.random.key(3), np.ones((2, 2, 1), np.float32)
     loss = model.loss(LossConfig(target="tests.train.metrics:drawn", arguments={"scale": 2.0}))
-    metric = model.metrics(EvalConfig(metrics={"drawn": "tests.train.metrics:drawn"}))["drawn"]
+    metric = metrics(EvalConfig(metrics={"drawn": "tests.train.metrics:drawn"}))["drawn"]
     assert (random_parameter(loss), random_parameter(metric)) == ("key", "key")
     draws = [float(call_with_randomness(function, x, y, key)[0]) for function in (loss, metric)]
     assert draws[0] == 2 * draws[1] == 2 * float(jax.random.uniform(key))

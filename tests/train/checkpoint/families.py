@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("LlamaForCausalLM", {**SIZES, **base(500.0, {"rope_type": "linear", "factor": 3.0}), "tie_word_embeddings": True}),
     "mistral": ("MistralForCausalLM", {**SIZES, **base(100.0), "sliding_window": 4, "head_dim": 6}),
     "qwen2": ("Qwen2ForCausalLM", {**SIZES, **base(100.0, YARN), **WINDOWS, "max_window_layers": 1, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3ForCausalLM", {**SIZES, **base(100.0), **WINDOWS, "max_window_layers": 3, "head_dim": 8}),
+    "qwen3": ("Qwen3ForCausalLM", {**SIZES, **base(100.0), "head_dim": 8}),
     "qwen3-windows": (
         "Qwen3ForCausalLM",
         {
@@ -59,4 +59,4 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3ForCausalLM", {**SIZES, **base(100.0), **WINDOWS, "no_rope_layers": [1, 0, 1]}),
 }
-"""Architecture and keys by name. Windows are shorter than a row, and rows longer than the positions before a scaling, unless it is short."""
+"""Architecture and keys by name. Windows are shorter than a row, and a row is longer than the positions before most scalings."""

@@ -3,6 +3,7 @@
     .venv-torch/bin/python -m tests.train.checkpoint.transformers_program write FOLDER
     .venv-torch/bin/python -m tests.train.checkpoint.transformers_program families FOLDER
     .venv-torch/bin/python -m tests.train.checkpoint.transformers_program load FOLDER ...
+    .venv-torch/bin/python -m tests.train.checkpoint.transformers_program peft FOLDER ADAPTERS
 
 `load` puts a results.safetensors into each folder, of the same content as a golden.safetensors.
 """
@@ -61,7 +62,11 @@ def write_families(folder: Path) -> None:
     """Write a folder of each of `MODELS`."""
     for seed, (name, (architecture, keys)) in enumerate(MODELS.items()):
         kind = getattr(transformers, architecture)
-        write(folder / name, spread(kind(kind.config_class(**copy.deepcopy(keys))), seed), decoder_batch(20 + seed))
+        model = spread(kind(kind.config_class(**copy.deepcopy(keys))), seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= float(parameter.ndim == 1 and "Gemma" in architecture)  # scales of norms are 1 plus these
+        write(folder / name, model, decoder_batch(20 + seed))
 
 
 def load(folder: Path) -> None:
@@ -76,10 +81,23 @@ def load(folder: Path) -> None:
         print([int(number) % SYMBOLS for number in words("the quick fox")["input_ids"]], words.decode(words("the quick fox")["input_ids"]))
 
 
+def load_adapters(base: Path, folder: Path) -> None:
+    """Load the model of a folder with the adapters of another one, and save its logits."""
+    import peft
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+    model = peft.PeftModel.from_pretrained(whole, folder).eval()
+    with torch.no_grad():
+        tokens = load_file(folder / "batch.safetensors")["tokens"].long()
+        save_file({"logits": model(tokens).logits.contiguous()}, folder / "results.safetensors")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "write":
         write_all(Path(sys.argv[2]))
+    elif sys.argv[1] == "peft":
+        load_adapters(Path(sys.argv[2]), Path(sys.argv[3]))
     elif sys.argv[1] == "families":
         write_families(Path(sys.argv[2]))
     else:

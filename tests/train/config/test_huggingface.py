@@ -4,17 +4,28 @@ import json
 import re
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from jpipe import InputError
+from jpipe_train.checkpoint.export import by_path
+from jpipe_train.checkpoint.huggingface.names import layout
 from jpipe_train.config import config_file, huggingface
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.config.model.presets import PRESETS
+from jpipe_train.models.layers import layers
+from tests.train.checkpoint.families import LLAMA3 as LLAMA3_8
+from tests.train.checkpoint.families import LONG, MODELS, WINDOWS
 from tests.train.checkpoint.folders import GOLDEN, copied
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SCALED = {"rope_type": "llama3", **LLAMA3}
 OURS = {"kind": "llama3", "factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_positions": 8192}
+YARN = {
+    **{"kind": "yarn", "factor": 4.0, "original_positions": 8, "beta_fast": 4.0, "beta_slow": 1.0, "truncate": True},
+    "attention_factor": None,
+}
 
 
 def content_of(name: str, **changes) -> dict:
@@ -159,6 +170,95 @@ def test_a_folder_may_be_relative_and_linked(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("folder")
     monkeypatch.chdir(tmp_path)
     assert loaded(tmp_path, "{seq_len: 8}", "warm_start.file=link").model.depth == 2
+
+
+# Families -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_of_each_family_becomes_keys_and_the_same_config_again(name):
+    architecture, content = MODELS[name]
+    described = huggingface.parse({"architectures": [architecture], **content})
+    config = ModelConfig(**described.keys, seq_len=8)
+    written = json.loads(json.dumps(huggingface.to_json_keys(config, architecture)))
+    assert huggingface.parse(written) == described
+    assert written["architectures"] == [architecture]
+    same = {key: value for key, value in content.items() if key in written and key not in ("rope_parameters", "max_window_layers")}
+    assert {key: written[key] for key in same} == same
+    for key, value in written.items():  # each is one that is read, and what is known of it is checked
+        if key not in ("architectures", "model_type") and not isinstance(value, str | bool | None):
+            with pytest.raises(InputError, match=re.escape(key)):
+                huggingface.parse({**written, key: "nonsense"})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_names_of_tensors_fit_the_parameters_of_the_layers(name):
+    architecture, content = MODELS[name]
+    described = huggingface.parse({"architectures": [architecture], **content})
+    stack = layers(ModelConfig(**described.keys, seq_len=8))
+    specs = stack.specs(jax.ShapeDtypeStruct((1, 8), "int32"))
+    shapes = {f"{i}/{path}": leaf.shape for i, spec in specs.items() for path, leaf in by_path(spec.params).items()}
+    if described.keys["tied"]:
+        assert shapes.pop("head/token/embedding") == shapes["embed/token/embedding"]
+    assert {ours: shape for row in layout(described) for ours, shape in row.shapes.items()} == shapes
+
+
+OF_FAMILIES = {
+    "mistral": ({"sliding_window": ...}, {"window": 4096, "window_layers": None, "head_size": 6}),
+    "qwen2": ({"use_sliding_window": False}, {"window": None, "window_layers": None, "bias": "qkv", "rope_scaling": {**YARN}}),
+    "qwen3": ({**WINDOWS, "max_window_layers": 2}, {"window": 4, "window_layers": [False, False, True], "qk_norm": "head", "bias": False}),
+    "gemma2": (
+        {"layer_types": ..., "query_pre_attn_scalar": 8, "hidden_act": "relu"},
+        {"window_layers": [True, False], "attention_scale": None, "attention_soft_cap": 2.0, "logits_soft_cap": 3.0, "embed_scale": True},
+    ),
+    "gemma3": (
+        {"layer_types": ..., "sliding_window_pattern": 2, "rope_parameters": ..., "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"window_layers": [True, False], "rope_base": 1e6, "window_rope_base": 1e4, "rope_scaling": {"kind": "linear", "factor": 2.0}},
+    ),
+    "phi3": (
+        {"rope_parameters": ..., "partial_rotary_factor": 0.75, "rope_scaling": {**LONG, "rope_type": ..., "type": "su", "factor": 4.0}},
+        {"rope_share": 0.75, "window": 5},
+    ),
+    "smollm3": ({"no_rope_layers": ..., "use_sliding_window": False}, {"rope_layers": None, "window": None}),
+}
+
+
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_the_keys_of_families_decide_keys_of_the_model(name):
+    changes, expected = OF_FAMILIES[name]
+    content = {key: value for key, value in {**MODELS[name][1], **changes}.items() if value is not ...}
+    if name == "phi3":
+        content["rope_scaling"].pop("rope_type")
+    keys = huggingface.parse({"architectures": [MODELS[name][0]], **content}).keys
+    assert {key: keys[key] for key in expected} == expected
+    if name == "phi3":
+        assert keys["rope_scaling"]["attention_factor"] == pytest.approx((1 + np.log(4) / np.log(8)) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mistral", {"attention_sinks": 4}, "unknown key 'attention_sinks'; jpipe does not know whether it changes the model; remove it"),
+        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "layer_types: expected no sliding_attention"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types: expected one for each of the 3 layers, found 1"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types.0: expected 'full_attention' or 'sliding_attention', found"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected None, found True"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected None, found 50.0"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": LLAMA3_8}},
+            "rope_parameters.sliding_attention.rope_type: expected 'default', found",
+        ),
+        ("phi3", {"rope_parameters": {**LLAMA3_8}}, "rope_parameters.rope_type: expected 'default', 'longrope', found 'llama3'"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias: expected False, found True"),
+        ("phi3", {"original_max_position_embeddings": 16}, "original_max_position_embeddings: expected 8 as in rope_parameters, found 16"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected one number for each of the 3 layers, found 1"),
+        ("smollm3", {"no_rope_layers": [1, 2, 3]}, "no_rope_layers.1: expected 0 or 1, found 2"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(name, changes, message):
+    with pytest.raises(InputError, match=re.escape(f"config.json: {message}")):
+        huggingface.parse({"architectures": [MODELS[name][0]], **MODELS[name][1], **changes})
 
 
 # Written ------------------------------------------------------------------------------------------------------------------

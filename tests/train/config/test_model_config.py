@@ -10,6 +10,8 @@ from jpipe_train.config import config_file
 
 SCALING = "rope_scaling: {factor: 8, low_frequency_factor: 4, high_frequency_factor: 4, original_positions: 64}"
 
+LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_factors: [1, 2]"
+
 
 @pytest.mark.parametrize(
     ("text", "message"),
@@ -27,6 +29,38 @@ SCALING = "rope_scaling: {factor: 8, low_frequency_factor: 4, high_frequency_fac
         ("rope_base: 5.0", "model: rope_base would mean nothing to learned positions; leave it out, or set positions to rope"),
         (SCALING.replace("4, high", "1, high"), "model: rope_scaling would mean nothing to learned positions"),
         (f"positions: rope, {SCALING}", "model.rope_scaling: expected low_frequency_factor below high_frequency_factor, found 4 and 4"),
+        (
+            "positions: none, rope_share: 0.5",
+            "model: rope_share would mean nothing to none positions; leave it out, or set positions to rope",
+        ),
+        ("window_layers: [true]", "model: window_layers would mean nothing without a window; leave it out, or set window"),
+        ("window: 0", "model.window: expected greater than or equal to 1, found 0"),
+        ("bias: mlp", "model.bias"),
+        (
+            "positions: rope, rope_share: 0.1",
+            "needs an even number of each head (rope_share 0.1), found 3 (width / heads); change it, or use",
+        ),
+        (
+            "positions: rope, rope_scaling: {kind: dynamic}",
+            "model.rope_scaling.kind: expected 'llama3', 'linear', 'yarn' or 'longrope', found",
+        ),
+        (
+            "positions: rope, rope_scaling: {kind: yarn, factor: 2}",
+            "model.rope_scaling: kind yarn needs original_positions, found none; add it",
+        ),
+        (
+            "positions: rope, rope_scaling: {kind: linear, factor: 2, truncate: true}",
+            "truncate would mean nothing to kind linear; leave it out",
+        ),
+        (
+            f"positions: rope, rope_scaling: {{{LONG}}}",
+            "model: rope_scaling.short_factors: expected 16 factors, one for each pair of a head",
+        ),
+        (
+            "attention: cudnn, attention_soft_cap: 5, compute_dtype: bfloat16",
+            "model: attention cudnn cannot compute attention_soft_cap; set",
+        ),
+        ("kind: bert, window: 4", "model: kind bert needs window null, found 4; leave it out, or set kind to decoder"),
         ("kind: bert, positions: rope", "model: kind bert needs positions learned, found rope; leave it out, or set kind to decoder"),
         ("kind: bert, norm: rms", "model: kind bert needs norm layer, found rms"),
         ("kind: bert, gated_mlp: true", "model: kind bert needs gated_mlp false, found true"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jpipe_train.config import huggingface
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.generate import decoder, model_source
 from jpipe_train.generate.decoder import Decoder, bytes_of
@@ -15,7 +16,8 @@ from jpipe_train.generate.generate import sequences
 from jpipe_train.generate.placement import place
 from jpipe_train.generate.sampling import Sampling
 from jpipe_train.models.layers import layers
-from tests.train.models.running import LLAMA, SMALL, outputs_of, params_of
+from tests.train.checkpoint.families import MODELS
+from tests.train.models.running import LLAMA, SMALL, applied, outputs_of, params_of
 
 GOLDEN = Path(__file__).parents[1] / "checkpoint" / "golden"
 SYMBOLS = 50
@@ -81,6 +83,39 @@ def test_logits_are_those_of_the_whole_model(keys):
     with jax.numpy_dtype_promotion("standard"):  # which JAX's attention needs in bfloat16
         expected = np.asarray(outputs_of(config, tokens, split).astype(jnp.float32))
         check(all_logits(model, tokens), expected, tolerance)
+
+
+@pytest.mark.thinned(most=1, most_slow=8)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_greedy_continuation_is_that_of_the_whole_model_at_each_length(name):
+    """Rows become longer than windows, and than the original positions of LongRoPE, each at another step."""
+    architecture, keys = MODELS[name]
+    described = huggingface.parse({"architectures": [architecture], **keys})
+    config = ModelConfig(**described.keys, seq_len=12)
+    stack = layers(config)
+    inputs = {"tokens": np.zeros((3, 12), np.int32), "segments": np.ones((3, 12), np.int32)}
+    split = spread(params_of(stack, inputs))
+    whole = {layer_id: stack.ties.whole(layer_id, split) for layer_id in stack.ids}
+    prompts = [[3, 1, 4, 1, 5, 9], [2], [6, 5, 3]]
+    model = Decoder(config, whole, dict.fromkeys(stack.ids, jax.devices()[0]))
+    logits = model.begin(prompts, 12)
+    forward = jax.jit(lambda params, inputs: applied(stack, params, inputs))
+    for step in range(7):
+        lengths = [len(prompt) for prompt in prompts]
+        for row, prompt in enumerate(prompts):
+            inputs["tokens"][row, : len(prompt)] = prompt
+            inputs["segments"][row] = np.arange(12) < len(prompt)
+        expected = np.asarray(forward(split, inputs))[np.arange(3), np.asarray(lengths) - 1]
+        np.testing.assert_allclose(logits, expected, rtol=5e-5, atol=5e-5, err_msg=f"step {step}")
+        tokens = np.argmax(expected, axis=-1).astype(np.int32)
+        prompts = [[*prompt, int(token)] for prompt, token in zip(prompts, tokens, strict=True)]
+        logits = model.follow(jnp.asarray(tokens)) if step < 6 else logits
+
+
+def spread(params):
+    """Return parameters with random changes, so that all of them matter."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: leaf + 0.2 * rng.normal(size=leaf.shape).astype(np.float32), params)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe_train.assemble.model import metrics
+from jpipe_train.assemble.metrics import metrics
 from jpipe_train.config.config import EvalConfig
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import Unprojected, correct, loss

@@ -17,7 +17,7 @@ from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models import transformer
 from jpipe_train.models.attention import attend
 from jpipe_train.models.layers import layers
-from jpipe_train.models.rope import frequencies, positions_of, rotated
+from jpipe_train.models.rope import attention_factor, frequencies, lengths_of, positions_of, rotated
 from tests.train.models.running import LLAMA, SMALL, outputs_of
 
 
@@ -140,3 +140,54 @@ def test_low_frequencies_are_stretched_and_high_ones_unchanged():
     smooth = (turns[between] - 1) / 3
     np.testing.assert_allclose(scaled[between], (1 - smooth) * plain[between] / 8 + smooth * plain[between], rtol=1e-12)
     assert between.sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("scaling", "short", "long", "factor"),
+    [
+        (
+            {"kind": "yarn", "factor": 4.0, "original_positions": 64},
+            *[[1.0, 0.4779901, 0.2213594, 0.09780537, 0.04, 0.01405853, 0.007905695, 0.004445699]] * 2,
+            1.138629436111989,
+        ),
+        (
+            {
+                **{"kind": "yarn", "factor": 4.0, "original_positions": 64, "truncate": False, "beta_fast": 8.0, "beta_slow": 2.0},
+                "attention_factor": 0.5,
+            },
+            *[[1.0, 0.4607027, 0.1605892, 0.04445698, 0.025, 0.01405853, 0.007905695, 0.004445699]] * 2,
+            0.5,
+        ),
+        (
+            {"kind": "linear", "factor": 4.0},
+            *[[0.25, 0.1405853, 0.07905694, 0.04445698, 0.025, 0.01405853, 0.007905695, 0.004445699]] * 2,
+            1.0,
+        ),
+        (
+            {"kind": "longrope", "original_positions": 64, "short_factors": [1.0, 1.25], "long_factors": [2.0, 4.0]},
+            [1.0, 0.08],
+            [0.5, 0.025],
+            1.1547005383792517,
+        ),
+    ],
+    ids=["yarn", "yarn with all keys", "linear", "longrope"],
+)
+def test_scaled_frequencies_are_those_of_transformers(scaling, short, long, factor):
+    keys = {"width": 32, "heads": 2, "seq_len": 8, "max_positions": 256, "positions": "rope", "rope_base": 100.0}
+    share = 0.25 if scaling["kind"] == "longrope" else 1.0
+    config = ModelConfig(**keys, rope_share=share, rope_scaling=RopeScaling(**scaling))
+    np.testing.assert_allclose(frequencies(config), [short, long], rtol=1e-6)
+    assert attention_factor(config) == pytest.approx(factor)
+
+
+def test_positions_have_the_length_of_their_segment():
+    segments = jnp.asarray([[1, 1, 1, 2, 2, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2]], jnp.int32)
+    np.testing.assert_array_equal(lengths_of(segments), [[3, 3, 3, 2, 2, 1, 2, 2], [1, 7, 7, 7, 7, 7, 7, 7]])
+
+
+def test_equal_blocks_share_one_constructor():
+    config = ModelConfig(depth=6, positions="rope", window=4, window_layers=[True, True, False], window_rope_base=50.0)
+    made = layers(config).layers
+    kinds = [[i for i in range(6) if made[f"block_{i}"] is made[f"block_{j}"]] for j in range(6)]
+    assert kinds == [[0, 1, 3, 4], [0, 1, 3, 4], [2, 5]] * 2
+    assert [(block.window, block.rope_base) for block in config.blocks] == [(4, 50.0), (4, 50.0), (None, 10000.0)] * 2

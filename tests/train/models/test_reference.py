@@ -1,4 +1,4 @@
-"""Blocks equal NumPy implementations, position by position: RoPE, RMSNorm, grouped queries, SwiGLU, segments, GPT-2 and BERT."""
+"""Blocks equal NumPy implementations, position by position: RoPE, norms, windows, soft caps, gates and segments, GPT-2 and BERT."""
 
 import math
 
@@ -21,7 +21,12 @@ BASE = 100.0
      "head_size": 6, "mlp_width": 20},
     {"activation": "gelu"},
     {"kind": "bert", "activation": "gelu_exact"},
-], ids=["llama", "gpt", "bert"])  # fmt: skip
+    {"positions": "rope", "rope_base": BASE, "norm": "rms_plus_one", "post_norms": True, "qk_norm": "head", "gated_mlp": True,
+     "bias": False, "window": 3, "attention_scale": 0.7, "attention_soft_cap": 1.5, "kv_heads": 2},
+    {"positions": "rope", "rope_base": BASE, "rope_share": 0.5, "norm": "rms", "qk_norm": "all", "bias": "qkv", "window": 2,
+     "head_size": 8},
+    {"positions": "none", "bias": "attention", "qk_norm": "head", "attention_scale": 0.1},
+], ids=["llama", "gpt", "bert", "gemma", "partial", "none"])  # fmt: skip
 def test_a_block_equals_a_numpy_implementation(keys):
     config = ModelConfig(width=16, heads=4, seq_len=8, norm_epsilon=1e-2, **keys)
     block = Block(config, rngs=nnx.Rngs(0))
@@ -43,8 +48,9 @@ def by_hand(params, x, segments, config):
         return x @ params[name]["kernel"] + params[name].get("bias", 0)
 
     def norm(name, x):
-        if config.norm == "rms":
-            return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * params[name]["scale"]
+        if config.norm != "layer":
+            scale = params[name]["scale"] + (config.norm == "rms_plus_one")
+            return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * scale
         centred = x - x.mean(-1, keepdims=True)
         return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon) * params[name]["scale"] + params[name]["bias"]
 
@@ -53,29 +59,45 @@ def by_hand(params, x, segments, config):
             linear("expand", x) if config.gated_mlp else 1))  # fmt: skip
 
     def attention(x):
-        return linear("project", heads_of(linear("qkv", x), segments, config))
+        return linear("project", heads_of(linear("qkv", x), segments, config, norm))
 
     if config.kind == "bert":
         x = norm("attention_norm", x + attention(x))
         return norm("mlp_norm", x + mlp(x))
-    x = x + attention(norm("attention_norm", x))
-    return x + mlp(norm("mlp_norm", x))
+
+    def after(name, x):
+        return norm(name, x) if config.post_norms else x
+
+    x = x + after("attention_post_norm", attention(norm("attention_norm", x)))
+    return x + after("mlp_post_norm", mlp(norm("mlp_norm", x)))
 
 
-def heads_of(qkv, segments, config):
+def heads_of(qkv, segments, config, norm):
     """Return the attention output (s, heads · head size): for each position and head, the softmax-weighted mean of the visible values."""
     heads, kv_heads, size = config.heads, config.kv_heads_used, config.head_size_used
-    vectors = qkv.reshape(len(qkv), heads + 2 * kv_heads, size)
+    parts = [part.reshape(len(qkv), -1, size) for part in np.split(qkv, [heads * size, (heads + kv_heads) * size], axis=-1)]
+    for i, name in enumerate(("query_norm", "key_norm")):
+        if config.qk_norm == "head":
+            parts[i] = norm(name, parts[i])
+        if config.qk_norm == "all":
+            parts[i] = norm(name, parts[i].reshape(len(qkv), -1)).reshape(parts[i].shape)
+    vectors = np.concatenate(parts, axis=1)
     place = [int((segments[:i] == segments[i]).sum()) for i in range(len(qkv))]
     result = np.zeros((len(qkv), heads, size))
     for i in range(len(qkv)):
-        seen = [j for j in range(len(qkv)) if segments[j] == segments[i] and (config.kind == "bert" or j <= i)]
+        seen = [j for j in range(len(qkv)) if segments[j] == segments[i] and (config.kind == "bert" or i - (config.window or 99) < j <= i)]
         for head in range(heads):
             group = head // (heads // kv_heads)
             query, keys = vectors[i, head], [vectors[j, heads + group] for j in seen]
             if config.positions == "rope":
-                query, keys = turned(query, place[i]), [turned(key, place[j]) for key, j in zip(keys, seen, strict=True)]
-            weights = np.exp([query @ key / math.sqrt(size) for key in keys])
+                turns = config.rotary_size
+                query, *keys = [
+                    np.concatenate([turned(vector[:turns], place[j]), vector[turns:]])
+                    for vector, j in zip([query, *keys], [i, *seen], strict=True)
+                ]
+            scores = np.asarray([query @ key * (config.attention_scale or 1 / math.sqrt(size)) for key in keys])
+            cap = config.attention_soft_cap
+            weights = np.exp(scores if cap is None else cap * np.tanh(scores / cap))
             values = [vectors[j, heads + kv_heads + group] for j in seen]
             result[i, head] = sum(weight * value for weight, value in zip(weights / weights.sum(), values, strict=True))
     return result.reshape(len(qkv), -1)

@@ -11,6 +11,15 @@ from jpipe_train.models.layers import layers
 from tests.train.models.running import LLAMA, SMALL, applied, params_of, trained
 
 LENGTHS = (3, 4)  # and one position of padding
+LONG = {  # one of the documents is longer than the original positions, and the window shorter than both
+    "window": 2,
+    "rope_scaling": {
+        "kind": "longrope",
+        "original_positions": 3,
+        "short_factors": [1.0, 2.0, 1.0, 3.0],
+        "long_factors": [4.0, 1.0, 5.0, 2.0],
+    },
+}
 
 
 def rows():
@@ -28,7 +37,9 @@ def rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("keys", "schedule"), [({}, "pipedream_flush"), (LLAMA, "zb_h1")], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("keys", "schedule"), [({}, "pipedream_flush"), (LLAMA, "zb_h1"), ({**LLAMA, **LONG}, "gpipe")], ids=["gpt", "llama", "longrope"]
+)
 def test_packed_documents_teach_what_they_teach_alone(keys, schedule):
     packed, alone = rows()
     results = []

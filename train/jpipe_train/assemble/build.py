@@ -15,7 +15,8 @@ import jpipe
 from jpipe.files import expanded, read_text
 from jpipe_planner import balance, host_memory, usable_cores
 from jpipe_train.assemble import labels, meshes, model
-from jpipe_train.assemble.frozen import trains_part
+from jpipe_train.assemble.frozen import part_of, trained, trains_part
+from jpipe_train.assemble.metrics import metrics
 from jpipe_train.assemble.optimizer import optimizer
 from jpipe_train.config.config import AUTO, MOST_MICROBATCHES, MOST_PLAN_BYTES, Config, PlanConfig, PrecisionConfig
 from jpipe_train.console.progress import Reporter
@@ -45,7 +46,7 @@ def build(
     with errors_name_config_keys(config.plan.file):
         computes, chunk = config.precision.computes, config.logits_chunk
         stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read().like[0], config.tune)
-        loss = model.loss(config.loss)
+        loss = model.loss(config.loss, config.model.head)
         plan = plan or make_plan(config.plan, stack.ids)
         check_microbatches(plan, config.train.batch_size)
         check_delay(plan, config.plan.max_delay)
@@ -76,8 +77,9 @@ def check(config: Config, pipe: jpipe.Pipeline, batches: data.Data) -> data.Data
     with errors_name_config_keys(config.plan.file):
         layers = layer_specs(pipe.stack, pipe.plan, batch)
         params = {layer_id: layer.params for layer_id, layer in layers.items()}
-        check_memory(params, pipe.optimizer, pipe.plan, started_devices(pipe), pipe.precision.has_masters)
-        pipe.check(batch, model.metrics(config.eval))
+        devices, is_trained = started_devices(pipe), trained(config.tune)
+        check_memory(params, pipe.optimizer, pipe.plan, devices, pipe.precision.has_masters, is_trained)
+        pipe.check(batch, metrics(config.eval, config.model.label_count))
     return labels.check_labels(config, batches, layers[pipe.stack.ids[-1]].output)
 
 
@@ -229,6 +231,7 @@ def check_memory(
     plan: jpipe.Plan,
     devices: Sequence[Sequence[jax.Device]],
     has_masters: bool = False,
+    is_trained: Callable[[str], bool] | None = None,
 ) -> None:
     """Check that the model is not certain to exceed the memory of the devices; a model that passes may still be too large.
 
@@ -238,17 +241,19 @@ def check_memory(
         plan: the plan; each replica of a stage holds all of its layers.
         devices: the devices of each worker; those of this process count.
         has_masters: whether there are weights of half that size in addition to the parameters.
+        is_trained: whether the parameter of a name is trained; the others have no gradients and no masters. None: all are.
 
     Raises:
         jpipe.InputError: the model cannot fit.
     """
     local = [(s, group) for (s, _), group in zip(plan.workers, devices, strict=True) if group[0].process_index == jax.process_index()]
-    layers = [specs[layer_id] for s, _ in local for layer_id in plan.stages[s].layers]
+    layers = [{layer_id: specs[layer_id]} for s, _ in local for layer_id in plan.stages[s].layers]
     weights, available = bytes_of(layers), memory_of([device for _, group in local for device in group])
+    changing = weights if is_trained is None else bytes_of([part_of(layer, is_trained) for layer in layers])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         state = bytes_of(jax.eval_shape(rule.init, specs))  # specs of all layers, because a mask may name any of them
-    versions = weights // 2 if has_masters else 0
-    need = versions + 2 * weights + state * weights // max(bytes_of(specs), 1)
+    versions = changing // 2 - (weights - changing) // 2 if has_masters else 0
+    need = versions + weights + changing + state * weights // max(bytes_of(specs), 1)
     if need > available:
         raise jpipe.InputError(
             f"model: expected one that fits in {available / 1e9:,.0f} GB, all the memory of the devices, found one that needs more than "

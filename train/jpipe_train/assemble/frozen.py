@@ -51,6 +51,11 @@ def trained(config: TuneConfig) -> Callable[[str], bool] | None:
     return (lambda name: _matches_any(name, config.train_only)) if config.train_only else None
 
 
+def part_of(specs: Mapping[str, Tree], is_trained: Callable[[str], bool]) -> dict[str, Tree]:
+    """Return the trained ones of parameters by layer id, with None in place of the others."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if is_trained(_name(path)) else None, dict(specs))
+
+
 def _matches_any(name: str, patterns: Sequence[str]) -> bool:
     return any(_matches(name, pattern) for pattern in patterns)
 

@@ -1,22 +1,20 @@
-"""The model, the loss and the metrics that a config names: built-in ones, or functions of the user's."""
+"""The model and the loss that a config names: built-in ones, or functions of the user's."""
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import jpipe
 from jpipe import InputError
 from jpipe_train.config import entry_point
 from jpipe_train.config.arguments import check_names, parameters_of
-from jpipe_train.config.config import EvalConfig, LossConfig
+from jpipe_train.config.config import LossConfig
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.config.tune_config import TuneConfig
-from jpipe_train.models import cross_entropy
+from jpipe_train.models import cross_entropy, heads
 from jpipe_train.models import layers as built_in
 
 
@@ -76,14 +74,18 @@ def _spec(rows: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(rows.shape), jax.dtypes.canonicalize_dtype(rows.dtype))
 
 
-def loss(config: LossConfig) -> Any:
-    """Return the loss, `(outputs, labels) -> (sum, weight)`: the cross-entropy, or `loss.target` with its arguments.
+def loss(config: LossConfig, head: str = "language") -> Any:
+    """Return the loss, `(outputs, labels) -> (sum, weight)`: that of the head, or `loss.target` with its arguments.
+
+    Args:
+        config: the section `loss`.
+        head: of the model; the loss of regression is the squared error, that of other heads the cross-entropy.
 
     Raises:
         InputError: the target does not exist, or has other arguments.
     """
     if config.target is None:
-        return cross_entropy.loss
+        return heads.squared_error if head == "regression" else cross_entropy.loss
     function = entry_point.load(config.target, "loss.target")
     first_two, remaining = list(parameters_of(function).values())[:2], list(parameters_of(function).values())[2:]
     random = [p for p in remaining if p.name in ("rngs", "key") and p.default in (None, p.empty)]
@@ -91,62 +93,6 @@ def loss(config: LossConfig) -> Any:
     with entry_point.errors_about("loss.arguments"):
         check_names(function, config.target, config.arguments, filled)
     return partial(function, **config.arguments)
-
-
-def metrics(config: EvalConfig) -> dict[str, Any]:
-    """Return the metrics of an evaluation by name, each `(outputs, labels) -> (sum, weight)`.
-
-    Raises:
-        InputError: a target does not exist.
-    """
-    named = config.metrics.items()
-    known = {"accuracy": _accuracy, "top5": _top5, "cross_entropy": _cross_entropy}
-    return {name: known.get(metric) or _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}")) for name, metric in named}
-
-
-@dataclass(frozen=True)
-class _LogitsMetric:
-    """A metric of the user's, called with logits even if the built-in loss computes them itself."""
-
-    metric: Any
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.metric)  # it may ask for random numbers
-
-    def __call__(self, outputs: Any, labels: Any, **random: Any) -> Any:
-        return self.metric(cross_entropy.all_logits(outputs), labels, **random)
-
-
-def _accuracy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
-    """Return how many labels have the largest logit, and the number of labels."""
-    _check_classes("accuracy", outputs, labels)
-    return cross_entropy.correct(outputs, labels)
-
-
-def _top5(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
-    """Return how many labels have one of the five largest logits, and the number of labels."""
-    _check_classes("top5", outputs, labels)
-    if (classes := cross_entropy.vocab_size(outputs)) < 5:
-        raise InputError(f"eval.metrics: top5: expected logits of at least 5 classes, found {classes}; leave it out")
-    return cross_entropy.correct(outputs, labels, 5)
-
-
-def _cross_entropy(outputs: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the summed cross-entropy of the labels in nats, whatever the loss is, and the number of labels."""
-    _check_classes("cross_entropy", outputs, labels)
-    return cross_entropy.loss(outputs, labels)
-
-
-def _check_classes(metric: str, outputs: Any, labels: Any) -> None:
-    """Check that the outputs are logits and the labels are classes."""
-    logits, tokens = (outputs["tokens"], labels["tokens"]) if isinstance(labels, dict) else (outputs, labels)
-    shape = (logits.hidden if isinstance(logits, cross_entropy.Unprojected) else logits).shape
-    if not jnp.issubdtype(tokens.dtype, jnp.integer) or shape[:-1] != tokens.shape:
-        raise InputError(
-            f"eval.metrics: {metric}: expected logits of classes and integer labels, found outputs {list(shape)} and "
-            f"{tokens.dtype}{list(tokens.shape)}; name a module:function of your own"
-        )
 
 
 def _describe(value: Any) -> str:

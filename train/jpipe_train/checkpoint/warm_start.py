@@ -44,6 +44,7 @@ def load(
     together: Together,
     say: Callable[[str], None],
     tune: TuneConfig | None = None,
+    head: str = "language",
 ) -> dict[str, dict[str, np.ndarray]]:
     """Read the parameters of this process's layers for `Pipeline.init`; all processes call this.
 
@@ -54,6 +55,7 @@ def load(
         together: the processes of the run.
         say: gets a line about the layers that are used.
         tune: the section `tune`; adapters that the file does not have are fresh.
+        head: `model.head`; where a folder of Hugging Face's layout holds a language model, another head is fresh.
 
     Returns:
         The parameters by layer id and path.
@@ -70,7 +72,7 @@ def load(
     }
 
     def find() -> tuple[Source, set[str]]:
-        source = _source(path, strict, lambda line: say(f"warm start: {line}"))
+        source = _source(path, strict, head, lambda line: say(f"warm start: {line}"))
         if config.names and huggingface.is_meant(path):
             raise InputError(
                 "warm_start.names: would mean nothing for a folder of Hugging Face's layout, whose names are known; leave it out"
@@ -143,12 +145,12 @@ def _check_equal(source: Source, wanted: Mapping[str, Spec], ignored: tuple[str,
             raise InputError(f"{source.where}: expected only parameters of the model, found '{name}', {spec}; {_HINT}")
 
 
-def _source(path: Path, strict: bool, report: Callable[[str], None]) -> Source:
+def _source(path: Path, strict: bool, head: str, report: Callable[[str], None]) -> Source:
     if not os.path.isdir(path):
         huggingface.reject_file(path)
         return _of_file(path)
     if huggingface.is_meant(path):
-        return huggingface.source(path, strict=strict)
+        return huggingface.source(path, head=head, strict=strict)
     if orbax_checkpoint.is_meant(path):
         return orbax_checkpoint.source(path)
     return _of_run(path, report)

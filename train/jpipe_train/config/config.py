@@ -22,7 +22,8 @@ from jpipe_train.config.tune_config import TuneConfig as TuneConfig
 MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
 LOGS = ("tensorboard", "wandb")
-METRICS = ("accuracy", "top5", "cross_entropy")  # built in
+METRICS = ("accuracy", "top5", "cross_entropy", "f1_binary", "f1_macro", "squared_error", "pearson")  # built in
+MOST_F1_CLASSES = 256  # each adds two numbers to what an evaluation sends
 
 
 class RunConfig(Section):
@@ -57,7 +58,7 @@ def _metric_names(metrics: dict[str, str]) -> dict[str, str]:
 
 
 class EvalConfig(Section):
-    """The `metrics` of an evaluation by name: each is `accuracy`, `top5`, `cross_entropy` (if the loss is another) or `module:function`.
+    """The `metrics` of an evaluation by name: each is one of `METRICS` or `module:function`.
 
     The function is called with (outputs, labels) of a microbatch and returns (sum, weight), like the loss.
     """
@@ -305,7 +306,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _adapters_are_in_built_in_models(self) -> "Config":
         if self.tune.lora is not None and self.model.target is not None:
-            raise ValueError("tune.lora is for built-in models, found model.target; leave it out, or name what is trained in tune.train_only")
+            raise ValueError(
+                "tune.lora is for built-in models, found model.target; leave it out, or name what is trained in tune.train_only"
+            )
         return self
 
     @model_validator(mode="after")
@@ -319,6 +322,36 @@ class Config(Section):
     def _all_bytes_are_symbols(self) -> "Config":
         if self.model.target is None and self.data.reads_bytes and self.model.vocab_size < 256:
             raise ValueError(f"model.vocab_size {self.model.vocab_size} is less than the 256 bytes of a text; raise it, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _head_fits_the_data(self) -> "Config":
+        built_in, has_labels = self.model.target is None and self.model.head != "language", self.data.format == "labels"
+        if has_labels and not built_in:
+            raise ValueError(
+                "data.format labels is for the built-in models with model.head classification, regression or multiple_choice; set it, or "
+                "use data.target"
+            )
+        if built_in and self.data.target is None and not has_labels:
+            raise ValueError(f"model.head {self.model.head} learns from data.format labels, found {self.data.format}; change one of them")
+        if built_in and self.tune.lora is not None:
+            raise ValueError(
+                f"tune.lora would leave the fresh model.head {self.model.head} as it is; use tune.freeze, such as [embed, 'block_*'], or "
+                "leave tune out"
+            )
+        if built_in and self.loss.chunk not in ("auto", None):
+            raise ValueError(f"loss.chunk would mean nothing to model.head {self.model.head}, which has few logits; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _f1_has_classes(self) -> "Config":
+        classes = None if self.model.target is not None else self.model.label_count
+        for name, metric in self.eval.metrics.items():
+            if metric == "f1_macro" and not 2 <= (classes or 0) <= MOST_F1_CLASSES:
+                raise ValueError(
+                    f"eval.metrics.{name}: f1_macro needs a built-in model with 2 to {MOST_F1_CLASSES} labels (model.labels), found "
+                    f"{classes or 'none'}; leave it out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -339,7 +372,8 @@ class Config(Section):
     @property
     def logits_chunk(self) -> int | None:
         """The number of positions whose logits the built-in loss computes at a time; None if the model computes all of them."""
-        return None if self.model.target is not None else self.loss.chunk_for(self.model.vocab_size)
+        has_symbols = self.model.target is None and self.model.head == "language"
+        return self.loss.chunk_for(self.model.vocab_size) if has_symbols else None
 
     @property
     def skips_nonfinite(self) -> bool:

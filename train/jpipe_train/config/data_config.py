@@ -8,21 +8,26 @@ from jpipe_train.config.section import AUTO, FilePath, Fraction, TargetSection
 
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 _ONLY_WITH = {  # the formats that a key applies to; with any other it is an error
-    "tokenizer": ("text", "prompts", "chat"),
+    "tokenizer": ("text", "prompts", "chat", "labels"),
     "end_of_text": ("text", "prompts"),
-    "validation_fraction": ("bytes", "text", "prompts", "chat"),
+    "validation_fraction": ("bytes", "text", "prompts", "chat", "labels"),
     "boundaries": ("bytes", "text", "tokens"),
     "objective": ("text", "tokens"),
-    "too_long": ("tokens", "prompts", "chat"),
+    "too_long": ("tokens", "prompts", "chat", "labels"),
     "prompt_key": ("prompts",),
     "answer_key": ("prompts",),
     "chat_template": ("chat",),
+    "text_key": ("labels",),
+    "second_key": ("labels",),
+    "choices_key": ("labels",),
+    "label_key": ("labels",),
 }
 
 _PATHS = {  # what the path of a format names that has no default
     "tokens": "a folder that jpipe data prepare wrote",
     "prompts": "JSON lines with prompts and answers",
     "chat": "JSON lines with conversations",
+    "labels": "JSON lines or a CSV file with texts and labels",
 }
 
 
@@ -30,11 +35,12 @@ class DataConfig(TargetSection):
     """The data of a run: `path` is a file, folder or glob; null means the source code of the running Python's standard library.
 
     The `format` is bytes, text (which needs a `tokenizer`), tokens (a folder that `jpipe data prepare` wrote), prompts (JSON lines with a
-    prompt and an answer) or chat (JSON lines with conversations); auto means bytes, and rejects files that are known not to be text. A
-    `target` is a function: `target(seed, batch_size, **arguments)` returns (train, validation), or a `jpipe_train.data.data.Data`.
+    prompt and an answer), chat (JSON lines with conversations) or labels (JSON lines or CSV with texts and a label); auto means bytes, and
+    rejects files that are known not to be text. A `target` is a function: `target(seed, batch_size, **arguments)` returns (train,
+    validation), or a `jpipe_train.data.data.Data`.
     """
 
-    format: Literal["auto", "bytes", "text", "tokens", "prompts", "chat"] = AUTO
+    format: Literal["auto", "bytes", "text", "tokens", "prompts", "chat", "labels"] = AUTO
     path: FilePath | None = None
     validation_path: FilePath | None = None
     validation_fraction: Fraction = 0.05
@@ -46,10 +52,14 @@ class DataConfig(TargetSection):
     prompt_key: _Word = "prompt"
     answer_key: _Word = "answer"
     chat_template: FilePath | None = None
+    text_key: _Word = "text"
+    second_key: _Word | None = None
+    choices_key: _Word = "choices"
+    label_key: _Word = "label"
     too_long: Literal["refuse", "cut"] = "refuse"
 
     @property
-    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts", "chat"]:
+    def read_as(self) -> Literal["bytes", "text", "tokens", "prompts", "chat", "labels"]:
         """The format, with bytes in place of auto."""
         return "bytes" if self.format == AUTO else self.format
 

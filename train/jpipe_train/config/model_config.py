@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
+from jpipe_train.config.model import heads
 from jpipe_train.config.model.presets import PRESETS
 from jpipe_train.config.model.rope import RopeScaling
 from jpipe_train.config.section import Count, TargetSection
@@ -19,7 +20,8 @@ _ENCODER = {  # what BERT requires
 _OF_WINDOWS = ("window_layers", "window_rope_base")
 _OF_ROPE = ("rope_base", "rope_share", "rope_scaling", "rope_layers", "window_rope_base")
 
-OF_THE_RUN = frozenset({"target", "arguments", "dropout", "compute_dtype", "attention"})  # keys that do not change the shape of the model
+# Keys that a preset does not decide.
+OF_THE_RUN = frozenset({"target", "arguments", "head", "labels", "dropout", "compute_dtype", "attention"})
 
 Pattern = Annotated[list[bool], Field(min_length=1, max_length=1000)]
 Scale = Annotated[float, Field(gt=0, le=10**6)]
@@ -37,6 +39,8 @@ class ModelConfig(TargetSection):
 
     preset: str | None = None
     kind: Literal["decoder", "bert"] = "decoder"
+    head: heads.Head = "language"
+    labels: heads.Labels = None
     vocab_size: Annotated[int, Field(ge=2, le=_MOST_SYMBOLS)] = 256
     depth: Annotated[int, Field(ge=1, le=1000)] = 4
     width: Annotated[int, Field(ge=1, le=10**6)] = 128
@@ -87,6 +91,11 @@ class ModelConfig(TargetSection):
         return 4 * self.width if self.mlp_width is None else self.mlp_width
 
     @property
+    def label_count(self) -> int | None:
+        """The number of labels, if the head tells some apart."""
+        return len(self.labels) if isinstance(self.labels, list) else self.labels
+
+    @property
     def max_positions_used(self) -> int:
         """The longest sequence; by default that of the batches."""
         return self.seq_len if self.max_positions is None else self.max_positions
@@ -134,6 +143,12 @@ class ModelConfig(TargetSection):
             preset = {key: value for key, value in preset.items() if key not in _OF_ROPE}
         merged = {**preset, **data}
         return {"tied": True, **merged} if merged.get("kind") == "bert" else merged
+
+    @model_validator(mode="after")
+    def _labels_fit_the_head(self) -> "ModelConfig":
+        if self.target is None:
+            heads.check(self.head, self.labels)
+        return self
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "ModelConfig":

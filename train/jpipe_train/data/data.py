@@ -15,13 +15,13 @@ from jpipe import InputError
 from jpipe_train.config import entry_point
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
-from jpipe_train.data import masked, splits, target_data, windows
+from jpipe_train.data import labelled, masked, splits, target_data, windows
 from jpipe_train.data.position import Ordered, Position
 from jpipe_train.data.rows import Batch, BatchesOfRows, Elements
 from jpipe_train.data.splits import Split
 
 Rows = windows.Windows | windows.Examples | masked.Masked
-AnyRows = Rows | windows.Filled
+AnyRows = Rows | windows.Filled | labelled.Examples
 
 
 @runtime_checkable
@@ -102,9 +102,11 @@ def load(config: Config, position: Position | None = None) -> Data:
 def _read(config: Config) -> Data:
     if config.data.target is not None:
         return _from_target(config)
+    if config.data.format == "labels":
+        return _of_labels(config)
     _check_objective(config)
     split = splits.read(config)
-    _check_vocabulary(config, split)
+    _check_vocabulary(config, split.train.vocab_size)
     apart = _apart(config, split)
     rows = [_rows(config, split, part, apart=apart) for part in (0, 1)]
     _check_amount(config, split, *rows)
@@ -130,11 +132,13 @@ def held_out(config: Config, path: str | None = None) -> Data:
         raise InputError(f"data.path: the data come from '{target}' (data.target), found the path '{path}'; change data.arguments")
     if target is not None:
         return _read(config)
+    if config.data.format == "labels":
+        return _held_out_labels(config, path)
     _check_objective(config)
     split = splits.read(config) if path is None else splits.read_whole(config, path)
     if path is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
-    _check_vocabulary(config, split)
+    _check_vocabulary(config, split.train.vocab_size)
     apart = _apart(config, split)
     rows = _rows(config, split, 1, apart=apart)
     _check_some(config, split, rows)
@@ -169,7 +173,7 @@ def unread(config: Config) -> Data:
 
 def portion(config: Config) -> tuple[int, str]:
     """Return how much a step processes, and in which unit: tokens of a text, or samples of other data."""
-    if config.data.target is None:
+    if config.data.target is None and config.data.format != "labels":
         return config.train.batch_size * config.model.seq_len, "tokens"
     return config.train.batch_size, "samples"
 
@@ -178,7 +182,9 @@ def loss_unit(config: Config) -> str:
     """Return the unit that follows a loss in messages, or "" if it is unknown."""
     if config.loss.target is not None:
         return ""
-    if config.data.target is not None:
+    if config.model.target is None and config.model.head == "regression":
+        return ""
+    if config.data.target is not None or config.data.format == "labels":
         return " nats per label"
     if config.data.objective == "masked":
         return " nats"  # the sum of two means: per masked token, and per row
@@ -199,9 +205,42 @@ def _check_objective(config: Config) -> None:
         raise InputError(f"data.objective: expected next, which model.kind {kind} learns, found masked; change one of them")
 
 
-def _check_vocabulary(config: Config, split: Split) -> None:
+def _of_labels(config: Config) -> Data:
+    """Read texts with labels.
+
+    Raises:
+        InputError: as `load`.
+    """
+    read = labelled.read(config)
+    _check_vocabulary(config, read.vocab_size)
+    have, need = (len(read.train), len(read.validation)), config.train.batch_size
+    if min(have) < need:
+        more = "" if config.data.validation_path is not None else ", raise data.validation_fraction"
+        raise InputError(
+            f"data.path: expected at least {need} examples for training and {need} for validation (train.batch_size), found {have[0]:,} "
+            f"and {have[1]:,} in {read.source}; give more{more}, or lower train.batch_size"
+        )
+    batches = [_batches_of_labels(config, part, number) for number, part in enumerate((read.train, read.validation))]
+    amount = f"{have[0]:,} examples for training, {have[1]:,} for validation"
+    return Data(batches[0], batches[1], read.source, amount, read.digest, read.remarks)
+
+
+def _held_out_labels(config: Config, path: str | None) -> Data:
+    """Read all texts with labels that are held out."""
+    read = labelled.read(config, path)
+    _check_vocabulary(config, read.vocab_size)
+    if not len(read.validation):
+        raise InputError(f"data.path: expected at least 1 example, found none in {read.source}; give more")
+    batches = _batches_of_labels(config, read.validation, 1)
+    return Data(batches, batches, read.source, count(len(read.validation), "example"), read.digest, read.remarks)
+
+
+def _batches_of_labels(config: Config, examples: labelled.Examples, part: int) -> BatchesOfRows:
+    return BatchesOfRows(_ordered(config, examples, part), config.train.batch_size, examples.spec)
+
+
+def _check_vocabulary(config: Config, need: int) -> None:
     """Check that the built-in model has a symbol for every token."""
-    need = split.train.vocab_size
     if config.model.target is None and need > (have := config.model.vocab_size):
         of_folder = f"the tokens of '{config.data.path}'"
         name = {"bytes": "bytes", "tokens": of_folder}.get(config.data.read_as, f"the tokens of '{config.data.tokenizer}'")

@@ -289,6 +289,7 @@ def _check_kinds(paths: Sequence[Path]) -> None:
             columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
             is_json = kind.name == kinds.JSON_LINES
             hint = "add --format jsonl-text, or --format prompts for prompts with answers" if is_json else kind.hint
+            hint = "train on conversations as they are, with data.format: chat" if is_json and "messages" in kind.columns else hint
             raise InputError(
                 f"SOURCE: expected text, found that '{path}' is {kind.name}{columns}; {hint}, or --format text to read it as text"
             )

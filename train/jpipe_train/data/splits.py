@@ -66,7 +66,7 @@ def read(config: Config) -> Split:
         if data.format == AUTO:
             _check_kinds(data)
         return read_bytes(data.path, data.validation_fraction, data.validation_path)
-    _check_beside_weights(config)
+    check_beside_weights(config)
     if data.format == "tokens":
         return _of_token_files(config)
     if data.validation_path is None:
@@ -96,11 +96,13 @@ def _check_kinds(data: DataConfig) -> None:
                 hint = kind.hint
                 if kind.name == kinds.JSON_LINES and {data.prompt_key, data.answer_key} <= set(kind.columns):
                     hint = "set data.format: prompts and data.tokenizer"
+                if kind.name == kinds.JSON_LINES and "messages" in kind.columns:
+                    hint = "set data.format: chat and data.tokenizer"
                 columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
                 raise InputError(f"{where}: expected text, found that '{file}' is {kind.name}{columns}; {hint}, {as_it_is}")
 
 
-def _check_beside_weights(config: Config) -> None:
+def check_beside_weights(config: Config) -> None:
     """Check that tokens mean the same as those of the weights that the run starts from, if their tokenizer is known."""
     ours, file = tokenizers.file_of(config), config.warm_start.file
     beside = None if file is None else Path(file).expanduser() / tokenizers.FILE

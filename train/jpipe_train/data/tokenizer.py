@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt32
@@ -23,8 +23,24 @@ MOST_BYTES = 2**27  # of a tokenizer.json; those of the largest vocabularies tak
 LARGEST_VOCABULARY = 2**24
 ENDS_OF_TEXT = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"
 """Tokens that end a text, in order of preference, for a tokenizer whose own rules name none."""
+PADDINGS = "[PAD]", "<pad>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>"
+"""Tokens that fill rows, in order of preference."""
 
 _NO_MARK: tuple[str, tuple[int, ...]] = ("", ())
+
+
+class Row(NamedTuple):
+    """A tokenized text or pair of texts.
+
+    Attributes:
+        tokens: all of them.
+        types: for each token which of the texts it belongs to, as the tokenizer counts them.
+        is_cut: whether there was more.
+    """
+
+    tokens: UInt32[np.ndarray, " n"]
+    types: UInt32[np.ndarray, " n"]
+    is_cut: bool
 
 
 @dataclass(frozen=True)
@@ -114,6 +130,32 @@ class Tokenizer:
         except BaseException as error:  # what panics in Rust is no Exception
             raise _failed(error, f"{self.where}: cannot tokenize") from None
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
+
+    def whole(self, texts: Sequence[str | tuple[str, str]], most: int | None = None) -> list["Row"]:
+        """Tokenize texts and pairs of texts on all cores, with what the tokenizer's own rules put around and between them.
+
+        Args:
+            texts: to tokenize.
+            most: the most tokens of a row, beyond which it is cut: of a pair the longer text first; None: any number.
+
+        Raises:
+            InputError: the tokenizer fails.
+        """
+        try:
+            if most is not None:
+                self.rules.enable_truncation(most)
+            encodings = self.rules.encode_batch_fast(list(texts))
+            self.rules.no_truncation()
+        except BaseException as error:
+            raise _failed(error, f"{self.where}: cannot tokenize") from None
+        return [Row(np.asarray(one.ids, np.uint32), np.asarray(one.type_ids, np.uint32), bool(one.overflowing)) for one in encodings]
+
+    @cached_property
+    def padding(self) -> int | None:
+        """The token that fills rows: one that exists for it, or the end of text if a text is not followed by it; None: there is none."""
+        known = [self.rules.token_to_id(name) for name in PADDINGS]
+        is_free = self.end is not None and self.rules.encode("a").ids[-1:] != [self.end]
+        return next((int(number) for number in known if number is not None), self.end if is_free else None)
 
     def decoded(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without those that stand for none.

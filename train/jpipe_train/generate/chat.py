@@ -9,6 +9,7 @@ from jpipe_train.console import interrupt
 from jpipe_train.console.terminal import count
 from jpipe_train.data.chat import template
 from jpipe_train.data.chat.renderer import Failure, Renderer
+from jpipe_train.data.chat.tokens import end_of_turn
 from jpipe_train.generate import model_source
 from jpipe_train.generate.generate import Model, Request, check_options, check_text, check_tokens, start
 from jpipe_train.generate.texts import Texts, start_texts
@@ -103,7 +104,7 @@ def main(
     if words.tokenizer is None:
         raise InputError("--chat: expected a model with a tokenizer and a chat template, found one of bytes; leave --chat out")
     with Renderer(template.find(words.tokenizer, words.chat_template)) as renderer:
-        ends, stops = end_of_turn(renderer, words)
+        ends, stops = end_of_turn(renderer, words.tokenizer)
         words = replace(words, ends={*words.ends, *ends})
         model = start(request, source, words, 1, min(source.config.max_positions_used, _MEMORY_FOR), say)
         chat = Chat(request, source, model, words, renderer, (*request.stops, *stops))
@@ -116,25 +117,3 @@ def main(
                     return False
                 interrupt.forget()
     return True
-
-
-def end_of_turn(renderer: Renderer, words: Conversion) -> tuple[list[int], list[str]]:
-    """Find what a template writes after an answer.
-
-    Returns:
-        The special token that ends an answer, if it is one; otherwise the text that does, if there is some.
-    """
-    assert words.tokenizer is not None
-    question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
-    try:
-        text = renderer.answers([question, answer]).text
-    except Failure:  # the first answer will tell
-        return [], []
-    _, found, after = text.rpartition("answer")
-    if not found or not after.strip():
-        return [], []
-    ((tokens, offsets),) = words.tokenizer.with_offsets([after])
-    first = next(i for i, (start, stop) in enumerate(offsets) if after[start:stop].strip())
-    if int(tokens[first]) in words.tokenizer.special_ids():
-        return [int(tokens[first])], []
-    return [], [after.strip()]

@@ -151,7 +151,7 @@ def _find_in_run(
 
 def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str | None) -> Origin:
     keys = config_json.read(folder).keys
-    config = ModelConfig.model_validate({**keys, "seq_len": 1})
+    config = ModelConfig.model_validate(config_json.whole_section(keys))
     _check_decodes(config, source)
     try:
         arrays = huggingface.source(folder)
@@ -181,6 +181,11 @@ def _find_in_folder(folder: Path, source: str, tokens_of: str | None, dtype: str
 
 
 def _check_decodes(model: ModelConfig, source: str) -> None:
+    if model.head != "language":
+        raise InputError(
+            f"generate: expected a language model, found model.head {model.head} in '{source}', which judges whole texts; give one with "
+            "model.head language"
+        )
     if model.kind != "decoder":
         raise InputError(
             f"generate: expected a decoder (model.kind), found {model.kind} in '{source}': it reads a text from both sides and fills gaps "

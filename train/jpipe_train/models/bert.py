@@ -31,7 +31,7 @@ class Embed(nnx.Module):
 
     def __call__(self, inputs: Any) -> Stream:
         tokens, segments = transformer.split_inputs(inputs, self.config)
-        types = inputs["types"] if isinstance(inputs, dict) and "types" in inputs else jnp.zeros_like(tokens)
+        types = transformer.in_rows(inputs["types"]) if isinstance(inputs, dict) and "types" in inputs else jnp.zeros_like(tokens)
         numbered = (self.token, tokens), (self.position, transformer.positions(tokens, segments)), (self.type, types)
         token, position, of_type = (transformer.look_up(table, numbers, transformer.dtype_of(self.config)) for table, numbers in numbered)
         return transformer.joined(self.dropout(transformer.normed(self.norm, token + position + of_type)), segments)

@@ -1,11 +1,14 @@
 """The built-in language models as layers of a pipeline."""
 
+from collections.abc import Callable
 from functools import partial
+
+from flax import nnx
 
 import jpipe
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.config.tune_config import TuneConfig
-from jpipe_train.models import bert, transformer
+from jpipe_train.models import bert, heads, transformer
 from jpipe_train.models.lora import tuned
 
 
@@ -14,7 +17,8 @@ def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | Non
 
     Inputs are tokens (b, s), or {"tokens": tokens, "segments": segments} where several documents share a row: segments count from 1, 0 is
     padding, positions begin anew with each, and none attends to another. BERT also takes {"types": 0 or 1 for each token}. Outputs are
-    logits (b, s, v), of BERT {"tokens": logits, "next": logits (b, 2)}.
+    logits (b, s, v), of BERT {"tokens": logits, "next": logits (b, 2)}; those of a head other than `language` are in
+    `jpipe_train.models.heads.Head`. For `multiple_choice` inputs are (b, k, s), for the k choices of an example.
 
     Args:
         config: which model, one without a target.
@@ -27,6 +31,8 @@ def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | Non
     constructors = {id(block): partial(transformer.Block, block) for block in configs}  # jpipe traces each object once
     blocks = {f"block_{i}": constructors[id(block)] for i, block in enumerate(configs)}
     tie = jpipe.Tie(("embed", "token/embedding"), ("head", "token/embedding"))
-    all_layers = {"embed": partial(kind.Embed, config), **blocks, "head": partial(kind.Head, config, chunk)}
+    is_language = config.head == "language"
+    head = partial(kind.Head, config, chunk) if is_language else partial(heads.Head, config)
+    all_layers: dict[str, Callable[..., nnx.Module]] = {"embed": partial(kind.Embed, config), **blocks, "head": head}
     all_layers = all_layers if tune is None else tuned(all_layers, config, tune)
-    return jpipe.LayerStack(all_layers, [tie] if config.tied else ())
+    return jpipe.LayerStack(all_layers, [tie] if config.tied and is_language else ())

@@ -34,7 +34,7 @@ class Adapter(nnx.Module):
 class Quantized(nnx.Module):
     """A kernel in fewer bits."""
 
-    def __init__(self, kernel: nnx.Param, kind: Kind):
+    def __init__(self, kernel: nnx.Param[Any], kind: Kind):
         codes, scale = quantize(kernel[...], kind)
         inputs, outputs = axes_of(kernel)
         self.codes, self.scale, self.kind = _param(codes, inputs, outputs), _param(scale, None, outputs), kind
@@ -121,11 +121,11 @@ def is_of_adapter(name: str) -> bool:
     return len(parts) == 5 and parts[2] == "lora" and parts[3] in TARGETS
 
 
-def axes_of(kernel: nnx.Param) -> tuple[Any, Any]:
+def axes_of(kernel: nnx.Param[Any]) -> tuple[Any, Any]:
     """Return the logical axes of the inputs and outputs of a kernel."""
     inputs, outputs = kernel.get_metadata().get("out_sharding") or (None, None)
     return inputs, outputs
 
 
-def _param(value: Array, *names: str | None) -> nnx.Param:
+def _param(value: Array, *names: str | None) -> nnx.Param[Any]:
     return nnx.Param(value, out_sharding=names, eager_sharding=False)

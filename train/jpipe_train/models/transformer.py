@@ -263,18 +263,24 @@ def projected(hidden: Any, kernel: Any, bias: Any, by_symbol: bool, chunk: int |
 
 
 def split_inputs(inputs: Any, config: ModelConfig) -> tuple[Any, Any]:
-    """Split inputs into tokens and segments, or None.
+    """Split inputs into tokens and segments, or None; the choices of an example (b, k, s) become rows (b·k, s).
 
     Raises:
         InputError: a sequence that is longer than the positions.
     """
-    tokens, segments = (inputs["tokens"], inputs.get("segments")) if isinstance(inputs, dict) else (inputs, None)
+    inputs = inputs if isinstance(inputs, dict) else {"tokens": inputs}
+    tokens, segments = in_rows(inputs["tokens"]), in_rows(inputs.get("segments"))
     if tokens.shape[1] > (longest := config.max_positions_used):
         raise InputError(
             f"model: expected sequences of at most {longest} positions, found {tokens.shape[1]}; make them shorter, or raise "
             "model.max_positions"
         )
     return tokens, segments
+
+
+def in_rows(numbers: Any) -> Any:
+    """Reshape (…, s) to rows (b, s); None stays."""
+    return numbers if numbers is None or numbers.ndim == 2 else numbers.reshape(-1, numbers.shape[-1])
 
 
 def split_stream(stream: Stream) -> tuple[Any, Any]:

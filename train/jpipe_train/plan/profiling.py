@@ -46,7 +46,7 @@ class Parts:
 
         computes, chunk = config.precision.computes, config.logits_chunk
         stack = model.layers(config.model, config.train.batch_size, computes, chunk, lambda: read()[0], config.tune)
-        loss, batch = model.loss(config.loss), read()
+        loss, batch = model.loss(config.loss, config.model.head), read()
         params = stack.ties.without_seconds({layer_id: spec.params for layer_id, spec in stack.specs(batch[0]).items()})
         rule = trains_part(optimizer(same_at_all_stages(config.optimizer), config.train.steps, params), config.tune, params)
         return cls(stack, loss, rule, batch, config, precision(config.precision, reporter))

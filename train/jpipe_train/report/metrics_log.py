@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jpipe
 from jpipe.files import shown
+from jpipe_train.assemble.metrics import combined
 from jpipe_train.assemble.optimizer import learning_rate
 from jpipe_train.checkpoint.history import History
 from jpipe_train.checkpoint.run_folder import METRICS, FolderChanged, RunFolder
@@ -252,12 +253,12 @@ def means_of(evaluation: jpipe.Evaluation) -> dict[str, tuple[float, float]]:
 
 
 def mean_of(batches: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
-    """Return the means over all of these batches, by name.
+    """Return the mean loss and the metrics over all of these batches, by name.
 
     Raises:
         jpipe.InputError: the weights of the loss sum to 0.
     """
-    return {name: _mean(name, [batch[name] for batch in batches]) for name in batches[0]}
+    return combined({name: _mean(name, [batch[name] for batch in batches]) for name in batches[0]})
 
 
 def _mean(name: str, batches: Sequence[tuple[float, float]]) -> float:

@@ -12,8 +12,9 @@ from rich.console import Console
 import jpipe
 from jpipe import InputError
 from jpipe.files import resolved
-from jpipe_train.assemble import compile_cache, model
+from jpipe_train.assemble import compile_cache
 from jpipe_train.assemble.build import build, check, prepare_devices
+from jpipe_train.assemble.metrics import metrics
 from jpipe_train.checkpoint import resume
 from jpipe_train.checkpoint.export import Weights, check_steps, step_of
 from jpipe_train.config import config_file
@@ -118,12 +119,12 @@ def main(request: Request, num_processes: int = 1, connect_limit: float = 300.0,
                 if layers is None:
                     raise together.shared(InputError(damaged))
                 state = begin(config, pipe, batches, resumed, layers)
-            means = _evaluate(config, request, pipe, state, batches.validation, selection, reporter)
+            means, labels = _evaluate(config, request, pipe, state, batches.validation, selection, reporter)
         except (jax.errors.JaxRuntimeError, OSError) as error:
             raise RunStopped(reason(error)) from error
-        (loss, labels), *_ = means.values()
-        metrics = {name.removeprefix("val_"): mean for name, (mean, _) in means.items() if name != "val_loss"}
-        result = Result(step, sum(selection.rows), selection.total, labels, loss, metrics)
+        loss = means.pop("val_loss")
+        of_config = {name.removeprefix("val_"): mean for name, mean in means.items()}
+        result = Result(step, sum(selection.rows), selection.total, labels, loss, of_config)
         _print(config, request, result, batches.source, reporter)
         return result
 
@@ -205,9 +206,9 @@ def _evaluate(
     batches: data.Batches,
     selection: _Selection,
     reporter: Reporter,
-) -> dict[str, tuple[float, float]]:
-    """Return the mean and the weight of the loss and of each metric, over all batches."""
-    metrics = model.metrics(config.eval)
+) -> tuple[dict[str, float], float]:
+    """Return the mean loss and the metrics over all batches, and the weight of the loss."""
+    functions = metrics(config.eval, config.model.label_count)
     pending: list[jpipe.Evaluation] = []
     results: list[dict[str, tuple[float, float]]] = []
     total, done = sum(selection.rows), 0
@@ -219,15 +220,14 @@ def _evaluate(
     with reporter.counting(f"evaluating {count(total, 'row')}") as progress:
         for index, rows in enumerate(selection.rows):
             interrupt.check()
-            pending.append(pipe.evaluate(state, batches[index], metrics, weights=request.weights))
+            pending.append(pipe.evaluate(state, batches[index], functions, weights=request.weights))
             if len(pending) > _MOST_PENDING:
                 finish()
                 done += rows
                 progress(done, total)
         while pending:
             finish()
-    means = mean_of(results)
-    return {name: (mean, sum(batch[name][1] for batch in results)) for name, mean in means.items()}
+    return mean_of(results), sum(batch["val_loss"][1] for batch in results)
 
 
 def _print(config: Config, request: Request, result: Result, source: str, reporter: Reporter) -> None:

@@ -11,10 +11,11 @@ from rich.console import Console
 
 import jpipe
 from jpipe.files import shown
-from jpipe_train.assemble import compile_cache, model
+from jpipe_train.assemble import compile_cache
 from jpipe_train.assemble.build import build, check, prepare_devices
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
+from jpipe_train.assemble.metrics import metrics
 from jpipe_train.checkpoint.checkpoints import Checkpoints
 from jpipe_train.checkpoint.resume import VERSIONS, Resume, Resumed, passed_over
 from jpipe_train.checkpoint.resume import find as find_resumed
@@ -202,8 +203,8 @@ def run(
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
-        metrics = model.metrics(config.eval)
-        training = Training(config.train, pipe, batches.train, held_out, metrics, log, measure, checkpoints, preemption, history)
+        chosen = metrics(config.eval, config.model.label_count)
+        training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history)
         is_complete = False
         try:
             with reporter.training(), preemption:

@@ -50,7 +50,7 @@ def initial_params(
         return None
     from jpipe_train.checkpoint import warm_start
 
-    return warm_start.load(config.warm_start, pipe, batches.like, together, reporter.say, config.tune)
+    return warm_start.load(config.warm_start, pipe, batches.like, together, reporter.say, config.tune, config.model.head)
 
 
 def make_folder(config: Config, plan: jpipe.Plan, resume: Resume, resumed: Resumed | None, reporter: Reporter) -> RunFolder:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe_train.config.huggingface import ARCHITECTURES, Description
+from jpipe_train.config.huggingface import ARCHITECTURES, Description, whole_section
 from jpipe_train.config.model_config import ModelConfig, has_bias
 
 Shape = tuple[int, ...]
@@ -90,21 +90,23 @@ _OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias
 
 def layout(described: Description) -> Layout:
     """Return the layout of the model that a `config.json` describes."""
-    names, config = ARCHITECTURES[described.architecture].tensors, ModelConfig(**described.keys, seq_len=1)
-    copies = dict(names.copies)
+    names, config = ARCHITECTURES[described.architecture].tensors, ModelConfig(**whole_section(described.keys))
+    is_language = config.head == "language"
+    copies = dict(names.copies) if is_language else {}
     layers = {"embed": ("", names.embed, _embed(config))}
     for i in range(config.depth):
         layers[f"block_{i}"] = names.layer.format(i), names.block, _block(config)
-    head = dict(names.head)
-    if config.tied and (logits := head.pop("logits", None)) is not None:
+    head = dict(names.head if is_language else names.scores)
+    if is_language and config.tied and (logits := head.pop("logits", None)) is not None:
         copies[f"{logits}.weight"] = f"{names.embed['token']}.weight"
     layers["head"] = "", head, _head(config)
     rows = {}
     for layer_id, (start, of_layer, shapes) in layers.items():
+        turned = names.transposed or layer_id == "head"
         rows[layer_id] = tuple(
             row
             for ours, theirs in of_layer.items()
-            for row in _rows(layer_id, ours.split(","), [start + name for name in theirs.split(",")], shapes, names.transposed)
+            for row in _rows(layer_id, ours.split(","), [start + name for name in theirs.split(",")], shapes, turned)
         )
     return Layout(rows, names.prefix, copies, names.optional.get(described.architecture, ()))
 
@@ -145,7 +147,11 @@ def _block(c: ModelConfig) -> dict[str, _Sizes]:
 
 
 def _head(c: ModelConfig) -> dict[str, _Sizes]:
-    linear = {"logits": (c.vocab_size, False), "pooler": (c.width, True), "transform": (c.width, True), "next_sentence": (2, True)}
+    scores = (c.label_count or 1) if c.head == "classification" else 1
+    linear = {
+        **{"logits": (c.vocab_size, False), "pooler": (c.width, True), "transform": (c.width, True), "next_sentence": (2, True)},
+        "score": (scores, c.kind == "bert"),
+    }
     return {
         **{name: _Sizes(c.width, (outputs,), bias, "kernel") for name, (outputs, bias) in linear.items()},
         "norm": _norm(c, c.width),

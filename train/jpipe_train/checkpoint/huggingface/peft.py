@@ -13,8 +13,8 @@ from jpipe.files import new_folder, unused, write_atomically
 from jpipe_train.checkpoint.export import Weights
 from jpipe_train.checkpoint.huggingface.names import Row
 from jpipe_train.checkpoint.huggingface.writing import Model, of_run
-from jpipe_train.config.tune_config import PARTS, LoraConfig
 from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.config.tune_config import PARTS, LoraConfig
 from jpipe_train.console.terminal import count
 from jpipe_train.models.lora import widths_of
 
@@ -23,22 +23,37 @@ _BEFORE = "base_model.model."  # of the names of modules, as PEFT wraps them
 _TASKS = {"decoder": "CAUSAL_LM"}  # others have none
 
 
+class Part(NamedTuple):
+    """A part of a linear layer, which may have an adapter.
+
+    Attributes:
+        adapter: the start of the names of its parameters, such as "block_0/qkv/lora/q_proj".
+        outputs: the number of outputs of the part.
+        exists: whether the part has an adapter.
+    """
+
+    adapter: str
+    outputs: int
+    exists: bool
+
+
 class Module(NamedTuple):
-    """A module of transformers, and the parts of jpipe's linear layer whose adapters it has.
+    """A module of transformers that has adapters.
 
     Attributes:
         name: of the module, such as "model.layers.0.self_attn.q_proj".
-        ours: of the linear layer, such as "block_0/qkv".
-        parts: such as ("q_proj",), or all three for a module that computes queries, keys and values.
-        present: those of the parts that have adapters.
+        parts: what it computes, side by side: one part, or several, such as queries, keys and values.
         transposed: as in `Row`.
     """
 
     name: str
-    ours: str
-    parts: tuple[str, ...]
-    present: tuple[str, ...]
+    parts: tuple[Part, ...]
     transposed: bool
+
+    @property
+    def number(self) -> int:
+        """The number of parts that have an adapter."""
+        return sum(part.exists for part in self.parts)
 
 
 def main(run: str, out: str, step: int | None, report: Callable[[str], None], weights: Weights = "newest") -> None:
@@ -63,10 +78,10 @@ def main(run: str, out: str, step: int | None, report: Callable[[str], None], we
     tensors: dict[str, np.ndarray] = {}
     modules: dict[str, Module] = {}
     for layer_id, rows in model.names.rows.items():
-        of_layer = [module for row in rows for module in modules_of(row, model.specs)]
+        of_layer = [module for row in rows for module in modules_of(row, model.specs, model.config.model)]
         arrays = model.read(layer_id) if of_layer else {}
         for module in of_layer:
-            a, b = _matrices(module, arrays, model.config.model)
+            a, b = _matrices(module, arrays)
             tensors |= {f"{_BEFORE}{module.name}.lora_A.weight": a, f"{_BEFORE}{module.name}.lora_B.weight": b}
             modules[module.name] = module
     if not tensors:
@@ -79,46 +94,50 @@ def main(run: str, out: str, step: int | None, report: Callable[[str], None], we
     report(f"{out}: {count(len(tensors), 'tensor')}, {len(content):,} bytes, {model.origin}")
 
 
-def modules_of(row: Row, names: Collection[str]) -> list[Module]:
+def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Module]:
     """Return the modules of a row of the layout that have adapters.
 
     Args:
-        row: the tensors of a parameter.
+        row: the tensors of parameters that are stored together.
         names: of all parameters of the model with adapters.
+        model: the section `model`.
     """
-    linear, _, last = row.ours.rpartition("/")
-    parts = PARTS.get(linear.rpartition("/")[2], ()) if last == "kernel" else ()
-    if not parts:
-        return []
-    theirs = [name.removesuffix(".weight") for name in row.theirs]
-    each = [(part,) for part in parts] if len(theirs) == len(parts) else [parts]
-    present = [tuple(part for part in own if f"{linear}/lora/{part}/a" in names) for own in each]
-    return [Module(name, linear, own, some, row.transposed) for name, own, some in zip(theirs, each, present, strict=True) if some]
+    parts = []
+    for ours, shape in row.shapes.items():
+        linear, _, last = ours.rpartition("/")
+        kind = linear.rpartition("/")[2]
+        if last != "kernel" or kind not in PARTS:
+            return []
+        for part, outputs in widths_of(kind, shape[1], model).items():
+            adapter = f"{linear}/lora/{part}"
+            parts.append(Part(adapter, outputs, f"{adapter}/a" in names))
+    each = [(part,) for part in parts] if len(row.theirs) == len(parts) else [tuple(parts)]
+    modules = [Module(name.removesuffix(".weight"), own, row.transposed) for name, own in zip(row.theirs, each, strict=True)]
+    return [module for module in modules if module.number]
 
 
-def _matrices(module: Module, arrays: Mapping[str, Any], model: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+def _matrices(module: Module, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return A and B of a module, of the shapes (rank, inputs) and (outputs, rank).
 
     Adapters of several parts of one module become one of as many times the rank, whose B has a block for each part.
     """
-    pairs = {part: [np.asarray(arrays[f"{module.ours}/lora/{part}/{matrix}"]) for matrix in "ab"] for part in module.present}
-    widths = widths_of(module.ours.rpartition("/")[2], next(iter(pairs.values()))[1].shape[1], model)
-    a = np.concatenate([a for a, _ in pairs.values()], axis=1)
-    b = np.zeros((a.shape[1], sum(widths[part] for part in module.parts)), a.dtype)
+    columns = [np.asarray(arrays[f"{part.adapter}/a"]) for part in module.parts if part.exists]
+    a = np.concatenate(columns, axis=1)
+    b = np.zeros((a.shape[1], sum(part.outputs for part in module.parts)), a.dtype)
     row = column = 0
     for part in module.parts:
-        if part in pairs:
-            block = pairs[part][1]
-            b[row : row + len(block), column : column + widths[part]] = block
+        if part.exists:
+            block = np.asarray(arrays[f"{part.adapter}/b"])
+            b[row : row + len(block), column : column + part.outputs] = block
             row += len(block)
-        column += widths[part]
+        column += part.outputs
     return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
 
 
 def _described(model: Model, lora: LoraConfig, modules: Mapping[str, Module]) -> dict[str, Any]:
     """Return the content of `adapter_config.json`."""
     targets = _targets(modules, [name.removesuffix(".weight") for row in model.names for name in row.theirs])
-    several = {name: len(module.present) for name, module in modules.items() if len(module.present) > 1}
+    several = {name: module.number for name, module in modules.items() if module.number > 1}
     return {
         "peft_type": "LORA",
         "task_type": _TASKS.get(model.config.model.kind),

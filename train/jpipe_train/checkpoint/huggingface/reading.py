@@ -18,22 +18,29 @@ _SHOWN = 5  # tensors that a message names
 _LONGEST = 80  # letters of the name of one
 
 
-def source(path: Path, *, strict: bool = True) -> Source:
+def source(path: Path, *, head: str = "language", strict: bool = True) -> Source:
     """Open a folder in Hugging Face's layout.
 
     Args:
         path: of the folder.
+        head: the head of the model that begins with it. Another one than `language` may begin with a language model: it takes what they
+            have in common, such as the pooler, and the rest of it is optional.
         strict: whether missing tensors, additional ones and those of other shapes are errors; otherwise they are left out.
 
     Raises:
         InputError: tensors differ and `strict` is set, the folder cannot be read, or jpipe does not have its model.
     """
-    names = layout(huggingface.read(path))
+    described = huggingface.read(path)
+    names = layout(described)
     folder = look_into(path)
     where = f"warm_start.file: '{shown(path)}'"
     known = _known(folder, names)
     if strict:
         _check(folder, names, known, where)
+    starts = names.optional
+    if head != "language" and "head" not in described.keys:
+        names = layout(described._replace(keys=described.keys | {"head": "regression"}))  # which has the names of any of them
+        starts = tuple(name for row in names.rows["head"] for name in row.theirs)
     rows = {ours: row for row in names if _has_tensors(folder, known, row) for ours in row.shapes}
     specs = {
         ours: Spec(row.shapes[ours], _dtype([folder.tensors[known[name]][1].dtype for name in row.theirs])) for ours, row in rows.items()
@@ -45,7 +52,7 @@ def source(path: Path, *, strict: bool = True) -> Source:
             arrays = {name: array for row in distinct for name, array in _arrays(folder, names, known, row).items()}
             yield {name: arrays[name] for name in inner}
 
-    optional = frozenset(ours for row in names if all(name.startswith(names.optional) for name in row.theirs) for ours in row.shapes)
+    optional = frozenset(ours for row in names if all(name.startswith(starts) for name in row.theirs) for ours in row.shapes)
     return Source(where, specs, read, folder.digest, converts=True, optional=optional)
 
 

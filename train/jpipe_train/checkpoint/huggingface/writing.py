@@ -23,6 +23,9 @@ from jpipe_train.config import config_file, huggingface
 from jpipe_train.config.config import Config
 from jpipe_train.console.terminal import count
 from jpipe_train.data import tokenizer
+from jpipe_train.data.chat import template
+from jpipe_train.data.chat.renderer import Renderer
+from jpipe_train.data.chat.tokens import end_of_turn
 from jpipe_train.data.files import token_files
 
 LIMIT = 5 * 10**9  # bytes of the tensors of a file
@@ -129,7 +132,8 @@ def _of_config(file: str, overrides: Sequence[str]) -> Model:
             f"export: expected a config whose run begins with fresh weights, found warm_start.file '{config.warm_start.file}'; leave it out"
         )
     stack = model.layers(config.model, config.train.batch_size)
-    inputs = stack.specs(jax.ShapeDtypeStruct((1, config.model.seq_len), np.dtype("int32")))
+    rows = config.model.label_count or 1 if config.model.head == "multiple_choice" else 1
+    inputs = stack.specs(jax.ShapeDtypeStruct((rows, config.model.seq_len), np.dtype("int32")))
     key = jax.random.key(config.seed)
 
     def read(layer_id: str) -> Mapping[str, Any]:
@@ -180,6 +184,8 @@ def _special(config: Config, vocab_size: int) -> dict[str, Any]:
     tokens = {key: original[key] if _is_token(original.get(key), vocab_size) else None for key in _SPECIAL}
     if tokens["eos_token_id"] is None and config.model.kind == "decoder" and _is_token(end := _end_of_text(config), vocab_size):
         tokens["eos_token_id"] = end
+    if tokens["pad_token_id"] is None and config.data.format == "labels" and _is_token(padding := _padding(config), vocab_size):
+        tokens["pad_token_id"] = padding  # transformers finds the last token of a row by it
     return tokens
 
 
@@ -205,7 +211,20 @@ def _end_of_text(config: Config) -> int | None:
             assert data.path is not None
             return token_files.read_index(data.path, "data.path")[1].end_of_text
         if data.target is None and data.tokenizer is not None:
-            return tokenizer.load(data.tokenizer, "data.tokenizer", data.end_of_text).end
+            loaded = tokenizer.load(data.tokenizer, "data.tokenizer", data.end_of_text)
+            return loaded.end if data.format != "chat" else _end_of_turn(loaded, data.chat_template)
+    return None
+
+
+def _end_of_turn(loaded: tokenizer.Tokenizer, chosen: str | None) -> int | None:
+    with Renderer(template.find(loaded, chosen)) as renderer:
+        return next(iter(end_of_turn(renderer, loaded)[0]), loaded.end)
+
+
+def _padding(config: Config) -> int | None:
+    """Return the token that fills rows, if it is known."""
+    with contextlib.suppress(InputError):
+        return tokenizer.load(str(config.data.tokenizer), "data.tokenizer").padding
     return None
 
 
@@ -226,7 +245,16 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
         return ""
     write_atomically(to / tokenizer.FILE, content)
     # Otherwise transformers builds the default tokenizer of the architecture.
-    _write_json(to / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if config.data.target is None and config.data.format == "chat":
+        try:
+            found = template.find(tokenizer.load(path, "data.tokenizer"), config.data.chat_template)
+        except InputError as error:
+            say(f"without the chat template of the run: {error}")
+        else:
+            named = [{"name": name, "template": source} for name, source in found.sources.items()]
+            settings |= {**found.variables, "chat_template": named if len(named) > 1 else found.source()}
+    _write_json(to / template.SETTINGS, settings)
     return " and the tokenizer"
 
 

@@ -1,7 +1,17 @@
 """Read and write the `config.json` of a folder in Hugging Face's layout as keys of the section `model`, without JAX."""
 
 from jpipe_train.config.huggingface.families import ARCHITECTURES
-from jpipe_train.config.huggingface.reading import CONFIG, MOST_BYTES, Description, fill_section, is_folder, load_json, parse, read
+from jpipe_train.config.huggingface.reading import (
+    CONFIG,
+    MOST_BYTES,
+    Description,
+    fill_section,
+    is_folder,
+    load_json,
+    parse,
+    read,
+    whole_section,
+)
 from jpipe_train.config.huggingface.writing import to_json_keys
 
 __all__ = [
@@ -15,4 +25,5 @@ __all__ = [
     "parse",
     "read",
     "to_json_keys",
+    "whole_section",
 ]

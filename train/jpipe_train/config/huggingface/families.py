@@ -37,9 +37,10 @@ class Tensors:
         embed: of the layer `embed`.
         layer: the beginning of the names of a block, with {} for its number.
         block: of a block, without that beginning.
-        head: of the layer `head`.
+        head: of the layer `head` of a language model.
+        scores: of the layer `head` of a model that judges whole texts.
         prefix: the start of names in the whole model that a folder of the model without its head leaves out.
-        transposed: whether kernels are (outputs, inputs), as in PyTorch's `Linear`.
+        transposed: whether the kernels of blocks are (outputs, inputs), as in PyTorch's `Linear`; those of heads always are.
         copies: the names of tensors that are copies of others, by the name of the copy; a folder may have them.
         optional: the starts of the names of tensors that a folder may leave out, by architecture; their parameters are then initialized.
     """
@@ -48,6 +49,7 @@ class Tensors:
     layer: str
     block: Mapping[str, str]
     head: Mapping[str, str]
+    scores: Mapping[str, str]
     prefix: str
     transposed: bool = True
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +61,8 @@ class Family:
     """A row of the table.
 
     Attributes:
-        architectures: the names in `config.json`; the first one is written.
+        architectures: the names in `config.json` of language models; the first one is written.
+        judges: the names of models with another `model.head`, by that head; that of classification is that of regression, too.
         model_type: the name of the family there.
         parts: JSON keys, and what they decide.
         fixed: keys of `model` that are the same in all models of the family; those that nothing decides have their defaults.
@@ -68,6 +71,7 @@ class Family:
     """
 
     architectures: tuple[str, ...]
+    judges: Mapping[str, str]
     model_type: str
     parts: tuple[Part, ...]
     fixed: Mapping[str, Any]
@@ -142,12 +146,20 @@ _FOUR_NORMS = {
 def _tensors_like_llama(*block: Mapping[str, str]) -> Tensors:
     """Return the names of tensors of Llama, with other names in a block."""
     names = {ours: theirs for part in block for ours, theirs in part.items()}
-    return Tensors({"token": "model.embed_tokens"}, "model.layers.{}.", names, {"norm": "model.norm", "logits": "lm_head"}, "model.")
+    return Tensors(
+        {"token": "model.embed_tokens"},
+        "model.layers.{}.",
+        names,
+        {"norm": "model.norm", "logits": "lm_head"},
+        {"norm": "model.norm", "score": "score"},
+        "model.",
+    )
 
 
 FAMILIES: tuple[Family, ...] = (
     Family(
         ("GPT2LMHeadModel",),
+        {"classification": "GPT2ForSequenceClassification"},
         "gpt2",
         (
             one("n_layer", "depth", Size),
@@ -171,6 +183,7 @@ FAMILIES: tuple[Family, ...] = (
                 **{"mlp_norm": "ln_2", "expand": "mlp.c_fc", "contract": "mlp.c_proj"},
             },
             {"norm": "transformer.ln_f", "logits": "lm_head"},
+            {"norm": "transformer.ln_f", "score": "score"},
             "transformer.",
             transposed=False,
         ),
@@ -183,6 +196,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("LlamaForCausalLM",),
+        {"classification": "LlamaForSequenceClassification"},
         "llama",
         (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), biases("attention_bias", "mlp_bias"), rope()),
         _LLAMA,
@@ -191,6 +205,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("MistralForCausalLM",),
+        {"classification": "MistralForSequenceClassification"},
         "mistral",
         (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), window(4096), rope()),
         _LLAMA,
@@ -198,6 +213,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("Qwen2ForCausalLM",),
+        {"classification": "Qwen2ForSequenceClassification"},
         "qwen2",
         (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), later_windows(), rope()),
         _LLAMA | {"bias": "qkv"},
@@ -206,6 +222,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("Qwen3ForCausalLM",),
+        {"classification": "Qwen3ForSequenceClassification"},
         "qwen3",
         (*_like_llama(), _head_size(128), activation("hidden_act", "silu"), biases("attention_bias"), later_windows(), rope()),
         _LLAMA | {"qk_norm": "head"},
@@ -213,6 +230,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("Gemma2ForCausalLM",),
+        {"classification": "Gemma2ForSequenceClassification"},
         "gemma2",
         (
             *_like_llama(tied=True),
@@ -232,6 +250,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("Gemma3ForCausalLM",),
+        {"classification": "Gemma3TextForSequenceClassification"},
         "gemma3_text",
         (
             *_like_llama(tied=True),
@@ -251,6 +270,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("Phi3ForCausalLM",),
+        {"classification": "Phi3ForSequenceClassification"},
         "phi3",
         (
             *_like_llama(1e-5),
@@ -269,6 +289,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("SmolLM3ForCausalLM",),
+        {"classification": "SmolLM3ForSequenceClassification"},
         "smollm3",
         (
             *_like_llama(tied=True),
@@ -283,6 +304,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("BertForPreTraining", "BertForMaskedLM"),  # the latter often has the next-sentence head, too
+        {"classification": "BertForSequenceClassification", "multiple_choice": "BertForMultipleChoice"},
         "bert",
         (
             *_SIZES,
@@ -314,6 +336,7 @@ FAMILIES: tuple[Family, ...] = (
                 "norm": "cls.predictions.transform.LayerNorm",
                 "logits/bias": "cls.predictions.bias",
             },
+            {"pooler": "bert.pooler.dense", "score": "classifier"},
             "bert.",
             copies={
                 "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
@@ -331,4 +354,4 @@ FAMILIES: tuple[Family, ...] = (
 )
 """The table. An export takes the first row that can express the model, unless the run began with a folder of another."""
 
-ARCHITECTURES: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
+ARCHITECTURES: Mapping[str, Family] = {name: family for family in FAMILIES for name in (*family.architectures, *family.judges.values())}

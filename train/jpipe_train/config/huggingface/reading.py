@@ -13,6 +13,7 @@ from jpipe import InputError
 from jpipe.errors import explain, short
 from jpipe.files import expanded, read_text, shown
 from jpipe_train.config.config import ModelConfig
+from jpipe_train.config.huggingface import labels
 from jpipe_train.config.huggingface.conversion import keys_of, names_of, schema
 from jpipe_train.config.huggingface.families import ARCHITECTURES, IGNORED
 from jpipe_train.config.huggingface.parts import HINT
@@ -57,12 +58,18 @@ def parse(data: Any, where: str = "config.json") -> Description:
         raise InputError(f"{where}: architectures: expected one of {', '.join(ARCHITECTURES)}, found {short(architecture)}; {HINT}")
     family = ARCHITECTURES[architecture]
     json_keys = _validated(schema(family), {key: value for key, value in data.items() if key not in IGNORED | family.ignored}, where)
+    about_labels = {} if architecture in family.architectures else data
     try:
-        keys = keys_of(family, json_keys)
+        keys = keys_of(family, json_keys) | labels.keys_of(family, architecture, _validated(labels.SCHEMA, about_labels, where))
     except ValueError as error:
         raise InputError(f"{where}: {_in_their_words(str(error), {})}") from None
-    _validated(ModelConfig, keys | {"seq_len": 1}, where, names_of(family))
+    _validated(ModelConfig, whole_section(keys), where, names_of(family))
     return Description(architecture, keys)
+
+
+def whole_section(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys with values for those that no folder decides: the length of a row, and how many choices an example has."""
+    return {"seq_len": 1, **({"labels": 2} if keys.get("head") == "multiple_choice" else {}), **keys}
 
 
 class _Architectures(BaseModel):
@@ -91,6 +98,9 @@ def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: 
     explicit = {key: _normal(key, value) for key, value in section.items() if value is not None or (key in keys and _says_none(key))}
     if partial:
         return {**section, **keys, **explicit}
+    if "labels" in keys and explicit.get("labels") is not None:
+        keys["labels"] = labels.agreed(keys["labels"], explicit["labels"])
+        explicit["labels"] = labels.agreed(explicit["labels"], keys["labels"])
     lines = [
         f"{where}: model.{key}: expected {json.dumps(keys[key])} as in {file}, found {short(explicit[key])}; leave it out"
         for key in keys

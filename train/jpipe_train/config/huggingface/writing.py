@@ -6,11 +6,13 @@ from typing import Any
 import pydantic
 
 from jpipe import InputError
+from jpipe_train.config.huggingface import labels
 from jpipe_train.config.huggingface.conversion import canonical, json_of, keys_of, schema
 from jpipe_train.config.huggingface.families import ARCHITECTURES, FAMILIES, Family
 from jpipe_train.config.huggingface.parts import Keys
 from jpipe_train.config.model_config import ModelConfig
 
+_HEADS = {"classification": "classification", "regression": "classification", "multiple_choice": "multiple_choice"}  # in `Family.judges`
 _SHOWN = 3  # families that a message compares with the model
 
 
@@ -38,11 +40,14 @@ def to_json_keys(model: ModelConfig, preferred: str | None = None) -> dict[str, 
         words = "; ".join(f"{family.architectures[0]} has {', '.join(differences[family.model_type])}" for family in nearest)
         raise InputError(f"--layout huggingface: no architecture is this model; the nearest: {words}; leave out --layout")
     family = next(family for family in FAMILIES if family.model_type == chosen)
-    return {"architectures": [family.architectures[0]], "model_type": chosen, **json_of(family, keys)}
+    architecture = family.architectures[0] if model.head == "language" else family.judges[_HEADS[model.head]]
+    return {"architectures": [architecture], "model_type": chosen, **json_of(family, keys), **labels.json_of(keys)}
 
 
 def _differences(family: Family, keys: Keys) -> list[str]:
     """Return in which keys of `model` the model that a family writes differs."""
+    if keys["head"] != "language" and _HEADS[keys["head"]] not in family.judges:
+        return [f"no model.head {keys['head']}"]
     try:
         read = keys_of(family, schema(family).model_validate(json_of(family, keys)))
     except pydantic.ValidationError as error:

@@ -100,17 +100,17 @@ class _SafeNamespace(jinja2.utils.Namespace):
         self, *others = arguments
         values = dict(*others, **named)
         for name in values:
-            _SafeNamespace._check(name)
+            _check_name(name)
         jinja2.utils.Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _SafeNamespace._check(name)
+        _check_name(name)
         super().__setitem__(name, value)
 
-    @staticmethod
-    def _check(name: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot have the name {name!r}, which begins with _")
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the name {name!r}, which begins with _")
 
 
 def environment(now: datetime | None = None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:

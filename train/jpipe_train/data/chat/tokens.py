@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64, UInt32
 
-from jpipe_train.data.chat.renderer import Rendered
+from jpipe_train.data.chat.renderer import Failure, Rendered, Renderer
 from jpipe_train.data.tokenizer import Tokenizer
 
 Range = tuple[int, int]
@@ -44,6 +44,27 @@ def tokenized(conversations: Sequence[Rendered], tokenizer: Tokenizer) -> list[T
             ranges = [_without_spaces(answer, text, offsets, is_special) for answer in ranges]
         found.append(Tokenized(text, tokens, offsets, _apart(ranges)))
     return found
+
+
+def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> tuple[list[int], list[str]]:
+    """Find what a template writes after an answer.
+
+    Returns:
+        The special token that ends an answer, if it is one; otherwise the text that does, if there is some.
+    """
+    question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+    try:
+        text = renderer.answers([question, answer]).text
+    except Failure:  # what is rendered later will tell why
+        return [], []
+    _, found, after = text.rpartition("answer")
+    if not found or not after.strip():
+        return [], []
+    ((tokens, offsets),) = tokenizer.with_offsets([after])
+    first = next(i for i, (start, stop) in enumerate(offsets) if after[start:stop].strip())
+    if int(tokens[first]) in tokenizer.special_ids():
+        return [int(tokens[first])], []
+    return [], [after.strip()]
 
 
 def _range(offsets: Int64[np.ndarray, "n 2"], start: int, stop: int) -> Range:

@@ -19,8 +19,8 @@ _MORE_ROWS = 5  # the same of a table without a header
 
 _LINES = "convert it to JSON lines, such as with pandas"
 _THEN = (
-    ", of which data.format: prompts reads prompts with answers (data.prompt_key, data.answer_key), and jpipe data prepare "
-    "--format jsonl-text makes token files (data.format: tokens) of text"
+    ", of which data.format: prompts reads prompts with answers (data.prompt_key, data.answer_key), chat conversations, and jpipe data "
+    "prepare --format jsonl-text makes token files (data.format: tokens) of text"
 )
 _CUSTOM = "read it in a function of your own (data.target: module:function)"
 _PICKLE = "write text, JSON lines or token files"

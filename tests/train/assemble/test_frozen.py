@@ -1,0 +1,101 @@
+"""The patterns of `tune.freeze` and `tune.train_only`, with whatever the optimizer is."""
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jpipe import InputError
+from jpipe_train.assemble import build
+from jpipe_train.assemble.frozen import trained
+from jpipe_train.config.config import TuneConfig
+from jpipe_train.console.progress import Reporter
+from tests.train.conftest import changed
+
+NAMES = [
+    "embed/token/embedding",
+    "block_0/qkv/kernel",
+    "block_0/qkv/bias",
+    "block_10/qkv/kernel",
+    "block_10/qkv/lora/q_proj/a",
+    "head/norm",
+]
+CASES = {
+    "a layer": ({"freeze": ["embed"]}, NAMES[1:]),
+    "a part of each block": ({"freeze": ["block_*/qkv"]}, [NAMES[0], NAMES[5]]),
+    "kernels": ({"freeze": ["*/kernel", "head"]}, [NAMES[0], NAMES[2], NAMES[4]]),
+    "train_only": ({"train_only": ["block_0", "head/norm"]}, [NAMES[1], NAMES[2], NAMES[5]]),
+    "adapters": ({"lora": {}}, [NAMES[4]]),
+    "adapters, some frozen": ({"lora": {}, "freeze": ["block_1*"]}, []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_patterns_name_parameters_layers_and_parts(case):
+    keys, expected = CASES[case]
+    is_trained = trained(TuneConfig(**keys))
+    assert [name for name in NAMES if is_trained(name)] == expected
+
+
+def built(tiny, **sections):
+    config = changed(tiny, **sections)
+    return build.build(config, Reporter(1, 1, "", Console(quiet=True)))
+
+
+def model(width=8):
+    """Return a model of the user's."""
+    from flax import nnx
+
+    return nnx.Sequential(nnx.Embed(256, width, rngs=nnx.Rngs(0)), nnx.Linear(width, 256, rngs=nnx.Rngs(1)))
+
+
+OPTIONS = {
+    "2BW": ({"train_only": ["head", "block_0/qkv/kernel"]}, {"clip_global_norm": 0.5, "ema_decay": 0.9}, {}),
+    "accumulated": ({"freeze": ["embed", "*/bias"]}, {"accumulate_batches": 2, "arguments": {"weight_decay": 0.1}}, {}),
+    "a model of the user's": ({"freeze": ["layers.0"]}, {}, {"model": {"target": f"{__name__}:model"}}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
+    tune, optimizer, sections = OPTIONS[case]
+    if "model" in sections:
+        tiny = tiny | {"model": {}}
+    pipe, batches = built(tiny, tune=tune, optimizer=optimizer, **sections)
+    state = pipe.init(jax.random.key(0), batches.like)
+    start, is_trained = pipe.params(state), trained(TuneConfig(**tune))
+    for t in range(3):
+        state, _ = pipe.step(state, batches.train[t])
+    state = pipe.drain(state)
+    leaves = jax.tree_util.tree_leaves_with_path(pipe.params(state))
+    for (path, after), before in zip(leaves, jax.tree.leaves(start), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert np.array_equal(after, before) != is_trained(name), name
+
+
+@pytest.mark.parametrize(
+    ("tune", "message"),
+    [
+        ({"freeze": ["blok_0"]}, "tune.freeze: no parameter or layer matches 'blok_0'; the nearest is block_0"),
+        ({"train_only": ["head/*", "block_0/qvk/kernel"]}, "tune.train_only: no .* matches 'block_0/qvk/kernel'; .* block_0/qkv/kernel"),
+        ({"freeze": ["*"]}, "tune.freeze: expected that some parameters are trained, found that all are frozen; leave some out"),
+    ],
+)
+def test_patterns_that_match_nothing_are_refused_with_the_nearest_name(tune, message, tiny):
+    with pytest.raises(InputError, match=message):
+        built(tiny, tune=tune)
+
+
+@pytest.mark.parametrize(
+    ("tune", "message"),
+    [
+        ({"freeze": ["a"], "train_only": ["b"]}, "freeze and train_only: expected one of them, found both"),
+        ({"lora": {}, "train_only": ["b"]}, "train_only: with lora the adapters are trained, and nothing else; leave out one of them"),
+        ({"lora": {"targets": ["q_prj"]}}, "unknown layer 'q_prj'; did you mean 'q_proj'?"),
+        ({"base_dtype": "bfloat16"}, "base_dtype: would mean nothing without lora"),
+        ({"quantize": "int8", "freeze": ["a"]}, "quantize: would mean nothing without lora"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(tune, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        TuneConfig(**tune)

@@ -1,0 +1,160 @@
+"""Runs with adapters: warm starts, what training leaves as it is, resumes under other plans, exports and generation."""
+
+import json
+import shutil
+import subprocess
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jpipe import InputError
+from jpipe.checkpoints import files as checkpoint_files
+from jpipe_train.assemble.model import layers
+from jpipe_train.checkpoint import export
+from jpipe_train.checkpoint.adapters import merged
+from jpipe_train.checkpoint.huggingface import peft, writing
+from jpipe_train.config import config_file
+from jpipe_train.config.config import Config, TuneConfig
+from jpipe_train.generate import model_source
+from jpipe_train.models.lora import is_of_adapter
+from jpipe_train.models.quantized import quantize
+from jpipe_train.run import loop
+from tests.train.checkpoint import folders, test_transformers
+from tests.train.models.running import applied
+
+TUNE = "tune={lora: {rank: 2, alpha: 8, targets: [q_proj, v_proj, up_proj, down_proj]}}"
+RATE = ("optimizer.name=adam", "optimizer.learning_rate=0.05")
+QUANTIZED = ("tune.base_dtype=bfloat16", "tune.quantize=nf4", "plan.schedule=pipedream_2bw")
+
+
+def run(folder: Path, name: str, *overrides: str, tune: str = TUNE) -> types.SimpleNamespace:
+    """Train from a golden folder of transformers; return the config, the folder of the run and its arrays by name."""
+    folder.mkdir(exist_ok=True)
+    config = folders.config(folder, name, tune, *RATE, *overrides)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "write_report", lambda *_: None)
+        summary = loop.main(config)
+    arrays = export.by_name(checkpoint_files.read_layers(summary.folder, config.train.steps))
+    return types.SimpleNamespace(config=config, folder=summary.folder, arrays={name: np.asarray(array) for name, array in arrays.items()})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, types.SimpleNamespace]:
+    """Return runs of two steps with adapters, with a base in float32 and with a quantized one."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {"float32": run(folder / "float32", "llama"), "nf4": run(folder / "nf4", "llama", *QUANTIZED)}
+
+
+def logits(config: Config, arrays: dict[str, np.ndarray], tokens: np.ndarray, tune: object = None) -> np.ndarray:
+    """Return the outputs of a model with these arrays by name."""
+    stack = layers(config.model, folders.ROWS, None, None, None, tune)
+    params = folders.nested(stack, arrays, tokens)
+    return np.asarray(applied(stack, stack.ties.split(params), tokens))
+
+
+@pytest.mark.parametrize("kind", ["float32", "nf4"])
+def test_training_leaves_the_base_as_it_was_in_the_folder(kind, runs):
+    actual, (_, original) = runs[kind].arrays, folders.read(folders.GOLDEN / "llama")
+    kernels = {name for name in original if name.startswith("block") and name.endswith("kernel")}
+    for name, array in original.items():
+        if kind == "nf4" and name in kernels:
+            for part, expected in zip(("codes", "scale"), quantize(jax.numpy.asarray(array, "float32"), "nf4"), strict=True):
+                np.testing.assert_array_equal(actual[f"{name}/{part}"], expected)
+        else:
+            np.testing.assert_array_equal(actual[name], array.astype(actual[name].dtype))
+    trained = {name: array for name, array in actual.items() if is_of_adapter(name)}
+    assert len(trained) == 2 * 4 * 2
+    assert all(array.any() for array in trained.values())
+
+
+@pytest.mark.parametrize("kind", ["float32", "nf4"])
+def test_merged_weights_compute_what_adapters_compute(kind, runs, tmp_path):
+    result, tokens = runs[kind], folders.computed("llama")["tokens"]
+    expected = logits(result.config, result.arrays, tokens, result.config.tune)
+    folders.close(logits(result.config, merged(result.arrays, result.config.model, result.config.tune), tokens), expected)
+    writing.main(str(result.folder), str(tmp_path / "merged"), None, print)
+    _, arrays = folders.read(tmp_path / "merged")
+    folders.close(logits(result.config, arrays, tokens), expected)
+    origin = model_source.find(str(result.folder), None, "newest", "bytes", None, print)
+    for layer_id, specs in {"block_1": layers(result.config.model, 1).specs(tokens)["block_1"].params}.items():
+        np.testing.assert_allclose(origin.layer(layer_id, specs)["qkv"]["kernel"], arrays[f"{layer_id}/qkv/kernel"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("plan.num_stages=3", "plan.schedule=gpipe"),
+        pytest.param(("plan.num_stages=1", "plan.schedule=naive"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_resumed_under_another_plan_gives_the_same_weights(overrides, runs, tmp_path):
+    begun = run(tmp_path / "run", "llama", "train.steps=1", "checkpoint.every=1", "optimizer.lr_schedule=constant")
+    assert not np.array_equal(begun.arrays["block_0/qkv/lora/q_proj/b"], runs["float32"].arrays["block_0/qkv/lora/q_proj/b"])
+    resumed = run(tmp_path / "run", "llama", *overrides)
+    assert resumed.arrays.keys() == runs["float32"].arrays.keys()
+    for name, array in runs["float32"].arrays.items():
+        np.testing.assert_allclose(resumed.arrays[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_folder_for_peft_has_its_names_and_shapes(runs, tmp_path):
+    peft.main(str(runs["float32"].folder), str(tmp_path / "peft"), None, print)
+    described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert described["target_modules"] == ["down_proj", "q_proj", "up_proj", "v_proj"]
+    assert (described["r"], described["lora_alpha"], described["peft_type"], described["task_type"]) == (2, 8.0, "LORA", "CAUSAL_LM")
+    tensors, arrays = load_file(tmp_path / "peft" / "adapter_model.safetensors"), runs["float32"].arrays
+    assert len(tensors) == 2 * 4 * 2
+    name = "base_model.model.model.layers.1.self_attn.v_proj.lora_{}.weight"
+    np.testing.assert_array_equal(tensors[name.format("A")], arrays["block_1/qkv/lora/v_proj/a"].T)
+    np.testing.assert_array_equal(tensors[name.format("B")], arrays["block_1/qkv/lora/v_proj/b"].T)
+
+
+def test_a_run_without_adapters_has_no_folder_for_peft(runs, tmp_path):
+    plain = shutil.copytree(runs["float32"].folder, tmp_path / "plain")
+    config = config_file.load_resolved(plain / "config.yaml")
+    (plain / "config.yaml").write_text(config_file.to_yaml(config.model_copy(update={"tune": TuneConfig()})))
+    with pytest.raises(
+        InputError, match=r"--layout: expected a run with adapters \(tune.lora\) for peft, found none in .*; give huggingface"
+    ):
+        peft.main(str(plain), str(tmp_path / "peft"), None, print)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_peft_computes_the_same_logits(name, tmp_path):
+    """GPT-2 has queries, keys and values in one module, and `c_proj` twice in each block."""
+    targets = "[q_proj, v_proj, down_proj]" if name == "gpt2" else "null"
+    result = run(tmp_path / "runs", name, tune=f"tune={{lora: {{rank: 2, alpha: 8, targets: {targets}}}}}")
+    peft.main(str(result.folder), str(tmp_path / "peft"), None, print)
+    tokens = folders.computed(name)["tokens"]
+    save_file({"tokens": tokens}, tmp_path / "peft" / "batch.safetensors")
+    python = test_transformers.PYTHON
+    if not python.exists() or subprocess.run([python, "-c", "import peft"], capture_output=True, check=False).returncode:
+        pytest.skip("PEFT is needed in .venv-torch: `make .venv-torch/ready`")
+    test_transformers.run("peft", folders.GOLDEN / name, tmp_path / "peft")
+    expected = load_file(tmp_path / "peft" / "results.safetensors")["logits"]
+    actual = logits(result.config, result.arrays, tokens, result.config.tune)
+    assert np.abs(actual - folders.computed(name)["logits"]).max() > 1e-3
+    folders.close(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw"])
+def test_fifty_steps_lower_the_loss(schedule, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = folders.config(folder, "llama", TUNE, "train.steps=50", f"plan.schedule={schedule}", *RATE, "train.eval_every=50")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "write_report", lambda *_: None)
+        patched.setattr(folders, "data", repeated)
+        summary = loop.main(config)
+    assert summary.val_loss_after < summary.val_loss_before - 0.5
+
+
+def repeated(seed: int, batch_size: int, name: str) -> object:
+    """Return more of the batches of `folders.data`."""
+    batch = folders.batch(folders.computed(name))
+    return [batch] * 50, [batch]

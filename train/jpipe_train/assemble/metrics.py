@@ -1,0 +1,208 @@
+"""The metrics of an evaluation that a config names: built-in ones, or functions of the user's.
+
+The pipeline sums pairs of numbers, (sum, weight), over microbatches, replicas and batches. A metric that is no mean, such as F1, is made of
+several such parts, from whose means `combined` computes it at the end.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpipe import InputError
+from jpipe_train.config import entry_point
+from jpipe_train.config.config import EvalConfig
+from jpipe_train.models import cross_entropy, heads
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+def metrics(config: EvalConfig, classes: int | None = None) -> dict[str, Any]:
+    """Return the functions of an evaluation by name, `(outputs, labels) -> (sum, weight)`; `combined` makes metrics of their means.
+
+    Args:
+        config: the section `eval`.
+        classes: the number of classes of the model, if it is known.
+
+    Raises:
+        InputError: a target does not exist.
+    """
+    functions: dict[str, Any] = {}
+    for name, metric in config.metrics.items():
+        if metric in _IN_PARTS:
+            count = _IN_PARTS[metric].count(classes or 0)
+            functions |= {f"{metric}:{i}:{name}": _Part(_IN_PARTS[metric].sums, count, i) for i in range(count)}
+        else:
+            functions[name] = _MEANS.get(metric) or _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}"))
+    return functions
+
+
+def combined(means: Mapping[str, float]) -> dict[str, float]:
+    """Return means over a whole data set by name, with those of the parts of a metric replaced by the metric."""
+    values: dict[str, float] = {}
+    parts: dict[str, tuple[str, list[float]]] = {}
+    for key, mean in means.items():
+        if (part := _PART.fullmatch(key)) is None:
+            values[key] = mean
+            continue
+        name = part["before"] + part["name"]
+        values.setdefault(name, math.nan)  # in its place
+        parts.setdefault(name, (part["metric"], []))[1].append(mean)
+    return values | {name: _IN_PARTS[metric].value(numbers) for name, (metric, numbers) in parts.items()}
+
+
+_PART = re.compile(r"(?P<before>(val_)?)(?P<metric>\w+):\d+:(?P<name>\w+)")
+
+
+@dataclass(frozen=True)
+class _InParts:
+    """A metric made of several means.
+
+    Attributes:
+        count: the number of its parts, given that of the classes.
+        sums: returns (outputs, labels, count) -> (the sum of each part, their weight).
+        value: the metric, given the means of the parts in their order.
+    """
+
+    count: Callable[[int], int]
+    sums: Callable[[Any, Any, int], tuple[list[jax.Array], jax.Array]]
+    value: Callable[[Sequence[float]], float]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part of a metric."""
+
+    sums: Any
+    count: int
+    index: int
+
+    def __call__(self, outputs: Any, labels: Any) -> Pair:
+        sums, weight = self.sums(outputs, labels, self.count)
+        return sums[self.index], weight
+
+
+@dataclass(frozen=True)
+class _LogitsMetric:
+    """A metric of the user's, called with logits even if the built-in loss computes them itself."""
+
+    metric: Any
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.metric)  # it may ask for random numbers
+
+    def __call__(self, outputs: Any, labels: Any, **random: Any) -> Any:
+        return self.metric(cross_entropy.all_logits(outputs), labels, **random)
+
+
+# Means -------------------------------------------------------------------------------------------------------------------
+
+
+def _accuracy(outputs: Any, labels: Any) -> Pair:
+    """Return how many labels have the largest logit, and the number of labels."""
+    _check_classes("accuracy", outputs, labels)
+    return cross_entropy.correct(outputs, labels)
+
+
+def _top5(outputs: Any, labels: Any) -> Pair:
+    """Return how many labels have one of the five largest logits, and the number of labels."""
+    _check_classes("top5", outputs, labels)
+    if (classes := cross_entropy.vocab_size(outputs)) < 5:
+        raise InputError(f"eval.metrics: top5: expected logits of at least 5 classes, found {classes}; leave it out")
+    return cross_entropy.correct(outputs, labels, 5)
+
+
+def _cross_entropy(outputs: Any, labels: Any) -> Pair:
+    """Return the summed cross-entropy of the labels in nats, whatever the loss is, and the number of labels."""
+    _check_classes("cross_entropy", outputs, labels)
+    return cross_entropy.loss(outputs, labels)
+
+
+def _squared_error(outputs: Any, labels: Any) -> Pair:
+    """Return the summed squares of the errors, whatever the loss is, and the number of labels."""
+    _check_numbers("squared_error", outputs, labels)
+    return heads.squared_error(outputs, labels)
+
+
+# Metrics in parts --------------------------------------------------------------------------------------------------------
+
+
+def _class_counts(outputs: Any, labels: Any, first: int, stop: int) -> tuple[list[jax.Array], jax.Array]:
+    """Count for each of these classes the labels that are predicted, and the labels plus the predictions; and all labels that count."""
+    predicted, counts = cross_entropy.all_logits(outputs).argmax(-1), labels >= 0
+    sums = []
+    for number in range(first, stop):
+        is_label, is_predicted = labels == number, (predicted == number) & counts
+        sums += [(is_label & is_predicted).sum(), is_label.sum() + is_predicted.sum()]
+    return sums, counts.sum()
+
+
+def _binary_counts(outputs: Any, labels: Any, _: int) -> tuple[list[jax.Array], jax.Array]:
+    _check_classes("f1_binary", outputs, labels)
+    if (classes := cross_entropy.vocab_size(outputs)) != 2:
+        raise InputError(f"eval.metrics: f1_binary: expected logits of 2 classes, found {classes}; use f1_macro")
+    return _class_counts(outputs, labels, 1, 2)
+
+
+def _all_counts(outputs: Any, labels: Any, count: int) -> tuple[list[jax.Array], jax.Array]:
+    _check_classes("f1_macro", outputs, labels)
+    return _class_counts(outputs, labels, 0, count // 2)
+
+
+def _f1(means: Sequence[float]) -> float:
+    """Return the mean F1 of the classes that occur in the labels or the predictions; NaN if none does."""
+    pairs = zip(means[::2], means[1::2], strict=True)
+    values = [2 * hits / either for hits, either in pairs if either != 0]
+    return sum(values) / len(values) if values else math.nan
+
+
+def _moments(outputs: Any, labels: Any, _: int) -> tuple[list[jax.Array], jax.Array]:
+    """Sum the outputs, the labels, their squares and their products."""
+    _check_numbers("pearson", outputs, labels)
+    wide = cross_entropy.wider(outputs.dtype)
+    x, y = outputs.astype(wide), labels.astype(wide)
+    return [each.sum() for each in (x, y, x * x, y * y, x * y)], jnp.asarray(labels.size, jnp.float32)
+
+
+def _pearson(means: Sequence[float]) -> float:
+    """Return the correlation; NaN if the outputs or the labels are all the same."""
+    x, y, xx, yy, xy = means
+    product = (xx - x * x) * (yy - y * y)
+    return (xy - x * y) / math.sqrt(product) if product > 0 else math.nan
+
+
+_MEANS: dict[str, Any] = {"accuracy": _accuracy, "top5": _top5, "cross_entropy": _cross_entropy, "squared_error": _squared_error}
+_IN_PARTS = {
+    "f1_binary": _InParts(lambda _: 2, _binary_counts, _f1),
+    "f1_macro": _InParts(lambda classes: 2 * classes, _all_counts, _f1),
+    "pearson": _InParts(lambda _: 5, _moments, _pearson),
+}
+
+
+def _check_classes(metric: str, outputs: Any, labels: Any) -> None:
+    """Check that the outputs are logits and the labels are classes."""
+    logits, tokens = (outputs["tokens"], labels["tokens"]) if isinstance(labels, dict) else (outputs, labels)
+    shape = (logits.hidden if isinstance(logits, cross_entropy.Unprojected) else logits).shape
+    if not jnp.issubdtype(tokens.dtype, jnp.integer) or shape[:-1] != tokens.shape:
+        raise InputError(
+            f"eval.metrics: {metric}: expected logits of classes and integer labels, found outputs {list(shape)} and "
+            f"{tokens.dtype}{list(tokens.shape)}; name a module:function of your own"
+        )
+
+
+def _check_numbers(metric: str, outputs: Any, labels: Any) -> None:
+    """Check that there is a number for each label, which is one, too."""
+    leaves = jax.tree.leaves((outputs, labels))
+    is_number = all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+    if len(leaves) != 2 or not is_number or leaves[0].shape != leaves[1].shape:
+        described = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+        raise InputError(
+            f"eval.metrics: {metric}: expected a number for each label, both floating-point, found {described}; name a module:function of "
+            "your own"
+        )

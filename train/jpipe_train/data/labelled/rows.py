@@ -1,0 +1,98 @@
+"""Tokenized examples in memory, each a row of tokens or one for each choice, filled up with padding."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int64
+
+from jpipe_train.data.rows import Tree
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples of `choices` rows each, or of one row if that is None.
+
+    Attributes:
+        tokens: of all rows, one after the other.
+        types: of each token, which text it belongs to.
+        ends: behind the last token of each row.
+        labels: of each example, integers or numbers.
+        seq_len: positions of a row.
+        choices: rows of an example.
+        padding: the token that fills rows.
+        has_types: whether the model reads types.
+    """
+
+    tokens: np.ndarray
+    types: np.ndarray
+    ends: Int64[np.ndarray, " rows"]
+    labels: np.ndarray
+    seq_len: int
+    choices: int | None
+    padding: int
+    has_types: bool
+
+    def __len__(self) -> int:
+        return int(self.labels.size)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        rows = self.choices or 1
+        arrays = {name: np.full((rows, self.seq_len), fill, np.int32) for name, fill in self._fills.items()}
+        for place, row in enumerate(range(index * rows, (index + 1) * rows)):
+            start, end = int(self.ends[row - 1]) if row else 0, int(self.ends[row])
+            arrays["tokens"][place, : end - start] = self.tokens[start:end]
+            arrays["segments"][place, : end - start] = 1
+            if self.has_types:
+                arrays["types"][place, : end - start] = self.types[start:end]
+        return {name: array if self.choices else array[0] for name, array in arrays.items()}, np.asarray(self.labels[index])
+
+    @property
+    def spec(self) -> tuple[Tree, Tree]:
+        """Shapes and dtypes of an example."""
+        shape = (self.seq_len,) if self.choices is None else (self.choices, self.seq_len)
+        array = jax.ShapeDtypeStruct(shape, np.dtype(np.int32))
+        return dict.fromkeys(self._fills, array), jax.ShapeDtypeStruct((), self.labels.dtype)
+
+    def digest(self) -> str:
+        """Hash all of it."""
+        hasher = hashlib.sha256(f"{self.seq_len} {self.choices} {self.padding}".encode())
+        for array in (self.tokens, self.types, self.ends, self.labels):
+            hasher.update(np.ascontiguousarray(array).data)
+        return hasher.hexdigest()
+
+    @property
+    def _fills(self) -> dict[str, int]:
+        fills = {"segments": 0, "tokens": self.padding}
+        return fills | {"types": 0} if self.has_types else fills
+
+
+class Memory:
+    """Collects tokenized rows and labels."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._tokens: list[np.ndarray] = []
+        self._types: list[np.ndarray] = []
+        self._sizes: list[int] = []
+        self._labels: list[int | float] = []
+
+    def add_row(self, tokens: np.ndarray, types: np.ndarray) -> None:
+        """Add a row of the example that the next label is for."""
+        self._tokens.append(tokens.astype(self._dtype))
+        self._types.append(types.astype(np.uint8))
+        self._sizes.append(tokens.size)
+
+    def add_label(self, label: int | float) -> None:
+        """Add a label, after the rows of its example."""
+        self._labels.append(label)
+
+    def examples(self, is_number: bool, **rest: Any) -> Examples:
+        """Return all of it; `rest` are the other arguments of `Examples`."""
+        tokens, types = (
+            np.concatenate([np.zeros(0, dtype), *parts]) for parts, dtype in ((self._tokens, self._dtype), (self._types, np.uint8))
+        )
+        labels = np.asarray(self._labels, np.float32 if is_number else np.int32)
+        return Examples(tokens, types, np.cumsum(np.asarray(self._sizes, np.int64), dtype=np.int64), labels, **rest)
