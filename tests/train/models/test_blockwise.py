@@ -54,6 +54,8 @@ def test_memory_grows_with_the_length():
         gradient = jax.grad(lambda q, k, v: function(q, k, v).sum(), argnums=(0, 1, 2))
         return jax.jit(gradient).lower(q, q, q).compile().memory_analysis().temp_size_in_bytes
 
-    in_blocks = [scratch(n, lambda q, k, v: attend_in_blocks(attend, q, k, v, None, Masked(True), 2**18 // q.shape[1])) for n in (2048, 8192)]
+    in_blocks = [
+        scratch(n, lambda q, k, v: attend_in_blocks(attend, q, k, v, None, Masked(True), 2**18 // q.shape[1])) for n in (2048, 8192)
+    ]
     assert in_blocks[1] < 4.5 * in_blocks[0]
     assert in_blocks[1] < scratch(8192, partial(at_once, segments=None, masked=Masked(True))) / 20
