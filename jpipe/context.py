@@ -1,16 +1,21 @@
-"""Contexts that keep settings of JAX for the user's own programs away from the programs of a pipeline."""
+"""Contexts of traces: for which platform and which mesh, and without the settings of JAX for the user's own programs."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import jax
+from jax.sharding import AbstractMesh
 
 from jpipe.errors import InputError
 
 __all__ = [
+    "StageMesh",
+    "traced_mesh",
     "traced_platform",
     "tracing_for",
+    "tracing_on",
     "without_mesh",
 ]
 
@@ -30,6 +35,42 @@ def tracing_for(platform: str) -> Iterator[None]:
 def traced_platform() -> str:
     """Return the platform that layers are traced for, for layers that compute differently on some: "cpu", "gpu" or "tpu"."""
     return _platform.get() or jax.default_backend()
+
+
+@dataclass(frozen=True)
+class StageMesh:
+    """The mesh of a stage, for layers that say themselves how they compute on it, with `jax.shard_map`.
+
+    Attributes:
+        mesh: its axes and their sizes, without devices.
+        axes: the axis over which each logical axis of parameters is sharded, of those that are.
+        rows: the axes over which the rows of a microbatch are sharded.
+    """
+
+    mesh: AbstractMesh
+    axes: Mapping[str, str]
+    rows: tuple[str, ...]
+
+
+_mesh: ContextVar[StageMesh | None] = ContextVar("_mesh", default=None)
+
+
+@contextlib.contextmanager
+def tracing_on(mesh: StageMesh | None) -> Iterator[None]:
+    """Trace layers for a stage on a mesh, or with None for one device."""
+    token = _mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _mesh.reset(token)
+
+
+def traced_mesh() -> StageMesh | None:
+    """Return the mesh that layers are traced for; None for one device.
+
+    `LayerStack.specs` traces them for one device, so shapes and dtypes must be the same with and without a mesh.
+    """
+    return _mesh.get()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jpipe._frozen import NOTHING, FrozenMapping
+from jpipe.context import StageMesh
 from jpipe.errors import InputError, nearest
 from jpipe.model._layer import LayerSpec
 from jpipe.model._stack import LayerStack
@@ -27,16 +28,23 @@ class Partition:
     Attributes:
         mesh: sizes by axis, those of size 1 left out; empty: one device, which holds everything.
         rows: of a microbatch.
-        batch: the axis over which the rows are sharded, if any.
+        batch: the axes over which the rows are sharded.
         params: by entry the `PartitionSpec` of each parameter, by path; those that are whole on each device are left out.
         gathered: as `params`, but where the parameters are used: without the axis of the rows (`fsdp`).
+        axes: the axis of the mesh over which each logical axis is sharded, of those that are.
     """
 
     mesh: FrozenMapping[int] = NOTHING
     rows: int = 0
-    batch: str | None = None
+    batch: tuple[str, ...] = ()
     params: Mapping[str, Mapping[str, PartitionSpec]] = field(default_factory=dict)
     gathered: Mapping[str, Mapping[str, PartitionSpec]] = field(default_factory=dict)
+    axes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def traced(self) -> StageMesh | None:
+        """The mesh as layers see it while they are traced."""
+        return StageMesh(without_devices(self.mesh), self.axes, self.batch) if self.mesh else None
 
     def gather(self, params: Tree) -> Tree:
         """Return the parameters as they are used, by entry: with `fsdp` gathered over the axis of the rows, inside a program."""
@@ -66,7 +74,9 @@ class Partition:
         return jax.tree.map(self._flow, tree)
 
     def _flow(self, leaf: Any) -> PartitionSpec:
-        return PartitionSpec(self.batch) if self.batch is not None and leaf.ndim and leaf.shape[0] == self.rows else WHOLE
+        if not self.batch or not leaf.ndim or leaf.shape[0] != self.rows:
+            return WHOLE
+        return PartitionSpec(self.batch if len(self.batch) > 1 else self.batch[0])
 
     def _spec(self, specs: Mapping[str, Mapping[str, PartitionSpec]], entry: str, path: str) -> PartitionSpec:
         return specs.get(entry, {}).get(path, WHOLE)
@@ -136,10 +146,11 @@ def _partition(
     rows: int,
 ) -> Partition:
     rules = mesh_rules(plan)
-    batch = rules["batch"] if rules["batch"] in mesh else None
-    if batch is not None and rows % mesh[batch]:
+    data, batch = rules["batch"] if rules["batch"] in mesh else None, _axes_of_rows(rules, mesh, axes)
+    if rows % (size := math.prod(mesh[axis] for axis in batch)):
+        over = f"axis '{batch[0]}'" if len(batch) == 1 else f"axes {' and '.join(map(repr, batch))}"
         raise InputError(
-            f"batch: expected microbatches of a multiple of {mesh[batch]} rows, the size of the axis '{batch}' of the mesh of the stage of "
+            f"batch: expected microbatches of a multiple of {size} rows, the size of the {over} of the mesh of the stage of "
             f"layer '{stage.layers[0]}', found {rows}; change the batch size, the number of microbatches or the mesh"
         )
     params: dict[str, dict[str, PartitionSpec]] = {}
@@ -147,12 +158,25 @@ def _partition(
     for entry, parameters in _entries(stack, stage.layers, layers).items():
         for path, (parameter, spec) in parameters.items():
             in_use = _sharded(parameter, spec, axes[parameter.layer_id].get(parameter.path), rules, mesh)
-            stored = _over_rows(in_use, spec, mesh, batch) if stage.fsdp and batch is not None else in_use
+            stored = _over_rows(in_use, spec, mesh, data) if stage.fsdp and data is not None else in_use
             if stored != WHOLE:
                 params.setdefault(entry, {})[path] = stored
             if in_use != WHOLE:
                 gathered.setdefault(entry, {})[path] = in_use
-    return Partition(mesh, rows, batch, params, gathered)
+    return Partition(mesh, rows, batch, params, gathered, {name: axis for name, axis in rules.items() if axis is not None and axis in mesh})
+
+
+def _axes_of_rows(rules: Mapping[str, str | None], mesh: Mapping[str, int], axes: Mapping[str, Axes]) -> tuple[str, ...]:
+    """Return the axes of a mesh over which the rows of a microbatch are sharded.
+
+    They are those of `batch` and, if a parameter of the model names `expert`, that of experts, unless another logical axis has it, too: in
+    place of the devices' copies of all other layers each computes a part of the rows, and experts get their tokens from all of them.
+    """
+    over, experts = [rules["batch"]], rules["expert"]
+    others = [axis for name, axis in rules.items() if name not in ("batch", "expert")]
+    if experts not in (*over, *others) and any("expert" in names for of_layer in axes.values() for names in of_layer.values()):
+        over.append(experts)
+    return tuple(axis for axis in over if axis is not None and axis in mesh)
 
 
 def _entries(stack: LayerStack, ids: Sequence[str], layers: Mapping[str, LayerSpec]) -> dict[str, dict[str, tuple[_Parameter, Any]]]:
@@ -249,7 +273,7 @@ def _check_used(plan: Plan, of_stages: Sequence[Partition]) -> None:
     """Check that each axis of a mesh shards an array of some stage."""
     for axis in dict.fromkeys(axis for partition in of_stages for axis in partition.mesh):
         specs = [spec for partition in of_stages for tree in partition.params.values() for spec in tree.values()]
-        if not any(axis in spec for spec in specs) and not any(partition.batch == axis for partition in of_stages):
+        if not any(axis in spec for spec in specs) and not any(axis in partition.batch for partition in of_stages):
             raise InputError(
                 f"plan: nothing is sharded over the axis '{axis}' of the meshes: no layer names logical axes with a rule for it; name them "
                 f"in the modules (nnx.with_partitioning, linen.with_partitioning) or in param_axes, or leave out the axis"

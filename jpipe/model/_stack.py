@@ -49,6 +49,8 @@ class LayerStack:
             tuple, an `nnx.List`, an `nnx.Sequential` or a Linen `Sequential` are "0", "1" and so on.
         ties: which layers share parameters. Each stage that uses a shared parameter holds a copy; their gradients are summed.
         carries_rows: whether layers keep a state of each row from batch to batch, so that no stage can have replicas, which see other rows.
+        mixes_rows: whether layers or the loss are meant to compute rows of a microbatch together, as routers of experts are; without it a
+            warning says so.
 
     Raises:
         InputError: a layer that is none of the above, no layer at all, a parameter shared by two layers without a tie, or wrong ties.
@@ -61,7 +63,12 @@ class LayerStack:
 
     @without_mesh()
     def __init__(
-        self, layers: Mapping[str, Any] | Sequence[Any] | nnx.Module | linen.Module, ties: Iterable[Tie] = (), *, carries_rows: bool = False
+        self,
+        layers: Mapping[str, Any] | Sequence[Any] | nnx.Module | linen.Module,
+        ties: Iterable[Tie] = (),
+        *,
+        carries_rows: bool = False,
+        mixes_rows: bool = False,
     ) -> None:
         layers = layers_by_id(layers)
         if not list(layers):  # a length may be wrong
@@ -85,7 +92,7 @@ class LayerStack:
         self._abstract: InputError | None = None  # why the model cannot make its parameters
         _reject_shared_owners(self.layers)
         self.ties = Ties(ties, self.ids)
-        self.carries_rows = carries_rows
+        self.carries_rows, self.mixes_rows = carries_rows, mixes_rows
 
     @classmethod
     def from_model(

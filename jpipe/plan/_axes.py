@@ -18,6 +18,7 @@ RULES: Mapping[str, str | None] = {
     "mlp": "model",
     "heads": "model",
     "kv_heads": "model",
+    "expert": "expert",
     "vocab": "model",
 }
 """The mesh axis over which each logical axis is sharded, or None. `Plan.rules` adds to these and replaces them."""

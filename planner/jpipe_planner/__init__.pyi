@@ -11,7 +11,7 @@ from .profile.flops import count_products
 from .profile.graph_txt import read_graph_txt
 from .profile.measure import measure
 from .profile.profile import AtSize, LayerProfile, Profile, SharedProfile, TensorProfile
-from .profile.sharded import NO_MESH, Degrees, Meshes, mesh_refusal, mesh_seconds, possible_degrees
+from .profile.sharded import NO_MESH, Degrees, Meshes, links_of, mesh_refusal, mesh_seconds, possible_degrees
 from .ranking.choose import Choice, Ranked, choose
 from .ranking.compiled import Compiled, compile_stages
 from .ranking.confirm import Attempt, Confirmation, confirm
@@ -74,6 +74,7 @@ __all__ = [
     "host_memory",
     "is_planned",
     "known_targets",
+    "links_of",
     "local_topology",
     "measure",
     "mesh_refusal",

@@ -35,9 +35,9 @@ def warn_of_mixed_rows(stack: LayerStack, layers: Mapping[str, LayerSpec], label
     Args:
         stack, layers, labels, loss: as in `rows_together`.
         rows: of a microbatch.
-        microbatches: of a batch; with one there is no warning.
+        microbatches: of a batch; with one there is no warning, nor for a stack that `mixes_rows`.
     """
-    if microbatches == 1 or jax.process_index() > 0:
+    if microbatches == 1 or stack.mixes_rows or jax.process_index() > 0:
         return
     known = _KNOWN.setdefault(stack, {})
     leaves, treedef = jax.tree.flatten((layers[stack.ids[0]].x, labels))

@@ -24,9 +24,7 @@ def evaluate(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: Tree
 
 def predict(f: StageFunctions, params: Tree, state: Tree, x: Tree, labels: None, rng: tuple[Any, Any]) -> Tree:
     """Return the stage output in evaluation mode, at the last stage, too; the arguments are those of `evaluate`, without labels."""
-    microbatch, key = rng
-    y, _ = f.stack.apply(f.stage.layers, f.whole(params), state, x, key=key, microbatch=microbatch, train=False)
-    return y
+    return f.apply(f.whole(params), state, x, rng, train=False)[0]
 
 
 def check_metrics(last: StageFunctions, metrics: Mapping[str, Loss]) -> None:

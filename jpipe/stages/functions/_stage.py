@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jpipe.context import tracing_on
 from jpipe.errors import callers_code, cause
 from jpipe.meshes._partition import ONE_DEVICE, Partition
 from jpipe.model._losses import Loss, random_parameter
@@ -164,7 +165,7 @@ class StageFunctions:
             return EVERYTHING
 
         def new_state(state: Tree, params: Tree, x: Tree, microbatch: Any, key: Any) -> Tree:
-            return self.stack.apply(self.stage.layers, self.whole(params), state, x, key=key, microbatch=microbatch, train=True)[1]
+            return self.apply(self.whole(params), state, x, (microbatch, key), train=True)[1]
 
         traced = jax.make_jaxpr(new_state)(self.specs.state, self.specs.params, self.specs.x, *self.specs.rng)
         flags = [source != i for i, source in enumerate(passed_on(traced.jaxpr))]
@@ -203,6 +204,12 @@ class StageFunctions:
     def largest_norm(self) -> float | None:
         """The norm to which gradients are clipped, whether it is of all stages or of this one; None if they are not."""
         return self.clip_global_norm if self.clip_stage_norm is None else self.clip_stage_norm
+
+    def apply(self, params: Tree, state: Tree, x: Tree, rng: tuple[Any, Any], *, train: bool) -> tuple[Tree, Tree]:
+        """Run the layers with the parameters of whole layers: return the output of the last one, and the new state."""
+        microbatch, key = rng
+        with tracing_on(self.partition.traced):
+            return self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=train)
 
     def whole(self, params: Tree) -> Tree:
         """Return the parameters of whole layers, by layer id, as they are used."""
@@ -313,7 +320,6 @@ class StageFunctions:
             or None where no gradient is computed.
         """
         state, x, labels = arguments
-        microbatch, key = rng
         leaves, treedef = jax.tree.flatten(x)
         moving = [i for i, leaf in enumerate(leaves) if is_float(leaf)] if self.input_gradient else []
         whole = self.whole(params)
@@ -324,7 +330,7 @@ class StageFunctions:
             for i, leaf in zip(moving, floats, strict=True):
                 filled[i] = leaf
             x = jax.tree.unflatten(treedef, filled)
-            y, new_state = self.stack.apply(self.stage.layers, params, state, x, key=key, microbatch=microbatch, train=True)
+            y, new_state = self.apply(params, state, x, rng, train=True)
             if self.last:
                 total, weight = self.loss_of(y, labels, self.draw_key(self.loss, "", rng, train=True))
                 return [total], ((total, weight), new_state)

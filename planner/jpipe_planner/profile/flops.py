@@ -1,8 +1,9 @@
 """Counts of the floating-point operations of a program, its loops included."""
 
+import functools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,7 +12,8 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
     """Return the FLOPs of a program: those of XLA's cost analysis, and those of loop iterations that it omits.
 
     XLA counts the body of a loop once. For a `scan`, the matrix products and convolutions of the further iterations are added; for a
-    `while`, whose number of iterations is unknown, nothing is added.
+    `while`, whose number of iterations is unknown, nothing is added. Of a product of groups of rows, each with a kernel of its own
+    (`jax.lax.ragged_dot`), each row counts once, also where XLA multiplies all rows by all kernels, as it does for CPUs.
 
     Args:
         traced: the program.
@@ -23,7 +25,9 @@ def count_flops(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> float
     analysis: Any = lowered.cost_analysis()  # some backends have none, some a list of one
     analysis = analysis[0] if isinstance(analysis, list) else analysis or {}
     # Only what XLA has not counted: it has counted the first iteration of every loop.
-    return float(analysis.get("flops", 0.0)) + sum((iterations - 1) * flops for flops, _, iterations in _products(traced.jaxpr.jaxpr))
+    counted = functools.cache(_counted_by_xla)
+    products = _products(traced.jaxpr.jaxpr)
+    return float(analysis.get("flops", 0.0)) + sum(p.iterations * p.flops - (counted(p.ragged) if p.ragged else p.flops) for p in products)
 
 
 def count_products(jaxpr: Any) -> dict[str, float]:
@@ -35,17 +39,43 @@ def count_products(jaxpr: Any) -> dict[str, float]:
         jaxpr: the program, as in `jax.make_jaxpr(f)(x).jaxpr`.
     """
     totals: dict[str, float] = {}
-    for flops, dtype, iterations in _products(jaxpr):
-        totals[dtype] = totals.get(dtype, 0.0) + iterations * flops
+    for product in _products(jaxpr):
+        totals[product.dtype] = totals.get(product.dtype, 0.0) + product.iterations * product.flops
     return totals
 
 
-def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -> Iterator[tuple[float, str, int]]:
-    """Yield the products in a jaxpr that runs `iterations` times, without unused results, as in XLA.
+class _Ragged(NamedTuple):
+    """A product of groups of rows, by the shapes and dtypes of its factors and the text of its parameters."""
 
-    Yields:
-        FLOPs, dtype, number of iterations of each product.
-    """
+    specs: tuple[tuple[tuple[int, ...], Any], ...]
+    text: str
+    bind: Callable[..., Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Ragged) and self[:2] == other[:2]
+
+    def __hash__(self) -> int:
+        return hash(self[:2])
+
+
+class _Product(NamedTuple):
+    """A matrix product or convolution in a program: its FLOPs in one iteration, the dtype of its factors, how often it runs."""
+
+    flops: float
+    dtype: str
+    iterations: int
+    ragged: _Ragged | None
+
+
+def _counted_by_xla(product: _Ragged) -> float:
+    """Return the FLOPs that XLA counts for a product of groups of rows, which depend on the platform."""
+    analysis: Any = jax.jit(product.bind).lower(*(jax.ShapeDtypeStruct(*spec) for spec in product.specs)).cost_analysis()
+    analysis = analysis[0] if isinstance(analysis, list) else analysis or {}
+    return float(analysis.get("flops", 0.0))
+
+
+def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -> Iterator[_Product]:
+    """Yield the products in a jaxpr that runs `iterations` times, without unused results, as in XLA."""
     used = [True] * len(jaxpr.outvars) if used is None else used
     needed = {var for var, is_used in zip(jaxpr.outvars, used, strict=True) if is_used and not hasattr(var, "val")}  # no constants
     for equation in reversed(jaxpr.eqns):
@@ -54,7 +84,7 @@ def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -
             continue
         needed.update(var for var in equation.invars if not hasattr(var, "val"))
         if flops := _product_flops(equation):
-            yield flops, str(equation.invars[0].aval.dtype), iterations
+            yield _Product(flops, str(equation.invars[0].aval.dtype), iterations, _ragged(equation))
         name, params = equation.primitive.name, equation.params
         repeats = params["length"] if name == "scan" else 1
         bodies = params["branches"] if name == "cond" else [params[key] for key in _BODIES if key in params]
@@ -67,6 +97,14 @@ def _products(jaxpr: Any, used: list[bool] | None = None, iterations: int = 1) -
 
 _BODIES = ("jaxpr", "call_jaxpr", "body_jaxpr", "fun_jaxpr")
 _CUDNN_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fwd")
+_RAGGED = "ragged_dot_general"
+
+
+def _ragged(equation: Any) -> _Ragged | None:
+    if equation.primitive.name != _RAGGED:
+        return None
+    specs = tuple((tuple(var.aval.shape), var.aval.dtype) for var in equation.invars)
+    return _Ragged(specs, repr(equation.params), functools.partial(equation.primitive.bind, **equation.params))
 
 
 def _product_flops(equation: Any) -> float:
@@ -75,6 +113,11 @@ def _product_flops(equation: Any) -> float:
     if equation.primitive.name == "dot_general":
         left, ((contracted, _), _) = equation.invars[0].aval.shape, params["dimension_numbers"]
         return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    if equation.primitive.name == _RAGGED:
+        dimensions, (left, _, groups) = params["ragged_dot_dimension_numbers"], (var.aval.shape for var in equation.invars)
+        (contracted, _), _ = dimensions.dot_dimension_numbers
+        flops = 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+        return flops if dimensions.rhs_group_dimensions else flops / groups[-1]  # a gradient of kernels has a result for each group
     if equation.primitive.name == "conv_general_dilated":
         kernel = equation.invars[1].aval.shape
         return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / kernel[params["dimension_numbers"].rhs_spec[0]]

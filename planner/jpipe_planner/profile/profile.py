@@ -73,6 +73,10 @@ class TensorProfile(_Data):
         reduced: bytes per row that are summed over the devices in a forward; the same number in a backward.
         reductions: the number of these sums.
         divides: the number of devices divides this number, as the sizes of all sharded dims do (heads are one); 0: nothing is sharded.
+        experts: the number of experts of a mixture, over which an axis of their own shards it; 0: there are none.
+        of_experts: share of the bytes of its parameters that are those of experts.
+        exchanged: bytes per row that the devices of this axis gather in a forward, and as many that they scatter; and in a backward.
+        chosen: share of the bytes of its residuals that each of these devices has for the rows of all, by recomputation policy.
     """
 
     weights: Share = 0.0
@@ -82,6 +86,10 @@ class TensorProfile(_Data):
     reduced: Annotated[float, Field(ge=0, le=2**50)] = 0.0
     reductions: Annotated[int, Field(ge=0, le=10**6)] = 0
     divides: Annotated[int, Field(ge=0, le=2**50)] = 0
+    experts: Annotated[int, Field(ge=0, le=10**6)] = 0
+    of_experts: Share = 0.0
+    exchanged: Annotated[float, Field(ge=0, le=2**50)] = 0.0
+    chosen: dict[str, Share] = {}
 
 
 class LayerProfile(_Data):

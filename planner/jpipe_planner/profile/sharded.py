@@ -1,5 +1,6 @@
 """Profiles of layers on meshes: what one device of a mesh computes and holds, and how long the sums and gathers inside the mesh take."""
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -20,21 +21,28 @@ class Degrees(NamedTuple):
         data: the number of devices over which the rows of a microbatch are sharded.
         model: the number of devices over which each layer is sharded (tensor parallelism).
         fsdp: as in `jpipe.Stage`: the weights are sharded over `data`, too.
+        expert: the number of devices over which the experts of each mixture are sharded, and the rows as well.
     """
 
     data: int = 1
     model: int = 1
     fsdp: bool = False
+    expert: int = 1
 
     @property
     def size(self) -> int:
         """The number of devices of the mesh."""
-        return self.data * self.model
+        return self.data * self.expert * self.model
+
+    @property
+    def rows(self) -> int:
+        """The number of devices over which the rows of a microbatch are sharded."""
+        return self.data * self.expert
 
     @property
     def mesh(self) -> dict[str, int]:
         """The mesh as `jpipe.Stage` has it; neighbouring devices share layers."""
-        return {axis: size for axis, size in (("data", self.data), ("model", self.model)) if size > 1}
+        return {axis: size for axis in ("data", "expert", "model") if (size := getattr(self, axis)) > 1}
 
     def __str__(self) -> str:
         parts = [f"{axis} {size}" for axis, size in self.mesh.items()]
@@ -42,14 +50,14 @@ class Degrees(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Degrees":
-        """Read text such as `model=4`, `data=2,model=4,fsdp` or `none`.
+        """Read text such as `model=4`, `data=2,model=4,fsdp`, `expert=8` or `none`.
 
         Raises:
             InputError: the text has another form.
         """
         fields: dict[str, Any] = {}
         for part in text.split(",") if text != "none" else ():
-            match = re.fullmatch(r"(data|model)=([1-9][0-9]{0,5})|(fsdp)", part.strip())
+            match = re.fullmatch(r"(data|expert|model)=([1-9][0-9]{0,5})|(fsdp)", part.strip())
             name = match and (match[1] or match[3])
             if match is None or name in fields:
                 raise InputError(f"--mesh: expected none, or sizes of axes such as model=8 or data=2,model=4,fsdp, found '{text}'")
@@ -65,16 +73,17 @@ NO_MESH = Degrees()
 
 
 def possible_degrees(profile: Profile, topology: Topology) -> tuple[Degrees, ...]:
-    """Return the meshes to try: layers over up to eight devices, and with FSDP up to all devices of a server; powers of two.
+    """Return the meshes to try: layers over up to eight devices, and experts or with FSDP up to all devices of a server; powers of two.
 
     The first is no mesh. It is the only one if the profile does not know how its layers can be sharded, or the innermost level joins a
     single device.
     """
     powers = [2**k for k in range(topology.most_in_mesh.bit_length())]
     possible = [NO_MESH]
-    for model in (size for size in powers if size <= MOST_TENSOR):
-        for data in powers:
-            degrees = Degrees(data, model, fsdp=data > 1)
+    has_experts = any(layer.tensor is not None and layer.tensor.experts for layer in profile.layers)
+    for expert in powers if has_experts else (1,):
+        for model, data in itertools.product([size for size in powers if size <= MOST_TENSOR], powers):
+            degrees = Degrees(data, model, data > 1, expert)
             if degrees.size > 1 and topology.most_in_mesh % degrees.size == 0 and not mesh_refusal(profile, degrees):
                 possible.append(degrees)
     return tuple(possible)
@@ -95,9 +104,14 @@ def mesh_refusal(profile: Profile, degrees: Degrees) -> str:
                 f"expected a size of model that divides {tensor.divides}, as the sizes of all dims do that layer '{layer_id}' shards "
                 f"(heads, widths, symbols), found {degrees.model}"
             )
-    if all(rows % degrees.data for rows in profile.sizes):
-        sizes = ", ".join(map(str, profile.sizes))
-        return f"expected a size of data that divides one of the microbatch sizes, {sizes}, found {degrees.data}"
+    if degrees.expert > 1 and not any(tensor.experts for tensor in known.values()):
+        return "the model has no experts, which an axis expert would shard; leave it out, or set model.experts"
+    for layer_id, tensor in known.items():
+        if tensor.experts % degrees.expert:
+            return f"expected a size of expert that divides the {tensor.experts} experts of layer '{layer_id}', found {degrees.expert}"
+    if all(rows % degrees.rows for rows in profile.sizes):
+        sizes, what = ", ".join(map(str, profile.sizes)), "data" if degrees.expert == 1 else "data times expert"
+        return f"expected a size of {what} that divides one of the microbatch sizes, {sizes}, found {degrees.rows}"
     return ""
 
 
@@ -120,20 +134,20 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
 
     Seconds are those of its share of the work, and of the sums and gathers inside the mesh, which overlap with nothing: the partial sums
     of each layer in a forward, and as many bytes in a backward, where the gradients of a microbatch are summed over `data`, too; with FSDP
-    the gathers of weights for both, and a scattered sum of the gradients.
+    the gathers of weights for both, and a scattered sum of the gradients; with experts over devices the gathers and scatters of tokens.
 
     Args:
         profile: the profile of the layers on one device; it has no `mesh_refusal`.
         degrees: the degrees of the mesh.
         topology: the devices; the first of them form the mesh.
     """
-    size_indices = [n for n, rows in enumerate(profile.sizes) if rows % degrees.data == 0]
-    links = topology.mesh_link(degrees.model), topology.mesh_link(degrees.size)
+    size_indices = [n for n, rows in enumerate(profile.sizes) if rows % degrees.rows == 0]
+    links = links_of(topology, degrees)
     layers = [_layer(layer, profile.sizes, size_indices, degrees, links) for layer in profile.layers]
     tensors = {layer.id: layer.tensor or TensorProfile() for layer in profile.layers}
     shared = []
     for parameter in profile.shared:
-        share = _share_of_device(tensors[parameter.layers[0]].weights, degrees.model) / _over_data(degrees)
+        share = _share_of_weights(tensors[parameter.layers[0]], degrees) / _over_data(degrees)
         sizes = {name: int(getattr(parameter, name) * share) for name in ("weights", "frozen", "accumulators", "optimizer", "ahead")}
         shared.append(SharedProfile(layers=parameter.layers, **sizes))
     fields = {name: getattr(profile, name) for name in Profile.model_fields}  # a copy would keep properties computed from the old fields
@@ -141,33 +155,50 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
         **fields
         | {
             "sizes": tuple(profile.sizes[n] for n in size_indices),
-            "inputs": tuple(-(-profile.inputs[n] // degrees.data) for n in size_indices),
-            "labels": tuple(-(-profile.labels[n] // degrees.data) for n in size_indices),
+            "inputs": tuple(-(-profile.inputs[n] // degrees.rows) for n in size_indices),
+            "labels": tuple(-(-profile.labels[n] // degrees.rows) for n in size_indices),
             "layers": tuple(layers),
             "shared": tuple(shared),
         }
     )
 
 
-def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]) -> tuple[float, float]:
+class MeshLinks(NamedTuple):
+    """The links inside a mesh: between the devices that share layers, those that share a mixture of experts, and all of them."""
+
+    model: jpipe.Link
+    expert: jpipe.Link
+    all: jpipe.Link
+
+
+def links_of(topology: Topology, degrees: Degrees) -> MeshLinks:
+    """Return the links inside a mesh of the first devices."""
+    return MeshLinks(*(topology.mesh_link(size) for size in (degrees.model, degrees.model * degrees.expert, degrees.size)))
+
+
+def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: MeshLinks) -> tuple[float, float]:
     """Return the seconds of the sums and gathers inside a mesh in a forward and a backward of a layer.
 
     Args:
         layer: the layer on one device.
         rows: the rows of a microbatch.
         degrees: the degrees of the mesh.
-        links: the link between the devices that share layers, and the one between all devices of the mesh.
+        links: of the mesh.
     """
-    tensor, (inner, outer) = layer.tensor or TensorProfile(), links
-    partial = _ring(2, tensor.reduced * rows / degrees.data, tensor.reductions, degrees.model, inner)
-    share = _share_of_device(tensor.weights, degrees.model)
-    gather, scatter = (_ring(1, size * share, 1, degrees.data, outer) for size in (layer.weights, layer.accumulators))
+    tensor, of_rows = layer.tensor or TensorProfile(), rows / degrees.rows
+    partial = _ring(2, tensor.reduced * of_rows, tensor.reductions, degrees.model, links.model)
+    partial += 2 * _ring(1, tensor.exchanged * rows / degrees.data, 1, degrees.expert, links.expert)
+    share = _share_of_weights(tensor, degrees)
+    gather, scatter = (_ring(1, size * share, 1, degrees.data, links.all) for size in (layer.weights, layer.accumulators))
+    # Only what is not the experts' has copies on the devices over which these are sharded.
+    copied = layer.accumulators * _share_of_device(tensor.weights, degrees.model) * (1 - tensor.of_experts) / _over_data(degrees)
+    of_copies = _ring(2, copied, 1, degrees.expert, links.expert)
     if degrees.fsdp:
-        return partial + gather, partial + gather + scatter
-    return partial, partial + 2 * scatter
+        return partial + gather, partial + gather + scatter + of_copies
+    return partial, partial + 2 * scatter + of_copies
 
 
-def mesh_seconds(profile: Profile, rows: int, degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]) -> float:
+def mesh_seconds(profile: Profile, rows: int, degrees: Degrees, links: MeshLinks) -> float:
     """Return the seconds of the sums and gathers inside a mesh for a microbatch through all layers and back; see `collective_seconds`."""
     return sum(sum(collective_seconds(layer, rows, degrees, links)) for layer in profile.layers)
 
@@ -183,16 +214,24 @@ def _share_of_device(share: float, devices: int) -> float:
     return 1 - share + share / devices
 
 
+def _share_of_weights(tensor: TensorProfile, degrees: Degrees) -> float:
+    """Return the share of the bytes of a layer's parameters that one device of a mesh has, without FSDP."""
+    return _share_of_device(tensor.weights, degrees.model) * _share_of_device(tensor.of_experts, degrees.expert)
+
+
+def _share_of_rows(tensor: TensorProfile, degrees: Degrees, policy: str = "none") -> float:
+    """Return the share of the rows of residuals that one device has: of those inside of experts, more than of others."""
+    return _share_of_device(1 - tensor.chosen.get(policy, tensor.chosen.get("none", 0.0)), degrees.expert) / degrees.data
+
+
 def _over_data(degrees: Degrees) -> int:
     return degrees.data if degrees.fsdp else 1
 
 
-def _layer(
-    layer: LayerProfile, sizes: Sequence[int], size_indices: Sequence[int], degrees: Degrees, links: tuple[jpipe.Link, jpipe.Link]
-) -> LayerProfile:
+def _layer(layer: LayerProfile, sizes: Sequence[int], size_indices: Sequence[int], degrees: Degrees, links: MeshLinks) -> LayerProfile:
     """Return the costs of a layer on one device of a mesh."""
     tensor, weight_shards = layer.tensor or TensorProfile(), _over_data(degrees)
-    share = _share_of_device(tensor.weights, degrees.model)
+    share = _share_of_weights(tensor, degrees)
     at = []
     for n in size_indices:
         forward, backward = collective_seconds(layer, sizes[n], degrees, links)
@@ -208,12 +247,16 @@ def _layer(
 
 def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, backward: float, whole: int) -> AtSize:
     """Return the costs at one size, with the seconds inside the mesh and the bytes of whole weights."""
-    work = _share_of_device(tensor.compute, degrees.model) / degrees.data
+    work = _share_of_device(tensor.compute, degrees.model) / degrees.rows
+    scratch = _share_of_device(tensor.compute, degrees.model) * _share_of_rows(tensor, degrees)
     usual = tensor.residuals.get("none", 0.0)
 
     def rows_of(sizes: dict[str, int]) -> dict[str, int]:
         shares = ((policy, size, tensor.residuals.get(policy, usual)) for policy, size in sizes.items())
-        return {policy: math.ceil(size * _share_of_device(share, degrees.model) / degrees.data) for policy, size, share in shares}
+        return {
+            policy: math.ceil(size * _share_of_device(share, degrees.model) * _share_of_rows(tensor, degrees, policy))
+            for policy, size, share in shares
+        }
 
     for_weights = at.backward / 2 if at.backward_weight is None else at.backward_weight
     return at.model_copy(
@@ -221,15 +264,15 @@ def _at(at: AtSize, tensor: TensorProfile, degrees: Degrees, forward: float, bac
             "forward": at.forward * work + forward,
             "backward": at.backward * work + backward,
             "backward_weight": for_weights * work,
-            "outputs": math.ceil(at.outputs * _share_of_device(tensor.outputs, degrees.model) / degrees.data),
+            "outputs": math.ceil(at.outputs * _share_of_device(tensor.outputs, degrees.model) / degrees.rows),
             "residuals": rows_of(at.residuals),
-            "shared": {policy: size // degrees.data for policy, size in at.shared.items()},
+            "shared": {policy: size // degrees.rows for policy, size in at.shared.items()},
             "stash": rows_of(at.stash),
-            "temporary": math.ceil(at.temporary * work) + whole,
-            "temporary_more": math.ceil(at.temporary_more * work),
-            "remaking": None if at.remaking is None else math.ceil(at.remaking * work) + whole,
-            "remaking_next": math.ceil(at.remaking_next * work),
-            "remaking_more": math.ceil(at.remaking_more * work),
+            "temporary": math.ceil(at.temporary * scratch) + whole,
+            "temporary_more": math.ceil(at.temporary_more * scratch),
+            "remaking": None if at.remaking is None else math.ceil(at.remaking * scratch) + whole,
+            "remaking_next": math.ceil(at.remaking_next * scratch),
+            "remaking_more": math.ceil(at.remaking_more * scratch),
             "flops": at.flops * work,
         }
     )

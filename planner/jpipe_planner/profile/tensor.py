@@ -6,7 +6,7 @@ is summed over the devices at once; whatever is computed from sharded arrays ele
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,8 @@ class Walk:
         reductions: the number of these arrays.
         flops: FLOPs of matrix products whose work is divided among the devices.
         all_flops: FLOPs of all matrix products.
+        exchanged: bytes of the tokens of which each has chosen some of several kernels, as experts are.
+        chosen: the numbers of rows of the products with these kernels.
     """
 
     divides: int = 0
@@ -37,6 +39,10 @@ class Walk:
     reductions: int = 0
     flops: float = 0.0
     all_flops: float = 0.0
+    exchanged: int = 0
+    chosen: set[int] = field(default_factory=set)
+    _choices: tuple[int, int] = 1, 0
+    """How many kernels each token has chosen, and the number of tokens whose products have not been seen yet."""
     _known: dict[Any, Dims] = field(default_factory=dict)
 
     def run(self, jaxpr: Any, arguments: Sequence[Dims]) -> list[Dims]:
@@ -65,6 +71,9 @@ class Walk:
     def _step(self, equation: Any, inputs: list[Dims]) -> list[Dims]:
         """Return how the results of one equation are sharded."""
         name, params = equation.primitive.name, equation.params
+        if name == "top_k":
+            *tokens, per_token = equation.outvars[0].aval.shape
+            self._choices = per_token, math.prod(tokens)
         if name == "split":
             return inputs[:1] * len(equation.outvars)
         if name in _RULES:
@@ -106,6 +115,14 @@ class Walk:
         self.reduced += math.prod(out.aval.shape) * out.aval.dtype.itemsize
         self.reductions += 1
 
+    def multiply_chosen(self, rows: Any) -> int:
+        """Count the tokens of a product of groups of rows, each with a kernel of its own; return how many kernels each has chosen."""
+        per_token, tokens = self._choices
+        self.chosen.add(rows.aval.shape[0])
+        self.exchanged += tokens * rows.aval.shape[-1] * rows.aval.dtype.itemsize
+        self._choices = per_token, 0
+        return per_token
+
 
 def _like_inputs(equation: Any, out: Any, inputs: Sequence[Dims]) -> Dims:
     """Shard a result of element-by-element work as the inputs of the same shape are."""
@@ -129,6 +146,23 @@ def _product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
         walk.sum(equation.outvars[0])
         return (False,) * len(out)
     return tuple(out)
+
+
+def _grouped_product(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
+    """Shard a product of groups of rows, each with a kernel of its own; a partial sum is summed after the kernels of a token are."""
+    (left, right), _ = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    rows, out = equation.invars[0], equation.outvars[0]
+    left_dims, right_dims = inputs[:2]
+    contracted = left_dims[left[0]] or right_dims[right[0]]
+    flops = 2.0 * math.prod(out.aval.shape) * rows.aval.shape[left[0]]
+    walk.all_flops += flops
+    walk.flops += flops if contracted or right_dims[-1] else 0.0
+    per_token = walk.multiply_chosen(rows)
+    if contracted:
+        walk.reduced += math.prod(out.aval.shape) * out.aval.dtype.itemsize // per_token
+        walk.reductions += 1
+        return False, False
+    return left_dims[0], right_dims[-1]
 
 
 def _reshaped(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
@@ -194,6 +228,7 @@ def _squeezed(walk: Walk, equation: Any, inputs: list[Dims]) -> Dims:
 
 _RULES: Mapping[str, Callable[[Walk, Any, list[Dims]], Dims]] = {
     "dot_general": _product,
+    "ragged_dot_general": _grouped_product,
     "reshape": _reshaped,
     "transpose": _transposed,
     "broadcast_in_dim": _broadcast,
@@ -233,6 +268,18 @@ def sharded_params(layer_id: str, spec: jpipe.model.LayerSpec) -> Any:
     return jax.tree_util.tree_map_with_path(array, spec.params)
 
 
+def _expert_bytes(spec: jpipe.model.LayerSpec) -> tuple[int, float]:
+    """Return the number of experts of a layer, and the share of its bytes that is theirs, from the axes of its parameters."""
+    counts, bytes_, total = [], 0, 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(spec.params)[0]:
+        axes = spec.axes.get("/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), ())
+        total += leaf.size * leaf.dtype.itemsize
+        if "expert" in axes:
+            counts.append(leaf.shape[axes.index("expert")])
+            bytes_ += leaf.size * leaf.dtype.itemsize
+    return math.gcd(*counts), bytes_ / total if total else 0.0
+
+
 def tensor_profile(
     stage: Callable[[str], jpipe.stages.StandaloneStage], layer_id: str, rows: int, policies: Sequence[str], device: jax.Device
 ) -> TensorProfile:
@@ -248,19 +295,21 @@ def tensor_profile(
     plain = stage("none")
     params = sharded_params(layer_id, plain.specs[layer_id])
     walk, y, saved = _walked(plain, layer_id, params, device)
-    residuals = {"none": _share(saved)}
-    for policy in policies:
-        if policy != "none":
-            residuals[policy] = _share(_walked(stage(policy), layer_id, params, device)[2])
+    of_policies = {"none": saved} | {policy: _walked(stage(policy), layer_id, params, device)[2] for policy in policies if policy != "none"}
+    experts, of_experts = _expert_bytes(plain.specs[layer_id])
     share = _share(params)
     return TensorProfile(
         weights=share,
         compute=walk.flops / walk.all_flops if walk.all_flops else share,
         outputs=_share(y),
-        residuals=residuals,
+        residuals={policy: _share(arrays) for policy, arrays in of_policies.items()},
         reduced=walk.reduced / rows,
         reductions=walk.reductions,
         divides=walk.divides,
+        experts=experts,
+        of_experts=of_experts,
+        exchanged=walk.exchanged / rows if experts else 0.0,
+        chosen={policy: _share(arrays, walk.chosen) for policy, arrays in of_policies.items()} if experts else {},
     )
 
 
@@ -282,8 +331,9 @@ def _walked(stage: jpipe.stages.StandaloneStage, layer_id: str, params: Any, dev
     return walk, y, (saved, stage.keep(inputs, (y, new_state)))
 
 
-def _share(tree: Any) -> float:
-    """Return the share of the bytes of a tree of `Array`s that is sharded."""
+def _share(tree: Any, of_rows: Collection[int] | None = None) -> float:
+    """Return the share of the bytes of a tree of `Array`s that is sharded, or of those with one of these numbers of rows."""
     arrays = jax.tree.leaves(tree)
     total = sum(array.size for array in arrays)
-    return sum(array.size for array in arrays if any(array.dims)) / total if total else 0.0
+    chosen = [array.size for array in arrays if (any(array.dims) if of_rows is None else array.shape and array.shape[0] in of_rows)]
+    return sum(chosen) / total if total else 0.0

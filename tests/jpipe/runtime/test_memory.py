@@ -53,7 +53,12 @@ def measured_and_predicted(plan, stack=STACK, optimizer=None, **options) -> tupl
     pipe = Pipeline(stack, plan, squares, optimizer or optax.adam(1e-2), devices, **options)
     rng = np.random.default_rng(0)
     rows = ROWS * plan.microbatches
-    batch = rng.normal(size=(rows, 5)).astype(np.float32), rng.normal(size=(rows, WIDTH)).astype(np.float32)
+    return peaks_of(pipe, (rng.normal(size=(rows, 5)).astype(np.float32), rng.normal(size=(rows, WIDTH)).astype(np.float32)), devices)
+
+
+def peaks_of(pipe, batch, devices) -> tuple[list[int], list[int]]:
+    """Return the measured and the predicted peak bytes of each device, one for each rank, over five steps and a drain."""
+    plan = pipe.plan
     gc.collect()
     before = [alive(device) for device in devices]
     state = pipe.init(jax.random.key(0), batch)

@@ -132,3 +132,25 @@ def test_a_mesh_that_does_not_fit_the_layers_is_explained(degrees, why):
     assert re.search(why, mesh_refusal(profile(), degrees))
     assert not mesh_refusal(profile(), Degrees(model=4))
     assert "logical axis" in mesh_refusal(profile(divides=0), Degrees(model=2))
+
+
+MIXTURE = {"experts": 8, "of_experts": 0.75, "exchanged": 600.0, "chosen": {"none": 0.25, "full": 0.0}, "divides": 0, "compute": 0.0}
+
+
+def test_a_device_has_some_experts_of_a_mixture_and_rows_of_all_for_them():
+    plain = {**MIXTURE, "weights": 0.0, "residuals": {}}
+    layer = shard_profile(profile(**plain), Degrees(data=2, expert=2), SERVERS).layers[0]
+    share = 0.25 + 0.75 / 2
+    assert (layer.weights, layer.accumulators, layer.optimizer, layer.update) == (1600 * share, 3200 * share, 4800 * share, 4.0 * share)
+    at = layer.at[0]  # 4 rows
+    assert (at.outputs, at.residuals) == (1000, {"none": 16000 * (0.75 / 4 + 0.25 / 2), "full": 1000})
+    exchange = 2 * (0.5 * 600 * 4 / 2 / 1000 + 0.25)  # gathered and scattered over one link
+    assert at.forward == 32 / 4 + exchange
+    gradients = 2 * (0.5 * 3200 * share / 1000 + 0.25) + 2 * (0.5 * 3200 * 0.25 / 1000 + 0.25)  # over data; over expert what has copies
+    assert at.backward == pytest.approx(64 / 4 + exchange + gradients)
+    assert {degrees.expert for degrees in possible_degrees(profile(**plain), SERVERS)} == {1, 2, 4}  # 4 rows at most
+    assert "no experts" in mesh_refusal(profile(), Degrees(expert=2))
+    assert "divides the 8 experts of layer 'a', found 3" in mesh_refusal(profile(**plain), Degrees(expert=3))
+    assert "data times expert that divides" in mesh_refusal(profile(**plain), Degrees(4, expert=2))
+    assert Degrees.read("data=2,expert=4") == Degrees(2, expert=4)
+    assert Degrees(2, 2, expert=4).mesh == {"data": 2, "expert": 4, "model": 2}

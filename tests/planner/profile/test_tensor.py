@@ -12,6 +12,7 @@ from jpipe_planner.machine.topology import Device, Topology
 from jpipe_planner.profile.analyze import analyze
 from jpipe_planner.profile.sharded import Degrees, shard_profile
 from jpipe_planner.profile.tensor import Walk, sharded_params, tensor_profile
+from jpipe_train.config.model.experts import ExpertsConfig
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import loss
 from jpipe_train.models.layers import layers
@@ -114,3 +115,26 @@ def test_bytes_on_a_mesh_are_those_of_the_compiled_stage():
     exact = jpipe.Pipeline(stack, plan, loss, rule).costs((batch, batch), compiled_for=jax.devices()[0])
     for part in ("weights", "optimizer", "inputs", "outputs", "residuals"):
         assert getattr(costs[1], part) == getattr(exact[1], part), part  # the block
+
+
+EXPERTS = {"count": 4, "per_token": 2, "mlp_width": 24}
+
+
+def test_a_mixture_of_experts_counts_the_tokens_that_its_experts_compute():
+    """A forward has the FLOPs of the experts of each token alone; all kernels count as bytes."""
+    config = CONFIG.model_copy(update={"depth": 1, "gated_mlp": True, "bias": False, "experts": ExpertsConfig(**EXPERTS)})
+    dense = config.model_copy(update={"experts": None, "mlp_width": 2 * 24})
+    rows = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
+    device = Device(name="toy", flops={"float32": 1e9})
+    mixed, plain = (
+        analyze(layers(one), lambda _: (rows, rows), loss, optax.sgd(0.1), [ROWS], device, policies=[]).layers[1] for one in (config, dense)
+    )
+    router = 2 * ROWS * SEQ * config.width * 4
+    assert mixed.at[0].flops == pytest.approx(plain.at[0].flops + router, rel=0.1)
+    assert mixed.weights - plain.weights == 4 * (3 * 2 * 24 * config.width + 4 * config.width)  # two more experts, and the router
+    assert mixed.tensor.experts == 4
+    assert mixed.tensor.of_experts == 4 * 3 * 4 * 24 * config.width / mixed.weights
+    assert mixed.tensor.exchanged == 4 * SEQ * config.width
+    assert 0 < mixed.tensor.chosen["none"] < 1
+    extra = mixed.tensor.reduced - plain.tensor.reduced
+    assert extra == 0  # one sum of the outputs of each token, as without experts

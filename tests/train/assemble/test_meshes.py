@@ -55,6 +55,12 @@ def test_meshes_in_words(mesh, fields, words):
         ({"heads": 4, "kv_heads": 2}, {"model": 4}, {"rules": {"heads": None}}, None),
         ({"heads": 3, "width": 96}, {"data": 2}, {}, None),
         ({"target": "own:stack"}, {"model": 3}, {}, None),
+        (
+            {"experts": {"count": 4, "per_token": 2, "mlp_width": 8}},
+            {"expert": 3},
+            {},
+            "model.experts.count: expected a multiple of 3, the size of the axis 'expert' of the mesh of stage 0, found 4; change one of",
+        ),
     ],
 )
 def test_each_device_has_whole_heads(model, mesh, fields, message):

@@ -17,13 +17,15 @@ from jpipe_train.assemble.model import layers
 from jpipe_train.checkpoint import export
 from jpipe_train.checkpoint.adapters import merged
 from jpipe_train.checkpoint.huggingface import peft, writing
-from jpipe_train.config import config_file
-from jpipe_train.config.config import Config, TuneConfig
+from jpipe_train.checkpoint.huggingface.names import layout
+from jpipe_train.config import config_file, huggingface
+from jpipe_train.config.config import Config, ModelConfig, TuneConfig
+from jpipe_train.config.tune_config import LoraConfig
 from jpipe_train.generate import model_source
 from jpipe_train.models.lora import is_of_adapter
 from jpipe_train.models.quantized import quantize
 from jpipe_train.run import loop
-from tests.train.checkpoint import folders, test_transformers
+from tests.train.checkpoint import families, folders, test_transformers
 from tests.train.models.running import applied
 
 TUNE = "tune={lora: {rank: 2, alpha: 8, targets: [q_proj, v_proj, up_proj, down_proj]}}"
@@ -120,6 +122,42 @@ def test_a_run_without_adapters_has_no_folder_for_peft(runs, tmp_path):
         InputError, match=r"--layout: expected a run with adapters \(tune.lora\) for peft, found none in .*; give huggingface"
     ):
         peft.main(str(plain), str(tmp_path / "peft"), None, print)
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj", "gate_proj", "down_proj"]])
+@pytest.mark.parametrize("name", ["llama3", "phi3", "gpt2"])
+def test_modules_for_peft_add_what_merged_weights_have_more(name, targets):
+    """Phi-3 has queries, keys and values in one module, and both projections into the MLP in another one."""
+    content = json.loads((folders.GOLDEN / "gpt2" / "config.json").read_text())
+    if name != "gpt2":
+        architecture, content = families.MODELS[name]
+        content = {**content, "architectures": [architecture]}
+    described = huggingface.parse(content)
+    model, names = ModelConfig(**described.keys, seq_len=1), layout(described)
+    lora = LoraConfig(rank=2, alpha=6, targets=targets)
+    stack, generator = (
+        layers(model, 1, None, None, None, TuneConfig(lora=lora.model_copy(update={"targets": None}))),
+        np.random.default_rng(0),
+    )
+    arrays: dict[str, np.ndarray] = {}
+    for layer_id, spec in stack.specs(np.zeros((1, 1), np.int32)).items():
+        for path, leaf in export.by_path(spec.params).items():
+            part = path.split("/")[-2]
+            if not is_of_adapter(f"{layer_id}/{path}"):
+                arrays[f"{layer_id}/{path}"] = np.zeros(leaf.shape, np.float32)
+            elif targets is None or part in targets:
+                arrays[f"{layer_id}/{path}"] = generator.normal(size=leaf.shape).astype(np.float32)
+    weights, found = merged(arrays, model, TuneConfig(lora=lora)), 0
+    for row in names:
+        tensors = row.split(weights) if all(ours in weights for ours in row.shapes) else {}
+        for module in peft.modules_of(row, arrays, model):
+            a, b = module.matrices(arrays)
+            assert len(a) == 2 * module.number
+            added = 3 * b @ a
+            np.testing.assert_allclose(tensors.pop(f"{module.name}.weight"), added if module.transposed else added.T, rtol=1e-5, atol=1e-5)
+            found += module.number
+        assert not any(tensor.any() for tensor in tensors.values())
+    assert found == sum(is_of_adapter(name) for name in arrays) / 2 > 0
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jpipe
-from jpipe import InputError
 from jpipe_train.assemble.frozen import trains_part
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.config.tune_config import LoraConfig, TuneConfig
@@ -17,6 +16,7 @@ from jpipe_train.models.cross_entropy import loss
 from jpipe_train.models.layers import layers
 from jpipe_train.models.lora import is_of_adapter
 from tests.jpipe import running
+from tests.jpipe.runtime.test_memory import peaks_of
 from tests.train.models.running import LLAMA, SMALL, applied, params_of
 
 CONFIG = ModelConfig(**SMALL, **LLAMA)
@@ -29,11 +29,11 @@ def lora(**keys) -> TuneConfig:
     return TuneConfig(lora=LoraConfig(**{"rank": 4, "alpha": 16.0} | keys))
 
 
-def pipeline(stack, tune, schedule, **fields) -> jpipe.Pipeline:
+def pipeline(stack, tune, schedule, devices=None, **fields) -> jpipe.Pipeline:
     plan = jpipe.Plan.even(stack.ids, num_stages=2, schedule=schedule, microbatches=2, **fields)
     rule = optax.chain(optax.clip(0.5), optax.adam(0.05))
     params = {layer_id: spec.params for layer_id, spec in stack.specs(BATCHES[0][0][:2]).items()}
-    return jpipe.Pipeline(stack, plan, loss, trains_part(rule, tune, params))
+    return jpipe.Pipeline(stack, plan, loss, trains_part(rule, tune, params), devices)
 
 
 def by_name(params) -> dict[str, np.ndarray]:
@@ -95,12 +95,14 @@ def test_a_mesh_changes_no_number():
     running.check_close(sharded.losses, plain.losses, 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (["gate_proj"], "tune.lora.targets: expected layers that the model has, found gate_proj without model.gated_mlp; leave it out"),
-    ],
-)
-def test_layers_that_the_model_lacks_are_refused(targets, message):
-    with pytest.raises(InputError, match=message):
-        layers(ModelConfig(**SMALL), None, lora(targets=targets))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["pipedream_flush", "pipedream_2bw"])
+def test_measured_memory_is_predicted_and_less_than_two_fifths_of_that_of_full_tuning(schedule):
+    wide, totals = CONFIG.model_copy(update={"width": 96, "heads": 4, "kv_heads": 4}), {}
+    nf4 = TuneConfig(lora=LoraConfig(), base_dtype="bfloat16", quantize="nf4")
+    for name, tune in {"full": TuneConfig(), "lora": lora(), "nf4": nf4}.items():
+        devices = jax.devices()[:2]
+        measured, predicted = peaks_of(pipeline(layers(wide, None, tune), tune, schedule, devices), BATCHES[0], devices)
+        np.testing.assert_allclose(measured, predicted, atol=64)
+        totals[name] = sum(measured)
+    assert totals["nf4"] < totals["lora"] < 0.4 * totals["full"]

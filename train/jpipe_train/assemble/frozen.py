@@ -2,14 +2,13 @@
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 import optax
 
 from jpipe import InputError
-from jpipe_train.config.tune_config import TuneConfig
+from jpipe_train.config.tune_config import TuneConfig, matches_any
 from jpipe_train.models.lora import is_of_adapter
 
 Tree = Any
@@ -32,6 +31,11 @@ def trains_part(rule: optax.GradientTransformation, config: TuneConfig, params: 
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(dict(params))]
     for key, patterns in (("freeze", config.freeze), ("train_only", config.train_only)):
         _check_patterns(key, patterns, names)
+    for target in config.lora.targets or () if config.lora is not None else ():
+        if not any(f"/lora/{target}/" in name for name in names):
+            has = dict.fromkeys(name.split("/")[3] for name in names if is_of_adapter(name))
+            others = f"those of the others are {', '.join(has)}" if has else "it has none of these layers"
+            raise InputError(f"tune.lora.targets: expected layers that the model has, found {target}, which it lacks; {others}")
     if not any(map(is_trained, names)):
         key = "freeze" if config.freeze else "lora.targets"
         raise InputError(f"tune.{key}: expected that some parameters are trained, found that all are frozen; leave some out")
@@ -45,10 +49,24 @@ def trains_part(rule: optax.GradientTransformation, config: TuneConfig, params: 
 def trained(config: TuneConfig) -> Callable[[str], bool] | None:
     """Return a function that says of the name of a parameter whether it is trained; None if all are."""
     if config.lora is not None:
-        return lambda name: is_of_adapter(name) and not _matches_any(name, config.freeze)
+        return lambda name: matches_any(name, config.train_only) or (is_of_adapter(name) and not matches_any(name, config.freeze))
     if config.freeze:
-        return lambda name: not _matches_any(name, config.freeze)
-    return (lambda name: _matches_any(name, config.train_only)) if config.train_only else None
+        return lambda name: not matches_any(name, config.freeze)
+    return (lambda name: matches_any(name, config.train_only)) if config.train_only else None
+
+
+def words(config: TuneConfig, params: Mapping[str, Tree]) -> str | None:
+    """Describe how many parameters are trained; None if all are.
+
+    Args:
+        config: the section `tune`.
+        params: shapes and dtypes of the model's parameters, by layer id; of shared ones only the first place.
+    """
+    if (is_trained := trained(config)) is None:
+        return None
+    chosen, every = jax.tree.leaves(part_of(params, is_trained)), jax.tree.leaves(dict(params))
+    frozen = sum(leaf.size * leaf.dtype.itemsize for leaf in every) - sum(leaf.size * leaf.dtype.itemsize for leaf in chosen)
+    return f"tune: {sum(leaf.size for leaf in chosen):,} parameters are trained; {frozen:,} bytes of others stay as they are"
 
 
 def part_of(specs: Mapping[str, Tree], is_trained: Callable[[str], bool]) -> dict[str, Tree]:
@@ -56,19 +74,10 @@ def part_of(specs: Mapping[str, Tree], is_trained: Callable[[str], bool]) -> dic
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf if is_trained(_name(path)) else None, dict(specs))
 
 
-def _matches_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(_matches(name, pattern) for pattern in patterns)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern names a parameter, or a layer or a part of one that has it."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}/*")
-
-
 def _check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
     """Check that every pattern matches a parameter."""
     for pattern in patterns:
-        if not any(_matches(name, pattern) for name in names):
+        if not any(matches_any(name, [pattern]) for name in names):
             layers = dict.fromkeys(name.partition("/")[0] for name in names)
             near = difflib.get_close_matches(pattern, [*layers, *names] if "/" not in pattern else names, n=1, cutoff=0)
             raise InputError(f"tune.{key}: no parameter or layer matches '{pattern}'; the nearest is {near[0]}")

@@ -1,4 +1,4 @@
-"""The meshes of a plan's stages: their description, their devices, and a check that they divide the heads of a built-in model."""
+"""The meshes of a plan's stages: their description, their devices, and a check that they divide heads and experts."""
 
 import jpipe
 from jpipe import InputError
@@ -26,10 +26,12 @@ def device_kinds(pipe: jpipe.Pipeline) -> list[str]:
 
 
 def check_heads(model: ModelConfig, plan: jpipe.Plan) -> None:
-    """Check that no device would have a part of a head of a built-in model; the library itself checks the dimensions of parameters.
+    """Check that no device would have a part of a head of a built-in model, and that each has as many experts.
+
+    The library itself checks the dimensions of parameters.
 
     Raises:
-        InputError: a mesh does not divide the heads.
+        InputError: a mesh does not divide the heads or the experts.
     """
     if model.target is not None:
         return
@@ -38,13 +40,16 @@ def check_heads(model: ModelConfig, plan: jpipe.Plan) -> None:
         if not any(layer_id.startswith("block_") for layer_id in stage.layers):
             continue
         # Queries, keys and values share one kernel, with the rule of "heads".
-        axis = rules["heads"]
-        degree = 1 if axis is None else stage.mesh.get(axis, 1)
-        for key, count in (("heads", model.heads), ("kv_heads", model.kv_heads_used)):
+        counts = [("heads", "heads", model.heads), ("kv_heads", "heads", model.kv_heads_used)]
+        counts += [] if model.experts is None else [("experts.count", "expert", model.experts.count)]
+        for key, logical, count in counts:
+            axis = rules[logical]
+            degree = 1 if axis is None else stage.mesh.get(axis, 1)
             if count % degree:
+                what = "heads" if logical == "heads" else "experts"
                 raise InputError(
                     f"model.{key}: expected a multiple of {degree}, the size of the axis '{axis}' of the mesh of stage {s}, found {count}; "
-                    "change one of them, or leave heads whole: plan.rules={heads: null}"
+                    f"change one of them, or leave {what} whole: plan.rules={{{logical}: null}}"
                 )
 
 

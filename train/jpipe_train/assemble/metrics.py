@@ -17,22 +17,25 @@ import jax.numpy as jnp
 from jpipe import InputError
 from jpipe_train.config import entry_point
 from jpipe_train.config.config import EvalConfig
+from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models import cross_entropy, heads
 
 Pair = tuple[jax.Array, jax.Array]
 
 
-def metrics(config: EvalConfig, classes: int | None = None) -> dict[str, Any]:
+def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, Any]:
     """Return the functions of an evaluation by name, `(outputs, labels) -> (sum, weight)`; `combined` makes metrics of their means.
 
     Args:
         config: the section `eval`.
-        classes: the number of classes of the model, if it is known.
+        model: the section `model`, for the number of its classes, and for the metrics of its experts if it has any.
 
     Raises:
         InputError: a target does not exist.
     """
-    functions: dict[str, Any] = {}
+    has_experts = model is not None and model.target is None and model.head == "language" and model.experts is not None
+    functions: dict[str, Any] = dict(_OF_EXPERTS) if has_experts else {}
+    classes = None if model is None else model.label_count
     for name, metric in config.metrics.items():
         if metric in _IN_PARTS:
             count = _IN_PARTS[metric].count(classes or 0)
@@ -121,6 +124,8 @@ def _top5(outputs: Any, labels: Any) -> Pair:
 def _cross_entropy(outputs: Any, labels: Any) -> Pair:
     """Return the summed cross-entropy of the labels in nats, whatever the loss is, and the number of labels."""
     _check_classes("cross_entropy", outputs, labels)
+    if isinstance(outputs, dict):
+        outputs = {name: part for name, part in outputs.items() if name != "experts"}
     return cross_entropy.loss(outputs, labels)
 
 
@@ -177,6 +182,10 @@ def _pearson(means: Sequence[float]) -> float:
     return (xy - x * y) / math.sqrt(product) if product > 0 else math.nan
 
 
+_OF_EXPERTS: Mapping[str, Any] = {
+    "busiest_expert": lambda outputs, labels: outputs["experts"].busiest(),
+    "unused_experts": lambda outputs, labels: outputs["experts"].unused(),
+}
 _MEANS: dict[str, Any] = {"accuracy": _accuracy, "top5": _top5, "cross_entropy": _cross_entropy, "squared_error": _squared_error}
 _IN_PARTS = {
     "f1_binary": _InParts(lambda _: 2, _binary_counts, _f1),
@@ -187,7 +196,7 @@ _IN_PARTS = {
 
 def _check_classes(metric: str, outputs: Any, labels: Any) -> None:
     """Check that the outputs are logits and the labels are classes."""
-    logits, tokens = (outputs["tokens"], labels["tokens"]) if isinstance(labels, dict) else (outputs, labels)
+    logits, tokens = (part["tokens"] if isinstance(part, dict) and "tokens" in part else part for part in (outputs, labels))
     shape = (logits.hidden if isinstance(logits, cross_entropy.Unprojected) else logits).shape
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or shape[:-1] != tokens.shape:
         raise InputError(

@@ -73,18 +73,7 @@ def load(
 
     def find() -> tuple[Source, set[str]]:
         source = _source(path, strict, head, lambda line: say(f"warm start: {line}"))
-        if config.names and huggingface.is_meant(path):
-            raise InputError(
-                "warm_start.names: would mean nothing for a folder of Hugging Face's layout, whose names are known; leave it out"
-            )
-        names = [name for specs in model.values() for name in specs]
-        sources = [renamed(source, config.names, whole_names(names)) if config.names else source]
-        if pipe.stack.traced is not None:
-            places = pipe.stack.traced.places()
-            sources += [of_whole_model(source, places, config.names, separator) for separator in "/."]
-        source = max(sources, key=lambda source: len(source.specs.keys() & names))
-        if tune is not None:
-            source = for_adapters(source, {name: spec for specs in model.values() for name, spec in specs.items()}, tune)
+        source = _by_name(source, config, pipe, {name: spec for specs in model.values() for name, spec in specs.items()}, tune)
         return source, fitting(source, model, strict=strict)
 
     def read() -> dict[str, dict[str, np.ndarray]]:
@@ -102,6 +91,18 @@ def load(
     together.agree(lambda: {"warm_start.file": source.digest()})
     say(_summary(source, model, matching))
     return together.run_on_all(read)
+
+
+def _by_name(source: Source, config: WarmStartConfig, pipe: jpipe.Pipeline, model: Mapping[str, Spec], tune: TuneConfig | None) -> Source:
+    """Return the source with the names of the model's parameters."""
+    if config.names and huggingface.is_meant(resolved(str(config.file), "warm_start.file")):
+        raise InputError("warm_start.names: would mean nothing for a folder of Hugging Face's layout, whose names are known; leave it out")
+    sources = [renamed(source, config.names, whole_names(list(model))) if config.names else source]
+    if pipe.stack.traced is not None:
+        places = pipe.stack.traced.places()
+        sources += [of_whole_model(source, places, config.names, separator) for separator in "/."]
+    source = max(sources, key=lambda source: len(source.specs.keys() & model.keys()))
+    return source if tune is None else for_adapters(source, model, tune)
 
 
 def fitting(source: Source, model: Model, *, strict: bool) -> set[str]:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import Count, Overrides
+from jpipe_train.commands.parsing import Count, OptionalFile, Overrides
 from jpipe_train.console import interrupt
 
 app = tyro.extras.SubcommandApp()
@@ -12,6 +12,7 @@ app.__doc__ = "Make a tokenizer, write text as files of tokens to train on, or s
 
 Source = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]", help_behavior_hint="")]
 Form = Annotated[Literal["auto", "text", "jsonl-text", "prompts"], tyro.conf.arg(name="format")]
+AnyForm = Annotated[Literal["auto", "text", "jsonl-text", "prompts", "chat"], tyro.conf.arg(name="format")]
 Key = Annotated[str, tyro.conf.arg(metavar="KEY")]
 
 
@@ -21,13 +22,14 @@ def prepare(
     *,
     tokenizer: Annotated[str, tyro.conf.arg(metavar="FILE")],
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")],
-    form: Form = "auto",
+    form: AnyForm = "auto",
     validation_fraction: Annotated[float, tyro.conf.arg(metavar="F")] = 0.05,
     shard_tokens: Count = 100_000_000,
     end_of_text: Annotated[str, tyro.conf.arg(metavar="TOKEN|none")] = "auto",
     text_key: Key = "text",
     prompt_key: Key = "prompt",
     answer_key: Key = "answer",
+    chat_template: OptionalFile = None,
 ) -> int:
     """Write text as a folder of tokens, for data.format: tokens. It is written completely or not at all.
 
@@ -36,20 +38,21 @@ def prepare(
         tokenizer: A tokenizer.json, which is copied into the folder; jpipe data tokenizer makes one.
         out: The folder, a new one.
         form: Each file is a text (auto, which rejects files that seem not to be text); or (jsonl-text) each line is JSON with a text; or
-            (prompts) with a prompt and an answer.
+            (prompts) with a prompt and an answer, or (chat) with a conversation.
         validation_fraction: Share for validation: of several texts whole ones, of one text its end, of JSON lines those selected by a hash.
         shard_tokens: A file of tokens ends with the document that makes it this large.
         end_of_text: The token that ends each document; by default the tokenizer's own.
         text_key: The key of the text in a JSON line.
         prompt_key: The key of the prompt in a JSON line.
         answer_key: The key of the answer in a JSON line.
+        chat_template: The chat template of conversations; by default the one beside the tokenizer.
     """
     with interrupt.importing():
         from jpipe_train.console.progress import Reporter
         from jpipe_train.data import prepare as preparing
         from jpipe_train.data.texts import Keys
 
-    files = preparing.Files(source, form, Keys(text_key, prompt_key, answer_key))
+    files = preparing.Files(source, form, Keys(text_key, prompt_key, answer_key), chat_template)
     end = None if end_of_text == "none" else end_of_text
     preparing.prepare(files, tokenizer, out, Reporter(1, 1, "bytes"), validation_fraction, shard_tokens, end)
     return 0

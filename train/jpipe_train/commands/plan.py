@@ -42,8 +42,8 @@ def plan(
         max_delay: Only plans whose weights are at most this many updates old, in the mean over stages: 0 allows only schedules that flush,
             1 also pipedream_2bw, less than 1 pipedream with many microbatches. Tries all schedules unless --schedules names some.
         devices: With local, how many to use; by default all, and on CPUs as many as there are cores.
-        mesh: Only stages on meshes like this, such as model=4 or data=2,model=4,fsdp, or none: on one device each. May be given several
-            times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
+        mesh: Only stages on meshes like this, such as model=4, data=2,model=4,fsdp or expert=8, or none: on one device each. May be given
+            several times. By default meshes inside a server are tried for a topology from a file, if the model's logical axes allow them.
         pipedream: How PipeDream's stages update and are found: by default once a batch; or (replicas) after a microbatch of each replica,
             as in the original; or that by the recurrence of its paper, with the costs of the text or of the released code, for comparison.
         out: Write the plan into this file, a JSON for plan.file.

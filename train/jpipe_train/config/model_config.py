@@ -7,15 +7,18 @@ from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
 from jpipe_train.config.model import heads
+from jpipe_train.config.model.experts import ExpertsConfig
 from jpipe_train.config.model.presets import PRESETS
 from jpipe_train.config.model.rope import RopeScaling
 from jpipe_train.config.section import Count, TargetSection
 
 _LARGEST_TABLE = 2**28
 _MOST_SYMBOLS = 10**7
+_MOST_EXPERTS = 10**5
 _ENCODER = {  # what BERT requires
     **{"positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True, "tied": True, "window": None, "qk_norm": None},
     **{"post_norms": False, "attention_soft_cap": None, "logits_soft_cap": None, "attention_scale": None, "embed_scale": False},
+    "experts": None,
 }
 _OF_WINDOWS = ("window_layers", "window_rope_base")
 _OF_ROPE = ("rope_base", "rope_share", "rope_scaling", "rope_layers", "window_rope_base")
@@ -66,6 +69,7 @@ class ModelConfig(TargetSection):
     post_norms: bool = False
     activation: Literal["gelu", "gelu_exact", "silu"] = "gelu"
     gated_mlp: bool = False
+    experts: ExpertsConfig | None = None
     bias: bool | Literal["qkv", "attention"] = True
     embed_scale: bool = False
     tied: bool = False
@@ -101,6 +105,11 @@ class ModelConfig(TargetSection):
         return self.seq_len if self.max_positions is None else self.max_positions
 
     @property
+    def has_router_loss(self) -> bool:
+        """Whether the loss of a microbatch has more than the cross-entropy, for its routers."""
+        return self.experts is not None and self.head == "language" and max(self.experts.balance_loss, self.experts.z_loss) > 0
+
+    @property
     def rotary_size(self) -> int:
         """How many numbers of a head turn with the position."""
         return int(self.head_size_used * self.rope_share)
@@ -122,6 +131,8 @@ class ModelConfig(TargetSection):
             decided |= {"rope_base": self.window_rope_base, "rope_scaling": None}
         if not _at(self.rope_layers, i):
             decided |= {"positions": "none", "rope_scaling": None}
+        if self.experts is not None and not _at(self.experts.layers, i):
+            decided |= {"experts": None}
         return self.model_copy(update=decided)
 
     @field_validator("preset")
@@ -182,6 +193,12 @@ class ModelConfig(TargetSection):
         return self
 
     @model_validator(mode="after")
+    def _experts_are_few(self) -> "ModelConfig":
+        if self.target is None and self.experts is not None and self.experts.count * self.depth > _MOST_EXPERTS:
+            raise ValueError(f"experts.count {self.experts.count} × depth {self.depth} is more than {_MOST_EXPERTS:,} experts; lower one")
+        return self
+
+    @model_validator(mode="after")
     def _no_key_is_without_effect(self) -> "ModelConfig":
         if self.target is not None:
             return self
@@ -229,8 +246,8 @@ class ModelConfig(TargetSection):
 
 
 def _as_yaml(value: object) -> str:
-    """Return a value as YAML writes it."""
-    return "null" if value is None else str(value).lower()
+    """Return a value as YAML writes it, or what kind it is."""
+    return "null" if value is None else str(value).lower() if isinstance(value, (str, bool, int, float)) else "a mixture"
 
 
 def _at(pattern: list[bool] | None, layer: int) -> bool:

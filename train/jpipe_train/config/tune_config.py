@@ -1,5 +1,7 @@
 """The section `tune` of a config: adapters, and the parameters that training leaves as they are."""
 
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -19,6 +21,11 @@ PARTS: Final = {
 TARGETS: Final = tuple(name for names in PARTS.values() for name in names)
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 Patterns = Annotated[list[Pattern], Field(max_length=256)]
+
+
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether one of the patterns names a parameter, or a layer or a part of one that has it."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}/*") for pattern in patterns)
 
 
 class LoraConfig(Section):
@@ -55,8 +62,8 @@ class TuneConfig(Section):
 
     A pattern such as `block_*/qkv/kernel` is a name of a parameter, of a layer (`embed`) or of a part of one, in which * matches anything,
     / too. Parameters that `freeze` names, or that `train_only` does not name, stay as they are, and cost no gradients and no optimizer
-    state. With `lora` the other parameters are kept in `base_dtype`, and the kernels of the blocks, if `quantize` is set, as integers of 8
-    bits or as the 16 numbers of NF4.
+    state. With `lora` adapters are trained, and what `train_only` names. The other parameters are kept in `base_dtype`, and the kernels of
+    the blocks, if `quantize` is set, as integers of 8 bits or as the 16 numbers of NF4.
     """
 
     lora: LoraConfig | None = None
@@ -69,8 +76,6 @@ class TuneConfig(Section):
     def _one_choice(self) -> "TuneConfig":
         if self.freeze and self.train_only:
             raise ValueError("freeze and train_only: expected one of them, found both; keep one of them")
-        if self.lora is not None and self.train_only:
-            raise ValueError("train_only: with lora the adapters are trained, and nothing else; leave out one of them")
         return self
 
     @model_validator(mode="after")

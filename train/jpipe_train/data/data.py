@@ -184,6 +184,8 @@ def loss_unit(config: Config) -> str:
         return ""
     if config.model.target is None and config.model.head == "regression":
         return ""
+    if config.model.has_router_loss:
+        return " nats"  # per label, and of the routers
     if config.data.target is not None or config.data.format == "labels":
         return " nats per label"
     if config.data.objective == "masked":

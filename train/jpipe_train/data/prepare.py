@@ -2,11 +2,12 @@
 
 import contextlib
 import hashlib
+import json
 import shlex
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,12 +20,16 @@ from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count, first_line
 from jpipe_train.data import sources, texts
 from jpipe_train.data import tokenizer as tokenizers
+from jpipe_train.data.chat import reading, template
+from jpipe_train.data.chat.renderer import TRAINING_TIME, Renderer
+from jpipe_train.data.chat.tokens import end_of_turn
 from jpipe_train.data.files import kinds, token_files
 from jpipe_train.data.files.token_files import Index, ShardFacts
 
 SPECIAL = {"decoder": ("<|endoftext|>",), "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
 """The special tokens of a new tokenizer, by the kind of model that it is for."""
 _BYTES = 256
+_Piece = TypeVar("_Piece", texts.Piece, reading.Read)
 
 
 class Files(NamedTuple):
@@ -34,16 +39,18 @@ class Files(NamedTuple):
         paths: files, folders or globs; none: the standard library's source.
         form: of each file: text, or JSON lines; auto is text, and an error for files that are known to be something else.
         keys: of JSON lines.
+        chat_template: the file of a template in place of that beside the tokenizer, for conversations.
     """
 
     paths: Sequence[str]
-    form: texts.Format | Literal["auto"] = "auto"
+    form: texts.Format | Literal["auto", "chat"] = "auto"
     keys: texts.Keys = texts.Keys()
+    chat_template: str | None = None
 
     @property
-    def read_as(self) -> texts.Format:
-        """The format, text in place of auto."""
-        return "text" if self.form == "auto" else self.form
+    def kind(self) -> Literal["text", "prompts", "chat"]:
+        """What their tokens are."""
+        return self.form if self.form == "prompts" or self.form == "chat" else "text"
 
 
 def prepare(
@@ -94,7 +101,7 @@ def described(out: str, index: Index) -> list[str]:
     documents = sum(shard.documents or 0 for shard in shards)
     held_out = sum(shard.tokens for shard in index.validation)
     size = tokens * token_files.DTYPES[index.dtype].itemsize
-    noun = "example" if index.kind == "prompts" else "document"
+    noun = {"text": "document", "prompts": "example", "chat": "conversation"}[index.kind]
     return [
         f"{out}: {_many(documents, noun)}, {_many(tokens, 'token')} ({held_out:,} for validation) of a vocabulary of {index.vocab_size:,}",
         f"{out}: {_many(len(shards), 'shard')} of {index.dtype}, {size:,} bytes of tokens from {index.text_bytes:,} bytes of text",
@@ -178,13 +185,10 @@ def _written(
     """Write all shards and the index into the folder."""
     small = tokenizer.vocab_size <= 2**16
     dtype: Literal["uint16", "uint32"] = "uint16" if small else "uint32"
-    shards = [_Shards(place, part, token_files.DTYPES[dtype], shard_tokens) for part in ("train", "validation")]
+    shards = [_Shards(place, part, token_files.DTYPES[dtype], shard_tokens, files.kind) for part in ("train", "validation")]
     assembler = texts.Assembler(tokenizer, {False: shards[0], True: shards[1]})
-    size = 0
-    with _open_pieces(files, validation_fraction, reporter, "tokenizing") as (pieces, source):
-        for piece, tokens in texts.tokenized(pieces, tokenizer):
-            assembler.add(piece, tokens)
-            size += piece.size
+    add = _add_conversations if files.kind == "chat" else _add_texts
+    size, source, end = add(files, assembler, validation_fraction, reporter, place)
     for part in shards:
         part.close()
     if not shards[0].facts or (validation_fraction and not shards[1].facts):
@@ -195,10 +199,10 @@ def _written(
         )
     index = Index(
         format="jpipe-tokens/1",
-        kind="prompts" if files.form == "prompts" else "text",
+        kind=files.kind,
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
-        end_of_text=tokenizer.end,
+        end_of_text=end,
         tokenizer_sha256=tokenizer.sha256,
         source=source[:10_000].encode(errors="replace").decode(),
         text_bytes=size,
@@ -210,12 +214,43 @@ def _written(
     return index, assembler
 
 
+_Added = tuple[int, str, int | None]  # the bytes that were read, where they come from, and the token that ends a document
+
+
+def _add_texts(files: Files, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
+    size = 0
+    with _open_pieces(files, fraction, reporter, "tokenizing") as (pieces, source):
+        for piece, tokens in texts.tokenized(pieces, assembler.tokenizer):
+            assembler.add(piece, tokens)
+            size += piece.size
+    return size, source, assembler.tokenizer.end
+
+
+def _add_conversations(files: Files, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
+    """Add all conversations, and write the template into the folder."""
+    if not files.paths:
+        raise InputError("SOURCE: expected files of conversations for --format chat, found none; name some")
+    size, tokenizer = 0, assembler.tokenizer
+    found = template.find(tokenizer, files.chat_template, "--chat-template")
+    _, paths, source = _find(files, reporter)
+    with (
+        Renderer(found, TRAINING_TIME) as renderer,
+        reporter.reading(f"tokenizing {_many(len(paths), 'file')}", sum(path.stat().st_size for path in paths)) as advance,
+    ):
+        for read in _shown(reading.read(paths, renderer, tokenizer, fraction, "SOURCE"), advance):
+            assembler.add_document(read.tokenized.tokens, read.tokenized.answers, read.place, held_out=read.held_out)
+            size += read.size
+        end = next(iter(end_of_turn(renderer, tokenizer)[0]), tokenizer.end)
+    write_atomically(place / template.SETTINGS, json.dumps(found.settings, indent=1) + "\n")
+    return size, source, end
+
+
 class _Shards:
     """A writer of the shards of one part."""
 
-    def __init__(self, folder: Path, part: str, dtype: np.dtype[Any], most: int) -> None:
+    def __init__(self, folder: Path, part: str, dtype: np.dtype[Any], most: int, kind: Literal["text", "prompts", "chat"]) -> None:
         self.facts: list[ShardFacts] = []
-        self._folder, self._part, self._dtype, self._most = folder, part, dtype, most
+        self._folder, self._part, self._dtype, self._most, self._kind = folder, part, dtype, most, kind
         self._file: BinaryIO | None = None
 
     @property
@@ -225,7 +260,8 @@ class _Shards:
     def add(self, tokens: np.ndarray) -> None:
         if self._file is None:
             self._file = create(self._folder / f"{self._name}.bin")
-            self._hash, self._size, self._ends, self._answers = hashlib.sha256(), 0, array("Q"), array("Q")
+            self._hash, self._size = hashlib.sha256(), 0
+            self._ends, self._answers, self._answer_ends = (array("Q") for _ in range(3))
         content = tokens.astype(self._dtype).tobytes()
         self._file.write(content)
         self._hash.update(content)
@@ -234,6 +270,7 @@ class _Shards:
     def end(self, answers: texts.Answers | None, place: tuple[Path, int]) -> None:
         begin = self._ends[-1] if self._ends else 0
         self._answers.extend(begin + first for first, _ in answers or ())
+        self._answer_ends.extend(begin + stop for _, stop in answers or ())
         self._ends.append(self._size)
         if self._size >= self._most:
             self.close()
@@ -243,12 +280,13 @@ class _Shards:
             return
         self._file.close()
         self._file = None
-        for ending, numbers in ((".ends", self._ends), (".answers", self._answers)):
-            if numbers:
+        for ending, numbers in ((".ends", self._ends), (".answers", self._answers), (".answer_ends", self._answer_ends)):
+            if numbers and (ending != ".answer_ends" or self._kind == "chat"):
                 content = np.frombuffer(numbers, np.uint64).astype(token_files.POSITIONS)
                 write_atomically(self._folder / f"{self._name}{ending}", content.tobytes())
-        facts = ShardFacts(name=self._name, tokens=self._size, documents=len(self._ends), sha256=self._hash.hexdigest())
-        self.facts.append(facts)
+        answers = len(self._answers) if self._kind == "chat" else None
+        hashed = self._hash.hexdigest()
+        self.facts.append(ShardFacts(name=self._name, tokens=self._size, documents=len(self._ends), answers=answers, sha256=hashed))
 
 
 @contextlib.contextmanager
@@ -257,6 +295,16 @@ def _open_pieces(files: Files, fraction: float, reporter: Reporter, words: str) 
 
     For a tokenizer that is trained (`words` is "reading") the pieces are only their texts.
     """
+    names, paths, source = _find(files, reporter)
+    total = sum(path.stat().st_size for path in paths)
+    form: texts.Format = "text" if files.form == "auto" or files.form == "chat" else files.form
+    with reporter.reading(f"{words} {_many(len(paths), 'file')}", total) as advance:
+        shown = _shown(texts.pieces(names, paths, form, fraction, files.keys, "SOURCE"), advance)
+        yield ((piece.text for piece in shown) if words == "reading" else shown), source
+
+
+def _find(files: Files, reporter: Reporter) -> tuple[list[str], list[Path], str]:
+    """Return the names and paths of all files, and where they come from."""
     with sources.readable("SOURCE"):
         names, paths = [], []
         for path in files.paths or (None,):
@@ -271,11 +319,7 @@ def _open_pieces(files: Files, fraction: float, reporter: Reporter, words: str) 
                 reporter.say(f"SOURCE: {_many(twice, 'file')} found more than once; each is read once")
         if len(set(names)) < len(names):  # of different folders
             names = [str(path) for path in paths]
-        source = ", ".join(files.paths) or sources.named(None)
-        total = sum(path.stat().st_size for path in paths)
-    with reporter.reading(f"{words} {_many(len(paths), 'file')}", total) as advance:
-        shown = _shown(texts.pieces(names, paths, files.read_as, fraction, files.keys, "SOURCE"), advance)
-        yield ((piece.text for piece in shown) if words == "reading" else shown), source
+    return names, paths, ", ".join(files.paths) or sources.named(None)
 
 
 def _check_kinds(paths: Sequence[Path]) -> None:
@@ -289,7 +333,7 @@ def _check_kinds(paths: Sequence[Path]) -> None:
             columns = f" with {shortened(kind.columns)[:100]}" if kind.columns else ""
             is_json = kind.name == kinds.JSON_LINES
             hint = "add --format jsonl-text, or --format prompts for prompts with answers" if is_json else kind.hint
-            hint = "train on conversations as they are, with data.format: chat" if is_json and "messages" in kind.columns else hint
+            hint = "add --format chat" if is_json and "messages" in kind.columns else hint
             raise InputError(
                 f"SOURCE: expected text, found that '{path}' is {kind.name}{columns}; {hint}, or --format text to read it as text"
             )
@@ -311,7 +355,7 @@ def _once(names: Sequence[str], paths: Sequence[Path]) -> tuple[list[str], list[
     return [name for name, _ in first.values()], [path for _, path in first.values()], len(twice)
 
 
-def _shown(pieces: Iterable[texts.Piece], advance: Callable[[int], None]) -> Iterator[texts.Piece]:
+def _shown(pieces: Iterable[_Piece], advance: Callable[[int], None]) -> Iterator[_Piece]:
     with sources.readable("SOURCE"):  # here, because what fails where the pieces are used is not the fault of their files
         for piece in pieces:
             interrupt.check()

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 Labels = Any  # integers, or {"tokens": integers, "next": integers of each row}
-Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next": logits of each row}
+Outputs = Any  # logits or an `Unprojected`, or {"tokens": one of these, "next": logits of each row, "experts": a `Routing`}
 
 
 @jax.tree_util.register_dataclass
@@ -56,13 +56,16 @@ def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Arra
     """Sum the cross-entropy in nats.
 
     With labels of tokens and of the next sentence (BERT) the mean of the latter over the rows comes on top of the mean of the former:
-    (n / rows) of its sum, for n counted tokens. Over several microbatches the mean is that of all exactly if each has the same n.
+    (n / rows) of its sum, for n counted tokens. Over several microbatches the mean is that of all exactly if each has the same n. The
+    router loss of a microbatch (see `jpipe_train.models.experts.Routing`) counts n times as well.
 
     Returns:
         The sum, and the number of labels that count.
     """
     if not isinstance(labels, dict):
-        return _nats(outputs, labels), _number(labels)
+        number, nats = _number(labels), _nats(_tokens(outputs), labels)
+        routing = outputs.get("experts") if isinstance(outputs, dict) else None
+        return nats if routing is None else nats + (number * routing.loss()).astype(nats.dtype), number
     number = _number(labels["tokens"])
     following = _nats(outputs["next"], labels["next"])
     share = (number / labels["next"].size).astype(following.dtype)
@@ -74,8 +77,7 @@ def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array,
 
     With labels of tokens and of next sentences, count those of tokens.
     """
-    if isinstance(labels, dict):
-        outputs, labels = outputs["tokens"], labels["tokens"]
+    outputs, labels = _tokens(outputs), _tokens(labels)
     if isinstance(outputs, Unprojected):
         whole, parts = _in_chunks(outputs, labels)
         hits = jax.lax.map(lambda part: _hits(replace(whole, hidden=part[0]).logits(), part[1], most).sum(), (whole.hidden, parts))
@@ -91,7 +93,7 @@ def all_logits(outputs: Outputs) -> Outputs:
 
 def vocab_size(outputs: Outputs) -> int:
     """Return the number of logits at each position."""
-    outputs = outputs["tokens"] if isinstance(outputs, dict) else outputs
+    outputs = _tokens(outputs)
     return outputs.vocab_size if isinstance(outputs, Unprojected) else int(outputs.shape[-1])
 
 
@@ -113,6 +115,11 @@ def _hits(logits: Float[Array, "*n v"], labels: Int[Array, "*n"] | UInt8[Array, 
     if most == 1:
         return logits.argmax(-1) == labels
     return (jax.lax.top_k(logits, most)[1] == labels[..., None]).any(-1)
+
+
+def _tokens(tree: Any) -> Any:
+    """Return the outputs or labels of the tokens, of a dict or alone."""
+    return tree["tokens"] if isinstance(tree, dict) else tree
 
 
 def _is_unprojected(leaf: Any) -> bool:

@@ -34,5 +34,5 @@ def layers(config: ModelConfig, chunk: int | None = None, tune: TuneConfig | Non
     is_language = config.head == "language"
     head = partial(kind.Head, config, chunk) if is_language else partial(heads.Head, config)
     all_layers: dict[str, Callable[..., nnx.Module]] = {"embed": partial(kind.Embed, config), **blocks, "head": head}
-    all_layers = all_layers if tune is None else tuned(all_layers, config, tune)
-    return jpipe.LayerStack(all_layers, [tie] if config.tied and is_language else ())
+    ties = [tie] if config.tied and is_language else ()
+    return jpipe.LayerStack(tuned(all_layers, config, tune or TuneConfig()), ties, mixes_rows=config.experts is not None)

@@ -4,16 +4,16 @@ The letters in the shapes: i inputs, o outputs, r rank.
 """
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jpipe import InputError
 from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.config.tune_config import PARTS, TARGETS, LoraConfig, TuneConfig
-from jpipe_train.models.quantized import Kind, dequantize, quantize
+from jpipe_train.config.tune_config import PARTS, TARGETS, LoraConfig, TuneConfig, matches_any
+from jpipe_train.models.quantized import Kind, multiply, quantize
 
 _UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as PEFT: up to 1 / sqrt(inputs)
 
@@ -39,8 +39,8 @@ class Quantized(nnx.Module):
         inputs, outputs = axes_of(kernel)
         self.codes, self.scale, self.kind = _param(codes, inputs, outputs), _param(scale, None, outputs), kind
 
-    def __getitem__(self, _: Any) -> Float[Array, "i o"]:
-        return dequantize(self.codes[...], self.scale[...], self.kind)
+    def __rmatmul__(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
+        return multiply(x, self.codes[...], self.scale[...], self.kind)
 
 
 class Adapted(nnx.Module):
@@ -58,7 +58,7 @@ class Adapted(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         x = x.astype(self.dtype)
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = x @ (self.kernel if isinstance(self.kernel, Quantized) else self.kernel[...].astype(x.dtype))
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)[(None,) * (y.ndim - 1)]
         if not self.lora:
@@ -74,17 +74,16 @@ def tuned(layers: Mapping[str, Callable[..., nnx.Module]], config: ModelConfig, 
         layers: the constructors of a built-in model, by layer id.
         config: the section `model`.
         tune: the section `tune`.
-
-    Raises:
-        InputError: the model lacks a layer that is to have adapters.
     """
     if tune.lora is None:
         return dict(layers)
-    for name in tune.lora.targets or ():
-        if name == "gate_proj" and not config.gated_mlp:
-            raise InputError("tune.lora.targets: expected layers that the model has, found gate_proj without model.gated_mlp; leave it out")
-    same: dict[int, Callable[..., nnx.Module]] = {}
-    return {layer_id: same.setdefault(id(make), _tuned(make, config, tune)) for layer_id, make in layers.items()}
+    same: dict[Any, Callable[..., nnx.Module]] = {}
+    changed = {}
+    for layer_id, make in layers.items():
+        is_like_others = not any(fnmatchcase(layer_id, pattern.partition("/")[0]) for pattern in tune.train_only)
+        key = id(make) if is_like_others else layer_id  # the dtypes of a layer's parameters depend on patterns of its names
+        changed[layer_id] = same.setdefault(key, _tuned(layer_id, make, config, tune))
+    return changed
 
 
 def widths_of(name: str, outputs: int, config: ModelConfig) -> dict[str, int]:
@@ -100,16 +99,17 @@ def widths_of(name: str, outputs: int, config: ModelConfig) -> dict[str, int]:
     return dict(zip(PARTS[name], of_parts, strict=True))
 
 
-def _tuned(make: Callable[..., nnx.Module], config: ModelConfig, tune: TuneConfig) -> Callable[..., nnx.Module]:
+def _tuned(layer_id: str, make: Callable[..., nnx.Module], config: ModelConfig, tune: TuneConfig) -> Callable[..., nnx.Module]:
     def tuned(rngs: nnx.Rngs) -> nnx.Module:
         module = make(rngs=rngs)
-        base = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)]
+        base = {"/".join(map(str, (layer_id, *path))): node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
         for name in PARTS:
             linear = getattr(module, name, None)
             if isinstance(linear, nnx.Linear):
                 setattr(module, name, Adapted(linear, widths_of(name, linear.out_features, config), tune, rngs=rngs))
-        for param in base:
-            param.set_value(param[...].astype(tune.base_dtype))
+        for name, param in base.items():
+            if not matches_any(name, tune.train_only):
+                param.set_value(param[...].astype(tune.base_dtype))
         return module
 
     return tuned

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -54,6 +55,39 @@ def dequantize(codes: Integer[Array, "j o"], scale: Float[Array, "k o"], kind: K
         values = pairs.reshape(2 * codes.shape[0], codes.shape[1]).astype(jnp.uint4)
     with _promotion():
         return _qwix().dequantize(_qwix().QArray(values, scale, None, kind))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def multiply(x: Float[Array, "*n i"], codes: Integer[Array, "j o"], scale: Float[Array, "k o"], kind: Kind) -> Float[Array, "*n o"]:
+    """Multiply by a quantized kernel, in the dtype of `x`; the kernel has no gradient.
+
+    Args:
+        x: the inputs of a linear layer.
+        codes, scale: as `quantize` returns them.
+        kind: of the numbers.
+    """
+    return x @ _dequantized_after(x, codes, scale, kind)
+
+
+def _forward(x: Any, codes: Any, scale: Any, kind: Kind) -> tuple[Any, Any]:
+    return multiply(x, codes, scale, kind), (codes, scale)
+
+
+def _backward(kind: Kind, arrays: tuple[Any, Any], gradient: Any) -> tuple[Any, None, None]:
+    return gradient @ _dequantized_after(gradient, *arrays, kind).T, None, None
+
+
+multiply.defvjp(_forward, _backward)
+
+
+def _dequantized_after(x: Any, codes: Any, scale: Any, kind: Kind) -> Any:
+    """Return the kernel in the dtype of `x`.
+
+    It depends on `x`, by a number that is zero unless `x` is NaN: otherwise XLA may dequantize all kernels of a stage at its start, and
+    keep them. A barrier does not prevent that on a CPU.
+    """
+    zero = jnp.isnan(x[(0,) * x.ndim]).astype(codes.dtype)
+    return dequantize(codes + zero, scale, kind).astype(x.dtype)
 
 
 @contextlib.contextmanager

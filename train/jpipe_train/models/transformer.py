@@ -18,9 +18,10 @@ from jpipe import InputError
 from jpipe_train.config.model_config import ModelConfig, has_bias
 from jpipe_train.models.attention import attend, attend_cached
 from jpipe_train.models.cross_entropy import Unprojected, wider
+from jpipe_train.models.experts import Experts, Routing, no_routing
 from jpipe_train.models.rope import lengths_of, positions_of, rotated
 
-Stream = Any  # x, or {"x": x, "segments": segments}
+Stream = Any  # x, or {"x": x, "segments": segments, "experts": Routing}, the latter two where there are any
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"gelu": nnx.gelu, "gelu_exact": partial(nnx.gelu, approximate=False), "silu": nnx.silu}
 STD = 0.02  # of weights as in GPT-2 and BERT
 
@@ -43,7 +44,11 @@ class Embed(nnx.Module):
 
     def __call__(self, inputs: Any) -> Stream:
         tokens, segments = split_inputs(inputs, self.config)
-        return joined(self.dropout(self.vectors(tokens, positions(tokens, segments))), segments)
+        x = self.dropout(self.vectors(tokens, positions(tokens, segments)))
+        if self.config.experts is None:
+            return joined(x, segments)
+        with_experts = sum(block.experts is not None for block in self.config.blocks)
+        return joined(x, segments, no_routing(self.config.experts, len(tokens), with_experts, wider(x.dtype)))
 
     def vectors(self, tokens: Any, at: Int[Array, "#b s"]) -> Float[Array, "b s w"]:
         """Embed tokens at these positions."""
@@ -78,10 +83,14 @@ class Block(nnx.Module):
             self.key_norm = norm(config, rngs, size * config.kv_heads_used if for_all else size)
         self.project = back(config.heads * size, width, use_bias=has_bias(config.bias, "project"), **axes("heads", "embed"))
         self.mlp_norm = norm(config, rngs)
-        self.expand = into(width, inner, **axes("embed", "mlp"))
-        if config.gated_mlp:
-            self.gate = into(width, inner, **axes("embed", "mlp"))
-        self.contract = back(inner, width, **axes("mlp", "embed"))
+        if config.experts is None:
+            self.expand = into(width, inner, **axes("embed", "mlp"))
+            if config.gated_mlp:
+                self.gate = into(width, inner, **axes("embed", "mlp"))
+            self.contract = back(inner, width, **axes("mlp", "embed"))
+        else:
+            without_bias = partial(into, use_bias=False), partial(back, use_bias=False)
+            self.experts = Experts(config.experts, config, ACTIVATIONS[config.activation], *without_bias, rngs=rngs)
         if config.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(config, rngs), norm(config, rngs)
         self.dropout = dropout(config, rngs)
@@ -90,11 +99,10 @@ class Block(nnx.Module):
         x, segments = split_stream(stream)
         if self.config.kind == "bert":
             x = normed(self.attention_norm, x + self.dropout(self._attention(x, segments)))
-            x = normed(self.mlp_norm, x + self.dropout(self._mlp(x)))
-        else:
-            x = self._plus_attention(x, self._attention(self.attention_norm(x), segments))
-            x = self._plus_mlp(x)
-        return joined(x, segments)
+            return joined(normed(self.mlp_norm, x + self.dropout(self._mlp(x)[0])), segments)
+        x = self._plus_attention(x, self._attention(self.attention_norm(x), segments))
+        x, routing = self._plus_mlp(x, segments, routing_of(stream))
+        return joined(x, segments, routing)
 
     def following(
         self,
@@ -121,16 +129,18 @@ class Block(nnx.Module):
         q, k, v = self._heads(self.attention_norm(x), at, lengths[:, None])
         keys, values = keys.at[rows, at].set(k, mode="drop"), values.at[rows, at].set(v, mode="drop")
         x = self._plus_attention(x, self.project(attend_cached(q, keys, values, at, self.config).reshape(b, s, -1)))
-        return self._plus_mlp(x), keys, values
+        return self._plus_mlp(x)[0], keys, values
 
     def _plus_attention(self, x: Float[Array, "b s w"], attention: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
         """Add the output of attention to the residual stream."""
         return x + self.dropout(normed(self.attention_post_norm, attention) if self.config.post_norms else attention)
 
-    def _plus_mlp(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
-        """Add the output of the MLP to the residual stream."""
-        out = self._mlp(self.mlp_norm(x))
-        return x + self.dropout(normed(self.mlp_post_norm, out) if self.config.post_norms else out)
+    def _plus_mlp(
+        self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None = None, routing: Routing | None = None
+    ) -> tuple[Float[Array, "b s w"], Routing | None]:
+        """Add the output of the MLP to the residual stream; return it with the choices of the routers so far."""
+        out, routing = self._mlp(self.mlp_norm(x), segments, routing)
+        return x + self.dropout(normed(self.mlp_post_norm, out) if self.config.post_norms else out), routing
 
     def _attention(self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Float[Array, "b s w"]:
         b, s, _ = x.shape
@@ -153,10 +163,16 @@ class Block(nnx.Module):
             q, k = rotated(q, at, lengths, config), rotated(k, at, lengths, config)
         return q, k, v
 
-    def _mlp(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
+    def _mlp(
+        self, x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None = None, routing: Routing | None = None
+    ) -> tuple[Float[Array, "b s w"], Routing | None]:
+        """Compute the MLP, or the experts; return with it the choices of the routers so far."""
+        if self.config.experts is not None:
+            y, choices = self.experts(x, None if segments is None else segments > 0)
+            return y, None if routing is None else routing.followed_by(*choices)
         activation = ACTIVATIONS[self.config.activation]
         expanded = self.expand(x)
-        return self.contract(activation(self.gate(x)) * expanded if self.config.gated_mlp else activation(expanded))
+        return self.contract(activation(self.gate(x)) * expanded if self.config.gated_mlp else activation(expanded)), routing
 
 
 class Head(nnx.Module):
@@ -179,7 +195,9 @@ class Head(nnx.Module):
         hidden = normed(self.norm, x)
         tied = self.config.tied
         kernel = self.token.embedding if tied else self.logits.kernel
-        return projected(hidden, kernel[...], None, tied, self.chunk, dtype_of(self.config), self.config.logits_soft_cap)
+        logits = projected(hidden, kernel[...], None, tied, self.chunk, dtype_of(self.config), self.config.logits_soft_cap)
+        routing = routing_of(stream)
+        return logits if routing is None else {"tokens": logits, "experts": routing}
 
 
 # Parts that BERT has, too -------------------------------------------------------------------------------------------------
@@ -285,12 +303,19 @@ def in_rows(numbers: Any) -> Any:
 
 def split_stream(stream: Stream) -> tuple[Any, Any]:
     """Split what flows between layers into x and segments, or None."""
-    return (stream["x"], stream["segments"]) if isinstance(stream, dict) else (stream, None)
+    return (stream["x"], stream.get("segments")) if isinstance(stream, dict) else (stream, None)
 
 
-def joined(x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None) -> Stream:
-    """Join x and segments into what flows between layers."""
-    return x if segments is None else {"x": x, "segments": segments}
+def routing_of(stream: Stream) -> Routing | None:
+    """Return the choices of the routers in what flows between layers; None without experts."""
+    return stream.get("experts") if isinstance(stream, dict) else None
+
+
+def joined(x: Float[Array, "b s w"], segments: Int[Array, "b s"] | None, routing: Routing | None = None) -> Stream:
+    """Join x, segments and the choices of the routers into what flows between layers."""
+    parts = {"segments": segments, "experts": routing}
+    present = {name: part for name, part in parts.items() if part is not None}
+    return {"x": x, **present} if present else x
 
 
 def positions(tokens: Any, segments: Int[Array, "b s"] | None) -> Int[Array, "#b s"]:

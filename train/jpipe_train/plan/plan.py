@@ -252,10 +252,12 @@ def attention_words(config: Config, choice: Choice) -> str:
     """Describe the memory that XLA's attention holds for all pairs of positions, or return "" if it is small."""
     model, candidate, limit = config.model, choice.ranked[0].candidate, choice.topology.device.limit
     target = choice.topology.device.compiles_for
-    if model.target is not None or model.attention != "xla" or limit is None or (target is not None and target.platform == "tpu"):
+    if model.target is not None or model.attention != "xla" or model.attention_soft_cap is not None:
+        return ""
+    if limit is None or (target is not None and target.platform == "tpu"):
         return ""
     number = 2 if "16" in (config.precision.computes or model.compute_dtype) else 4
-    pairs = candidate.rows / candidate.degrees.data * model.heads / candidate.degrees.model * model.seq_len**2 * number
+    pairs = candidate.rows / candidate.degrees.rows * model.heads / candidate.degrees.model * model.seq_len**2 * number
     if pairs < _WORTH_TELLING * limit:
         return ""
     return (

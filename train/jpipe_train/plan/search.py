@@ -18,6 +18,7 @@ from jpipe_planner import (
     find_candidates,
     find_variants,
     is_planned,
+    links_of,
     mesh_refusal,
     mesh_seconds,
     needs_vertical_sync,
@@ -196,10 +197,10 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
             raise InputError(f"--mesh: {reason}")
         topology.groups(degrees.size)  # raises InputError unless they fill the machine
         if degrees.size > topology.most_in_mesh:
-            rows = max(rows for rows in profile.sizes if rows % degrees.data == 0)
-            inside, link = topology.mesh_link(topology.most_in_mesh), topology.mesh_link(degrees.model)
+            rows = max(rows for rows in profile.sizes if rows % degrees.rows == 0)
+            inside, links = topology.mesh_link(topology.most_in_mesh), links_of(topology, degrees)
             seconds, seconds_inside = (
-                mesh_seconds(profile, rows, degrees, links) for links in ((link, topology.mesh_link(degrees.size)), (inside, inside))
+                mesh_seconds(profile, rows, degrees, both) for both in (links, links._replace(model=inside, expert=inside, all=inside))
             )
             slower = f", {seconds / seconds_inside:.1f} times as long as over links like those inside one" if seconds_inside else ""
             level = f"the {count(topology.most_in_mesh, 'device')} of {topology.levels[0].name or 'the innermost level'}"

@@ -208,7 +208,7 @@ def _evaluate(
     reporter: Reporter,
 ) -> tuple[dict[str, float], float]:
     """Return the mean loss and the metrics over all batches, and the weight of the loss."""
-    functions = metrics(config.eval, config.model.label_count)
+    functions = metrics(config.eval, config.model)
     pending: list[jpipe.Evaluation] = []
     results: list[dict[str, tuple[float, float]]] = []
     total, done = sum(selection.rows), 0

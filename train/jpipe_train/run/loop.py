@@ -11,8 +11,8 @@ from rich.console import Console
 
 import jpipe
 from jpipe.files import shown
-from jpipe_train.assemble import compile_cache
-from jpipe_train.assemble.build import build, check, prepare_devices
+from jpipe_train.assemble import compile_cache, frozen
+from jpipe_train.assemble.build import build, check, param_specs, prepare_devices
 from jpipe_train.assemble.delay import correction_words, delay_words
 from jpipe_train.assemble.meshes import has_meshes, mesh_words
 from jpipe_train.assemble.metrics import metrics
@@ -152,6 +152,9 @@ def build_and_check(
     """Build the pipeline and its data, and check everything that can be checked before a device works."""
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
+    params = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batches.like))
+    if (line := frozen.words(config.tune, params)) is not None:
+        reporter.say(line)
     layers = len(pipe.stack.ids)
     with reporter.phase(f"checking {layers:,} layers") if layers >= _MANY_LAYERS else contextlib.nullcontext():
         return pipe, check(config, pipe, batches)
@@ -203,7 +206,7 @@ def run(
         checkpoints = Checkpoints(config.checkpoint, pipe, path, config.train.steps, together, facts, rows, reporter.say)
         preemption = Preemption(together.processes, saves=config.checkpoint.every is not None)
         held_out = [batches.validation[i] for i in range(min(config.train.eval_batches, len(batches.validation)))]
-        chosen = metrics(config.eval, config.model.label_count)
+        chosen = metrics(config.eval, config.model)
         training = Training(config.train, pipe, batches.train, held_out, chosen, log, measure, checkpoints, preemption, history)
         is_complete = False
         try:

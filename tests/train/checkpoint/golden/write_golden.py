@@ -6,10 +6,11 @@ Each gets a `golden.safetensors` with a batch, the logits, the loss, and after/N
 """
 
 import os
+import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -78,8 +79,10 @@ def encoder_batch(seed: int) -> dict[str, torch.Tensor]:
 def computed(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the logits and the loss."""
     if "mask" not in batch:
-        logits = model(input_ids=batch["tokens"]).logits
-        return {"logits": logits}, cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=NEVER)
+        outputs = model(input_ids=batch["tokens"])
+        loss = cross_entropy(outputs.logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=NEVER)
+        of_routers = getattr(outputs, "aux_loss", None)
+        return {"logits": outputs.logits}, loss if of_routers is None else loss + model.router_aux_loss_coef * of_routers
     outputs = model(
         input_ids=batch["tokens"],
         token_type_ids=batch["types"],
@@ -90,6 +93,16 @@ def computed(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[di
     return {"logits": outputs.prediction_logits, "next_logits": outputs.seq_relationship_logits}, outputs.loss
 
 
+def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters by the names that a folder has; transformers stacks those of experts when it reads it."""
+    parameters = dict(model.named_parameters())
+    if not any(".experts." in name for name in parameters):
+        return parameters
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
 def results(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Take a step of SGD and return the batch, the logits and loss before the step and, as after/NAME, the weights after it."""
     logits, loss = computed(model, batch)
@@ -97,7 +110,7 @@ def results(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str,
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= RATE * parameter.grad
-    after = {f"after/{key}": parameter.detach() for key, parameter in model.named_parameters()}
+    after = {f"after/{key}": parameter.detach() for key, parameter in named(model).items()}
     numbers = {key: value.to(torch.int32) for key, value in batch.items()}
     return numbers | {key: value.detach() for key, value in logits.items()} | {"loss": loss.detach()} | after
 

@@ -17,6 +17,7 @@ from jpipe_train.data.chat.tokens import tokenized
 from tests.train.conftest import changed
 from tests.train.data.chat import templates
 from tests.train.data.chat.templates import CONVERSATIONS, STYLES
+from tests.train.data.conftest import same
 
 ENDS = {style: end for style, (_, _, end) in STYLES.items()}
 
@@ -51,6 +52,10 @@ def test_tokens_at_the_edge_of_an_answer_are_learned(chat_folders):
         assert [(int(a), int(b)) for a, b in found.answers] == ranges
     (found,) = tokenized([Rendered("a日b", ((0, 2), (1, 3)))], tokenizer)
     assert found.answers == [(0, 4), (4, 5)]
+    pair = next(token for token in sorted(tokenizer.rules.get_vocab()) if len(token) == 2 and token.isascii() and token.isalpha())
+    for span in ((0, 1), (1, 2)):
+        (found,) = tokenized([Rendered(pair, (span,))], tokenizer)
+        assert found.answers == [(0, 1)]
     for is_marked, last in ((True, "\n"), (False, "<|im_end|>")):
         (found,) = tokenized([Rendered("ab<|im_end|>\nc", ((1, 13),), is_marked)], tokenizer)
         assert tokenizer.rules.id_to_token(int(found.tokens[found.answers[0][1] - 1])) == last.replace("\n", "Ċ")
@@ -87,6 +92,33 @@ def test_conversations_are_packed_and_kept_apart(tiny, chat_folders, tmp_path):
     ]
     assert learned == "".join(expected)
     assert loaded.digest() == data.load(config).digest()
+
+
+def test_a_prepared_folder_has_the_same_rows_and_the_template(tiny, chat_folders, tmp_path):
+    lines = [
+        {"messages": [*messages, {"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}"}], "tools": tools}
+        for messages, tools, _ in CONVERSATIONS.values()
+        for i in range(6)
+    ]
+    path = written(tmp_path / "a.jsonl", lines)
+    tokenizer = str(chat_folders["qwen"] / "tokenizer.json")
+    command = ["data", "prepare", path, "--format", "chat", "--tokenizer", tokenizer, "--out", str(tmp_path / "out")]
+    assert cli.main([*command, "--validation-fraction", "0.5", "--shard-tokens", "300"]) == 0
+    fields = {"format": "chat", "path": path, "tokenizer": tokenizer, "validation_fraction": 0.5}
+    one = data.load(changed(tiny | {"data": fields}, model={"vocab_size": 512, "seq_len": 400}))
+    fields = {"format": "tokens", "path": str(tmp_path / "out")}
+    other = data.load(changed(tiny | {"data": fields}, model={"vocab_size": 512, "seq_len": 400}))
+    for i in range(3):
+        assert same(one.train[i], other.train[i])
+    assert same(one.validation[0], other.validation[0])
+    index = json.loads((tmp_path / "out" / "tokens.json").read_text())
+    assert (index["kind"], len(index["train"]) > 1) == ("chat", True)
+    copied = tokenizers.load(tmp_path / "out" / "tokenizer.json", "data.path")
+    assert copied.rules.id_to_token(index["end_of_text"]) == "<|im_end|>"
+    assert template.find(copied).source() == templates.template("qwen", marked=False)
+    (tmp_path / "out" / "train-00000.answer_ends").unlink()
+    with pytest.raises(InputError, match=r"train-00000\.answer_ends' with \d+ bytes, found no such file"):
+        data.load(changed(tiny | {"data": fields}))
 
 
 def test_long_conversations_are_refused_with_their_line_or_cut(tiny, chat_folders, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpipe_train.config.huggingface import ARCHITECTURES, Description, whole_section
+from jpipe_train.config.model.experts import ExpertsConfig
 from jpipe_train.config.model_config import ModelConfig, has_bias
 
 Shape = tuple[int, ...]
@@ -19,23 +20,33 @@ Shape = tuple[int, ...]
 class Row(NamedTuple):
     """Parameters of jpipe and the tensors that hold them: those of either side are concatenated along the last axis.
 
+    A parameter may be stacked instead: its first axis has a tensor for each expert.
+
     Attributes:
         shapes: of the parameters by name in an export, such as "block_0/qkv/kernel".
         theirs: the shapes of the tensors, by name.
         transposed: whether the tensors are (outputs, inputs), as in PyTorch's `Linear`; jpipe's kernels are (inputs, outputs).
+        stacked: whether the tensors are those of experts.
     """
 
     shapes: Mapping[str, Shape]
     theirs: Mapping[str, Shape]
     transposed: bool = False
+    stacked: bool = False
 
     def joined(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the parameters that tensors hold."""
         parts = [tensors[name].T if self.transposed else tensors[name] for name in self.theirs]
+        if self.stacked:
+            return dict.fromkeys(self.shapes, np.stack(parts))
         return _divided(parts, self.shapes)
 
     def split(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return the tensors that hold parameters."""
+        if self.stacked:
+            (ours,) = self.shapes
+            each = zip(self.theirs, np.asarray(arrays[ours]), strict=True)
+            return {name: np.ascontiguousarray(part.T if self.transposed else part) for name, part in each}
         shapes = {name: shape[::-1] if self.transposed else shape for name, shape in self.theirs.items()}
         divided = _divided([np.asarray(arrays[name]) for name in self.shapes], shapes)
         return {name: np.ascontiguousarray(part.T) if self.transposed else part for name, part in divided.items()}
@@ -94,8 +105,10 @@ def layout(described: Description) -> Layout:
     is_language = config.head == "language"
     copies = dict(names.copies) if is_language else {}
     layers = {"embed": ("", names.embed, _embed(config))}
-    for i in range(config.depth):
-        layers[f"block_{i}"] = names.layer.format(i), names.block, _block(config)
+    for i, block in enumerate(config.blocks):
+        sizes = _block(block)
+        present = {ours: theirs for ours, theirs in names.block.items() if all(name in sizes for name in ours.split(","))}
+        layers[f"block_{i}"] = names.layer.format(i), present, sizes
     head = dict(names.head if is_language else names.scores)
     if is_language and config.tied and (logits := head.pop("logits", None)) is not None:
         copies[f"{logits}.weight"] = f"{names.embed['token']}.weight"
@@ -119,12 +132,14 @@ class _Sizes(NamedTuple):
         outputs: the last axis, divided into tensors where the family has several.
         bias: whether there is one.
         kernel: what jpipe calls the first parameter.
+        experts: how many experts have such a layer; 0: it is not one of experts.
     """
 
     inputs: int | None
     outputs: tuple[int, ...]
     bias: bool
     kernel: str
+    experts: int = 0
 
 
 def _embed(c: ModelConfig) -> dict[str, _Sizes]:
@@ -141,9 +156,21 @@ def _block(c: ModelConfig) -> dict[str, _Sizes]:
         **{"query_norm": _norm(c, of_queries), "key_norm": _norm(c, of_keys)},
         "qkv": _Sizes(w, (q, kv, kv), has_bias(c.bias, "qkv"), "kernel"),
         "project": _Sizes(q, (w,), has_bias(c.bias, "project"), "kernel"),
-        **{name: _Sizes(w, (m,), has_bias(c.bias, "mlp"), "kernel") for name in ("expand", "gate")},
-        "contract": _Sizes(m, (w,), has_bias(c.bias, "mlp"), "kernel"),
+        **(_mlp(w, m, has_bias(c.bias, "mlp")) if c.experts is None else _experts(w, c.experts)),
     }
+
+
+def _mlp(w: int, m: int, bias: bool, experts: int = 0) -> dict[str, _Sizes]:
+    into, back = _Sizes(w, (m,), bias, "kernel", experts), _Sizes(m, (w,), bias, "kernel", experts)
+    return {"expand": into, "gate": into, "contract": back}
+
+
+def _experts(w: int, e: ExpertsConfig) -> dict[str, _Sizes]:
+    sizes = {"router": _Sizes(w, (e.count,), False, "kernel"), **_mlp(w, e.mlp_width, False, e.count)}
+    if e.shared_mlp_width is not None:
+        sizes |= {f"shared/{name}": size for name, size in _mlp(w, e.shared_mlp_width, False).items()}
+        sizes |= {"shared/share": _Sizes(w, (1,), False, "kernel")} if e.shared_gate else {}
+    return {f"experts/{name}": size for name, size in sizes.items()}
 
 
 def _head(c: ModelConfig) -> dict[str, _Sizes]:
@@ -174,11 +201,16 @@ def _rows(layer_id: str, ours: list[str], theirs: list[str], sizes: Mapping[str,
         return
     turned = transposed and first.kernel == "kernel"
 
-    def shape(size: int) -> Shape:
+    def shape_of(size: int) -> Shape:
         return (size,) if first.inputs is None else (first.inputs, size)
 
-    kernels = {f"{layer_id}/{name}/{first.kernel}": shape(size) for name, size in outputs.items()}
-    tensors = {f"{name}.weight": shape(size)[::-1] if turned else shape(size) for name, size in zip(theirs, stored, strict=True)}
+    if first.experts:
+        shape = shape_of(first.outputs[0])
+        of_experts = {f"{theirs[0].replace('*', str(e))}.weight": shape[::-1] if turned else shape for e in range(first.experts)}
+        yield Row({f"{layer_id}/{ours[0]}/kernel": (first.experts, *shape)}, of_experts, turned, stacked=True)
+        return
+    kernels = {f"{layer_id}/{name}/{first.kernel}": shape_of(size) for name, size in outputs.items()}
+    tensors = {f"{name}.weight": shape_of(size)[::-1] if turned else shape_of(size) for name, size in zip(theirs, stored, strict=True)}
     yield Row(kernels, tensors, turned)
     if first.bias:
         biases = {f"{layer_id}/{name}/bias": (size,) for name, size in outputs.items()}

@@ -20,7 +20,6 @@ from jpipe_train.models.lora import widths_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BEFORE = "base_model.model."  # of the names of modules, as PEFT wraps them
-_TASKS = {"decoder": "CAUSAL_LM"}  # others have none
 
 
 class Part(NamedTuple):
@@ -55,6 +54,26 @@ class Module(NamedTuple):
         """The number of parts that have an adapter."""
         return sum(part.exists for part in self.parts)
 
+    def matrices(self, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return A and B, of the shapes (rank, inputs) and (outputs, rank).
+
+        Adapters of several parts become one of as many times the rank, whose B has a block for each part.
+
+        Args:
+            arrays: the parameters of the layer, by name in an export.
+        """
+        columns = [np.asarray(arrays[f"{part.adapter}/a"]) for part in self.parts if part.exists]
+        a = np.concatenate(columns, axis=1)
+        b = np.zeros((a.shape[1], sum(part.outputs for part in self.parts)), a.dtype)
+        row = column = 0
+        for part in self.parts:
+            if part.exists:
+                block = np.asarray(arrays[f"{part.adapter}/b"])
+                b[row : row + len(block), column : column + part.outputs] = block
+                row += len(block)
+            column += part.outputs
+        return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
+
 
 def main(run: str, out: str, step: int | None, report: Callable[[str], None], weights: Weights = "newest") -> None:
     """Write the adapters of a checkpoint as a folder for PEFT, which appears whole or not at all.
@@ -75,13 +94,15 @@ def main(run: str, out: str, step: int | None, report: Callable[[str], None], we
     lora = model.config.tune.lora
     if lora is None:
         raise InputError(f"--layout: expected a run with adapters (tune.lora) for peft, found none in '{run}'; give huggingface")
+    if model.config.tune.train_only:
+        raise InputError("--layout: peft has adapters alone, and tune.train_only trained other parameters as well; give huggingface")
     tensors: dict[str, np.ndarray] = {}
     modules: dict[str, Module] = {}
     for layer_id, rows in model.names.rows.items():
         of_layer = [module for row in rows for module in modules_of(row, model.specs, model.config.model)]
         arrays = model.read(layer_id) if of_layer else {}
         for module in of_layer:
-            a, b = _matrices(module, arrays)
+            a, b = module.matrices(arrays)
             tensors |= {f"{_BEFORE}{module.name}.lora_A.weight": a, f"{_BEFORE}{module.name}.lora_B.weight": b}
             modules[module.name] = module
     if not tensors:
@@ -116,31 +137,13 @@ def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Mod
     return [module for module in modules if module.number]
 
 
-def _matrices(module: Module, arrays: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return A and B of a module, of the shapes (rank, inputs) and (outputs, rank).
-
-    Adapters of several parts of one module become one of as many times the rank, whose B has a block for each part.
-    """
-    columns = [np.asarray(arrays[f"{part.adapter}/a"]) for part in module.parts if part.exists]
-    a = np.concatenate(columns, axis=1)
-    b = np.zeros((a.shape[1], sum(part.outputs for part in module.parts)), a.dtype)
-    row = column = 0
-    for part in module.parts:
-        if part.exists:
-            block = np.asarray(arrays[f"{part.adapter}/b"])
-            b[row : row + len(block), column : column + part.outputs] = block
-            row += len(block)
-        column += part.outputs
-    return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
-
-
 def _described(model: Model, lora: LoraConfig, modules: Mapping[str, Module]) -> dict[str, Any]:
     """Return the content of `adapter_config.json`."""
     targets = _targets(modules, [name.removesuffix(".weight") for row in model.names for name in row.theirs])
     several = {name: module.number for name, module in modules.items() if module.number > 1}
     return {
         "peft_type": "LORA",
-        "task_type": _TASKS.get(model.config.model.kind),
+        "task_type": "CAUSAL_LM" if (model.config.model.kind, model.config.model.head) == ("decoder", "language") else None,
         "base_model_name_or_path": model.config.warm_start.file,
         "r": lora.rank,
         "lora_alpha": lora.alpha,

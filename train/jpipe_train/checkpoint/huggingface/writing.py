@@ -246,14 +246,14 @@ def _copy_tokenizer(config: Config, to: Path, say: Callable[[str], None]) -> str
     write_atomically(to / tokenizer.FILE, content)
     # Otherwise transformers builds the default tokenizer of the architecture.
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if config.data.target is None and config.data.format == "chat":
+    has_template = config.data.format == "tokens" and (path.parent / template.SETTINGS).is_file()
+    if config.data.target is None and (config.data.format == "chat" or has_template):
         try:
             found = template.find(tokenizer.load(path, "data.tokenizer"), config.data.chat_template)
         except InputError as error:
             say(f"without the chat template of the run: {error}")
         else:
-            named = [{"name": name, "template": source} for name, source in found.sources.items()]
-            settings |= {**found.variables, "chat_template": named if len(named) > 1 else found.source()}
+            settings |= found.settings
     _write_json(to / template.SETTINGS, settings)
     return " and the tokenizer"
 

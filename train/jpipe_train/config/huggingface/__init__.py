@@ -1,6 +1,6 @@
 """Read and write the `config.json` of a folder in Hugging Face's layout as keys of the section `model`, without JAX."""
 
-from jpipe_train.config.huggingface.families import ARCHITECTURES
+from jpipe_train.config.huggingface.families import ARCHITECTURES, FAMILIES
 from jpipe_train.config.huggingface.reading import (
     CONFIG,
     MOST_BYTES,
@@ -17,6 +17,7 @@ from jpipe_train.config.huggingface.writing import to_json_keys
 __all__ = [
     "ARCHITECTURES",
     "CONFIG",
+    "FAMILIES",
     "MOST_BYTES",
     "Description",
     "fill_section",

@@ -6,6 +6,7 @@ from typing import Any
 import pydantic
 from pydantic import BaseModel, ConfigDict
 
+from jpipe_train.config.huggingface.experts import canonical_experts
 from jpipe_train.config.huggingface.families import COMMON, FAMILIES, Family
 from jpipe_train.config.huggingface.parts import Keys, Part, shortened
 from jpipe_train.config.model_config import OF_THE_RUN, ModelConfig
@@ -55,6 +56,7 @@ def canonical(keys: Keys) -> dict[str, Any]:
     same |= {key: value for key, value in derived.items() if keys[key] is None}
     for key in ("window_layers", "rope_layers"):
         same[key] = shortened(keys[key], keys["depth"])
+    same |= canonical_experts(same)
     if same["window"] is None or same["window_layers"] == [False]:
         same |= {"window": None, "window_layers": None, "window_rope_base": None}
     if same["attention_scale"] == same["head_size"] ** -0.5:

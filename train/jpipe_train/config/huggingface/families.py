@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jpipe_train.config.huggingface.experts import experts
 from jpipe_train.config.huggingface.parts import (
+    Depth,
     Number,
     Part,
     Size,
@@ -20,8 +22,10 @@ from jpipe_train.config.huggingface.parts import (
     layers_without_rope,
     one,
     only,
+    qkv_bias,
     window,
     windows_between,
+    without_windows,
     written,
 )
 from jpipe_train.config.huggingface.rope import rope, rope_by_layer
@@ -31,7 +35,8 @@ from jpipe_train.config.huggingface.rope import rope, rope_by_layer
 class Tensors:
     """The names of the tensors of a family, by the names of jpipe's parameters.
 
-    Several names with commas between them are concatenated, and so are several parameters: `gate,expand` are in one tensor of Phi-3.
+    Several names with commas between them are concatenated, and so are several parameters: `gate,expand` are in one tensor of Phi-3. A *
+    stands for the number of an expert, each of which has its own tensor. Names of parameters that a block does not have are left out.
 
     Attributes:
         embed: of the layer `embed`.
@@ -98,7 +103,7 @@ IGNORED = frozenset(
         *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids"),
         *("encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
         *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
-        *("cache_implementation", "prefix"),
+        *("cache_implementation", "prefix", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
     }
 )
 """JSON keys that change nothing in training, whatever they say."""
@@ -111,7 +116,7 @@ COMMON = (
 """The parts of all families."""
 
 _SIZES = (
-    one("num_hidden_layers", "depth", Size),
+    one("num_hidden_layers", "depth", Depth),
     one("hidden_size", "width", Size),
     one("num_attention_heads", "heads", Size),
     one("intermediate_size", "mlp_width", Size),
@@ -121,6 +126,9 @@ _KV_HEADS = one("num_key_value_heads", "kv_heads", Size | None, None)
 _GPT_2 = {"kind": "decoder", "positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True}
 _LLAMA = {"kind": "decoder", "positions": "rope", "norm": "rms", "gated_mlp": True, "bias": False}
 _GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": True}
+
+
+_WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
 
 
 def _like_llama(default_epsilon: float = 1e-6, tied: bool = False) -> tuple[Part, ...]:
@@ -135,6 +143,14 @@ def _head_size(default: int | None) -> Part:
 
 _ATTENTION = {"qkv": "self_attn.q_proj,self_attn.k_proj,self_attn.v_proj", "project": "self_attn.o_proj"}
 _MLP = {"expand": "mlp.up_proj", "gate": "mlp.gate_proj", "contract": "mlp.down_proj"}
+_EXPERTS = {
+    **{"experts/router": "mlp.gate", "experts/expand": "mlp.experts.*.up_proj"},
+    **{"experts/gate": "mlp.experts.*.gate_proj", "experts/contract": "mlp.experts.*.down_proj"},
+}
+_SHARED_EXPERT = {
+    **{"experts/shared/expand": "mlp.shared_expert.up_proj", "experts/shared/gate": "mlp.shared_expert.gate_proj"},
+    **{"experts/shared/contract": "mlp.shared_expert.down_proj", "experts/shared/share": "mlp.shared_expert_gate"},
+}
 _QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 _TWO_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _FOUR_NORMS = {
@@ -162,7 +178,7 @@ FAMILIES: tuple[Family, ...] = (
         {"classification": "GPT2ForSequenceClassification"},
         "gpt2",
         (
-            one("n_layer", "depth", Size),
+            one("n_layer", "depth", Depth),
             one("n_embd", "width", Size),
             one("n_head", "heads", Size),
             one("n_positions", "max_positions", Size),
@@ -198,10 +214,17 @@ FAMILIES: tuple[Family, ...] = (
         ("LlamaForCausalLM",),
         {"classification": "LlamaForSequenceClassification"},
         "llama",
-        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), biases("attention_bias", "mlp_bias"), rope()),
+        (
+            *_like_llama(),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            biases("attention_bias", "mlp_bias"),
+            rope(),
+            only("rope_interleaved", False),
+        ),
         _LLAMA,
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-        frozenset({"pretraining_tp"}),  # how products are divided, which changes their rounding
+        frozenset({"pretraining_tp", "is_llama_config"}),  # the former divides products, which changes their rounding
     ),
     Family(
         ("MistralForCausalLM",),
@@ -215,10 +238,9 @@ FAMILIES: tuple[Family, ...] = (
         ("Qwen2ForCausalLM",),
         {"classification": "Qwen2ForSequenceClassification"},
         "qwen2",
-        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), later_windows(), rope()),
+        (*_like_llama(), _head_size(None), activation("hidden_act", "silu"), later_windows(), rope(), only("use_mrope", False)),
         _LLAMA | {"bias": "qkv"},
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP),
-        frozenset({"use_mrope"}),
     ),
     Family(
         ("Qwen3ForCausalLM",),
@@ -227,6 +249,78 @@ FAMILIES: tuple[Family, ...] = (
         (*_like_llama(), _head_size(128), activation("hidden_act", "silu"), biases("attention_bias"), later_windows(), rope()),
         _LLAMA | {"qk_norm": "head"},
         _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP),
+    ),
+    Family(
+        ("MixtralForCausalLM",),
+        {},
+        "mixtral",
+        (
+            *_like_llama(1e-5),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            window(None),
+            experts(("num_local_experts",), "intermediate_size", defaults=(8, 2, 0.001), renormalizes=True),
+            only("router_jitter_noise", 0.0),
+            rope(1_000_000.0),
+        ),
+        _LLAMA,
+        _tensors_like_llama(
+            _TWO_NORMS,
+            _ATTENTION,
+            {
+                **{"experts/router": "block_sparse_moe.gate", "experts/gate": "block_sparse_moe.experts.*.w1"},
+                **{"experts/contract": "block_sparse_moe.experts.*.w2", "experts/expand": "block_sparse_moe.experts.*.w3"},
+            },
+        ),
+    ),
+    Family(
+        ("OlmoeForCausalLM",),
+        {},
+        "olmoe",
+        (
+            *_like_llama(1e-5),
+            activation("hidden_act", "silu"),
+            biases("attention_bias"),
+            experts(("num_experts", "num_local_experts"), "intermediate_size", defaults=(64, 8, 0.01)),
+            only("clip_qkv", None),
+            rope(),
+        ),
+        _LLAMA | {"qk_norm": "all"},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _EXPERTS),
+    ),
+    Family(
+        ("Qwen2MoeForCausalLM",),
+        {},
+        "qwen2_moe",
+        (
+            *_like_llama(),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            qkv_bias(),
+            experts(("num_experts", "num_local_experts"), "moe_intermediate_size", defaults=(60, 4, 0.001), dense_layers=True, shared=True),
+            *_WITHOUT_WINDOWS,
+            rope(),
+        ),
+        _LLAMA,
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _MLP, _EXPERTS, _SHARED_EXPERT),
+        frozenset({"sliding_window", "max_window_layers"}),  # without use_sliding_window they mean nothing
+    ),
+    Family(
+        ("Qwen3MoeForCausalLM",),
+        {},
+        "qwen3_moe",
+        (
+            *_like_llama(),
+            _head_size(None),
+            activation("hidden_act", "silu"),
+            biases("attention_bias"),
+            experts(("num_experts", "num_local_experts"), "moe_intermediate_size", defaults=(128, 8, 0.001), dense_layers=True),
+            *_WITHOUT_WINDOWS,
+            rope(),
+        ),
+        _LLAMA | {"qk_norm": "head"},
+        _tensors_like_llama(_TWO_NORMS, _ATTENTION, _QK_NORMS, _MLP, _EXPERTS),
+        frozenset({"sliding_window", "max_window_layers"}),
     ),
     Family(
         ("Gemma2ForCausalLM",),
@@ -246,7 +340,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _GEMMA,
         _tensors_like_llama(_FOUR_NORMS, _ATTENTION, _MLP),
-        frozenset({"hidden_act"}),  # transformers reads hidden_activation
+        frozenset({"hidden_act", "sliding_window_size"}),  # transformers reads hidden_activation and sliding_window
     ),
     Family(
         ("Gemma3ForCausalLM",),

@@ -10,6 +10,7 @@ Keys = Mapping[str, Any]  # of the section `model`, or of `config.json`
 
 HINT = "jpipe's models have nothing else; take another model"
 Size = Annotated[int, Field(ge=1, le=10**9)]
+Depth = Annotated[int, Field(ge=1, le=1000)]  # as `model.depth`, before a pattern along it is made
 Number = Annotated[float, Field(gt=0)]
 
 # Hugging Face's names by jpipe's; the first is written. The tanh of all of these is that of `gelu_new`.
@@ -74,6 +75,16 @@ def biases(*theirs: str) -> Part:
     return Part(dict.fromkeys(theirs, (bool, False)), read, lambda keys: {key: write(keys)[key] for key in theirs})
 
 
+def qkv_bias() -> Part:
+    """Return the part of Qwen2-MoE's biases, of queries, keys and values alone."""
+    return Part(
+        {"qkv_bias": (bool, True)},
+        lambda json, _: {"bias": "qkv" if json["qkv_bias"] else False},
+        lambda keys: {"qkv_bias": keys["bias"] == "qkv"},
+        {"bias": "qkv_bias"},
+    )
+
+
 def attention_scale() -> Part:
     """Return the part of Gemma's scale of attention, which is given as the number whose inverse root it is."""
 
@@ -126,6 +137,11 @@ def windows(default: int | None, layers: Layers, fields: Mapping[str, tuple[Any,
         "layer_types": (list[Literal["full_attention", "sliding_attention"]] | None, None),
     }
     return Part({**of_windows, **fields}, read, to_json, {"window": "sliding_window"})
+
+
+def without_windows() -> Part:
+    """Return the part of `layer_types` none of which has a window; it is not written."""
+    return Part({"layer_types": (list[Literal["full_attention"]] | None, None)}, lambda *_: {}, lambda _: {})
 
 
 def in_window(keys: Keys) -> list[bool]:

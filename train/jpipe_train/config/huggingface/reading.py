@@ -15,6 +15,7 @@ from jpipe.files import expanded, read_text, shown
 from jpipe_train.config.config import ModelConfig
 from jpipe_train.config.huggingface import labels
 from jpipe_train.config.huggingface.conversion import keys_of, names_of, schema
+from jpipe_train.config.huggingface.experts import OF_THE_LOSS
 from jpipe_train.config.huggingface.families import ARCHITECTURES, IGNORED
 from jpipe_train.config.huggingface.parts import HINT
 from jpipe_train.config.model.rope import RopeScaling
@@ -93,6 +94,7 @@ def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: 
         InputError: as in `read`; a key contradicts the folder.
     """
     keys, file = read(folder).keys, shown(folder / CONFIG)
+    section, keys = _with_router_losses(section, keys)
     if section.get("target") is not None:
         raise InputError(f"{where}: model.target: expected the built-in model, as {file} describes one, found {short(section['target'])}")
     explicit = {key: _normal(key, value) for key, value in section.items() if value is not None or (key in keys and _says_none(key))}
@@ -111,6 +113,15 @@ def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: 
     if lines:
         raise InputError(*lines)
     return {**section, **keys}
+
+
+def _with_router_losses(section: Mapping[str, Any], keys: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Return the section with all keys of `experts`, and the keys of a folder with the factors of the loss that the section has."""
+    ours, theirs = section.get("experts"), keys["experts"]
+    if not isinstance(ours, dict) or theirs is None:
+        return section, keys
+    chosen = {key: value for key, value in ours.items() if key in OF_THE_LOSS}
+    return {**section, "experts": {**theirs, **ours}}, {**keys, "experts": {**theirs, **chosen}}
 
 
 def _says_none(key: str) -> bool:

@@ -8,6 +8,7 @@ import pydantic
 from jpipe import InputError
 from jpipe_train.config.huggingface import labels
 from jpipe_train.config.huggingface.conversion import canonical, json_of, keys_of, schema
+from jpipe_train.config.huggingface.experts import without_losses
 from jpipe_train.config.huggingface.families import ARCHITECTURES, FAMILIES, Family
 from jpipe_train.config.huggingface.parts import Keys
 from jpipe_train.config.model_config import ModelConfig
@@ -54,7 +55,8 @@ def _differences(family: Family, keys: Keys) -> list[str]:
         return [f"other values of {', '.join(str(problem['loc'][0]) for problem in error.errors())}"]
     except ValueError as error:
         return [str(error)]
-    different = [f"model.{key} {_shown(value)}, not {_shown(keys[key])}" for key, value in read.items() if keys[key] != value]
+    pairs = {key: [without_losses(side[key]) if key == "experts" else side[key] for side in (read, keys)] for key in read}
+    different = [f"model.{key} {_shown(theirs)}, not {_shown(ours)}" for key, (theirs, ours) in pairs.items() if ours != theirs]
     if keys["width"] % keys["heads"]:  # transformers refuses it, even where the config has the head size
         different.append(f"model.heads that divide model.width {keys['width']}, not {keys['heads']}")
     return different

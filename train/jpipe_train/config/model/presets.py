@@ -86,6 +86,22 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
         "bert-110m": {**_BERT, "depth": 12, "width": 768, "heads": 12},
         "bert-355m": {**_BERT, "depth": 24, "width": 1024, "heads": 16},
         "gpt2-tiny": {**_GPT_2, **_SMALL},
+        "mixtral-8x7b": {
+            **{**_LIKE_LLAMA, "vocab_size": 32000, "depth": 32, "width": 4096, "heads": 32, "kv_heads": 8, "rope_base": 1e6},
+            **{"norm_epsilon": 1e-5, "max_positions": 32768, "seq_len": 8192, "mlp_width": 14336},
+            "experts": {"count": 8, "per_token": 2, "mlp_width": 14336, "balance_loss": 0.02},
+        },
+        "qwen3-30b-a3b": {
+            **{**_QWEN, "vocab_size": 151936, "depth": 48, "width": 2048, "heads": 32, "kv_heads": 4, "head_size": 128},
+            **{"qk_norm": "head", "max_positions": 40960, "seq_len": 8192, "mlp_width": 768},
+            "experts": {"count": 128, "per_token": 8, "mlp_width": 768, "balance_loss": 0.001},
+        },
+        "olmoe-1b-7b": {
+            **{**_LIKE_LLAMA, "vocab_size": 50304, "depth": 16, "width": 2048, "heads": 16, "norm_epsilon": 1e-5, "qk_norm": "all"},
+            **{"max_positions": 4096, "seq_len": 4096, "mlp_width": 1024},
+            "experts": {"count": 64, "per_token": 8, "mlp_width": 1024, "renormalize": False, "balance_loss": 0.01, "z_loss": 0.001},
+        },
+        "mixtral-tiny": {**_LLAMA_3, **_SMALL, "kv_heads": 2, "mlp_width": 24, "experts": {"count": 4, "per_token": 2, "mlp_width": 24}},
         "llama-tiny": {**_LLAMA_3, **_SMALL, "kv_heads": 2, "mlp_width": 40},
         "bert-tiny": {**_BERT, **_SMALL},
     }

@@ -24,11 +24,13 @@ class Read(NamedTuple):
     Attributes:
         place: its file and line.
         held_out: whether it is for validation.
+        size: of the line in bytes.
         tokenized: its text and tokens.
     """
 
     place: tuple[Path, int]
     held_out: bool
+    size: int
     tokenized: Tokenized
 
 
@@ -37,6 +39,7 @@ class _Pending(NamedTuple):
 
     place: tuple[Path, int]
     held_out: bool
+    size: int
     rendered: Rendered
 
 
@@ -67,7 +70,7 @@ def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fracti
 
 
 def _joined(batch: Sequence[_Pending], result: "Future[list[Tokenized]]") -> list[Read]:
-    return [Read(each.place, each.held_out, done) for each, done in zip(batch, result.result(), strict=True)]
+    return [Read(*each[:3], done) for each, done in zip(batch, result.result(), strict=True)]
 
 
 def _rendered(files: Sequence[Path], renderer: Renderer, fraction: float, wrong: WrongLines) -> Iterator[_Pending]:
@@ -83,7 +86,7 @@ def _rendered(files: Sequence[Path], renderer: Renderer, fraction: float, wrong:
                 wrong.add(file, line.number, f"the chat template fails: {error}")
                 continue
             if not wrong.number:
-                yield _Pending((file, line.number), sources.place_of(found.key) < fraction, rendered)
+                yield _Pending((file, line.number), sources.place_of(found.key) < fraction, line.size, rendered)
 
 
 def _encodable(rendered: Rendered) -> Rendered:

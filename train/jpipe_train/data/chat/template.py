@@ -32,6 +32,12 @@ class Template:
     variables: Mapping[str, str]
     where: str
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a tokenizer_config.json has of it."""
+        named = [{"name": name, "template": source} for name, source in self.sources.items()]
+        return {**self.variables, "chat_template": named if len(named) > 1 else self.source()}
+
     def source(self, *, with_tools: bool = False) -> str:
         """Return the template for conversations with or without tools."""
         name = _WITH_TOOLS if with_tools and _WITH_TOOLS in self.sources else _DEFAULT

@@ -1,7 +1,8 @@
 """Folders of tokens as `jpipe data prepare` writes them: tokens.json describes the shards, which are read when needed.
 
 A shard `train-00000` is `train-00000.bin`, its tokens as little-endian uint16 or uint32; `train-00000.ends`, for each document the position
-behind its last token as uint64; and `train-00000.answers` for prompts, the position of the first token of each answer as uint64.
+behind its last token as uint64; for prompts and chat `train-00000.answers`, the position of the first token of each answer as uint64; and
+for chat `train-00000.answer_ends`, the position behind the last token of each answer as uint64.
 """
 
 import functools
@@ -45,15 +46,21 @@ class _Part(pydantic.BaseModel):
 
 
 class ShardFacts(_Part):
-    """A shard: the `name` of its files without endings, its number of `tokens` and `documents`, and the hashes of its files.
+    """A shard: the `name` of its files without endings, its number of `tokens`, `documents` and `answers`, and the hash of its tokens.
 
-    `documents` is null if their ends are not known.
+    `documents` is null if their ends are not known, and `answers` is if it is not chat.
     """
 
     name: Annotated[str, pydantic.AfterValidator(_is_name)]
     tokens: Annotated[int, Field(ge=1, le=2**62)]
     documents: Annotated[int, Field(ge=1, le=2**62)] | None = None
+    answers: Annotated[int, Field(ge=1, le=2**62)] | None = None
     sha256: str | None = None
+
+    def count(self, ending: str) -> int | None:
+        """Return how many numbers the file with this ending has, or None if that is not known."""
+        answers = self.documents if self.answers is None else self.answers
+        return {".bin": self.tokens, ".ends": self.documents, ".answers": answers, ".answer_ends": self.answers}[ending]
 
 
 class Index(_Part):
@@ -64,7 +71,7 @@ class Index(_Part):
     """
 
     format: Literal["jpipe-tokens/1"]
-    kind: Literal["text", "prompts"] = "text"
+    kind: Literal["text", "prompts", "chat"] = "text"
     dtype: Literal["uint16", "uint32"]
     vocab_size: Annotated[int, Field(ge=1, le=LARGEST_VOCABULARY)]
     end_of_text: _Count | None = None
@@ -77,8 +84,8 @@ class Index(_Part):
     @property
     def parts(self) -> tuple[tuple[str, np.dtype[Any]], ...]:
         """The ending and the dtype of each file of a shard."""
-        kinds: list[tuple[str, np.dtype[Any]]] = [(".bin", DTYPES[self.dtype]), (".ends", POSITIONS), (".answers", POSITIONS)]
-        return tuple(kinds[: 3 if self.kind == "prompts" else 2])
+        positions = (".ends", ".answers", ".answer_ends")[: {"text": 1, "prompts": 2, "chat": 3}[self.kind]]
+        return (".bin", DTYPES[self.dtype]), *((ending, POSITIONS) for ending in positions)
 
 
 def read_index(path: str, where: str) -> tuple[Path, Index]:
@@ -101,11 +108,11 @@ def read_index(path: str, where: str) -> tuple[Path, Index]:
     except pydantic.ValidationError as error:
         raise explain(error, Index, str(file)) from None
     shards = (*index.train, *index.validation)
-    if index.kind == "prompts" and any(shard.documents is None for shard in shards):
-        raise InputError(f"{file}: expected the number of documents of every shard of prompts, found null; write the folder again")
+    if index.kind != "text" and any(shard.count(ending) is None for shard in shards for ending, _ in index.parts):
+        raise InputError(f"{file}: expected the number of documents of every shard of {index.kind}, found null; write the folder again")
     for shard in shards:
-        for (ending, dtype), count in zip(index.parts, (shard.tokens, shard.documents, shard.documents), strict=False):
-            if count is not None:
+        for ending, dtype in index.parts:
+            if (count := shard.count(ending)) is not None:
                 _check_size(folder / f"{shard.name}{ending}", count, dtype, where)
     _check_tokenizer(folder / FILE, index, where)
     return folder, index
@@ -119,13 +126,14 @@ def documents(folder: Path, index: Index, shards: Sequence[ShardFacts]) -> Docum
         if part >= len(index.parts) or (part and shard.documents is None):
             return None
         ending, dtype = index.parts[part]
-        count = shard.tokens if part == 0 else shard.documents
+        count = shard.count(ending)
+        assert count is not None
         return lambda: cached(folder / f"{shard.name}{ending}", dtype, count, shard.tokens if ending == ".ends" else None)
 
     def of(shard: ShardFacts) -> Shard:
         tokens = opened(shard, 0)
         assert tokens is not None
-        return Shard(f"'{folder / shard.name}.bin'", shard.tokens, tokens, opened(shard, 1), opened(shard, 2))
+        return Shard(f"'{folder / shard.name}.bin'", shard.tokens, tokens, *(opened(shard, part) for part in (1, 2, 3)))
 
     return Documents([of(shard) for shard in shards], index.vocab_size)
 

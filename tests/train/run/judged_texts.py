@@ -1,0 +1,53 @@
+"""Small generated data of the form of MNLI (pairs of sentences with one of three labels) and of RACE (a text, a question, four answers).
+
+python -m tests.train.run.judged_texts FOLDER
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+COLORS = ("red", "blue", "green", "black", "white", "brown")
+ANIMALS = ("fox", "dog", "cat", "horse", "goat", "crow")
+TOOLS = ("hammer", "saw", "rope", "ladder", "spade", "knife")  # never an answer
+LABELS = ("entailment", "neutral", "contradiction")
+
+
+def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Return premises with hypotheses that follow from them, contradict them, or neither."""
+    rng, rows = random.Random(seed), []
+    for i in range(count):
+        color, animal, label = rng.choice(COLORS), rng.choice(ANIMALS), rng.choice(LABELS)
+        said = {"entailment": f"it is {color}", "contradiction": f"it is not {color}", "neutral": f"a {rng.choice(TOOLS)} is near"}
+        rows.append({"premise": f"{animal} {i} is {color}", "hypothesis": said[label], "label": label})
+    return rows
+
+
+def questions(count: int, seed: int = 0) -> list[dict[str, object]]:
+    """Return texts with a question about a color or an animal, and four answers, of which one is of that kind."""
+    rng, rows = random.Random(seed), []
+    for i in range(count):
+        of_color = rng.random() < 0.5
+        right, wrong = (COLORS, ANIMALS) if of_color else (ANIMALS, COLORS)
+        answers = [(rng.choice(right), True), (rng.choice(wrong), False), *((tool, False) for tool in rng.sample(TOOLS, 2))]
+        rng.shuffle(answers)
+        rows.append(
+            {
+                "article": f"text {i}",
+                "question": "which color" if of_color else "which animal",
+                "options": [answer for answer, _ in answers],
+                "answer": "ABCD"[[is_right for _, is_right in answers].index(True)],
+            }
+        )
+    return rows
+
+
+def write(folder: Path) -> None:
+    """Write pairs.jsonl and questions.jsonl."""
+    for name, rows in (("pairs", pairs(1500)), ("questions", questions(1500))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -1,0 +1,39 @@
+"""The key `model.experts` of a config: mixtures of experts in place of the MLPs of some blocks."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from jpipe_train.config.section import Count, Section
+
+_Factor = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class ExpertsConfig(Section):
+    """A mixture of `count` experts in place of the MLP of a block: each token is computed by `per_token` of them, which a router chooses.
+
+    An expert is an MLP of hidden width `mlp_width`, without biases. `renormalize` divides the probabilities of the chosen experts by their
+    sum. With `shared_mlp_width` an MLP of that hidden width computes every token as well, times a learned number between 0 and 1 with
+    `shared_gate`. `layers` says which blocks have experts, a pattern that repeats along the depth; null for all. The loss of a microbatch
+    has `balance_loss` times the load-balancing loss and `z_loss` times the mean square of the log of the router's partition function.
+    """
+
+    count: Annotated[int, Field(ge=2, le=4096)]
+    per_token: Count
+    mlp_width: Annotated[int, Field(ge=1, le=10**7)]
+    renormalize: bool = True
+    shared_mlp_width: Annotated[int, Field(ge=1, le=10**7)] | None = None
+    shared_gate: bool = False
+    layers: Annotated[list[bool], Field(min_length=1, max_length=1000)] | None = None
+    balance_loss: _Factor = 0.01
+    z_loss: _Factor = 0.0
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ExpertsConfig":
+        if self.per_token > self.count:
+            raise ValueError(f"per_token {self.per_token} is more than count {self.count}; change one of them")
+        if self.shared_gate and self.shared_mlp_width is None:
+            raise ValueError("shared_gate would mean nothing without shared_mlp_width; set that, or leave shared_gate out")
+        if self.layers is not None and not any(self.layers):
+            raise ValueError("layers: expected at least one block with experts, found none; set one to true, or set model.experts to null")
+        return self

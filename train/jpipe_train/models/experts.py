@@ -1,0 +1,303 @@
+"""Mixtures of experts: MLPs of which a router chooses some for each token, and the losses that keep the choices balanced.
+
+No token is dropped: tokens are sorted by expert, and each kernel is multiplied by the tokens of its expert.
+
+Reference: Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer".
+
+The letters in the shapes: b rows, s positions, w width, n tokens (of all rows), e experts, k experts of a token, m width of an expert, l
+blocks with experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jpipe.context import traced_mesh
+from jpipe_train.config.model.experts import ExpertsConfig
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models.cross_entropy import wider
+
+Linear = Callable[..., nnx.Linear]
+"""A constructor of linear layers, from the sizes of inputs and outputs and the metadata of Flax."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Routing:
+    """The choices of the routers so far, for each row; those of the last block come last. Padding is not counted.
+
+    Blocks keep their own numbers, rather than one sum, so that nothing is rounded away where layers pass on bfloat16.
+
+    Attributes:
+        counts: (b, l, e), how many tokens have chosen each expert.
+        probabilities: (b, l, e), the mean probability of each expert.
+        squares: (b, l), the mean square of the log of the sum of the exponentials of a router's outputs.
+        per_token: how many experts each token has chosen.
+        balance_loss: the factor of the load-balancing loss.
+        z_loss: the factor of the mean of the squares.
+    """
+
+    counts: Any
+    probabilities: Any
+    squares: Any
+    per_token: int = field(metadata={"static": True})
+    balance_loss: float = field(metadata={"static": True})
+    z_loss: float = field(metadata={"static": True})
+
+    def loss(self) -> Float[Array, ""]:
+        """Return the mean router loss of the rows: the load-balancing loss and the mean of the squares, times their factors.
+
+        References: Fedus et al. 2021, "Switch Transformers", for any number of experts per token as in Hugging Face's transformers; Zoph
+        et al. 2022, "ST-MoE".
+        """
+        return self.balance_loss * self.balance() + self.z_loss * self._mean(self.squares)
+
+    def balance(self) -> Float[Array, ""]:
+        """Return the load-balancing loss, of all blocks together: `per_token` if all experts get as many tokens, at most e · `per_token`.
+
+        It is e times the sum, over the experts, of the share of the tokens that have chosen it times its mean probability.
+        """
+        wide = wider(self.probabilities.dtype)
+        shares = self.counts.sum((0, 1)).astype(wide) / self._number(wide).sum()
+        return self.counts.shape[-1] * (shares * self._mean(self.probabilities)).sum()
+
+    def busiest(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return how many tokens the expert with the most has, relative to the mean, as a mean over the blocks; times tokens, and these."""
+        counts = self.counts.sum(0).astype("float32")
+        number = self._number(jnp.float32)[:, 0].sum()
+        most = counts.max(-1) / jnp.maximum(counts.mean(-1), jnp.finfo("float32").tiny)
+        return number * most.mean(), number
+
+    def unused(self) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Return the share of the experts of all blocks that no token has chosen; times tokens, and these."""
+        number = self._number(jnp.float32)[:, 0].sum()
+        return number * (self.counts.sum(0) == 0).mean(dtype="float32"), number
+
+    def _mean(self, means: Float[Array, "b l *e"]) -> Float[Array, "*e"]:
+        """Return the mean over all tokens and blocks of what is a mean over the tokens of each row."""
+        wide = wider(means.dtype)
+        number = self._number(wide)
+        return jnp.tensordot(number, means.astype(wide), 2) / number.sum()
+
+    def _number(self, dtype: Any) -> Float[Array, "b l"]:
+        """Return the number of tokens of each row and block; at least a small number, so that only padding gives a loss of 0."""
+        return jnp.maximum(self.counts.sum(-1).astype(dtype) / self.per_token, jnp.finfo(dtype).tiny)
+
+    def followed_by(self, counts: Any, probabilities: Any, squares: Any) -> "Routing":
+        """Return the routing after one more block, whose numbers come last; those of the first block are dropped: zeros, to begin with."""
+
+        def shifted(all_blocks: Any, new: Any) -> Any:
+            return jnp.concatenate([all_blocks[:, 1:], new[:, None].astype(all_blocks.dtype)], axis=1)
+
+        return replace(
+            self,
+            counts=shifted(self.counts, counts),
+            probabilities=shifted(self.probabilities, probabilities),
+            squares=shifted(self.squares, squares),
+        )
+
+
+def no_routing(config: ExpertsConfig, rows: int, blocks: int, dtype: Any) -> Routing:
+    """Return the routing before the first of some blocks with experts."""
+    return Routing(
+        counts=jnp.zeros((rows, blocks, config.count), jnp.int32),
+        probabilities=jnp.zeros((rows, blocks, config.count), dtype),
+        squares=jnp.zeros((rows, blocks), dtype),
+        per_token=config.per_token,
+        balance_loss=config.balance_loss,
+        z_loss=config.z_loss,
+    )
+
+
+class Experts(nnx.Module):
+    """The experts of a block and their router, and an MLP for all tokens if there is one.
+
+    Args:
+        config: of the experts.
+        model: the config of the model, for its width, its dtype and whether its MLPs are gated.
+        activation: of the MLPs.
+        into, back: make linear layers into an MLP and back, without biases.
+        rngs: for the initial values.
+    """
+
+    def __init__(
+        self, config: ExpertsConfig, model: ModelConfig, activation: Callable[[Any], Any], into: Linear, back: Linear, *, rngs: nnx.Rngs
+    ):
+        self.config, self.activation, self.dtype = config, activation, model.compute_dtype
+        width, inner, count = model.width, config.mlp_width, config.count
+        self.router = into(width, count, dtype=wider(self.dtype), kernel_metadata=_named("embed", None))
+        self.expand = Kernels(into, count, width, inner, ("expert", "embed", "mlp"), rngs=rngs)
+        self.gate = Kernels(into, count, width, inner, ("expert", "embed", "mlp"), rngs=rngs) if model.gated_mlp else None
+        self.contract = Kernels(back, count, inner, width, ("expert", "mlp", "embed"), rngs=rngs)
+        if config.shared_mlp_width is not None:
+            self.shared = Shared(config, model, activation, into, back)
+
+    def __call__(self, x: Float[Array, "b s w"], counted: Bool[Array, "b s"] | None) -> tuple[Float[Array, "b s w"], tuple[Any, Any, Any]]:
+        """Return the outputs, and for each row the counts, probabilities and squares of `Routing`, of the tokens that are `counted`."""
+        names = [name for name in ("expand", "gate", "contract") if getattr(self, name) is not None]
+        kernels = {name: getattr(self, name).kernel[...].astype(self.dtype) for name in names}
+        router = self.router.kernel[...].astype(wider(self.dtype))
+        is_counted = jnp.ones(x.shape[:2], bool) if counted is None else counted
+        y, *choices = on_stage(self.config, self.activation)(x.astype(self.dtype), is_counted, router, kernels)
+        if self.config.shared_mlp_width is not None:
+            y = y + self.shared(x)
+        return y, tuple(choices)
+
+
+class Kernels(nnx.Module):
+    """The kernels of a linear layer of each expert, (e, in, out), initialized as those of single layers."""
+
+    def __init__(self, linear: Linear, count: int, inputs: int, outputs: int, names: tuple[str, ...], *, rngs: nnx.Rngs):
+        keys = jax.random.split(rngs.params(), count)
+        kernels = jax.vmap(lambda key: linear(inputs, outputs, rngs=nnx.Rngs(params=key)).kernel[...])(keys)
+        self.kernel = nnx.Param(kernels, **_named(*names))
+
+
+class Shared(nnx.Module):
+    """An MLP for all tokens, times a number between 0 and 1 that is learned if it has a gate."""
+
+    def __init__(self, config: ExpertsConfig, model: ModelConfig, activation: Callable[[Any], Any], into: Linear, back: Linear):
+        assert config.shared_mlp_width is not None
+        self.activation, inner, width, names = activation, config.shared_mlp_width, model.width, _named("embed", "mlp")
+        self.expand = into(width, inner, kernel_metadata=names)
+        self.gate = into(width, inner, kernel_metadata=names) if model.gated_mlp else None
+        self.contract = back(inner, width, kernel_metadata=_named("mlp", "embed"))
+        self.share = into(width, 1, kernel_metadata=_named("embed", None)) if config.shared_gate else None
+
+    def __call__(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
+        expanded = self.expand(x)
+        y = self.contract(self.activation(expanded) if self.gate is None else self.activation(self.gate(x)) * expanded)
+        return y if self.share is None else nnx.sigmoid(self.share(x)) * y
+
+
+def _named(*names: str | None) -> dict[str, Any]:
+    """Return the metadata that names a logical axis, or None, of each dim of a parameter."""
+    return {"out_sharding": names, "eager_sharding": False}
+
+
+# Computing ---------------------------------------------------------------------------------------------------------------
+
+
+def on_stage(config: ExpertsConfig, activation: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """Return the function that computes routed experts on one device, or on the mesh of the stage that is traced.
+
+    On a mesh each device routes its own rows. If the experts are sharded over an axis over which the rows are sharded, too, the devices of
+    that axis gather the tokens of all of them, compute those that chose their experts, and add up and scatter the outputs: two collectives,
+    which move less than an exchange of the chosen tokens does where a token chooses as many experts as there are devices, and never drop
+    one. If the rows are not sharded over the axis, the outputs are summed; so they are over the axis of `mlp`.
+
+    Returns:
+        A function of (x, is_counted, the kernel of the router, kernels by name) that returns the outputs, and counts, probabilities and
+        squares as `Routing` has them for one block.
+    """
+    stage = traced_mesh()
+    if stage is None:
+        return partial(_mixture, config, activation, None, None, False)
+    over, inner = stage.axes.get("expert"), stage.axes.get("mlp")
+    rows, into = P(stage.rows or None), P(over, None, inner)
+    kernels = {"expand": into, "gate": into, "contract": P(over, inner)}
+
+    def on_mesh(x: Any, is_counted: Any, router: Any, of_experts: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+        local = partial(_mixture, config, activation, over, inner, over in stage.rows)
+        specs = rows, rows, P(), {name: kernels[name] for name in of_experts}
+        return jax.shard_map(local, mesh=stage.mesh, in_specs=specs, out_specs=rows)(x, is_counted, router, of_experts)
+
+    return on_mesh
+
+
+def _mixture(
+    config: ExpertsConfig,
+    activation: Callable[[Any], Any],
+    over: str | None,
+    inner: str | None,
+    gathers: bool,
+    x: Float[Array, "b s w"],
+    is_counted: Bool[Array, "b s"],
+    router: Float[Array, "w e"],
+    kernels: dict[str, Any],
+) -> tuple[Any, Any, Any, Any]:
+    """Route and compute the tokens of one device.
+
+    Args:
+        config: of the experts.
+        activation: of the MLPs.
+        over: the axis of the mesh over which the experts are sharded, if any.
+        inner: the axis over which each of them is.
+        gathers: whether tokens are gathered over the axis of the experts.
+        x, is_counted, router, kernels: as in `on_stage`; the kernels are those of this device.
+    """
+    logits = jnp.einsum("bsw,we->bse", x.astype(router.dtype), router)
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    weights, chosen = jax.lax.top_k(probabilities, config.per_token)
+    if config.renormalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    tokens: list[Any] = [array.reshape(-1, array.shape[-1]) for array in (x, weights.astype(x.dtype), chosen)]
+    if over is not None and not gathers:  # explicitly: JAX's own cast in the gather of rows would lose their gradients from other devices
+        tokens = [jax.lax.pcast(array, (over,), to="varying") for array in tokens]
+    if gathers:
+        tokens = [jax.lax.all_gather(array, over, tiled=True) for array in tokens]
+    if over is not None:
+        tokens[2] = tokens[2] - jax.lax.axis_index(over) * kernels["contract"].shape[0]
+    y = computed(tokens[0], tokens[1], tokens[2], kernels, activation, over is not None)
+    y = y if inner is None else jax.lax.psum(y, inner)
+    if over is not None:
+        y = jax.lax.psum_scatter(y, over, tiled=True) if gathers else jax.lax.psum(y, over)
+    return (y.reshape(x.shape), *_of_rows(logits, probabilities, chosen, is_counted))
+
+
+def _of_rows(logits: Any, probabilities: Any, chosen: Any, is_counted: Any) -> tuple[Any, Any, Any]:
+    """Return the counts, probabilities and squares of each row."""
+    hits = jax.nn.one_hot(chosen, logits.shape[-1], dtype=jnp.bool_) & is_counted[..., None, None]
+    share = is_counted.astype(logits.dtype)
+    share = share / jnp.maximum(share.sum(1, keepdims=True), 1)
+    squares = jax.nn.logsumexp(logits, axis=-1) ** 2
+    return hits.sum((1, 2), dtype=jnp.int32), jnp.einsum("bs,bse->be", share, probabilities), (share * squares).sum(1)
+
+
+def computed(
+    x: Float[Array, "n w"],
+    weights: Float[Array, "n k"],
+    chosen: Int[Array, "n k"],
+    kernels: dict[str, Any],
+    activation: Callable[[Any], Any],
+    are_some: bool,
+) -> Float[Array, "n w"]:
+    """Return the sum of the outputs of the chosen experts of each token, times their weights.
+
+    The tokens are sorted by expert, multiplied by the kernels of their groups, and added up in the old order.
+
+    Args:
+        x: the tokens.
+        weights, chosen: of the experts of each token.
+        kernels: by name, (e, in, out).
+        activation: of the MLPs.
+        are_some: whether there are more experts than kernels, with numbers below 0 or from e on: they count as zero.
+    """
+    (n, k), count = chosen.shape, kernels["contract"].shape[0]
+    numbers = chosen.reshape(-1)
+    if are_some:
+        numbers = jnp.where((numbers >= 0) & (numbers < count), numbers, count)  # last of all
+    order, sizes = jnp.argsort(numbers, stable=True), jnp.bincount(numbers, length=count)
+    valid = (jnp.arange(n * k) < sizes.sum())[:, None] if are_some else None
+    rows = _only(valid, x[order // k])
+    hidden = {name: grouped(rows, kernels[name], sizes) for name in kernels if name != "contract"}
+    middle = activation(hidden["gate"]) * hidden["expand"] if "gate" in hidden else activation(hidden["expand"])
+    outputs = _only(valid, grouped(middle, kernels["contract"], sizes))[jnp.argsort(order)].reshape(n, k, -1)
+    return jnp.einsum("nkw,nk->nw", outputs, weights, preferred_element_type=wider(x.dtype)).astype(x.dtype)
+
+
+def _only(valid: Bool[Array, "r 1"] | None, rows: Float[Array, "r w"]) -> Float[Array, "r w"]:
+    """Return zeros in place of rows that no group has, of which a grouped product may make anything, as may its gradient."""
+    return rows if valid is None else jnp.where(valid, rows, jnp.zeros((), rows.dtype))
+
+
+def grouped(rows: Float[Array, "r i"], kernels: Float[Array, "e i o"], sizes: Int[Array, " e"]) -> Float[Array, "r o"]:
+    """Multiply each group of rows by its kernel; the groups follow each other and have these sizes."""
+    return jax.lax.ragged_dot(rows, kernels, sizes)
