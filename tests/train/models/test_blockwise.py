@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models import attention
 from jpipe_train.models.blockwise import Masked, attend_in_blocks
+from tests.train.models.running import SMALL, outputs_of
 
 core = partial(jax.nn.dot_product_attention, implementation="xla")
 
@@ -59,3 +62,23 @@ def test_memory_grows_with_the_length():
     ]
     assert in_blocks[1] < 4.5 * in_blocks[0]
     assert in_blocks[1] < scratch(8192, partial(at_once, segments=None, masked=Masked(True))) / 20
+
+
+@pytest.mark.parametrize("keys", [{}, {"window": 3, "attention_soft_cap": 2.0}, {"kind": "bert"}])
+def test_a_model_with_attention_in_blocks(monkeypatch, keys):
+    calls = []
+    monkeypatch.setattr(attention, "attend_in_blocks", lambda *inputs: calls.append(1) or attend_in_blocks(*inputs, size=3))
+    tokens = {"tokens": np.arange(16, dtype=np.int32).reshape(2, 8), "segments": np.asarray([[1, 1, 1, 1, 1, 2, 2, 0]] * 2, np.int32)}
+
+    def outputs(**more):
+        calls.clear()
+        return outputs_of(ModelConfig.model_validate({**SMALL, **keys, **more}), tokens)
+
+    at_once = outputs()
+    assert not calls
+    in_blocks = outputs(attention="blockwise")
+    assert calls
+    monkeypatch.setattr(attention, "LONG", 7)  # a row has eight positions
+    jax.tree.map(np.testing.assert_array_equal, outputs(), in_blocks)
+    assert calls
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), in_blocks, at_once)
