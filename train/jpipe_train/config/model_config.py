@@ -75,7 +75,7 @@ class ModelConfig(TargetSection):
     tied: bool = False
     logits_soft_cap: Scale | None = None
     init: Literal["scaled", "normal"] = "scaled"
-    attention: Literal["xla", "cudnn"] = "xla"
+    attention: Literal["xla", "blockwise", "cudnn"] = "xla"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
