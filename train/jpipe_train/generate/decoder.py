@@ -137,7 +137,9 @@ class Decoder:
             piece = tokens[:, start : start + _PIECE]
             at = np.broadcast_to(np.arange(start, start + piece.shape[1], dtype=np.int32), piece.shape)
             logits = self._forward(piece, at, np.clip(self._lengths - 1 - start, 0, piece.shape[1] - 1))
-            last_logits = logits if last_logits is None else jnp.where((self._lengths > start)[:, None], logits, last_logits)
+            last_logits = (
+                logits if last_logits is None or logits is None else jnp.where((self._lengths > start)[:, None], logits, last_logits)
+            )
         return last_logits
 
     @without_mesh()

@@ -133,7 +133,7 @@ def _backward(blocks: _Blocks, saved: Any, gradient: Any) -> tuple[Any, Any, Any
     wide = wider(k.dtype)
 
     def add(sums: Any, block: Any) -> Any:
-        _, pull = jax.vjp(lambda *read: blocks.compute(block, *read, segments), *blocks.read(block, q, k, v))
+        _, pull = jax.vjp(lambda *read: blocks.compute(block, read[0], read[1], read[2], segments), *blocks.read(block, q, k, v))
         of_q, *of_keys = pull(jax.lax.dynamic_slice_in_dim(gradient, block * blocks.size, blocks.size, 1))
         first = blocks.first_key(block)
 
