@@ -62,6 +62,9 @@ def _check_ranks(plan: "jpipe.Plan") -> None:
             raise ValueError(f"ranks.{p}: {expected}; give these stages the same replicas, or put them on different ranks")
 
 
+_OF_POSITIONS = ("context", "cp", "sequence", "seq")  # usual names of the axis over which the positions of a row are divided
+
+
 def _check_meshes(plan: "jpipe.Plan") -> None:
     """Check that rules name the axes of the meshes, and that the stages of a rank have the same mesh."""
     axes = {axis for stage in plan.stages for axis in stage.mesh}
@@ -69,6 +72,11 @@ def _check_meshes(plan: "jpipe.Plan") -> None:
     for s, stage in enumerate(plan.stages):
         for axis in stage.mesh:
             if axis not in rules.values():
+                if axis in _OF_POSITIONS:
+                    raise ValueError(
+                        f"stages.{s}.mesh: context parallelism, which divides the positions of a row over devices, is not supported, found "
+                        f"the axis '{axis}'; divide rows over 'data' and layers over 'model'"
+                    )
                 named = ", ".join(sorted({f"'{name}'" for name in rules.values() if name is not None}))
                 raise ValueError(
                     f"stages.{s}.mesh: expected axes that the rules name, {named}, found '{axis}', over which nothing would be sharded; "

@@ -60,7 +60,7 @@ def test_a_classifier_begins_with_a_language_model_and_says_that_its_head_is_fre
     for path, tensor in taken.items():
         np.testing.assert_array_equal(params["head"][path], tensors[tensor].T)
     assert params["block_1"].keys() == params["block_0"].keys() != set()
-    first = "pooler/kernel" if name == "masked" else "score/kernel"
+    first = {"bert": "score/bias", "llama": "score/kernel", "masked": "pooler/bias"}[name]
     (line,) = lines
     assert re.search(rf"3 of 4 layers from .*; fresh, at least in part: head \('head/{first}' is missing\)$", line)
 

@@ -86,9 +86,10 @@ def test_an_answer_ends_with_its_token_and_says_what_else_ended_it(run, folder):
         (TEMPLATE, ([31], [])),
         (TEMPLATE.replace("w31", " w30 "), ([], ["w30"])),
         (TEMPLATE.replace("w31", ""), ([], [])),
+        (TEMPLATE + "{% if add_generation_prompt %}<s>{% endif %}", ([31], [])),
         ("{{ raise_exception('no') }}", ([], [])),
     ],
-    ids=["token", "text", "nothing", "failure"],
+    ids=["token", "text", "nothing", "other beginning", "failure"],
 )
 def test_what_ends_an_answer_is_found_in_the_template(source, expected, folder):
     (folder / "chat_template.jinja").write_text(source)

@@ -282,7 +282,10 @@ def test_pinned_processes_have_one_core_by_turns():
         ("-n 2 --max-restarts -1 -- train x", "launch --max-restarts: expected 0 or more, found -1; 0 starts nothing again"),
         ("-n 2", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
         ("-n 2 --", "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"),
-        ("-n 2 -- rm x", "launch: expected `train CONFIG …` after --, found 'rm'; only train and evaluate run in several processes"),
+        (
+            "-n 2 -- rm x",
+            "launch: expected `train CONFIG …` after --, found 'rm'; only train, evaluate and generate run in several processes",
+        ),
         ("-n 2 -- train x --process_id=1", "launch: --process-id after -- is given to each process by launch; leave it out there"),
     ],
 )

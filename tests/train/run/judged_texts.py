@@ -19,7 +19,8 @@ def pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
     rng, rows = random.Random(seed), []
     for i in range(count):
         color, animal, label = rng.choice(COLORS), rng.choice(ANIMALS), rng.choice(LABELS)
-        said = {"entailment": f"it is {color}", "contradiction": f"it is not {color}", "neutral": f"a {rng.choice(TOOLS)} is near"}
+        unsaid = f"a {rng.choice(TOOLS)} is near"
+        said = {"entailment": f"yes surely it is {color}", "contradiction": f"no never not {color}", "neutral": unsaid}
         rows.append({"premise": f"{animal} {i} is {color}", "hypothesis": said[label], "label": label})
     return rows
 

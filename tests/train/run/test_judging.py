@@ -76,5 +76,5 @@ def test_evaluate_prints_the_metrics_and_generate_refuses_the_model(home, tmp_pa
         r"1,500 rows(.|\n)*over 1,500 labels(.|\n)*loss, nats per label +1\.\d+(.|\n)*accuracy +0\.\d+\n.*f1 +0\.\d+",
         printed.out + printed.err,
     )
-    assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "a fox"]) == 1
+    assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "a fox"]) == 2
     assert "expected a language model, found model.head classification in" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jpipe_train.commands.parsing import Count, Flag, OptionalCount, Weights
+from jpipe_train.commands.parsing import Coordinator, Count, Flag, OptionalCount, OptionalFile, ProcessId, Seconds, Weights
 from jpipe_train.console import interrupt
 
 
@@ -25,6 +25,12 @@ def generate(
     devices: OptionalCount = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False,
+    coordinator: Coordinator = None,
+    num_processes: OptionalCount = None,
+    process_id: ProcessId = None,
+    connect_limit: Seconds = 300.0,
+    wait_limit: Seconds = 45.0,
+    secret_file: OptionalFile = None,
 ) -> int:
     """Continue texts with a trained model, or chat with it. What it writes goes to standard output.
 
@@ -42,13 +48,20 @@ def generate(
         step: The checkpoint after N steps; by default the newest complete one.
         weights: The newest parameters, or their moving average (ema), of a run with optimizer.ema_decay.
         tokenizer: A tokenizer.json in place of the model's own; bytes: each byte is a token.
-        devices: Place the layers on N devices, in order; by default on as few as have the memory.
+        devices: Place the layers on N devices, in order; by default on as few as have the memory, in several processes on all.
         dtype: The dtype of computation; by default that of training, or of a folder's weights.
         as_json: Write a JSON object for each prompt at the end, with prompt, text, tokens and end.
+        coordinator: Several processes: as in train, like the following options.
+        num_processes: Several processes: their number.
+        process_id: Several processes: the number of this one, from 0.
+        connect_limit: Several processes: how long each waits for the other processes at the start.
+        wait_limit: Several processes: how long none may make progress before they give up.
+        secret_file: Several processes: the file with the secret that all share.
     """
     with interrupt.importing():
-        from jpipe_train.generate import command
         from jpipe_train.generate import generate as generating
+        from jpipe_train.run import job
 
     options = tokens, temperature, top_k, top_p, seed, step, weights, tokenizer, dtype, devices, as_json, stop, chat, system
-    return command.run(generating.Request(source, prompt, *options))
+    address = job.Address(coordinator, num_processes, process_id, secret_file)
+    return job.generate(generating.Request(source, prompt, *options), address, connect_limit, wait_limit)

@@ -75,7 +75,7 @@ class ModelConfig(TargetSection):
     tied: bool = False
     logits_soft_cap: Scale | None = None
     init: Literal["scaled", "normal"] = "scaled"
-    attention: Literal["xla", "cudnn"] = "xla"
+    attention: Literal["xla", "blockwise", "cudnn"] = "xla"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -159,6 +159,8 @@ class ModelConfig(TargetSection):
     def _labels_fit_the_head(self) -> "ModelConfig":
         if self.target is None:
             heads.check(self.head, self.labels)
+            if self.experts is not None and self.head != "language":
+                raise ValueError(f"experts have router losses, which head {self.head} does not add yet; leave out one of them")
         return self
 
     @model_validator(mode="after")

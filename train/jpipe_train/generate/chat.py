@@ -14,6 +14,7 @@ from jpipe_train.generate import model_source
 from jpipe_train.generate.generate import Model, Request, check_options, check_text, check_tokens, start
 from jpipe_train.generate.texts import Texts, start_texts
 from jpipe_train.generate.token_text import Conversion
+from jpipe_train.launch.together import Together
 
 MOST_BY_DEFAULT = 1000  # tokens of an answer
 _MEMORY_FOR = 8192  # positions at the start; a model that has more is not placed for all of them
@@ -71,7 +72,7 @@ class Chat:
 
     def _tokens(self) -> list[int]:
         try:
-            tokens = self.words.encode(self.renderer.prompt(self.messages))
+            tokens = self.words.encode(self.renderer.text(self.messages, generation_prompt=True))
         except Failure as error:
             raise InputError(f"chat template: {error}; use a model whose template knows such conversations") from None
         if not tokens:
@@ -106,7 +107,7 @@ def main(
     with Renderer(template.find(words.tokenizer, words.chat_template)) as renderer:
         ends, stops = end_of_turn(renderer, words.tokenizer)
         words = replace(words, ends={*words.ends, *ends})
-        model = start(request, source, words, 1, min(source.config.max_positions_used, _MEMORY_FOR), say)
+        model = start(request, source, words, 1, min(source.config.max_positions_used, _MEMORY_FOR), say, Together(None))
         chat = Chat(request, source, model, words, renderer, (*request.stops, *stops))
         if request.system is not None:
             check_text(request.system, "--system")

@@ -1,7 +1,8 @@
 """`jpipe generate` on a terminal or in a pipe: standard output has only the text, standard error everything else."""
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import jax
@@ -12,22 +13,38 @@ from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import fail, first_line, printable
 from jpipe_train.generate import chat
 from jpipe_train.generate.generate import Request, main
+from jpipe_train.launch.together import joined
 
 MOST_BYTES = 2**24  # the longest prompt on standard input, or line of a conversation
 
 
-def run(request: Request) -> int:
+def run(request: Request, connect: Callable[[], int], connect_limit: float, wait_limit: float) -> int:
     """Generate text, from standard input if there is no prompt, or hold a conversation.
+
+    Args:
+        request: what to generate.
+        connect: connects the processes, and returns their number.
+        connect_limit: seconds to wait for the other processes at the start.
+        wait_limit: seconds without progress after which the processes give up.
 
     Returns:
         The exit code.
+
+    Raises:
+        PeerLost: another process died, hung or stopped.
+        ReportedElsewhere: another process prints why this one ends.
     """
     try:
+        processes = connect()
         if request.is_chat:
+            if processes > 1:
+                raise InputError(f"--chat: expected one process, found {processes}; start one, with as many --devices as the model needs")
             is_complete = chat.main(request, _said, _write, _say, goes_on=_is_terminal())
         else:
-            request = request if request.prompts else replace(request, prompts=(_read(),))
-            is_complete = main(request, _write, _say)
+            with joined(processes, connect_limit, wait_limit) as together:
+                if not request.prompts:  # as JSON, which has all bytes that are not UTF-8, too
+                    request = replace(request, prompts=(json.loads(together.from_first("the prompt", lambda: json.dumps(_read()))),))
+                is_complete = main(request, _write, _say, together)
         return 0 if is_complete else 130
     except InputError as error:
         return failed(error)

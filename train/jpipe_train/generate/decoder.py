@@ -19,6 +19,9 @@ from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models import transformer
 
 Tree = Any  # nested dicts of arrays
+Share = Callable[[Any, jax.ShapeDtypeStruct, str, int], np.ndarray]
+"""Returns an array in all processes; called in all of them with the array, or None, its shape and dtype, what it is, and the process that
+has it."""
 _PIECE = 1024  # positions of a prompt at a time: attention needs memory for each of them times all positions
 _SHORTEST = 16  # positions; longer lengths are powers of two, so that few programs are compiled
 
@@ -77,12 +80,15 @@ class Decoder:
 
     Args:
         config: the config of the model, a decoder.
-        params: the parameters of each layer, by id, on its device.
+        params: the parameters of each layer of this process, by id, on its device.
         devices: the device of each layer, by id.
+        share: shares arrays between the processes that have the devices; None: one process has all.
     """
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, Tree], devices: Mapping[str, jax.Device]) -> None:
-        self._config, self._params, self._devices = config, params, devices
+    def __init__(
+        self, config: ModelConfig, params: Mapping[str, Tree], devices: Mapping[str, jax.Device], share: Share | None = None
+    ) -> None:
+        self._config, self._params, self._devices, self._share = config, params, devices, share
         layers = layers_of(config)
         embed, head = layers["embed"], layers["head"]
 
@@ -100,7 +106,7 @@ class Decoder:
         self._original = _original_positions(config)
 
     @without_mesh()
-    def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> Float[Array, "b v"]:
+    def begin(self, prompts: Sequence[Sequence[int]], positions: int) -> Float[Array, "b v"] | None:
         """Read the prompts in one pass, or long ones piece by piece, and forget earlier ones.
 
         Args:
@@ -108,13 +114,13 @@ class Decoder:
             positions: the largest final length of a row, up to the positions of the model.
 
         Returns:
-            The logits of each row's next token, shape (b, v), on the last layer's device.
+            The logits of each row's next token, shape (b, v), on the last layer's device; None in a process that does not have it.
         """
         self._tokens = [list(prompt) for prompt in prompts]
         self._room = room_for(self._config, positions)
         return self._read(prompts)
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> Float[Array, "b v"]:
+    def _read(self, prompts: Sequence[Sequence[int]]) -> Float[Array, "b v"] | None:
         """Read rows from their first token on."""
         self._lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
         length = room_for(self._config, int(np.max(self._lengths)))
@@ -122,9 +128,8 @@ class Decoder:
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         shape = _cache_shape(self._config, len(prompts), self._room)
-        blocks = [layer_id for layer_id in self._params if layer_id.startswith("block_")]
         self._caches = {}
-        for layer_id in blocks:
+        for layer_id in self._params.keys() & self._blocks.keys():
             zeros = (jnp.zeros(shape, transformer.dtype_of(self._config), device=self._devices[layer_id]) for _ in range(2))
             self._caches[layer_id] = next(zeros), next(zeros)
         last_logits = None
@@ -132,13 +137,14 @@ class Decoder:
             piece = tokens[:, start : start + _PIECE]
             at = np.broadcast_to(np.arange(start, start + piece.shape[1], dtype=np.int32), piece.shape)
             logits = self._forward(piece, at, np.clip(self._lengths - 1 - start, 0, piece.shape[1] - 1))
-            last_logits = logits if last_logits is None else jnp.where((self._lengths > start)[:, None], logits, last_logits)
-        assert last_logits is not None
+            last_logits = (
+                logits if last_logits is None or logits is None else jnp.where((self._lengths > start)[:, None], logits, last_logits)
+            )
         return last_logits
 
     @without_mesh()
-    def follow(self, tokens: Int[Array, " b"]) -> Float[Array, "b v"]:
-        """Read one more token of each row, which may still be in computation, and return the logits of the next one, shape (b, v).
+    def follow(self, tokens: Int[Array, " b"] | Int[np.ndarray, " b"]) -> Float[Array, "b v"] | None:
+        """Read one more token of each row, which may still be in computation, and return the logits of the next one, as `begin`.
 
         The logits of rows without a free position are meaningless. Where a row becomes longer than the original positions of LongRoPE, all
         its positions turn at other speeds from then on, and the rows are read again.
@@ -152,18 +158,37 @@ class Decoder:
         self._lengths = self._lengths + np.int32(1)
         return self._forward(tokens[:, None], at, np.zeros_like(self._lengths))
 
-    def _forward(self, tokens: Any, at: Int[np.ndarray, "b s"], last: Int[np.ndarray, " b"]) -> Float[Array, "b v"]:
-        device = self._devices["embed"]
-        tokens, positions = jax.device_put((tokens, at), device)
-        x = self._embed(self._params["embed"], tokens, positions)
-        for layer_id, (keys, values) in self._caches.items():
-            if self._devices[layer_id] != device:
-                device = self._devices[layer_id]
-                x, positions = jax.device_put((x, at), device)
-            x, *cache = self._blocks[layer_id](self._params[layer_id], x, keys, values, positions, self._lengths)
-            self._caches[layer_id] = cache[0], cache[1]
-        x, last = jax.device_put((x, last), self._devices["head"])
-        return self._head(self._params["head"], x, last)
+    def everywhere(self, tokens: Int[Array, " b"] | None) -> Int[Array, " b"] | Int[np.ndarray, " b"]:
+        """Return the tokens that were chosen from the logits in all processes; None is given where there were no logits."""
+        if self._share is None:
+            assert tokens is not None
+            return tokens
+        like = jax.ShapeDtypeStruct(self._lengths.shape, np.dtype(np.int32))
+        return self._share(tokens, like, "tokens", self._devices["head"].process_index)
+
+    def _forward(self, tokens: Any, at: Int[np.ndarray, "b s"], last: Int[np.ndarray, " b"]) -> Float[Array, "b v"] | None:
+        device, here, x, positions = self._devices["embed"], jax.process_index(), None, None
+        if device.process_index == here:
+            tokens, positions = jax.device_put((tokens, at), device)
+            x = self._embed(self._params["embed"], tokens, positions)
+        for layer_id, block in self._blocks.items():
+            target = self._devices[layer_id]
+            x = self._moved(x, at.shape, device, target)
+            if target.process_index == here:
+                positions = positions if device == target else jax.device_put(at, target)
+                x, *cache = block(self._params[layer_id], x, *self._caches[layer_id], positions, self._lengths)
+                self._caches[layer_id] = cache[0], cache[1]
+            device = target
+        target = self._devices["head"]
+        x = self._moved(x, at.shape, device, target)
+        return None if target.process_index != here else self._head(self._params["head"], x, jax.device_put(last, target))
+
+    def _moved(self, x: Any, shape: tuple[int, int], device: jax.Device, target: jax.Device) -> Any:
+        """Move activations of (rows, positions) from device to device; None if this process does not have the target."""
+        if device.process_index != target.process_index and self._share is not None:
+            like = jax.ShapeDtypeStruct((*shape, self._config.width), np.dtype(transformer.dtype_of(self._config)))
+            x = self._share(x, like, "activations", device.process_index)
+        return None if target.process_index != jax.process_index() else x if device == target else jax.device_put(x, target)
 
 
 def _program(layer: Layer) -> Callable[..., Any]:

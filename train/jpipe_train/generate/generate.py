@@ -1,9 +1,11 @@
 """Load a model and continue prompts, token by token."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +24,11 @@ from jpipe_train.generate import model_source
 from jpipe_train.generate.decoder import Decoder, bytes_of
 from jpipe_train.generate.placement import place
 from jpipe_train.generate.sampling import Sampling, choose
+from jpipe_train.generate.shared import share_of
 from jpipe_train.generate.texts import Texts, start_texts
 from jpipe_train.generate.token_text import Conversion
+from jpipe_train.launch.distributed import CONNECT_LIMIT
+from jpipe_train.launch.together import Together, code_facts
 from jpipe_train.models.transformer import dtype_of
 
 MOST_TOKENS = 10**7
@@ -73,28 +78,42 @@ class Request:
     system: str | None = None
 
 
-def main(request: Request, write: Callable[[str], None], say: Callable[[str], None]) -> bool:
+def main(request: Request, write: Callable[[str], None], say: Callable[[str], None], together: Together) -> bool:
     """Generate text.
 
     Args:
-        request: what to generate.
-        write: writes text, piece by piece.
-        say: prints a line about it.
+        request: what to generate, with at least one prompt.
+        write: writes text, piece by piece; process 0 calls it.
+        say: prints a line about it; process 0 calls it.
+        together: the processes that have the model.
 
     Returns:
         Whether the texts are complete; False if Ctrl-C was pressed.
 
     Raises:
         InputError: an option, the folder or a prompt is invalid; the model does not fit the devices; its logits are NaN.
+        PeerLost: another process died, hung or stopped.
     """
-    check_options(request)
-    source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say)
-    words, most = source.words(), source.config.max_positions_used
-    prompts = [_tokens_of(text, number, words, source) for number, text in enumerate(request.prompts, 1)]
-    tokens = MOST_BY_DEFAULT if request.tokens is None else request.tokens
-    texts = Texts(start_texts(request.prompts, prompts, tokens, most, words, request.stops), words, request.as_json, write, say)
-    model = start(request, source, words, len(prompts), max(text.length + text.most for text in texts.each), say)
+    if not together.is_first:
+        write = say = _ignore
+
+    def prepare() -> tuple[model_source.Origin, Conversion, list[list[int]], Texts]:
+        check_options(request)
+        source = model_source.find(request.source, request.step, request.weights, request.tokenizer, request.dtype, say)
+        words, most = source.words(), source.config.max_positions_used
+        prompts = [_tokens_of(text, number, words, source) for number, text in enumerate(request.prompts, 1)]
+        tokens = MOST_BY_DEFAULT if request.tokens is None else request.tokens
+        begun = start_texts(request.prompts, prompts, tokens, most, words, request.stops)
+        return source, words, prompts, Texts(begun, words, request.as_json, write, say)
+
+    source, words, prompts, texts = together.run_on_all(prepare)
+    together.agree(lambda: {**code_facts(), "what is generated": repr(request), "the model": f"{source.description} {source.config}"})
+    model = start(request, source, words, len(prompts), max(text.length + text.most for text in texts.each), say, together)
     return model.answer(prompts, texts, request.seed)
+
+
+def _ignore(_: str) -> None:
+    """Print nothing: process 0 does."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +124,13 @@ class Model:
         decoder: the model.
         sampling: how tokens are chosen.
         known: shape (n,), which of the first n tokens may be chosen; later ones may not.
+        stops_at_once: whether Ctrl-C ends an answer at any moment, as in several processes, and not after a token.
     """
 
     decoder: Decoder
     sampling: Sampling
     known: Bool[np.ndarray, " n"]
+    stops_at_once: bool = False
 
     def answer(self, prompts: Sequence[Sequence[int]], texts: Texts, seed: int) -> bool:
         """Generate texts after prompts, until all have ended or Ctrl-C is pressed.
@@ -126,7 +147,8 @@ class Model:
             InputError: the logits are NaN.
         """
         positions, most = max(text.length + text.most for text in texts.each), max(text.most for text in texts.each)
-        with interrupt.delayed():  # Ctrl-C is checked after each token, so that no output is cut off
+        # Ctrl-C is checked after each token, so that no output is cut off; several processes would not stop after the same one.
+        with contextlib.nullcontext() if self.stops_at_once else interrupt.delayed():
             texts.head()
             for tokens in sequences(self.decoder, prompts, positions, most, self.sampling, seed, self.known):
                 texts.add(tokens)
@@ -136,8 +158,16 @@ class Model:
         return not interrupt.pressed()
 
 
-def start(request: Request, source: model_source.Origin, words: Conversion, rows: int, positions: int, say: Callable[[str], None]) -> Model:
-    """Load a model onto its devices.
+def start(
+    request: Request,
+    source: model_source.Origin,
+    words: Conversion,
+    rows: int,
+    positions: int,
+    say: Callable[[str], None],
+    together: Together,
+) -> Model:
+    """Load a model onto its devices, those of all processes.
 
     Args:
         request: the options.
@@ -146,22 +176,34 @@ def start(request: Request, source: model_source.Origin, words: Conversion, rows
         rows: the number of prompts.
         positions: the largest length of a text with its prompt, for which there has to be memory.
         say: prints a line about it.
+        together: the processes.
 
     Raises:
         InputError: the model does not fit the devices, or its parameters do not fit it.
+        PeerLost: another process died, hung or stopped.
     """
     if line := compile_cache.use(source.compile_cache):
         say(line)
-    force_cpu_devices(request.devices or 1)
-    start_devices()
-    source = _on_cpus(source, request.dtype) if jax.default_backend() == "cpu" else source
-    devices = place(bytes_of(source.config, rows, positions), jax.local_devices(), request.devices)
-    used = list(dict.fromkeys(devices.values()))
-    say(f"{source.description}; {source.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform})")
-    decoder = Decoder(source.config, model_source.parameters(source, devices, interrupt.check), devices)
+    processes = 1 if together.processes is None else together.processes.count
+    force_cpu_devices(-(-(request.devices or 1) // processes))
+    together.start_devices(CONNECT_LIMIT)
+
+    def load() -> tuple[model_source.Origin, dict[str, jax.Device], Any]:
+        start_devices()
+        chosen = _on_cpus(source, request.dtype) if jax.default_backend() == "cpu" else source
+        sizes, existing = bytes_of(chosen.config, rows, positions), jax.devices()
+        number = request.devices if processes == 1 or request.devices is not None else min(len(existing), len(sizes))
+        devices = place(sizes, existing, number)
+        used = list(dict.fromkeys(devices.values()))
+        words = f" of {processes} processes" if processes > 1 else ""
+        say(f"{chosen.description}; {chosen.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform}){words}")
+        return chosen, devices, model_source.parameters(chosen, devices, interrupt.check)
+
+    chosen, devices, params = together.run_on_all(load)
+    decoder = Decoder(chosen.config, params, devices, share_of(together))
     interrupt.check()
-    known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, source.config.vocab_size)), words.symbols)
-    return Model(decoder, _sampling(request), known)
+    known = np.isin(np.arange(min(int(words.symbols[-1]) + 1, chosen.config.vocab_size)), words.symbols)
+    return Model(decoder, _sampling(request), known, stops_at_once=processes > 1)
 
 
 def sequences(
@@ -186,9 +228,13 @@ def sequences(
     """
     rows = np.arange(len(prompts), dtype=np.int32)
     pick = _picker(sampling, known.tobytes())
-    tokens = pick(decoder.begin(prompts, positions), np.uint32(seed), rows, np.int32(0))
+
+    def chosen(logits: jax.Array | None, step: int) -> Any:
+        return decoder.everywhere(None if logits is None else pick(logits, np.uint32(seed), rows, np.int32(step)))
+
+    tokens = chosen(decoder.begin(prompts, positions), 0)
     for step in range(1, most):
-        following = pick(decoder.follow(tokens), np.uint32(seed), rows, np.int32(step))
+        following = chosen(decoder.follow(tokens), step)
         yield np.asarray(tokens)
         tokens = following
     yield np.asarray(tokens)

@@ -245,7 +245,7 @@ def _valid_tokens(value: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def parameters(origin: Origin, devices: dict[str, jax.Device], check: Callable[[], None]) -> dict[str, Tree]:
-    """Load the parameters of all layers, each onto its device; at most one layer is in memory twice.
+    """Load the parameters of the layers of this process, each onto its device; at most one layer is in memory twice.
 
     Args:
         origin: the source of the model.
@@ -257,6 +257,8 @@ def parameters(origin: Origin, devices: dict[str, jax.Device], check: Callable[[
     """
     params: dict[str, Tree] = {}
     for layer_id, layer in layers_of(origin.config).items():
+        if devices[layer_id].process_index != jax.process_index():
+            continue
         check()
         specs = layer.specs
         ties = layer_id == "head" and origin.config.tied
@@ -264,5 +266,6 @@ def parameters(origin: Origin, devices: dict[str, jax.Device], check: Callable[[
             specs.pop("token")
         params[layer_id] = jax.device_put(origin.layer(layer_id, specs), devices[layer_id])
         if ties:
-            params[layer_id]["token"] = jax.device_put(params["embed"]["token"], devices[layer_id])
+            embed = params["embed"] if "embed" in params else origin.layer("embed", layers_of(origin.config)["embed"].specs)
+            params[layer_id]["token"] = jax.device_put(embed["token"], devices[layer_id])
     return params

@@ -45,5 +45,6 @@ def _on(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> dict[str, ja
 
 def _holds(device: jax.Device, size: int) -> bool:
     """Return whether a device has memory for `size` bytes, if that is known."""
-    limit = None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
+    here = device if device.process_index == jax.process_index() else jax.local_devices()[0]  # of one kind
+    limit = None if device.platform == "cpu" else (here.memory_stats() or {}).get("bytes_limit")
     return limit is None or size <= _USED * limit

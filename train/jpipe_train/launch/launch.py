@@ -1,7 +1,7 @@
 """`jpipe launch`: start several processes of one command on this machine, for development, and restart them if they fail.
 
-They always end together. Process 0 uses the terminal, if there is one, as a single process does; each line of another process is printed
-with its number: `[2] …`.
+They always end together. Process 0 uses the terminal, if there is one, as a single process does, and reads what is piped in; each line of
+another process is printed with its number: `[2] …`.
 """
 
 import contextlib
@@ -35,8 +35,10 @@ def problem(num_processes: int, command: Sequence[str], *, pin: bool, max_restar
         return f"launch --max-restarts: expected 0 or more, found {max_restarts}; 0 starts nothing again"
     if not command:
         return "launch: expected a command after --, found none; such as jpipe launch -n 2 -- train CONFIG"
-    if command[0] not in ("train", "evaluate"):
-        return f"launch: expected `train CONFIG …` after --, found '{command[0]}'; only train and evaluate run in several processes"
+    if command[0] not in ("train", "evaluate", "generate"):
+        return (
+            f"launch: expected `train CONFIG …` after --, found '{command[0]}'; only train, evaluate and generate run in several processes"
+        )
     for argument in command:
         if (name := argument.partition("=")[0].replace("_", "-")) in _RESERVED:
             return f"launch: {name} after -- is given to each process by launch; leave it out there"

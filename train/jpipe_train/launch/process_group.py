@@ -39,9 +39,10 @@ class ProcessGroup:
     def start(self, arguments: Sequence[str], number: int, core: int | None) -> None:
         """Start process `number`, on CPU core `core` unless it is None."""
         outputs = [None if number == 0 and target.isatty() else subprocess.PIPE for target in (sys.stdout, sys.stderr)]
+        piped = number == 0 and sys.stdin is not None and not sys.stdin.isatty()  # a terminal is not its session's
         process = subprocess.Popen(  # noqa: S603, the command is the user's own
             arguments,
-            stdin=subprocess.DEVNULL,
+            stdin=None if piped else subprocess.DEVNULL,
             stdout=outputs[0],
             stderr=outputs[1],
             env=_environment(number, one_thread=core is not None) | self._variables,

@@ -228,12 +228,19 @@ def facts(config: Config) -> dict[str, str]:
     """Return the facts that must be the same in all processes before JAX starts a device, which needs all processes."""
     return {
         "config": config_file.to_yaml(config),
-        "code of jpipe": f"{jpipe.__version__} {_digest_of_jpipe()}",
-        **{f"version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+        **code_facts(),
         **{
             f"code of {module}": _digest_of_module(module)
             for module in sorted({target.partition(":")[0] for target in config.code.values()})
         },
+    }
+
+
+def code_facts() -> dict[str, str]:
+    """Return the versions and settings that must be the same in all processes, whatever they do."""
+    return {
+        "code of jpipe": f"{jpipe.__version__} {_digest_of_jpipe()}",
+        **{f"version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
         **numeric_settings(),
         "JAX_PLATFORMS": jax.config.values["jax_platforms"] or "",
     }

@@ -3,6 +3,7 @@
 The letters in the shapes: b rows, s positions, h heads of queries, k of keys and values, d numbers per head.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jpipe import InputError
 from jpipe.context import traced_platform
 from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models.blockwise import LONG, Masked, attend_in_blocks
 from jpipe_train.models.cross_entropy import soft_capped, wider
 
 
@@ -27,8 +29,11 @@ def attend(
     Raises:
         InputError: the config asks for cuDNN's attention, which is not available or does not support these shapes.
     """
-    mask = None if segments is None else same_segment(segments, segments)
     is_causal, window = config.kind == "decoder", config.window
+    if config.attention == "blockwise" or (config.attention == "xla" and q.shape[1] > LONG):
+        masked = Masked(is_causal, window)
+        return attend_in_blocks(partial(_masked, config), q, k, v, segments, masked)
+    mask = None if segments is None else same_segment(segments, segments)
     if config.attention_soft_cap is not None:
         at = jnp.arange(q.shape[1])[None]
         seen = _visible(at, q.shape[1], window)
@@ -55,10 +60,14 @@ def attend_cached(
     config: ModelConfig,
 ) -> Float[Array, "b s h d"]:
     """Compute causal attention for the positions `at`, given the keys and values of all t positions so far."""
-    mask = _visible(at, keys.shape[1], config.window)
+    return _masked(config, q, keys, values, _visible(at, keys.shape[1], config.window))
+
+
+def _masked(config: ModelConfig, q: Any, k: Any, v: Any, mask: Bool[Array, "#b 1 s t"]) -> Any:
+    """Compute the attention of the pairs that a mask has."""
     if config.attention_soft_cap is not None:
-        return _capped(q, keys, values, mask, config)
-    return _of_xla(q, keys, values, mask=mask, scale=config.attention_scale)
+        return _capped(q, k, v, mask, config)
+    return _of_xla(q, k, v, mask=mask, scale=config.attention_scale)
 
 
 def _visible(at: Int[Array, "b s"], count: int, window: int | None) -> Bool[Array, "b 1 s t"]:

@@ -13,6 +13,8 @@ from jpipe_train.config import config_file
 from jpipe_train.console import interrupt
 from jpipe_train.console.exit_codes import failed
 from jpipe_train.console.terminal import fail, printable
+from jpipe_train.generate import command
+from jpipe_train.generate import generate as generating
 from jpipe_train.launch import distributed, together
 from jpipe_train.report.metrics_log import RunStopped
 from jpipe_train.report.summary import Summary
@@ -66,6 +68,15 @@ def evaluate(request: Request, address: Address, connect_limit: float, wait_limi
                 raise KeyboardInterrupt("interrupted") from None
             raise
         return 0
+
+    return _run(work, address, connect_limit, wait_limit)
+
+
+def generate(request: generating.Request, address: Address, connect_limit: float, wait_limit: float) -> int:
+    """Generate text, print a line if that fails, and return the exit code."""
+
+    def work(connect: Callable[[], int]) -> int:
+        return command.run(request, connect, connect_limit, wait_limit)
 
     return _run(work, address, connect_limit, wait_limit)
 

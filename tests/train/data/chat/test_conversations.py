@@ -202,10 +202,10 @@ def test_the_file_beside_the_tokenizer_comes_first_and_named_templates_are_for_t
     tokenizer = tokenizers.load(tmp_path / "tokenizer.json", "data.tokenizer")
     found = template.find(tokenizer)
     with Renderer(found) as renderer:
-        assert [renderer.prompt([MESSAGE], tools) for tools in (None, [{}], None)] == ["plain", "with tools", "plain"]
+        assert [renderer.text([MESSAGE], tools) for tools in (None, [{}], None)] == ["plain", "with tools", "plain"]
     (tmp_path / "chat_template.jinja").write_text("file{{ eos_token }}")
     with Renderer(template.find(tokenizer)) as renderer:
-        assert renderer.prompt([MESSAGE]) == "fileE"
+        assert renderer.text([MESSAGE]) == "fileE"
 
 
 def test_show_prints_the_text_with_what_is_learned(chat_folders, tmp_path, capsys):

@@ -100,13 +100,13 @@ def _raise(what):
 
 def test_a_process_that_ended_is_started_again_and_none_is_left(tmp_path):
     with renderer("{% if messages[0].content == 'loop' %}" + NESTED + "{% endif %}{{ messages[0].content }}") as one:
-        assert one.prompt(MESSAGES) == "hi"
+        assert one.text(MESSAGES) == "hi"
         first = one._process.pid
-        assert one.prompt(MESSAGES) == "hi"
+        assert one.text(MESSAGES) == "hi"
         assert one._process.pid == first
         with pytest.raises(Ended):
-            one.prompt([{"role": "user", "content": "loop"}])
-        assert one.prompt(MESSAGES) == "hi"
+            one.text([{"role": "user", "content": "loop"}])
+        assert one.text(MESSAGES) == "hi"
         last = one._process.pid
     for number in (first, last):
         with pytest.raises(ProcessLookupError):
@@ -118,7 +118,7 @@ def test_equal_conversations_give_equal_texts_on_every_day():
     texts = set()
     for _ in range(2):
         with renderer(source, TRAINING_TIME) as one:
-            texts |= {one.prompt(MESSAGES) for _ in range(3)}
+            texts |= {one.text(MESSAGES) for _ in range(3)}
     (text,) = texts
     assert re.fullmatch('26 Jul 2024 [1-9] "é<" <s>', text)
 
@@ -130,10 +130,13 @@ def test_equal_conversations_give_equal_texts_on_every_day():
         ("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}", ["yo;"]),
         ("{% for m in messages %}{{ m.role }}:{{ m.content }}{% if not loop.last %};\n{% endif %}{% endfor %}", [";\nassistant:yo"]),
         ("{% set t %}{% generation %}{{ messages[1].content }}{% endgeneration %}{% endset %}ab{{ t }}", "outside of macros"),
-        ("{% for m in messages[-1:] %}{{ m.content }}{% endfor %}", "later messages change them; mark in a template of your own"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
+            "message 2 to begin as add_gen",
+        ),
         ("{{ messages[1].content }}", "the template does not render message 2 or those before it alone"),
     ],
-    ids=["marks", "prefix", "no end", "moved marks", "changed", "undefined"],
+    ids=["marks", "prefix", "no end", "moved marks", "other beginning", "undefined"],
 )
 def test_answers_are_found_or_the_conversation_is_refused(source, spans):
     with renderer(source) as one:
@@ -151,4 +154,4 @@ def test_parts_of_a_content_are_given_as_they_are_to_a_template_that_knows_them(
     knows = "{% for p in messages[0].content %}[{{ p.text }}]{% endfor %}"
     for source, text in ((knows, "[a][b]"), ("{{ messages[0].content }}", "ab"), ("{{ '<' + messages[0].content }}", "<ab")):
         with renderer(source) as one:
-            assert one.prompt([{"role": "user", "content": parts}]) == text
+            assert one.text([{"role": "user", "content": parts}]) == text

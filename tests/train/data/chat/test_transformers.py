@@ -62,7 +62,7 @@ def test_texts_tokens_and_masks_equal_those_of_transformers(chat_folders, tmp_pa
         clean = [{key: value for key, value in message.items() if value is not None} for message in messages]
         with Renderer(template.find(tokenizer, str(tmp_path / "t.jinja"))) as renderer:
             (ours,) = tokenized([renderer.answers(clean, tools)], tokenizer)
-            assert renderer.prompt(clean[:-1], tools) == prompt
+            assert renderer.text(clean[:-1], tools, generation_prompt=True) == prompt
         assert (ours.text, ours.tokens.tolist()) == (text, ids)
         mask = masks if any(masks) else mask
         learned = [int(any(start <= i < stop for start, stop in ours.answers)) for i in range(len(ids))]

@@ -132,6 +132,8 @@ def modules_of(row: Row, names: Collection[str], model: ModelConfig) -> list[Mod
         for part, outputs in widths_of(kind, shape[1], model).items():
             adapter = f"{linear}/lora/{part}"
             parts.append(Part(adapter, outputs, f"{adapter}/a" in names))
+    if not any(part.exists for part in parts):
+        return []
     each = [(part,) for part in parts] if len(row.theirs) == len(parts) else [tuple(parts)]
     modules = [Module(name.removesuffix(".weight"), own, row.transposed) for name, own in zip(row.theirs, each, strict=True)]
     return [module for module in modules if module.number]

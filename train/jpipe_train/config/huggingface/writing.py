@@ -37,7 +37,7 @@ def to_json_keys(model: ModelConfig, preferred: str | None = None) -> dict[str, 
     differences = {family.model_type: _differences(family, keys) for family in ([first] if first else []) + list(FAMILIES)}
     chosen = next((name for name, different in differences.items() if not different), None)
     if chosen is None:
-        nearest = sorted(FAMILIES, key=lambda family: len(differences[family.model_type]))[:_SHOWN]
+        nearest = sorted(FAMILIES, key=lambda family: _distance(differences[family.model_type]))[:_SHOWN]
         words = "; ".join(f"{family.architectures[0]} has {', '.join(differences[family.model_type])}" for family in nearest)
         raise InputError(f"--layout huggingface: no architecture is this model; the nearest: {words}; leave out --layout")
     family = next(family for family in FAMILIES if family.model_type == chosen)
@@ -60,6 +60,11 @@ def _differences(family: Family, keys: Keys) -> list[str]:
     if keys["width"] % keys["heads"]:  # transformers refuses it, even where the config has the head size
         different.append(f"model.heads that divide model.width {keys['width']}, not {keys['heads']}")
     return different
+
+
+def _distance(different: list[str]) -> tuple[bool, int]:
+    """Return how far a family is from a model: first those whose keys can be compared, with few differences before many."""
+    return not all(line.startswith("model.") for line in different), len(different)
 
 
 def _shown(value: Any) -> str:

@@ -94,21 +94,27 @@ class Renderer:
         Raises:
             Failure: the template does not render it.
         """
-        return self._ask(messages, tools, generation_prompt=False)
+        return self._ask({"messages": messages, "tools": tools, "answers": True})
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> str:
-        """Render a conversation that goes on with an answer, up to its beginning.
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, generation_prompt: bool = False) -> str:
+        """Render a conversation, and do not look for answers.
+
+        Args:
+            messages: of the conversation.
+            tools: that the assistant may call.
+            generation_prompt: whether the conversation goes on with an answer, whose beginning comes last.
 
         Raises:
             Failure: the template does not render it.
         """
-        return self._ask(messages, tools, generation_prompt=True).text
+        request = {"messages": messages, "tools": tools, "answers": False, "generation_prompt": generation_prompt}
+        return self._ask(request).text
 
-    def _ask(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, generation_prompt: bool) -> Rendered:
-        source = self._template.source(with_tools=tools is not None)
+    def _ask(self, request: Mapping[str, Any]) -> Rendered:
+        source = self._template.source(with_tools=request["tools"] is not None)
         if self._process is None or self._compiled != source:
             self._start(source)
-        return self._exchange({"messages": messages, "tools": tools, "generation_prompt": generation_prompt})
+        return self._exchange(request)
 
     def _start(self, source: str) -> None:
         self.close()
@@ -116,9 +122,11 @@ class Renderer:
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         # A session of its own: Ctrl-C on the terminal does not reach it.
-        self._process = subprocess.Popen(  # noqa: S603
-            command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment, cwd="/", bufsize=0, start_new_session=True
-        )
+        options: dict[str, Any] = {"env": environment, "cwd": "/", "bufsize": 0, "start_new_session": True}
+        try:
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, **options)  # noqa: S603
+        except OSError as error:
+            raise Ended(f"cannot start a process for the template: {error.strerror}") from None
         limits = {"seconds": self._limits.seconds, "memory": self._limits.memory, "characters": self._limits.characters}
         self._exchange({"template": source, "variables": dict(self._template.variables), "now": self._now, **limits})
         self._compiled = source

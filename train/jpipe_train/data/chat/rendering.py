@@ -198,11 +198,13 @@ def with_answers(messages: Sequence[Message], render: Render, is_marked: bool) -
         except Exception as error:
             raise Refused(f"the template does not render message {i + 1} or those before it alone ({_words(error)}); {_MARK}") from None
         after = after if text.startswith(after) else after.rstrip()  # the spaces between messages
-        if not text.startswith(after) or not after.startswith(before):
+        if not text.startswith(after):
             raise Refused(
                 f"expected the template to write message {i + 1} and those before it as it does at the end of a conversation, found that "
                 f"later messages change them; {_MARK}"
             )
+        if not after.startswith(before):
+            raise Refused(f"expected message {i + 1} to begin as add_generation_prompt begins an answer, found another beginning; {_MARK}")
         spans.append((len(before), len(after)))
     return text, spans
 
@@ -224,8 +226,8 @@ def answer(request: Mapping[str, Any], with_tools: Callable[[Sequence[Any] | Non
     render, messages = with_tools(request["tools"]), request["messages"]
 
     def reply(messages: Sequence[Message]) -> dict[str, Any]:
-        if request["generation_prompt"]:
-            return {"text": render(messages, True)[0], "spans": []}
+        if not request["answers"]:
+            return {"text": render(messages, request["generation_prompt"])[0], "spans": []}
         text, spans = with_answers(messages, render, is_marked)
         return {"text": text, "spans": spans, "is_marked": is_marked}
 

@@ -54,7 +54,7 @@ def end_of_turn(renderer: Renderer, tokenizer: Tokenizer) -> tuple[list[int], li
     """
     question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
     try:
-        text = renderer.answers([question, answer]).text
+        text = renderer.text([question, answer])
     except Failure:  # what is rendered later will tell why
         return [], []
     _, found, after = text.rpartition("answer")

@@ -1,0 +1,84 @@
+"""Attention in blocks equals attention at once, and its memory grows with the length of a row."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models import attention
+from jpipe_train.models.blockwise import Masked, attend_in_blocks
+from tests.train.models.running import SMALL, outputs_of
+
+core = partial(jax.nn.dot_product_attention, implementation="xla")
+
+
+def attend(q, k, v, mask):
+    return core(q, k, v, mask=mask)
+
+
+def at_once(q, k, v, segments, masked):
+    at = jnp.arange(q.shape[1])
+    same = True if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+    return attend(q, k, v, masked.pairs(at, at)[None, None] & same)
+
+
+@pytest.mark.parametrize(
+    ("masked", "has_segments", "size"),
+    [
+        (Masked(True), False, 4),
+        (Masked(True), True, 5),  # 21 positions are filled up to 25
+        (Masked(True, 6), True, 4),
+        (Masked(True, 100), False, 4),
+        (Masked(True, 1), False, 3),
+        (Masked(False), True, 8),
+        (Masked(True), False, 64),
+    ],
+)
+def test_equals_attention_at_once(masked, has_segments, size):
+    random = np.random.default_rng(0)
+    q, *kv = (jnp.asarray(random.normal(size=(2, 21, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    segments = jnp.asarray(np.sort(random.integers(0, 3, (2, 21)), 1), jnp.int32) if has_segments else None
+    target = jnp.asarray(random.normal(size=q.shape), jnp.float32)
+
+    def with_gradients(function):
+        return jax.jit(lambda *inputs: jax.value_and_grad(lambda *x: (function(*x) * target).sum(), argnums=(0, 1, 2))(*inputs))(q, *kv)
+
+    expected = with_gradients(lambda q, k, v: at_once(q, k, v, segments, masked))
+    found = with_gradients(lambda q, k, v: attend_in_blocks(attend, q, k, v, segments, masked, size))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found, expected)
+
+
+def test_memory_grows_with_the_length():
+    def scratch(length, function):
+        q = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+        gradient = jax.grad(lambda q, k, v: function(q, k, v).sum(), argnums=(0, 1, 2))
+        return jax.jit(gradient).lower(q, q, q).compile().memory_analysis().temp_size_in_bytes
+
+    in_blocks = [
+        scratch(n, lambda q, k, v: attend_in_blocks(attend, q, k, v, None, Masked(True), 2**18 // q.shape[1])) for n in (2048, 8192)
+    ]
+    assert in_blocks[1] < 4.5 * in_blocks[0]
+    assert in_blocks[1] < scratch(8192, partial(at_once, segments=None, masked=Masked(True))) / 20
+
+
+@pytest.mark.parametrize("keys", [{}, {"window": 3, "attention_soft_cap": 2.0}, {"kind": "bert"}])
+def test_a_model_with_attention_in_blocks(monkeypatch, keys):
+    calls = []
+    monkeypatch.setattr(attention, "attend_in_blocks", lambda *inputs: calls.append(1) or attend_in_blocks(*inputs, size=3))
+    tokens = {"tokens": np.arange(16, dtype=np.int32).reshape(2, 8), "segments": np.asarray([[1, 1, 1, 1, 1, 2, 2, 0]] * 2, np.int32)}
+
+    def outputs(**more):
+        calls.clear()
+        return outputs_of(ModelConfig.model_validate({**SMALL, **keys, **more}), tokens)
+
+    at_once = outputs()
+    assert not calls
+    in_blocks = outputs(attention="blockwise")
+    assert calls
+    monkeypatch.setattr(attention, "LONG", 7)  # a row has eight positions
+    jax.tree.map(np.testing.assert_array_equal, outputs(), in_blocks)
+    assert calls
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), in_blocks, at_once)
