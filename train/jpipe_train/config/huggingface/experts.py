@@ -44,10 +44,8 @@ def experts(
     }
 
     def read(json: Keys, keys: Keys) -> Keys:
-        number, layers = next((json[key] for key in count if json[key] is not None), defaults[0]), None
-        if dense_layers:
-            step, dense = json["decoder_sparse_step"], json["mlp_only_layers"] or []
-            layers = shortened([(i + 1) % step == 0 and i not in dense for i in range(keys["depth"])], keys["depth"])
+        number = next((json[key] for key in count if json[key] is not None), defaults[0])
+        layers = _layers_with_experts(json, keys["depth"]) if dense_layers else None
         if layers == [False]:
             return {"experts": None}
         mixture = {
@@ -70,6 +68,12 @@ def experts(
         }
 
     return Part(fields, read, write, {"experts": count[0]})
+
+
+def _layers_with_experts(json: Keys, depth: int) -> Any:
+    """Return which blocks have experts, as the key `layers`."""
+    step, dense = json["decoder_sparse_step"], json["mlp_only_layers"] or []
+    return shortened([(i + 1) % step == 0 and i not in dense for i in range(depth)], depth)
 
 
 def _dense_layers(keys: Keys) -> Keys:
