@@ -23,7 +23,7 @@ SHARD = "model-00002-of-00002.safetensors"
 def refused(folder: Path, message: str) -> None:
     """Check that a folder is refused with exactly this message in one line."""
     with pytest.raises(InputError, match=re.escape(message)) as caught:
-        warm_start._source(folder, True, print)
+        warm_start._source(folder, True, "language", print)
     assert "\n" not in str(caught.value)
 
 
@@ -146,7 +146,7 @@ def test_weights_that_are_cut_off_while_they_are_read_are_reported(whole, tmp_pa
     folder = folders.copied("gpt2", tmp_path / "folder")
     if whole:
         (folder / "config.json").unlink()
-    source = warm_start._source(folder / WHOLE if whole else folder, True, print)
+    source = warm_start._source(folder / WHOLE if whole else folder, True, "language", print)
     content = (folder / WHOLE).read_bytes()
     tensors = safetensors_file.TensorsFile
 
