@@ -175,7 +175,7 @@ def test_mistakes_name_file_and_line(name, content, model, keys, message, tiny, 
         ),
         (
             {"model": NUMBERS, "data": {"format": "labels"}, "tune": {"lora": {}}},
-            "tune.lora would leave the fresh model.head classification",
+            "tune.lora alone would leave the fresh model.head classification",
         ),
         ({"data": {"text_key": "a"}}, "text_key would mean nothing with format bytes: it is for labels; leave it out"),
         ({"eval": {"metrics": {"f": "f1_macro"}}}, "f1_macro needs a built-in model with 2 to 256 labels .*, found none"),

@@ -334,11 +334,8 @@ class Config(Section):
             )
         if built_in and self.data.target is None and not has_labels:
             raise ValueError(f"model.head {self.model.head} learns from data.format labels, found {self.data.format}; change one of them")
-        if built_in and self.tune.lora is not None:
-            raise ValueError(
-                f"tune.lora would leave the fresh model.head {self.model.head} as it is; use tune.freeze, such as [embed, 'block_*'], or "
-                "leave tune out"
-            )
+        if built_in and self.tune.lora is not None and not self.tune.train_only:
+            raise ValueError(f"tune.lora alone would leave the fresh model.head {self.model.head} as it is; add tune.train_only: [head]")
         if built_in and self.loss.chunk not in ("auto", None):
             raise ValueError(f"loss.chunk would mean nothing to model.head {self.model.head}, which has few logits; leave it out")
         return self

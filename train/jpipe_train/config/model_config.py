@@ -107,7 +107,7 @@ class ModelConfig(TargetSection):
     @property
     def has_router_loss(self) -> bool:
         """Whether the loss of a microbatch has more than the cross-entropy, for its routers."""
-        return self.experts is not None and self.head == "language" and max(self.experts.balance_loss, self.experts.z_loss) > 0
+        return self.experts is not None and max(self.experts.balance_loss, self.experts.z_loss) > 0
 
     @property
     def rotary_size(self) -> int:
