@@ -181,7 +181,7 @@ def test_numbers_up_to_64_bits_are_read(number):
         ("eval: {metrics: {a b: accuracy}}", "eval.metrics: expected a name of letters, digits and _, other than 'loss', found 'a b'"),
         (
             "eval: {metrics: {top5: top3}}",
-            "eval.metrics: 'top5': expected module:function or one of accuracy, top5, cross_entropy, f1_binary, f1_macro, squared_error, pearson, found",
+            "eval.metrics: 'top5': expected module:function or one of accuracy, top5, cross_entropy, f1_binary, f1_macro, squared_error",
         ),
         ("eval: {metrics: {top5: 'a:b'}}", "found code of its own to import and run: 'a:b' (eval.metrics.top5); read that code"),
         ("optimizer: {name: adamm}", "config.yaml: optimizer.name: unknown optimizer 'adamm'; did you mean 'adam'?"),
