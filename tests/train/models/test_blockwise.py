@@ -78,7 +78,7 @@ def test_a_model_with_attention_in_blocks(monkeypatch, keys):
     assert not calls
     in_blocks = outputs(attention="blockwise")
     assert calls
-    monkeypatch.setattr(attention, "LONG", 7)  # a row has eight positions
+    monkeypatch.setattr(attention, "LONG", 8)  # a row has eight positions
     jax.tree.map(np.testing.assert_array_equal, outputs(), in_blocks)
     assert calls
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), in_blocks, at_once)
