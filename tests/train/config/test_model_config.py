@@ -138,3 +138,9 @@ def test_learned_positions_replace_those_of_a_preset(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {preset: llama-3.2-1b, positions: learned, max_positions: 4096, seq_len: 64}")
     model = config_file.load(tmp_path / "config.yaml").model
     assert (model.rope_base, model.rope_scaling) == (10000.0, None)
+
+
+def test_experts_replace_the_mlps_of_a_preset(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {preset: llama-tiny, experts: {count: 4, per_token: 2, mlp_width: 8}}")
+    assert config_file.load(tmp_path / "config.yaml").model.mlp_width is None
+    assert config_file.load(tmp_path / "config.yaml", ["model.experts.layers=[true, false]"]).model.mlp_width == 40

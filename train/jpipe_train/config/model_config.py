@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
 from jpipe_train.config.model import heads
-from jpipe_train.config.model.experts import ExpertsConfig
+from jpipe_train.config.model.experts import ExpertsConfig, replace_all_mlps
 from jpipe_train.config.model.presets import PRESETS
 from jpipe_train.config.model.rope import RopeScaling
 from jpipe_train.config.section import Count, TargetSection
@@ -152,6 +152,8 @@ class ModelConfig(TargetSection):
         preset = dict(PRESETS.get(name, {})) if isinstance(name, str) else {}
         if data.get("positions") == "learned":
             preset = {key: value for key, value in preset.items() if key not in _OF_ROPE}
+        if replace_all_mlps(data.get("experts")):
+            preset.pop("mlp_width", None)
         merged = {**preset, **data}
         return {"tied": True, **merged} if merged.get("kind") == "bert" else merged
 
