@@ -122,7 +122,6 @@ _SIZES = (
     one("intermediate_size", "mlp_width", Size),
     one("max_position_embeddings", "max_positions", Size),
 )
-_KV_HEADS = one("num_key_value_heads", "kv_heads", Size | None, None)
 _GPT_2 = {"kind": "decoder", "positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True}
 _LLAMA = {"kind": "decoder", "positions": "rope", "norm": "rms", "gated_mlp": True, "bias": False}
 _GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": True}
@@ -131,10 +130,10 @@ _GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": T
 _WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
 
 
-def _like_llama(default_epsilon: float = 1e-6, tied: bool = False) -> tuple[Part, ...]:
-    """Return the parts that Llama and those that came after it share."""
+def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ...) -> tuple[Part, ...]:
+    """Return the parts that Llama and those that came after it share; `kv_heads` is None where a missing number means that of heads."""
     epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
-    return *_SIZES, _KV_HEADS, epsilon, tie
+    return *_SIZES, one("num_key_value_heads", "kv_heads", Size | None, kv_heads), epsilon, tie
 
 
 def _head_size(default: int | None) -> Part:
@@ -215,7 +214,7 @@ FAMILIES: tuple[Family, ...] = (
         {"classification": "LlamaForSequenceClassification"},
         "llama",
         (
-            *_like_llama(),
+            *_like_llama(kv_heads=None),
             _head_size(None),
             activation("hidden_act", "silu"),
             biases("attention_bias", "mlp_bias"),
@@ -278,7 +277,7 @@ FAMILIES: tuple[Family, ...] = (
         {},
         "olmoe",
         (
-            *_like_llama(1e-5),
+            *_like_llama(1e-5, kv_heads=None),
             activation("hidden_act", "silu"),
             biases("attention_bias"),
             experts(("num_experts", "num_local_experts"), "intermediate_size", defaults=(64, 8, 0.01)),
@@ -347,7 +346,7 @@ FAMILIES: tuple[Family, ...] = (
             attention_scale(),
             one("attn_logit_softcapping", "attention_soft_cap", Number | None, 50.0),
             one("final_logit_softcapping", "logits_soft_cap", Number | None, 30.0),
-            only("use_bidirectional_attention", None),
+            only("use_bidirectional_attention", None, False),
             every_second_window(),
             rope(),
         ),
@@ -380,7 +379,7 @@ FAMILIES: tuple[Family, ...] = (
         {"classification": "Phi3ForSequenceClassification"},
         "phi3",
         (
-            *_like_llama(1e-5),
+            *_like_llama(1e-5, kv_heads=None),
             activation("hidden_act", "silu"),
             window(None),
             rope(kinds=("longrope",), share=True, original=4096),
