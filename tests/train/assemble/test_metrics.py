@@ -9,13 +9,15 @@ import pytest
 import jpipe
 from jpipe_train.assemble.metrics import combined, metrics
 from jpipe_train.config.config import EvalConfig
+from jpipe_train.config.model_config import ModelConfig
 
 
 def over(names: dict[str, str], batches, classes: int | None = None) -> dict[str, float]:
     """Return metrics over batches, as an evaluation combines them."""
+    model = None if classes is None else ModelConfig(head="classification", labels=classes)
     sums: dict[str, list[float]] = {}
     for outputs, labels in batches:
-        for name, metric in metrics(EvalConfig(metrics=names), classes).items():
+        for name, metric in metrics(EvalConfig(metrics=names), model).items():
             total, weight = map(float, metric(jnp.asarray(outputs), jnp.asarray(labels)))
             sums[name] = [total + sums.get(name, [0, 0])[0], weight + sums.get(name, [0, 0])[1]]
     return combined({f"val_{name}": total / weight for name, (total, weight) in sums.items()})
