@@ -220,7 +220,7 @@ class Executor:
         state, version = self.settle(state, weights)
         stages = self._evaluating(bucket, metrics)
         results = self._forward(self.average(state), version, host, range(count), bucket, stages, weights)
-        return self._exchange.evaluation(results, version, list(metrics))
+        return self._exchange.evaluation(results, version, list(metrics), count)
 
     def predict(self, state: State, inputs: Tree, bucket: int, weights: Weights, to: To) -> Tree | None:
         """Return the outputs for any number of rows of a bucket; see `Pipeline.predict`."""

@@ -86,12 +86,14 @@ class Evaluation(NamedTuple):
         weight: total weight of the batch.
         version: weight version that was used, the same in all stages, in batches: how many batches had updated the weights.
         metrics: the mean of each requested metric, by name.
+        microbatches: what each of these metrics has returned for each microbatch, (sum, weight), by name, for metrics that are no means.
     """
 
     loss: jax.Array | RemoteScalar
     weight: jax.Array | RemoteScalar
     version: int
     metrics: Mapping[str, Mean] = MappingProxyType({})
+    microbatches: Mapping[str, Sequence[tuple[jax.Array | RemoteScalar, jax.Array | RemoteScalar]]] = MappingProxyType({})
 
 
 class DelayNorms(NamedTuple):
@@ -194,14 +196,15 @@ class MetricsExchange:
             for values, number in zip(into, numbers, strict=True):
                 values[batch] = number
 
-    def evaluation(self, results: RunResults, version: int, names: Sequence[str]) -> Evaluation:
-        """Return the evaluation over all microbatches with the weights of `version`; `names` are those of the metrics."""
+    def evaluation(self, results: RunResults, version: int, names: Sequence[str], count: int) -> Evaluation:
+        """Return the evaluation over all `count` microbatches with the weights of `version`; `names` are those of the metrics."""
         last = self._plan.stage_workers[-1]
         if self._processes is None:
             parts = [results.evaluations[k] for k in sorted(results.evaluations)]
             placed = parts if len(last) == 1 else jax.device_put(parts, self._devices[last[0]])
-            (loss, weight), *metrics = (Mean(*_mean(list(pairs))) for pairs in zip(*placed, strict=True))
-            return Evaluation(loss, weight, version, dict(zip(names, metrics, strict=True)))
+            _, *columns = each = [list(pairs) for pairs in zip(*placed, strict=True)]
+            (loss, weight), *metrics = (Mean(*_mean(pairs)) for pairs in each)
+            return Evaluation(loss, weight, version, dict(zip(names, metrics, strict=True)), dict(zip(names, columns, strict=True)))
         self._evaluations += 1
         processes, topics = self._processes, [f"{self.name}: evaluation {self._evaluations}, worker {w}" for w in last]
         for replica, topic in enumerate(topics):
@@ -210,18 +213,25 @@ class MetricsExchange:
                 _send(processes, topic, functools.partial(jax.tree.leaves, local))
 
         @functools.cache
-        def read() -> list[tuple[float, float]]:
+        def read() -> list[Any]:
             words = "the loss of an evaluation"
             received = [processes.receive(topic, self._devices[w].process_index, words) for w, topic in zip(last, topics, strict=True)]
             rows = [np.array(numbers, jax.dtypes.canonicalize_dtype(np.float64)).reshape(-1, 1 + len(names), 2) for numbers in received]
-            parts = [rows[k % len(rows)][k // len(rows)] for k in range(sum(map(len, rows)))]
-            means = (_mean([(part[i, 0], part[i, 1]) for part in parts]) for i in range(1 + len(names)))
-            return [(float(mean), float(weight)) for mean, weight in means]
+            return [rows[k % len(rows)][k // len(rows)] for k in range(count)]
+
+        @functools.cache
+        def means() -> list[tuple[float, float]]:
+            pairs = (_mean([(part[i, 0], part[i, 1]) for part in read()]) for i in range(1 + len(names)))
+            return [(float(mean), float(weight)) for mean, weight in pairs]
 
         def mean(i: int) -> Mean:
-            return Mean(RemoteScalar(lambda: read()[i][0]), RemoteScalar(lambda: read()[i][1]))
+            return Mean(RemoteScalar(lambda: means()[i][0]), RemoteScalar(lambda: means()[i][1]))
 
-        return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)})
+        def pair(k: int, i: int) -> tuple[RemoteScalar, RemoteScalar]:
+            return RemoteScalar(lambda: float(read()[k][i, 0])), RemoteScalar(lambda: float(read()[k][i, 1]))
+
+        pairs = {name: [pair(k, 1 + i) for k in range(count)] for i, name in enumerate(names)}
+        return Evaluation(*mean(0), version, {name: mean(1 + i) for i, name in enumerate(names)}, pairs)
 
     def delay_norms(self, local: Mapping[int, jax.Array]) -> DelayNorms:
         """Return the norms over all stages.

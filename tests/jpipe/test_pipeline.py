@@ -200,6 +200,8 @@ def test_metrics_of_an_evaluation_are_sums_over_its_microbatches_like_the_loss(v
     by_hand = Pipeline(STACK, pipe.plan, lambda y, labels: tuple(map(jnp.float32, models.close(y, labels))), models.momentum())
     np.testing.assert_allclose(evaluation.metrics["close"], value_of(by_hand, params, layer_states, BATCHES[1]), rtol=1e-6)
     assert 0 < float(evaluation.metrics["close"].mean) < 1
+    sums = np.sum(np.asarray(evaluation.microbatches["loss again"]), axis=0)
+    np.testing.assert_allclose((sums[0] / sums[1], sums[1]), loss, rtol=1e-6)
 
 
 def test_metrics_are_compiled_once():

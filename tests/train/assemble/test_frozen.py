@@ -52,6 +52,7 @@ def model(width=8):
 
 OPTIONS = {
     "2BW": ({"train_only": ["head", "block_0/qkv/kernel"]}, {"clip_global_norm": 0.5, "ema_decay": 0.9}, {}),
+    "adapters and a tied embedding": ({"lora": {}, "train_only": ["embed"], "base_dtype": "bfloat16"}, {}, {"model": {"tied": True}}),
     "adapters and a layer": ({"lora": {}, "train_only": ["head"], "base_dtype": "bfloat16"}, {}, {}),
     "accumulated": ({"freeze": ["embed", "*/bias"]}, {"accumulate_batches": 2, "arguments": {"weight_decay": 0.1}}, {}),
     "a model of the user's": ({"freeze": ["layers.0"]}, {}, {"model": {"target": f"{__name__}:model"}}),
@@ -61,7 +62,7 @@ OPTIONS = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
     tune, optimizer, sections = OPTIONS[case]
-    if "model" in sections:
+    if "target" in sections.get("model", {}):
         tiny = tiny | {"model": {}}
     pipe, batches = built(tiny, tune=tune, optimizer=optimizer, **sections)
     state = pipe.init(jax.random.key(0), batches.like)
@@ -72,7 +73,8 @@ def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
     leaves = jax.tree_util.tree_leaves_with_path(pipe.params(state))
     for (path, after), before in zip(leaves, jax.tree.leaves(start), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        assert np.array_equal(after, before) != is_trained(name.replace("layers/", "layers.")), name
+        name = name.replace("layers/", "layers.").replace("head/token/", "embed/token/")  # of a tied embedding
+        assert np.array_equal(after, before) != is_trained(name), name
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,15 @@ def test_frozen_parameters_stay_as_they_are_to_the_bit(case, tiny):
         ({"train_only": ["head/*", "block_0/qvk/kernel"]}, "tune.train_only: no .* matches 'block_0/qvk/kernel'; .* block_0/qkv/kernel"),
         (
             {"lora": {"targets": ["q_proj", "gate_proj"]}},
-            "tune.lora.targets: .*, found gate_proj, which it lacks; those of the others are q_",
+            "tune.lora.targets: .*, found gate_proj, which it lacks; it has q_",
+        ),
+        (
+            {"lora": {"targets": ["gate_proj"]}},
+            "found gate_proj, which it lacks; it has q_proj, k_proj, v_proj, o_proj, up_proj, down_proj",
+        ),
+        (
+            {"lora": {}, "quantize": "int8", "train_only": ["block_0"]},
+            "tune.train_only: 'block_0' names quantized kernels; name other parameters, or leave out tune.quantize",
         ),
         ({"freeze": ["*"]}, "tune.freeze: expected that some parameters are trained, found that all are frozen; leave some out"),
     ],

@@ -228,6 +228,11 @@ def test_invalid_files_are_refused(home, tmp_path):
         InputError, match=r"warm_start\.file: expected checkpoints in '.*', found none; give the folder of a run that wrote"
     ):
         loaded(home, tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        InputError, match=r"warm_start\.file: '.*' has an adapter_config\.json, and jpipe does not read the folders of PEFT"
+    ):
+        loaded(home, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,18 @@ def test_mistakes_name_file_and_line(name, content, model, keys, message, tiny, 
             {"model": NUMBERS, "data": {"format": "labels"}, "tune": {"lora": {}}},
             "tune.lora alone would leave the fresh model.head classification",
         ),
+        (
+            {"model": NUMBERS, "data": {"format": "labels"}, "tune": {"lora": {}, "train_only": ["head/norm"]}},
+            "tune.lora alone would leave the fresh model.head classification",
+        ),
+        (
+            {"model": NUMBERS, "data": {"format": "labels", "choices_key": "a"}},
+            "data.choices_key would mean nothing with model.head classification; leave it out, or use multiple_choice",
+        ),
+        (
+            {"model": {"experts": {"count": 4, "per_token": 2, "mlp_width": 8}}, "tune": {"lora": {}, "quantize": "int8"}},
+            "tune.quantize would leave the kernels of model.experts as they are",
+        ),
         ({"data": {"text_key": "a"}}, "text_key would mean nothing with format bytes: it is for labels; leave it out"),
         ({"eval": {"metrics": {"f": "f1_macro"}}}, "f1_macro needs a built-in model with 2 to 256 labels .*, found none"),
     ],

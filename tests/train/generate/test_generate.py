@@ -153,6 +153,7 @@ FOX, RUN_FOLDER = ("--prompt", "fox"), str(RUN)
 REFUSED = {
     "no such folder": (["runs/0099", *FOX], r"there is no folder 'runs/0099'; give that of a run"),
     "a folder of nothing": ([str(GOLDEN), *FOX], r"expected checkpoints in .*, found none"),
+    "adapters": (["peft", *FOX], r"generate: 'peft' has an adapter_config\.json, .* give the run, its export without --layout"),
     "a file": ([str(RUN / "config.yaml"), *FOX], r"expected the folder of a run or of Hugging Face's layout, found the file"),
     "bert": ([str(GOLDEN / "bert"), *FOX], r"expected a decoder \(model\.kind\), found bert in .* what comes next"),
     "no tokenizer": ([str(GOLDEN / "gpt2"), *FOX], r"expected a tokenizer\.json in '.*gpt2', found none; give --tokenizer FILE"),
@@ -182,7 +183,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_mistakes_are_refused_in_words(run, arguments, message):
+def test_mistakes_are_refused_in_words(run, arguments, message, tmp_path, monkeypatch):
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert re.search(f"^jpipe: .*{message}", err, re.MULTILINE), err

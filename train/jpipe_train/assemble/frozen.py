@@ -8,8 +8,8 @@ import jax
 import optax
 
 from jpipe import InputError
-from jpipe_train.config.tune_config import TuneConfig, matches_any
-from jpipe_train.models.lora import is_of_adapter
+from jpipe_train.config.tune_config import TARGETS, TuneConfig, matches_any
+from jpipe_train.models.lora import is_of_adapter, is_quantized, parts_of
 
 Tree = Any
 
@@ -31,10 +31,14 @@ def trains_part(rule: optax.GradientTransformation, config: TuneConfig, params: 
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(dict(params))]
     for key, patterns in (("freeze", config.freeze), ("train_only", config.train_only)):
         _check_patterns(key, patterns, names)
+    for pattern in config.train_only if config.quantize is not None else ():
+        if any(is_quantized(name) and matches_any(name, [pattern]) for name in names):
+            raise InputError(f"tune.train_only: '{pattern}' names quantized kernels; name other parameters, or leave out tune.quantize")
     for target in config.lora.targets or () if config.lora is not None else ():
         if not any(f"/lora/{target}/" in name for name in names):
-            has = dict.fromkeys(name.split("/")[3] for name in names if is_of_adapter(name))
-            others = f"those of the others are {', '.join(has)}" if has else "it has none of these layers"
+            parts = {part for name in names for part in parts_of(name)}
+            has = [name for name in TARGETS if name in parts]
+            others = f"it has {', '.join(has)}" if has else "it has none of these layers"
             raise InputError(f"tune.lora.targets: expected layers that the model has, found {target}, which it lacks; {others}")
     if not any(map(is_trained, names)):
         key = "freeze" if config.freeze else "lora.targets"
@@ -55,18 +59,20 @@ def trained(config: TuneConfig) -> Callable[[str], bool] | None:
     return (lambda name: matches_any(name, config.train_only)) if config.train_only else None
 
 
-def words(config: TuneConfig, params: Mapping[str, Tree]) -> str | None:
+def words(config: TuneConfig, params: Mapping[str, Tree], *, random: bool = False) -> str | None:
     """Describe how many parameters are trained; None if all are.
 
     Args:
         config: the section `tune`.
         params: shapes and dtypes of the model's parameters, by layer id; of shared ones only the first place.
+        random: whether the run begins with random parameters.
     """
     if (is_trained := trained(config)) is None:
         return None
     chosen, every = jax.tree.leaves(part_of(params, is_trained)), jax.tree.leaves(dict(params))
     frozen = sum(leaf.size * leaf.dtype.itemsize for leaf in every) - sum(leaf.size * leaf.dtype.itemsize for leaf in chosen)
-    return f"tune: {sum(leaf.size for leaf in chosen):,} parameters are trained; {frozen:,} bytes of others stay as they are"
+    begin = "; these are random, because warm_start.file is not set" if random and config.lora is not None else ""
+    return f"tune: {sum(leaf.size for leaf in chosen):,} parameters are trained; {frozen:,} bytes of others stay as they are{begin}"
 
 
 def part_of(specs: Mapping[str, Tree], is_trained: Callable[[str], bool]) -> dict[str, Tree]:

@@ -59,6 +59,31 @@ def combined(means: Mapping[str, float]) -> dict[str, float]:
     return values | {name: _IN_PARTS[metric].value(numbers) for name, (metric, numbers) in parts.items()}
 
 
+def centred(
+    means: Mapping[str, tuple[float, float]], microbatches: Mapping[str, Sequence[tuple[Any, Any]]]
+) -> dict[str, tuple[float, float]]:
+    """Return (mean, weight) by name, with the parts of `pearson` computed in float64 from what each microbatch has summed about its centre.
+
+    Sums of squares in float32 would lose all digits of numbers whose spread is small beside them.
+
+    Args:
+        means: of a batch, by name; waited for.
+        microbatches: as in `jpipe.Evaluation`.
+    """
+    groups: dict[str, list[str]] = {}
+    for key in means:
+        if (part := _PART.fullmatch(key)) is not None and part["metric"] == "pearson":
+            groups.setdefault(part["before"] + part["name"], []).append(key)
+    exact = {key: pair for key, pair in means.items() if not any(key in keys for keys in groups.values())}
+    for keys in groups.values():
+        each = zip(*(microbatches[key] for key in keys), strict=True)
+        sums = [_raw_moments(float(pairs[0][1]), *(float(total) for total, _ in pairs)) for pairs in each]
+        count = means[keys[0]][1]
+        exact |= {key: (sum(column) / count, count) for key, column in zip(keys, zip(*sums, strict=True), strict=False)}
+    return exact
+
+
+_ROUNDING = 1e-14  # of the difference of two means of squares in float64
 _PART = re.compile(r"(?P<before>(val_)?)(?P<metric>\w+):\d+:(?P<name>\w+)")
 
 
@@ -174,18 +199,25 @@ def _f1(means: Sequence[float]) -> float:
 
 
 def _moments(outputs: Any, labels: Any, _: int) -> tuple[list[jax.Array], jax.Array]:
-    """Sum the outputs, the labels, their squares and their products."""
+    """Return centres of the outputs and the labels; about them the sums of both, their squares and their products."""
     _check_numbers("pearson", outputs, labels)
     wide = cross_entropy.wider(outputs.dtype)
     x, y = outputs.astype(wide), labels.astype(wide)
-    return [each.sum() for each in (x, y, x * x, y * y, x * y)], jnp.asarray(labels.size, jnp.float32)
+    centres = x.mean(), y.mean()
+    x, y = x - centres[0], y - centres[1]
+    return [*centres, *(each.sum() for each in (x, y, x * x, y * y, x * y))], jnp.asarray(labels.size, jnp.float32)
+
+
+def _raw_moments(n: float, a: float, b: float, x: float, y: float, xx: float, yy: float, xy: float) -> tuple[float, ...]:
+    """Return the sums of n outputs and labels, of their squares and of their products; a and b are centres, the others sums about them."""
+    return n * a + x, n * b + y, n * a * a + 2 * a * x + xx, n * b * b + 2 * b * y + yy, n * a * b + a * y + b * x + xy
 
 
 def _pearson(means: Sequence[float]) -> float:
-    """Return the correlation; NaN if the outputs or the labels are all the same."""
+    """Return the correlation; NaN if the outputs or the labels are all the same, but for rounding in float64."""
     x, y, xx, yy, xy = means
-    product = (xx - x * x) * (yy - y * y)
-    return (xy - x * y) / math.sqrt(product) if product > 0 else math.nan
+    of_x, of_y = xx - x * x, yy - y * y
+    return (xy - x * y) / math.sqrt(of_x * of_y) if of_x > _ROUNDING * xx and of_y > _ROUNDING * yy else math.nan
 
 
 _OF_EXPERTS: Mapping[str, Any] = {
@@ -196,7 +228,7 @@ _MEANS: dict[str, Any] = {"accuracy": _accuracy, "top5": _top5, "cross_entropy":
 _IN_PARTS = {
     "f1_binary": _InParts(lambda _: 2, _binary_counts, _f1),
     "f1_macro": _InParts(lambda classes: 2 * classes, _all_counts, _f1),
-    "pearson": _InParts(lambda _: 5, _moments, _pearson),
+    "pearson": _InParts(lambda _: 7, _moments, _pearson),
 }
 
 

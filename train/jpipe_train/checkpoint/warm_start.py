@@ -150,6 +150,7 @@ def _source(path: Path, strict: bool, head: str, report: Callable[[str], None]) 
     if not os.path.isdir(path):
         huggingface.reject_file(path)
         return _of_file(path)
+    huggingface.reject_adapters(path, "warm_start.file")
     if huggingface.is_meant(path):
         return huggingface.source(path, head=head, strict=strict)
     if orbax_checkpoint.is_meant(path):

@@ -18,6 +18,7 @@ from jpipe_train.config.plan_config import PlanConfig as PlanConfig
 from jpipe_train.config.section import AUTO as AUTO
 from jpipe_train.config.section import Arguments, Count, FilePath, Section, TargetSection
 from jpipe_train.config.tune_config import TuneConfig as TuneConfig
+from jpipe_train.config.tune_config import matches_any
 
 MOST_PLAN_BYTES = 2**22  # ten thousand stages take a third of that
 FEW_SYMBOLS, CHUNK = 8192, 1024  # up to this many symbols, all logits are computed at once; beyond, this many positions at a time
@@ -309,6 +310,10 @@ class Config(Section):
             raise ValueError(
                 "tune.lora is for built-in models, found model.target; leave it out, or name what is trained in tune.train_only"
             )
+        if self.tune.quantize is not None and self.model.target is None and self.model.experts is not None:
+            raise ValueError(
+                "tune.quantize would leave the kernels of model.experts as they are; leave it out, or set tune.base_dtype: bfloat16"
+            )
         return self
 
     @model_validator(mode="after")
@@ -334,8 +339,10 @@ class Config(Section):
             )
         if built_in and self.data.target is None and not has_labels:
             raise ValueError(f"model.head {self.model.head} learns from data.format labels, found {self.data.format}; change one of them")
-        if built_in and self.tune.lora is not None and not self.tune.train_only:
+        if built_in and self.tune.lora is not None and not matches_any("head/score/kernel", self.tune.train_only):
             raise ValueError(f"tune.lora alone would leave the fresh model.head {self.model.head} as it is; add tune.train_only: [head]")
+        if has_labels and self.model.head != "multiple_choice" and self.data.choices_key != DataConfig.model_fields["choices_key"].default:
+            raise ValueError(f"data.choices_key would mean nothing with model.head {self.model.head}; leave it out, or use multiple_choice")
         if built_in and self.loss.chunk not in ("auto", None):
             raise ValueError(f"loss.chunk would mean nothing to model.head {self.model.head}, which has few logits; leave it out")
         return self

@@ -100,6 +100,7 @@ def find(
         raise InputError(f"generate: expected the folder of a run or of Hugging Face's layout, found the file '{source}'; give a folder")
     if not folder.exists():
         raise InputError(f"generate: there is no folder '{source}'; give that of a run, such as runs/0001, or one in Hugging Face's layout")
+    huggingface.reject_adapters(folder, "generate")
     if not huggingface.is_meant(folder):
         return _find_in_run(folder, source, step, weights, tokens_of, dtype, report)
     for option, is_set in (("--step", step is not None), ("--weights", weights != "newest")):

@@ -16,6 +16,7 @@ from jpipe_train.config.tune_config import PARTS, TARGETS, LoraConfig, TuneConfi
 from jpipe_train.models.metadata import named
 from jpipe_train.models.quantized import Kind, multiply, quantize
 
+_EMBEDDING, _TIED = "embed/token/embedding", "head/token/embedding"  # the places of a tied embedding; its name is that of the first
 _UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as PEFT: up to 1 / sqrt(inputs)
 
 
@@ -109,7 +110,8 @@ def _tuned(layer_id: str, make: Callable[..., nnx.Module], config: ModelConfig, 
             if isinstance(linear, nnx.Linear):
                 setattr(module, name, Adapted(linear, widths_of(name, linear.out_features, config), tune, rngs=rngs))
         for name, param in base.items():
-            if not matches_any(name, tune.train_only):
+            first_place = _EMBEDDING if config.tied and name == _TIED else name
+            if not matches_any(first_place, tune.train_only):
                 param.set_value(param[...].astype(tune.base_dtype))
         return module
 
@@ -120,6 +122,17 @@ def is_of_adapter(name: str) -> bool:
     """Return whether a name such as "block_0/qkv/lora/q_proj/a" is that of a parameter of an adapter."""
     parts = name.split("/")
     return len(parts) == 5 and parts[2] == "lora" and parts[3] in TARGETS
+
+
+def is_quantized(name: str) -> bool:
+    """Return whether a name such as "block_0/qkv/kernel/codes" is that of a kernel in fewer bits."""
+    return name.endswith(("/kernel/codes", "/kernel/scale"))
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """Return the names of the parts of the linear layer whose kernel has a name such as "block_0/qkv/kernel"; none of other names."""
+    parts = name.split("/")
+    return PARTS.get(parts[1], ()) if parts[2:3] == ["kernel"] else ()
 
 
 def axes_of(kernel: nnx.Param[Any]) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jpipe
 from jpipe.files import shown
-from jpipe_train.assemble.metrics import combined
+from jpipe_train.assemble.metrics import centred, combined
 from jpipe_train.assemble.optimizer import learning_rate
 from jpipe_train.checkpoint.history import History
 from jpipe_train.checkpoint.run_folder import METRICS, FolderChanged, RunFolder
@@ -249,7 +249,8 @@ def means(results: Validation) -> dict[str, float]:
 def means_of(evaluation: jpipe.Evaluation) -> dict[str, tuple[float, float]]:
     """Wait for the loss and the metrics of an evaluation, and return (mean, weight) of each by its name in a row."""
     means = {"loss": jpipe.Mean(evaluation.loss, evaluation.weight), **evaluation.metrics}
-    return {f"val_{name}": (float(mean.mean), float(mean.weight)) for name, mean in means.items()}
+    numbers = {name: (float(mean.mean), float(mean.weight)) for name, mean in means.items()}
+    return {f"val_{name}": pair for name, pair in centred(numbers, evaluation.microbatches).items()}
 
 
 def mean_of(batches: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:

@@ -153,7 +153,7 @@ def build_and_check(
     position = None if resumed is None else resumed.position(config.train.batch_size)
     pipe, batches = build(config, reporter, plan, lambda config: data.load(config, position))
     params = pipe.stack.ties.without_seconds(param_specs(pipe.stack, pipe.plan, batches.like))
-    if (line := frozen.words(config.tune, params)) is not None:
+    if (line := frozen.words(config.tune, params, random=resumed is None and config.warm_start.file is None)) is not None:
         reporter.say(line)
     layers = len(pipe.stack.ids)
     with reporter.phase(f"checking {layers:,} layers") if layers >= _MANY_LAYERS else contextlib.nullcontext():

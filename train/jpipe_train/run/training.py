@@ -174,4 +174,6 @@ class Training:
 def _with_averaged(newest: jpipe.Evaluation, averaged: jpipe.Evaluation) -> jpipe.Evaluation:
     """Return an evaluation with the loss and metrics of the averaged weights as additional metrics, named `loss_ema` and so on."""
     averages = {"loss": jpipe.Mean(averaged.loss, averaged.weight), **averaged.metrics}
-    return newest._replace(metrics={f"{name}_ema": mean for name, mean in averages.items()} | dict(newest.metrics))
+    metrics = {f"{name}_ema": mean for name, mean in averages.items()} | dict(newest.metrics)
+    microbatches = {f"{name}_ema": pairs for name, pairs in averaged.microbatches.items()} | dict(newest.microbatches)
+    return newest._replace(metrics=metrics, microbatches=microbatches)

@@ -70,6 +70,10 @@ class Folder:
         return total.hexdigest()
 
 
+ADAPTERS = "adapter_config.json"
+"""What a folder of PEFT has in place of `config.json`."""
+
+
 def is_meant(path: Path) -> bool:
     """Return whether a folder is in Hugging Face's layout, not the folder of a run."""
     try:
@@ -90,6 +94,19 @@ def reject_file(path: Path) -> None:
         raise InputError(f"'{shown(path)}': {_PICKLE_HINT}")
     if _WEIGHTS.fullmatch(path.name) and (path.parent / CONFIG).is_file():
         raise InputError(f"'{shown(path)}': expected the folder, because {CONFIG} beside it belongs to it; give '{shown(path.parent)}'")
+
+
+def reject_adapters(path: Path, where: str) -> None:
+    """Check that a folder is not one of PEFT.
+
+    Raises:
+        InputError: it is one.
+    """
+    if (path / ADAPTERS).is_file():
+        raise InputError(
+            f"{where}: '{shown(path)}' has an {ADAPTERS}, and jpipe does not read the folders of PEFT; give the run, its export without "
+            "--layout, or a folder with the merged model"
+        )
 
 
 def look_into(path: Path) -> Folder:

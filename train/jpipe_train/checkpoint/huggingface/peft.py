@@ -11,6 +11,7 @@ from safetensors.numpy import save
 from jpipe import InputError
 from jpipe.files import new_folder, unused, write_atomically
 from jpipe_train.checkpoint.export import Weights
+from jpipe_train.checkpoint.huggingface.folder import ADAPTERS
 from jpipe_train.checkpoint.huggingface.names import Row
 from jpipe_train.checkpoint.huggingface.writing import Model, of_run
 from jpipe_train.config.model_config import ModelConfig
@@ -18,7 +19,7 @@ from jpipe_train.config.tune_config import PARTS, LoraConfig
 from jpipe_train.console.terminal import count
 from jpipe_train.models.lora import widths_of
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _BEFORE = "base_model.model."  # of the names of modules, as PEFT wraps them
 
 
@@ -110,7 +111,7 @@ def main(run: str, out: str, step: int | None, report: Callable[[str], None], we
     content = save(tensors, {"format": "pt"})
     with new_folder(path, "--out") as unfinished:
         described = json.dumps(_described(model, lora, modules), indent=2, sort_keys=True, allow_nan=False)
-        write_atomically(unfinished / CONFIG, f"{described}\n")
+        write_atomically(unfinished / ADAPTERS, f"{described}\n")
         write_atomically(unfinished / WEIGHTS, content)
     report(f"{out}: {count(len(tensors), 'tensor')}, {len(content):,} bytes, {model.origin}")
 
