@@ -59,8 +59,8 @@ def build(
             reporter.say(remark)
         if config.loss.target is not None and config.model.has_router_loss:
             reporter.say(
-                f"loss.target: {config.loss.target} decides whether router losses count (model.experts: balance_loss, z_loss); it gets them "
-                'as outputs["experts"].loss()'
+                f"loss.target: {config.loss.target} decides whether router losses count (model.experts: balance_loss, z_loss); it gets "
+                'them as outputs["experts"].loss()'
             )
         params = stack.ties.without_seconds(param_specs(stack, plan, batches.like))
         rule = trains_part(optimizer(config.optimizer, config.train.steps, params), config.tune, params)
