@@ -1,7 +1,7 @@
 """The families of language models that Hugging Face folders hold: one row of a table for each, read and written alike.
 
-A row says which keys `config.json` may have and what they decide, what all models of the family have in common, which keys change
-nothing in training, and how tensors are called. Any other key is an error, because it may change the model.
+A row says which keys `config.json` may have and what they decide, what all models of the family have in common, which keys do not
+change what the model computes, and how tensors are called. Any other key is an error, because it may change the model.
 """
 
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ class Family:
         model_type: the name of the family there.
         parts: JSON keys, and what they decide.
         fixed: keys of `model` that are the same in all models of the family; those that nothing decides have their defaults.
-        ignored: further JSON keys that change nothing in training, besides `IGNORED`.
+        ignored: further JSON keys that do not change what the model computes, besides `IGNORED`.
         tensors: their names.
     """
 
@@ -106,7 +106,8 @@ IGNORED = frozenset(
         *("cache_implementation", "prefix", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
     }
 )
-"""JSON keys that change nothing in training, whatever they say."""
+"""JSON keys that do not change what the model computes, whatever they say. In training `pad_token_id` does one thing in transformers: the
+embedding of that token gets no gradient from the inputs."""
 
 COMMON = (
     one("vocab_size", "vocab_size", Size),
