@@ -1,15 +1,13 @@
 """Orders equal those of PyTorch's schedule classes, where both have the schedule."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests import torch
 from tests.jpipe.schedules.pricing import order_of, plan_of
 
-ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".venv-torch" / "bin" / "python"
 CLASSES = {
     "gpipe": ("ScheduleGPipe", (1,)),
     "pipedream_flush": ("Schedule1F1B", (1,)),
@@ -60,8 +58,6 @@ def whole_at_stage_0(entries):
 
 @pytest.mark.slow
 def test_orders_are_those_of_pytorch():
-    if not PYTHON.exists():
-        pytest.skip("PyTorch is needed in .venv-torch: `make .venv-torch/ready`")
     cases = [
         (schedule, ranks, chunks, microbatches)
         for schedule, (_, numbers) in CLASSES.items()
@@ -72,9 +68,8 @@ def test_orders_are_those_of_pytorch():
     ]
     request = json.dumps([(CLASSES[schedule][0], *arguments) for schedule, *arguments in cases])
     program = Path(__file__).with_name("torch_orders.py")
-    result = subprocess.run([PYTHON, program], input=request, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    for case, expected in zip(cases, json.loads(result.stdout), strict=True):
+    orders = json.loads(torch.run(program, needs="torch", request=request))
+    for case, expected in zip(cases, orders, strict=True):
         schedule, ranks, chunks, microbatches = case
         plan = plan_of(schedule, ranks, chunks, microbatches)
         for p in range(ranks):

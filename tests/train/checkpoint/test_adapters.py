@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import types
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from jpipe_train.generate import model_source
 from jpipe_train.models.lora import is_of_adapter
 from jpipe_train.models.quantized import quantize
 from jpipe_train.run import loop
+from tests import torch
 from tests.train.checkpoint import families, folders, test_transformers
 from tests.train.models.running import applied
 
@@ -169,10 +169,7 @@ def test_peft_computes_the_same_logits(name, tmp_path):
     peft.main(str(result.folder), str(tmp_path / "peft"), None, print)
     tokens = folders.computed(name)["tokens"]
     save_file({"tokens": tokens}, tmp_path / "peft" / "batch.safetensors")
-    python = test_transformers.PYTHON
-    if not python.exists() or subprocess.run([python, "-c", "import peft"], capture_output=True, check=False).returncode:
-        pytest.skip("PEFT is needed in .venv-torch: `make .venv-torch/ready`")
-    test_transformers.run("peft", folders.GOLDEN / name, tmp_path / "peft")
+    torch.run("-m", test_transformers.PROGRAM, "peft", folders.GOLDEN / name, tmp_path / "peft", needs="peft")
     expected = load_file(tmp_path / "peft" / "results.safetensors")["logits"]
     actual = logits(result.config, result.arrays, tokens, result.config.tune)
     assert np.abs(actual - folders.computed(name)["logits"]).max() > 1e-3

@@ -1,7 +1,6 @@
 """Folders of transformers give jpipe the same numbers, and folders of jpipe give them to transformers."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,25 +9,19 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpipe_train.checkpoint.huggingface import writing
+from tests import torch
 from tests.train.checkpoint import folders
 from tests.train.checkpoint.families import MODELS
 from tests.train.models.running import applied
 
-ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".venv-torch" / "bin" / "python"
 PROGRAM = "tests.train.checkpoint.transformers_program"
 
 pytestmark = pytest.mark.slow
 
 
 def run(*words: str | Path) -> str:
-    """Run the transformers program and return what it prints, or skip the test if transformers is not installed."""
-    if not PYTHON.exists() or subprocess.run([PYTHON, "-c", "import transformers"], capture_output=True, check=False).returncode:
-        pytest.skip("PyTorch and transformers are needed in .venv-torch: `make .venv-torch/ready`")
-    command = [PYTHON, "-m", PROGRAM, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """Run the program and return what it prints, or skip the test if transformers is not installed."""
+    return torch.run("-m", PROGRAM, *words)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Models that judge whole texts: folders of transformers give jpipe the same numbers, and folders of jpipe give them to transformers."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,9 @@ from safetensors.numpy import load_file, save_file
 
 from jpipe_train.checkpoint.huggingface import writing
 from jpipe_train.config import huggingface
+from tests import torch
 from tests.train.checkpoint import folders
 
-ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".venv-torch" / "bin" / "python"
 PROGRAM = "tests.train.checkpoint.heads_program"
 ARCHITECTURES = {
     **{"bert": "BertForSequenceClassification", "bert-regression": "BertForSequenceClassification", "bert-choice": "BertForMultipleChoice"},
@@ -28,11 +26,7 @@ pytestmark = pytest.mark.slow
 
 def run(*words: str | Path) -> str:
     """Run the program and return what it prints, or skip the test if transformers is not installed."""
-    if not PYTHON.exists() or subprocess.run([PYTHON, "-c", "import transformers"], capture_output=True, check=False).returncode:
-        pytest.skip("PyTorch and transformers are needed in .venv-torch: `make .venv-torch/ready`")
-    done = subprocess.run([PYTHON, "-m", PROGRAM, *map(str, words)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return torch.run("-m", PROGRAM, *words)
 
 
 @pytest.fixture(scope="module")

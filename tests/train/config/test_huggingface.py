@@ -50,7 +50,7 @@ def keys(name: str, **changes) -> dict:
         ("llama", {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": SCALED}, {"rope_base": 5e5, "rope_scaling": OURS}),
         ("llama", {"rope_parameters": ..., "rope_theta": 500000, "rope_scaling": {"type": "llama3", **LLAMA3}}, {"rope_scaling": OURS}),
         ("llama", {"rope_parameters": {"rope_theta": 2e4}}, {"rope_base": 2e4, "rope_scaling": None}),
-        ("llama", {"rope_parameters": {"rope_type": "default", "type": "llama3", **LLAMA3}}, {"rope_scaling": None}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "type": "default", "rope_theta": 2e4}}, {"rope_scaling": None}),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, {"rope_base": 2e4, "rope_scaling": None}),
         ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {"bias": True, "tied": True, "gated_mlp": True}),
         ("bert", {"hidden_act": "gelu_new"}, {"activation": "gelu", "kind": "bert", "tied": True, "norm_epsilon": 1e-12}),
@@ -80,12 +80,13 @@ SUPPORTED = f"expected one of {', '.join(huggingface.ARCHITECTURES)}, found "
         ("gpt2", {"n_layer": 10**8}, "config.json: n_layer: expected less than or equal to 1000, found 100000000; "),
         ("gpt2", {"n_layer": 10**10}, "config.json: n_layer: expected less than or equal to 1000, found 10000000000; "),
         ("gpt2", {"n_positions": 10**9}, "config.json: n_embd 16 × n_positions 1000000000 makes a table of positions of more than"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "config.json: scale_attn_by_inverse_layer_idx: expected False, found True"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "config.json: scale_attn_by_inverse_layer_idx: expected false, found true"),
         ("gpt2", {"quantization_config": {"bits": 4}}, "config.json: quantization_config: "),
         ("llama", {"rope_parameters": {"rope_type": "ntk"}}, "rope_parameters.rope_type: expected 'default', 'llama3', "),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters.rope_type: dynamic scales positions by "),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "rope_parameters.low_freq_factor: "),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factr": 2.0}}, "unknown key 'rope_parameters.factr'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}}, "expected one rope_type, found a"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1, found 0.5"),
         ("llama", {"sliding_window": 4096}, "unknown key 'sliding_window'"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "expected factor beside rope_type llama3, found none; add it"),
@@ -100,7 +101,7 @@ SUPPORTED = f"expected one of {', '.join(huggingface.ARCHITECTURES)}, found "
         ("bert", {"type_vocab_size": 3}, "config.json: type_vocab_size: expected 2, found 3"),
         ("bert", {"position_embedding_type": "relative_key"}, "config.json: position_embedding_type: expected 'absolute'"),
         ("bert", {"tie_word_embeddings": False}, "config.json: tie_word_embeddings: "),
-        ("bert", {"is_decoder": True}, "config.json: is_decoder: expected False, found True"),
+        ("bert", {"is_decoder": True}, "config.json: is_decoder: expected false, found true"),
     ],
 )  # fmt: skip
 def test_a_model_that_jpipe_does_not_have_is_refused(name, changes, message):
@@ -141,6 +142,8 @@ def test_the_keys_of_the_model_are_filled_in_and_others_stay(tmp_path):
     assert loaded(tmp_path, "{seq_len: 8, width: null}").model.width == 16
     partial = loaded(tmp_path, "{seq_len: 8, depth: 5}", "warm_start.mode=partial").model
     assert (partial.depth, partial.width) == (5, 16)
+    experts = loaded(tmp_path, "{seq_len: 8, experts: {count: 4, per_token: 2, mlp_width: 8}}", "warm_start.mode=partial").model
+    assert (experts.mlp_width, experts.experts.mlp_width) == (None, 8)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +186,7 @@ def test_a_config_of_each_family_becomes_keys_and_the_same_config_again(name):
     written = json.loads(json.dumps(huggingface.to_json_keys(config, architecture)))
     assert huggingface.parse(written) == described
     assert written["architectures"] == [architecture]
+    assert written.get("router_aux_loss_coef") != 0  # the folder's factor is not known to be 0
     same = {key: value for key, value in content.items() if key in written and key not in ("rope_parameters", "max_window_layers")}
     assert {key: written[key] for key in same} == same
     for key, value in written.items():  # each is one that is read, and what is known of it is checked
@@ -217,7 +221,7 @@ OF_FAMILIES = {
     "qwen2": ({"use_sliding_window": False}, {"window": None, "window_layers": None, "bias": "qkv", "rope_scaling": {**YARN}}),
     "qwen3": ({**WINDOWS, "max_window_layers": 2}, {"window": 4, "window_layers": [False, False, True], "qk_norm": "head", "bias": False}),
     "gemma2": (
-        {"layer_types": ..., "query_pre_attn_scalar": 8, "hidden_act": "relu"},
+        {"layer_types": ..., "use_bidirectional_attention": False, "query_pre_attn_scalar": 8, "hidden_act": "relu"},
         {"window_layers": [True, False], "attention_scale": None, "attention_soft_cap": 2.0, "logits_soft_cap": 3.0, "embed_scale": True},
     ),
     "gemma3": (
@@ -247,27 +251,30 @@ def test_the_keys_of_families_decide_keys_of_the_model(name):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("mistral", {"num_key_value_heads": ...}, "key 'num_key_value_heads' is missing; add it"),
         ("mistral", {"attention_sinks": 4}, "unknown key 'attention_sinks'; jpipe does not know whether it changes the model; remove it"),
         ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "layer_types: expected no sliding_attention"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types: expected one for each of the 3 layers, found 1"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types.0: expected 'full_attention' or 'sliding_attention', found"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected None, found True"),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected None, found 50.0"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected null or false, found true"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected null, found 50.0"),
+        ("olmoe", {"num_local_experts": 16}, "expected one num_experts, found a different one in num_local_experts; leave one of them out"),
         (
             "gemma3",
             {"rope_parameters": {"sliding_attention": LLAMA3_8}},
             "rope_parameters.sliding_attention.rope_type: expected 'default', found",
         ),
         ("phi3", {"rope_parameters": {**LLAMA3_8}}, "rope_parameters.rope_type: expected 'default', 'longrope', found 'llama3'"),
-        ("phi3", {"lm_head_bias": True}, "lm_head_bias: expected False, found True"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias: expected false, found true"),
         ("phi3", {"original_max_position_embeddings": 16}, "original_max_position_embeddings: expected 8 as in rope_parameters, found 16"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: expected one number for each of the 3 layers, found 1"),
         ("smollm3", {"no_rope_layers": [1, 2, 3]}, "no_rope_layers.1: expected 0 or 1, found 2"),
     ],
 )
 def test_what_a_family_does_not_have_is_refused(name, changes, message):
+    content = {key: value for key, value in {**MODELS[name][1], **changes}.items() if value is not ...}
     with pytest.raises(InputError, match=re.escape(f"config.json: {message}")):
-        huggingface.parse({"architectures": [MODELS[name][0]], **MODELS[name][1], **changes})
+        huggingface.parse({"architectures": [MODELS[name][0]], **content})
 
 
 # Written ------------------------------------------------------------------------------------------------------------------

@@ -60,6 +60,14 @@ LONG = "kind: longrope, original_positions: 8, short_factors: [1, 2], long_facto
             "attention: cudnn, attention_soft_cap: 5, compute_dtype: bfloat16",
             "model: attention cudnn cannot compute attention_soft_cap; set",
         ),
+        (
+            "depth: 2, experts: {count: 4, per_token: 2, mlp_width: 8, layers: [false, false, true]}",
+            "model: experts.layers has experts in none of the 2 blocks (depth); set one that they reach to true, or leave it out",
+        ),
+        (
+            "mlp_width: 9, experts: {count: 4, per_token: 2, mlp_width: 8}",
+            "model: mlp_width 9 would mean nothing where all blocks have experts, whose experts.mlp_width is 8; leave it out",
+        ),
         ("kind: bert, window: 4", "model: kind bert needs window null, found 4; leave it out, or set kind to decoder"),
         ("kind: bert, positions: rope", "model: kind bert needs positions learned, found rope; leave it out, or set kind to decoder"),
         ("kind: bert, norm: rms", "model: kind bert needs norm layer, found rms"),
@@ -130,3 +138,9 @@ def test_learned_positions_replace_those_of_a_preset(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {preset: llama-3.2-1b, positions: learned, max_positions: 4096, seq_len: 64}")
     model = config_file.load(tmp_path / "config.yaml").model
     assert (model.rope_base, model.rope_scaling) == (10000.0, None)
+
+
+def test_experts_replace_the_mlps_of_a_preset(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {preset: llama-tiny, experts: {count: 4, per_token: 2, mlp_width: 8}}")
+    assert config_file.load(tmp_path / "config.yaml").model.mlp_width is None
+    assert config_file.load(tmp_path / "config.yaml", ["model.experts.layers=[true, false]"]).model.mlp_width == 40

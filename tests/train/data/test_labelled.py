@@ -153,6 +153,7 @@ NAMES, NUMBERS = CLASSES, {"head": "classification", "labels": 3}
         ("a.csv", 'text,label\n"a" b,no\n', NAMES, {}, r"a\.csv', line 2: "),
         ("a.csv", "text,label\n" + "a" * 200_000 + ",no\n", NAMES, {}, r"line 2: field larger than field limit \(131072\)"),
         ("a.csv", "text,label\nb,no\n\xff,no\n", NAMES, {}, r"line 3: expected text in UTF-8, found the byte 0xff at 0"),
+        ("a.csv", "text,label,text\na,no,b\n", NAMES, {}, r"a\.csv', line 1: expected each column once, found the name 'text' twice"),
         ("a.csv", "words,label\nb,no\n", NAMES, {}, r"line 2: expected the key 'text', found \['words', 'label'\]"),
         ("a.csv", "", NAMES, {}, "expected at least 2 examples for training and 2 for validation .*, found 0 and 0"),
         ("a.jsonl", '{"text": "a", "label": 0}\n' * 9, NAMES, {}, r"found \d and \d in .*; give more, raise data.validation_fraction"),

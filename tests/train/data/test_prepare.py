@@ -154,6 +154,19 @@ def test_a_tokenizer_is_trained_from_text(documents, tmp_path, capsys):
     assert "expected text in UTF-8" in capsys.readouterr().err
 
 
+def test_a_tokenizer_of_conversations_reads_the_contents_of_messages(tmp_path, capsys):
+    contents = ["abab " * 20, [{"type": "text", "text": "ab"}], None]
+    messages = [{"role": "assistant", "content": content, "tool_calls": [{}]} for content in contents]
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 3)
+    words = ["data", "tokenizer", str(tmp_path / "a.jsonl"), "--vocab-size", "300", "--out"]
+    assert cli.main([*words, str(tmp_path / "a.json")]) == 2
+    assert "add --format chat" in capsys.readouterr().err
+    assert cli.main([*words, str(tmp_path / "a.json"), "--format", "chat"]) == 0
+    vocabulary = library.Tokenizer.from_file(str(tmp_path / "a.json")).get_vocab()
+    assert "ab" in vocabulary
+    assert "role" not in vocabulary
+
+
 def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "PIECE", 1000)
     monkeypatch.setattr(texts, "_BATCH", 4000)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from jpipe_train.config import huggingface
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.generate import decoder, model_source
-from jpipe_train.generate.decoder import Decoder, bytes_of
+from jpipe_train.generate.decoder import Decoder, bytes_of, scratch_of
 from jpipe_train.generate.generate import sequences
 from jpipe_train.generate.placement import place
 from jpipe_train.generate.sampling import Sampling
@@ -57,9 +57,16 @@ def check(actual: np.ndarray, expected: np.ndarray, tolerance: float = 2e-5) -> 
 @pytest.mark.parametrize(("name", "devices"), [("gpt2", 3), ("llama", 1)])
 def test_logits_are_those_of_transformers(name, devices, monkeypatch):
     if name == "llama":
-        monkeypatch.setattr(decoder, "_PIECE", 8)  # longer prompts are seen piece by piece
+        monkeypatch.setattr(decoder, "_SHORTEST", 8)  # longer prompts are seen piece by piece
+        monkeypatch.setattr(decoder, "_SCORES", 1)
     golden = load_file(GOLDEN / name / "golden.safetensors")
     check(all_logits(of_folder(name, devices), golden["tokens"]), golden["logits"])
+
+
+@pytest.mark.parametrize(("rows", "positions", "piece"), [(1, 2048, 1024), (1, 2**15, 128), (3, 2**15, 32), (64, 2**15, 16), (1, 20, 32)])
+def test_the_scores_of_a_piece_are_bounded(rows, positions, piece):
+    config = ModelConfig(heads=16, seq_len=2**15, width=64)
+    assert scratch_of(config, rows, positions) == 2 * 4 * rows * 16 * piece * max(32, positions)
 
 
 @pytest.mark.thinned(most=0, most_slow=2)

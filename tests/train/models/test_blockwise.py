@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpipe_train.config.model_config import ModelConfig
-from jpipe_train.models import attention
+from jpipe_train.models import attention, blockwise
 from jpipe_train.models.blockwise import Masked, attend_in_blocks
 from tests.train.models.running import SMALL, outputs_of
 
@@ -64,6 +64,15 @@ def test_memory_grows_with_the_length():
     assert in_blocks[1] < scratch(8192, partial(at_once, segments=None, masked=Masked(True))) / 20
 
 
+@pytest.mark.parametrize(("rows", "heads", "size"), [(1, 4, 1024), (2, 32, 64), (64, 32, 16)])
+def test_blocks_have_a_bounded_number_of_pairs_in_all_rows_and_heads(monkeypatch, rows, heads, size):
+    sizes = []
+    monkeypatch.setattr(blockwise, "_in_blocks", lambda blocks, q, *_: sizes.append(blocks.size) or q)
+    q = jax.ShapeDtypeStruct((rows, 8192, heads, 8), jnp.float32)
+    jax.eval_shape(lambda q: attend_in_blocks(attend, q, q, q, None, Masked(True)), q)
+    assert sizes == [size]
+
+
 @pytest.mark.parametrize("keys", [{}, {"window": 3, "attention_soft_cap": 2.0}, {"kind": "bert"}])
 def test_a_model_with_attention_in_blocks(monkeypatch, keys):
     calls = []
@@ -78,7 +87,7 @@ def test_a_model_with_attention_in_blocks(monkeypatch, keys):
     assert not calls
     in_blocks = outputs(attention="blockwise")
     assert calls
-    monkeypatch.setattr(attention, "LONG", 7)  # a row has eight positions
+    monkeypatch.setattr(attention, "LONG", 8)  # a row has eight positions
     jax.tree.map(np.testing.assert_array_equal, outputs(), in_blocks)
     assert calls
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), in_blocks, at_once)

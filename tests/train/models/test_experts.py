@@ -1,5 +1,6 @@
 """Mixtures of experts: their outputs and losses as computed token by token, and the same gradients through pipelines."""
 
+import io
 import math
 from dataclasses import replace
 
@@ -10,18 +11,22 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from rich.console import Console
 
 import jpipe
 from jpipe.context import StageMesh, tracing_on
+from jpipe_train.assemble.build import build
 from jpipe_train.assemble.metrics import metrics
 from jpipe_train.config.config import EvalConfig
 from jpipe_train.config.model.experts import ExpertsConfig
 from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.console.progress import Reporter
 from jpipe_train.models import transformer
 from jpipe_train.models.cross_entropy import loss
 from jpipe_train.models.experts import no_routing, on_stage
 from jpipe_train.models.layers import layers
 from tests.jpipe import monolith
+from tests.train.conftest import changed
 from tests.train.models.running import SMALL, outputs_of, params_of, trained
 
 MIXTURE = {"count": 4, "per_token": 2, "mlp_width": 12, "balance_loss": 0.5, "z_loss": 0.25}
@@ -184,3 +189,15 @@ def test_metrics_count_the_tokens_of_experts():
         "unused_experts": (1.0, 4.0),
     }
     assert metrics(EvalConfig(), ModelConfig()) == {}
+    of_the_user = metrics(EvalConfig(metrics={"own": f"{__name__}:own_metric"}), ModelConfig(experts=MIXTURE))["own"]
+    assert of_the_user({"tokens": "logits", "experts": routing}, "labels") == ("logits", "labels")
+
+
+def own_metric(outputs, labels):
+    return outputs, labels
+
+
+def test_a_loss_of_the_users_decides_about_the_router_losses(tiny):
+    console = Console(file=io.StringIO(), width=200)
+    build(changed(tiny, model={"experts": MIXTURE}, loss={"target": f"{__name__}:own_metric"}), Reporter(1, 1, "", console))
+    assert f"{__name__}:own_metric decides whether router losses count" in console.file.getvalue()

@@ -152,8 +152,9 @@ def test_the_memory_of_attention_is_printed(files):
     result = search(sharded_profile(), Topology.flat(2, 1e9, memory=1e9), 4, Request(meshes=("model=2",)), False, Reporter(1, 1, "samples"))
     rows = result.choice.ranked[0].candidate.rows
     assert f"a device holds {rows * 16.8:.3g} MB for all pairs of positions" in attention_words(config, result.choice)
-    small = config.model_copy(update={"model": config.model.model_copy(update={"seq_len": 16})})
-    assert attention_words(small, result.choice) == ""
+    for positions in (16, 8192):  # few, and so many that they are computed in blocks
+        other = config.model_copy(update={"model": config.model.model_copy(update={"seq_len": positions})})
+        assert attention_words(other, result.choice) == ""
 
 
 def test_how_many_plans_were_left_out_is_explained(files, capsys, monkeypatch):

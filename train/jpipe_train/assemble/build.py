@@ -57,6 +57,11 @@ def build(
         batches = read()
         for remark in batches.remarks:
             reporter.say(remark)
+        if config.loss.target is not None and config.model.has_router_loss:
+            reporter.say(
+                f"loss.target: {config.loss.target} decides whether router losses count (model.experts: balance_loss, z_loss); it gets "
+                'them as outputs["experts"].loss()'
+            )
         params = stack.ties.without_seconds(param_specs(stack, plan, batches.like))
         rule = trains_part(optimizer(config.optimizer, config.train.steps, params), config.tune, params)
         options = config.optimizer.of_pipeline | {"precision": precision(config.precision, reporter)}

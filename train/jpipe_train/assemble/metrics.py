@@ -41,7 +41,7 @@ def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, A
             count = _IN_PARTS[metric].count(classes or 0)
             functions |= {f"{metric}:{i}:{name}": _Part(_IN_PARTS[metric].sums, count, i) for i in range(count)}
         else:
-            functions[name] = _MEANS.get(metric) or _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}"))
+            functions[name] = _MEANS.get(metric) or _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}"), has_experts)
     return functions
 
 
@@ -117,16 +117,22 @@ class _Part:
 
 @dataclass(frozen=True)
 class _LogitsMetric:
-    """A metric of the user's, called with logits even if the built-in loss computes them itself."""
+    """A metric of the user's, called with logits even if the built-in loss computes them itself.
+
+    Attributes:
+        metric: the function.
+        has_experts: whether the outputs have the choices of routers beside the logits.
+    """
 
     metric: Any
+    has_experts: bool
 
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.metric)  # it may ask for random numbers
 
     def __call__(self, outputs: Any, labels: Any, **random: Any) -> Any:
-        return self.metric(cross_entropy.all_logits(outputs), labels, **random)
+        return self.metric(cross_entropy.all_logits(outputs["tokens"] if self.has_experts else outputs), labels, **random)
 
 
 # Means -------------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ app = tyro.extras.SubcommandApp()
 app.__doc__ = "Make a tokenizer, write text as files of tokens to train on, or show what is learned of conversations."
 
 Source = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE …]", help_behavior_hint="")]
-Form = Annotated[Literal["auto", "text", "jsonl-text", "prompts"], tyro.conf.arg(name="format")]
-AnyForm = Annotated[Literal["auto", "text", "jsonl-text", "prompts", "chat"], tyro.conf.arg(name="format")]
+Form = Annotated[Literal["auto", "text", "jsonl-text", "prompts", "chat"], tyro.conf.arg(name="format")]
 Key = Annotated[str, tyro.conf.arg(metavar="KEY")]
 
 
@@ -22,7 +21,7 @@ def prepare(
     *,
     tokenizer: Annotated[str, tyro.conf.arg(metavar="FILE")],
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")],
-    form: AnyForm = "auto",
+    form: Form = "auto",
     validation_fraction: Annotated[float, tyro.conf.arg(metavar="F")] = 0.05,
     shard_tokens: Count = 100_000_000,
     end_of_text: Annotated[str, tyro.conf.arg(metavar="TOKEN|none")] = "auto",
@@ -77,7 +76,7 @@ def make_tokenizer(
         source: Files, folders or globs to read; by default the source of Python's standard library.
         vocab_size: The largest number of tokens.
         out: The tokenizer.json, a new file.
-        form: As in jpipe data prepare.
+        form: As in jpipe data prepare; of a conversation the contents of its messages are read.
         kind: The kind of the model: its special tokens are <|endoftext|>, or those of BERT.
         special: A further special token, such as one of a chat template; may be given several times.
         text_key: The key of the text in a JSON line.

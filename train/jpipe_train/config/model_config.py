@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jpipe.errors import nearest
 from jpipe_train.config.model import heads
-from jpipe_train.config.model.experts import ExpertsConfig
+from jpipe_train.config.model.experts import ExpertsConfig, replace_all_mlps
 from jpipe_train.config.model.presets import PRESETS
 from jpipe_train.config.model.rope import RopeScaling
 from jpipe_train.config.section import Count, TargetSection
@@ -152,6 +152,8 @@ class ModelConfig(TargetSection):
         preset = dict(PRESETS.get(name, {})) if isinstance(name, str) else {}
         if data.get("positions") == "learned":
             preset = {key: value for key, value in preset.items() if key not in _OF_ROPE}
+        if replace_all_mlps(data.get("experts")):
+            preset.pop("mlp_width", None)
         merged = {**preset, **data}
         return {"tied": True, **merged} if merged.get("kind") == "bert" else merged
 
@@ -195,8 +197,20 @@ class ModelConfig(TargetSection):
         return self
 
     @model_validator(mode="after")
-    def _experts_are_few(self) -> "ModelConfig":
-        if self.target is None and self.experts is not None and self.experts.count * self.depth > _MOST_EXPERTS:
+    def _experts_fit(self) -> "ModelConfig":
+        if self.target is not None or self.experts is None:
+            return self
+        layers = [_at(self.experts.layers, i) for i in range(self.depth)]
+        if not any(layers):
+            raise ValueError(
+                f"experts.layers has experts in none of the {self.depth} blocks (depth); set one that they reach to true, or leave it out"
+            )
+        if all(layers) and self.mlp_width not in (None, self.experts.mlp_width):
+            raise ValueError(
+                f"mlp_width {self.mlp_width} would mean nothing where all blocks have experts, whose experts.mlp_width is "
+                f"{self.experts.mlp_width}; leave it out"
+            )
+        if self.experts.count * self.depth > _MOST_EXPERTS:
             raise ValueError(f"experts.count {self.experts.count} × depth {self.depth} is more than {_MOST_EXPERTS:,} experts; lower one")
         return self
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 import shlex
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
@@ -21,9 +21,11 @@ from jpipe_train.console.terminal import count, first_line
 from jpipe_train.data import sources, texts
 from jpipe_train.data import tokenizer as tokenizers
 from jpipe_train.data.chat import reading, template
+from jpipe_train.data.chat.conversations import conversation
 from jpipe_train.data.chat.renderer import TRAINING_TIME, Renderer
 from jpipe_train.data.chat.tokens import end_of_turn
 from jpipe_train.data.files import kinds, token_files
+from jpipe_train.data.files.json_lines import WrongLines, check_characters, objects
 from jpipe_train.data.files.token_files import Index, ShardFacts
 
 SPECIAL = {"decoder": ("<|endoftext|>",), "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")}
@@ -228,8 +230,6 @@ def _add_texts(files: Files, assembler: texts.Assembler, fraction: float, report
 
 def _add_conversations(files: Files, assembler: texts.Assembler, fraction: float, reporter: Reporter, place: Path) -> _Added:
     """Add all conversations, and write the template into the folder."""
-    if not files.paths:
-        raise InputError("SOURCE: expected files of conversations for --format chat, found none; name some")
     size, tokenizer = 0, assembler.tokenizer
     found = template.find(tokenizer, files.chat_template, "--chat-template")
     _, paths, source = _find(files, reporter)
@@ -298,13 +298,31 @@ def _open_pieces(files: Files, fraction: float, reporter: Reporter, words: str) 
     names, paths, source = _find(files, reporter)
     total = sum(path.stat().st_size for path in paths)
     form: texts.Format = "text" if files.form == "auto" or files.form == "chat" else files.form
+    found = _contents(paths) if files.form == "chat" else texts.pieces(names, paths, form, fraction, files.keys, "SOURCE")
     with reporter.reading(f"{words} {_many(len(paths), 'file')}", total) as advance:
-        shown = _shown(texts.pieces(names, paths, form, fraction, files.keys, "SOURCE"), advance)
+        shown = _shown(found, advance)
         yield ((piece.text for piece in shown) if words == "reading" else shown), source
+
+
+def _contents(paths: Sequence[Path]) -> Iterator[texts.Piece]:
+    """Yield the contents of the messages of each conversation, without what a template adds to them."""
+    wrong = WrongLines("SOURCE", "or leave it out")
+    for path in paths:
+        for line, text in objects(path, wrong, "messages", _content):
+            yield texts.Piece(text, "text", True, False, (path, line.number), line.size)
+    wrong.check()
+
+
+def _content(record: Mapping[str, Any]) -> str:
+    text = "\n".join(conversation(record).contents)
+    check_characters(text)
+    return text
 
 
 def _find(files: Files, reporter: Reporter) -> tuple[list[str], list[Path], str]:
     """Return the names and paths of all files, and where they come from."""
+    if files.form == "chat" and not files.paths:
+        raise InputError("SOURCE: expected files of conversations for --format chat, found none; name some")
     with sources.readable("SOURCE"):
         names, paths = [], []
         for path in files.paths or (None,):

@@ -2,21 +2,20 @@
 
 import codecs
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from jpipe import InputError
-from jpipe.errors import short
 from jpipe.files import open_to_read
 from jpipe_train.console.terminal import count
 from jpipe_train.data import sources
-from jpipe_train.data.files.json_lines import WrongLine, WrongLines, objects
-from jpipe_train.data.tokenizer import Tokenizer
+from jpipe_train.data.files.json_lines import WrongLines, objects, text_of, value_of
+from jpipe_train.data.tokenizer import Tokenizer, batched
 
 Format = Literal["text", "jsonl-text", "prompts"]
 Part = Literal["text", "prompt", "answer"]
@@ -109,7 +108,8 @@ def tokenized(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Pi
     """
     with ThreadPoolExecutor(1, "tokenizer") as thread:
         ahead = None
-        for batch in _batches(texts):
+        # An empty piece has a size, too, so that many of them make a batch.
+        for batch in batched(texts, lambda piece: len(piece.text) + 100, _BATCH):
             following = batch, thread.submit(tokenizer.encoded, [piece.text for piece in batch], [piece.continues for piece in batch])
             if ahead is not None:
                 yield from zip(ahead[0], ahead[1].result(), strict=True)
@@ -215,19 +215,6 @@ class Assembler:
         self.first_empty = self.first_empty or place
 
 
-def _batches(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for piece in texts:
-        batch.append(piece)
-        size += len(piece.text) + 100  # so that many empty pieces make a batch, too
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def _of_text(file: Path, start: int, stop: int, held_out: bool, where: str) -> Iterator[Piece]:
     """Yield the document in the bytes start .. stop - 1 of a file, in pieces that end where most tokenizers split the text too."""
     decode = codecs.getincrementaldecoder("utf-8")()
@@ -292,28 +279,10 @@ def _lines(file: Path, form: Format, fraction: float, keys: Keys, wrong: WrongLi
     else:
         wanted = [("prompt", keys.prompt), ("answer", keys.answer)]
     names = [key for _, key in wanted]
-    for line, texts in objects(file, wrong, names[0], lambda values: _texts(values, names)):
+    for line, texts in objects(file, wrong, names[0], lambda record: [text_of(value_of(record, key), key) for key in names]):
         if wrong.number:
             continue
         held_out = sources.place_of("\0".join(texts).encode()) < fraction
         for i, ((part, _), text) in enumerate(zip(wanted, texts, strict=True)):
             last = i == len(wanted) - 1
             yield Piece(text, part, last, held_out, (file, line.number), line.size if last else 0, i > 0 and texts[0] != "")
-
-
-def _texts(values: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Return the values of these keys of a JSON line.
-
-    Raises:
-        WrongLine: it is no such line.
-    """
-    for key in keys:
-        if key not in values:
-            raise WrongLine(f"expected the key {key!r}, found {short(list(values)[:10])}")
-        if not isinstance(values[key], str):
-            raise WrongLine(f"expected text in {key!r}, found {type(values[key]).__name__}")
-        try:
-            values[key].encode()
-        except UnicodeEncodeError:
-            raise WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
-    return [values[key] for key in keys]

@@ -2,12 +2,12 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Int64, UInt32
@@ -26,6 +26,7 @@ ENDS_OF_TEXT = "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"
 PADDINGS = "[PAD]", "<pad>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>"
 """Tokens that fill rows, in order of preference."""
 
+_Item = TypeVar("_Item")
 _NO_MARK: tuple[str, tuple[int, ...]] = ("", ())
 
 
@@ -275,3 +276,17 @@ def _failed(error: BaseException, what: str) -> BaseException:
         return error
     reason = first_line(error) if isinstance(error, Exception) else "it panics"
     return InputError(f"{what}, found one that fails: {reason}; give the file of a fast tokenizer, such as jpipe data tokenizer writes")
+
+
+def batched(items: Iterable[_Item], size: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
+    """Yield items in batches that go to a tokenizer together; a batch ends with the item whose size makes it `most` or larger."""
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= most:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

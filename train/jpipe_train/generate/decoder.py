@@ -22,7 +22,8 @@ Tree = Any  # nested dicts of arrays
 Share = Callable[[Any, jax.ShapeDtypeStruct, str, int], np.ndarray]
 """Returns an array in all processes; called in all of them with the array, or None, its shape and dtype, what it is, and the process that
 has it."""
-_PIECE = 1024  # positions of a prompt at a time: attention needs memory for each of them times all positions
+_PIECE = 1024  # positions of a prompt at a time, at most
+_SCORES = 2**26  # of attention at a time, for all rows, heads and pairs of positions
 _SHORTEST = 16  # positions; longer lengths are powers of two, so that few programs are compiled
 
 
@@ -63,6 +64,18 @@ def bytes_of(config: ModelConfig, rows: int, positions: int) -> dict[str, int]:
         params = sum(spec.size * (computes if spec.ndim > 1 else 4) for spec in jax.tree.leaves(layer.specs))
         sizes[layer_id] = params + (cache if layer_id.startswith("block_") else 0)
     return sizes
+
+
+def scratch_of(config: ModelConfig, rows: int, positions: int) -> int:
+    """Return the bytes of the scores of attention, and of their weights, that the device of any block needs while it reads prompts."""
+    room = room_for(config, positions)
+    return 2 * 4 * rows * config.heads * min(room, _piece(config, rows, room)) * room
+
+
+def _piece(config: ModelConfig, rows: int, room: int) -> int:
+    """Return how many positions of prompts are read at a time, a power of two: each has scores for all positions of the cache."""
+    most = max(_SHORTEST, _SCORES // (rows * config.heads * room))
+    return min(_PIECE, 1 << (most.bit_length() - 1))
 
 
 def room_for(config: ModelConfig, positions: int) -> int:
@@ -133,8 +146,9 @@ class Decoder:
             zeros = (jnp.zeros(shape, transformer.dtype_of(self._config), device=self._devices[layer_id]) for _ in range(2))
             self._caches[layer_id] = next(zeros), next(zeros)
         last_logits = None
-        for start in range(0, length, _PIECE):
-            piece = tokens[:, start : start + _PIECE]
+        size = _piece(self._config, len(prompts), self._room)
+        for start in range(0, length, size):
+            piece = tokens[:, start : start + size]
             at = np.broadcast_to(np.arange(start, start + piece.shape[1], dtype=np.int32), piece.shape)
             logits = self._forward(piece, at, np.clip(self._lengths - 1 - start, 0, piece.shape[1] - 1))
             last_logits = (

@@ -21,7 +21,7 @@ from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.console import interrupt
 from jpipe_train.console.terminal import count
 from jpipe_train.generate import model_source
-from jpipe_train.generate.decoder import Decoder, bytes_of
+from jpipe_train.generate.decoder import Decoder, bytes_of, scratch_of
 from jpipe_train.generate.placement import place
 from jpipe_train.generate.sampling import Sampling, choose
 from jpipe_train.generate.shared import share_of
@@ -193,7 +193,7 @@ def start(
         chosen = _on_cpus(source, request.dtype) if jax.default_backend() == "cpu" else source
         sizes, existing = bytes_of(chosen.config, rows, positions), jax.devices()
         number = request.devices if processes == 1 or request.devices is not None else min(len(existing), len(sizes))
-        devices = place(sizes, existing, number)
+        devices = place(sizes, existing, number, scratch_of(chosen.config, rows, positions))
         used = list(dict.fromkeys(devices.values()))
         words = f" of {processes} processes" if processes > 1 else ""
         say(f"{chosen.description}; {chosen.config.compute_dtype}, {count(len(used), 'device')} ({used[0].platform}){words}")

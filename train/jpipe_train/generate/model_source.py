@@ -190,7 +190,7 @@ def _check_decodes(model: ModelConfig, source: str) -> None:
     if model.kind != "decoder":
         raise InputError(
             f"generate: expected a decoder (model.kind), found {model.kind} in '{source}': it reads a text from both sides and fills gaps "
-            "in it, but says nothing of what comes next; give a GPT or a Llama"
+            "in it, but says nothing of what comes next; give a decoder"
         )
 
 

@@ -11,13 +11,14 @@ from jpipe_planner import balance
 _USED = 0.9  # fraction of a device's memory; the remainder is for activations
 
 
-def place(sizes: Mapping[str, int], devices: Sequence[jax.Device], number: int | None) -> dict[str, jax.Device]:
+def place(sizes: Mapping[str, int], devices: Sequence[jax.Device], number: int | None, scratch: int = 0) -> dict[str, jax.Device]:
     """Return the device of each layer, minimizing the largest number of bytes on one device.
 
     Args:
         sizes: bytes of each layer, by id, in order.
         devices: the existing devices.
         number: the number of devices to use; None for as few as have the memory.
+        scratch: bytes that each device needs beside those of its layers.
 
     Raises:
         InputError: there are fewer devices, or too little memory on all of them.
@@ -28,11 +29,15 @@ def place(sizes: Mapping[str, int], devices: Sequence[jax.Device], number: int |
         raise InputError(f"--devices: expected from 1 to {most}, {why}, found {number}; change it, or leave it out")
     for count in range(1, most + 1) if number is None else (number,):
         placement = _on(sizes, devices[:count])
-        if all(_holds(device, sum(sizes[layer_id] for layer_id in sizes if placement[layer_id] == device)) for device in devices[:count]):
+        if all(
+            _holds(device, scratch + sum(sizes[layer_id] for layer_id in sizes if placement[layer_id] == device))
+            for device in devices[:count]
+        ):
             return placement
+    needed = sum(sizes.values()) + scratch * len(devices[:number])
     raise InputError(
         f"generate: expected a model that fits in the memory of {len(devices[:number])} of the {len(devices)} devices, found one that "
-        f"needs {sum(sizes.values()) / 1e9:,.1f} GB; use fewer prompts or --tokens, --dtype bfloat16, or more devices"
+        f"needs {needed / 1e9:,.1f} GB; use fewer prompts or --tokens, --dtype bfloat16, or more devices"
     )
 
 

@@ -175,7 +175,7 @@ def membership(
 
 
 def _check_alone() -> None:
-    """Check that no launcher unknown to JAX has started several processes, each of which would train alone.
+    """Check that no launcher unknown to JAX has started several processes, each of which would run alone.
 
     Its variables hold no port that is free for a coordinator: the port of torchrun is that of its own store.
     """
@@ -184,8 +184,8 @@ def _check_alone() -> None:
         if count is not None and number is not None and count.strip().isdecimal() and int(count) > 1:
             raise InputError(
                 f"{' and '.join(names)}: {launcher} has started {count} processes, and nothing says where process 0 listens, so each "
-                f"would train alone; give {_FLAGS[0]} HOST:PORT {_FLAGS[1]} ${names[0]} {_FLAGS[2]} ${names[1]}, with the host of "
-                f"process 0 and a port that is free there, or {_FLAGS[1]} 1 to train alone"
+                f"would run alone; give {_FLAGS[0]} HOST:PORT {_FLAGS[1]} ${names[0]} {_FLAGS[2]} ${names[1]}, with the host of "
+                f"process 0 and a port that is free there, or {_FLAGS[1]} 1 to run alone"
             )
 
 

@@ -1,1 +1,1 @@
-"""The built-in language models as layers, and their loss: GPT-2, Llama, BERT and the GPT over bytes."""
+"""The built-in language models as layers, and their loss: decoders, such as GPT-2, Llama and the GPT over bytes, and BERT."""

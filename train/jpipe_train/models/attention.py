@@ -30,7 +30,7 @@ def attend(
         InputError: the config asks for cuDNN's attention, which is not available or does not support these shapes.
     """
     is_causal, window = config.kind == "decoder", config.window
-    if config.attention == "blockwise" or (config.attention == "xla" and q.shape[1] > LONG):
+    if config.attention == "blockwise" or (config.attention == "xla" and q.shape[1] >= LONG):
         masked = Masked(is_causal, window)
         return attend_in_blocks(partial(_masked, config), q, k, v, segments, masked)
     mask = None if segments is None else same_segment(segments, segments)

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models import transformer
+from jpipe_train.models.metadata import named
 from jpipe_train.models.transformer import Stream
 
 
@@ -67,4 +68,4 @@ class _Bias(nnx.Module):
     """A bias for the logit of each symbol."""
 
     def __init__(self, size: int):
-        self.bias = nnx.Param(jnp.zeros(size, jnp.float32), **transformer.named("vocab"))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32), **named("vocab"))

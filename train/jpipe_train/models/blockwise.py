@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jpipe_train.models.cross_entropy import wider
 
 LONG = 8192
-"""Rows with more positions are computed in blocks where nothing else is asked for."""
-_PAIRS = 2**21  # of a query and a key, whose weights one block holds for each row and head
+"""Rows with so many positions or more are computed in blocks where nothing else is asked for."""
+_PAIRS = 2**25  # of a query and a key, whose weights one block holds in all rows and heads
 _SHORTEST = 16  # queries of a block
 
 Core = Callable[[Any, Any, Any, Any], Any]  # (queries, keys, values, mask) -> outputs
@@ -63,9 +63,9 @@ def attend_in_blocks(
         masked: what else limits which keys a query attends to.
         size: the number of queries of a block; None: as many as need moderate memory.
     """
-    length = q.shape[1]
+    rows, length, heads, _ = q.shape
     if size is None:
-        size = max(_SHORTEST, _PAIRS // length)
+        size = max(_SHORTEST, _PAIRS // (rows * heads * length))
     count = -(-length // min(size, length))
     size = -(-length // count)
     fill = count * size - length

@@ -23,6 +23,7 @@ from jpipe.context import traced_mesh
 from jpipe_train.config.model.experts import ExpertsConfig
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models.cross_entropy import wider
+from jpipe_train.models.metadata import named
 
 Linear = Callable[..., nnx.Linear]
 """A constructor of linear layers, from the sizes of inputs and outputs and the metadata of Flax."""
@@ -132,7 +133,7 @@ class Experts(nnx.Module):
     ):
         self.config, self.activation, self.dtype = config, activation, model.compute_dtype
         width, inner, count = model.width, config.mlp_width, config.count
-        self.router = into(width, count, dtype=wider(self.dtype), kernel_metadata=_named("embed", None))
+        self.router = into(width, count, dtype=wider(self.dtype), kernel_metadata=named("embed", None))
         self.expand = Kernels(into, count, width, inner, ("expert", "embed", "mlp"), rngs=rngs)
         self.gate = Kernels(into, count, width, inner, ("expert", "embed", "mlp"), rngs=rngs) if model.gated_mlp else None
         self.contract = Kernels(back, count, inner, width, ("expert", "mlp", "embed"), rngs=rngs)
@@ -157,7 +158,7 @@ class Kernels(nnx.Module):
     def __init__(self, linear: Linear, count: int, inputs: int, outputs: int, names: tuple[str, ...], *, rngs: nnx.Rngs):
         keys = jax.random.split(rngs.params(), count)
         kernels = jax.vmap(lambda key: linear(inputs, outputs, rngs=nnx.Rngs(params=key)).kernel[...])(keys)
-        self.kernel = nnx.Param(kernels, **_named(*names))
+        self.kernel = nnx.Param(kernels, **named(*names))
 
 
 class Shared(nnx.Module):
@@ -165,21 +166,16 @@ class Shared(nnx.Module):
 
     def __init__(self, config: ExpertsConfig, model: ModelConfig, activation: Callable[[Any], Any], into: Linear, back: Linear):
         assert config.shared_mlp_width is not None
-        self.activation, inner, width, names = activation, config.shared_mlp_width, model.width, _named("embed", "mlp")
+        self.activation, inner, width, names = activation, config.shared_mlp_width, model.width, named("embed", "mlp")
         self.expand = into(width, inner, kernel_metadata=names)
         self.gate = into(width, inner, kernel_metadata=names) if model.gated_mlp else None
-        self.contract = back(inner, width, kernel_metadata=_named("mlp", "embed"))
-        self.share = into(width, 1, kernel_metadata=_named("embed", None)) if config.shared_gate else None
+        self.contract = back(inner, width, kernel_metadata=named("mlp", "embed"))
+        self.share = into(width, 1, kernel_metadata=named("embed", None)) if config.shared_gate else None
 
     def __call__(self, x: Float[Array, "b s w"]) -> Float[Array, "b s w"]:
         expanded = self.expand(x)
         y = self.contract(self.activation(expanded) if self.gate is None else self.activation(self.gate(x)) * expanded)
         return y if self.share is None else nnx.sigmoid(self.share(x)) * y
-
-
-def _named(*names: str | None) -> dict[str, Any]:
-    """Return the metadata that names a logical axis, or None, of each dim of a parameter."""
-    return {"out_sharding": names, "eager_sharding": False}
 
 
 # Computing ---------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.config.tune_config import PARTS, TARGETS, LoraConfig, TuneConfig, matches_any
+from jpipe_train.models.metadata import named
 from jpipe_train.models.quantized import Kind, multiply, quantize
 
 _EMBEDDING, _TIED = "embed/token/embedding", "head/token/embedding"  # the places of a tied embedding; its name is that of the first
@@ -141,4 +142,4 @@ def axes_of(kernel: nnx.Param[Any]) -> tuple[Any, Any]:
 
 
 def _param(value: Array, *names: str | None) -> nnx.Param[Any]:
-    return nnx.Param(value, out_sharding=names, eager_sharding=False)
+    return nnx.Param(value, **named(*names))

@@ -19,6 +19,7 @@ from jpipe_train.config.model_config import ModelConfig, has_bias
 from jpipe_train.models.attention import attend, attend_cached
 from jpipe_train.models.cross_entropy import Unprojected, wider
 from jpipe_train.models.experts import Experts, Routing, no_routing
+from jpipe_train.models.metadata import named
 from jpipe_train.models.rope import lengths_of, positions_of, rotated
 
 Stream = Any  # x, or {"x": x, "segments": segments, "experts": Routing}, the latter two where there are any
@@ -206,11 +207,6 @@ class Head(nnx.Module):
 def dtype_of(config: ModelConfig) -> str:
     """Return the dtype of activations between and inside layers."""
     return config.compute_dtype
-
-
-def named(*names: str | None) -> dict[str, Any]:
-    """Return the metadata that names a logical axis, or None, of each dim of a parameter, for placing it on a mesh."""
-    return {"out_sharding": names, "eager_sharding": False}  # eager_sharding: with it Flax would require a mesh
 
 
 def axes(inputs: str | None, outputs: str | None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from jpipe_train.config.config import AUTO, Config
 from jpipe_train.config.section import MOST_ROWS
 from jpipe_train.console.progress import Reporter
 from jpipe_train.console.terminal import count
+from jpipe_train.models.blockwise import LONG
 from jpipe_train.plan.compiling import compiled_words, compiler_errors, of_this_machine
 from jpipe_train.plan.confirm import confirm, nothing_fits
 from jpipe_train.plan.inputs import ALL, LOCAL, Request, prepare_devices, read_profile, read_topology
@@ -249,10 +250,10 @@ def _compiled_for(profile: Profile, topology: Topology) -> str:
 
 
 def attention_words(config: Config, choice: Choice) -> str:
-    """Describe the memory that XLA's attention holds for all pairs of positions, or return "" if it is small."""
+    """Describe the memory that XLA's attention holds for all pairs of positions, or return "" if it is small or not held."""
     model, candidate, limit = config.model, choice.ranked[0].candidate, choice.topology.device.limit
     target = choice.topology.device.compiles_for
-    if model.target is not None or model.attention != "xla" or model.attention_soft_cap is not None:
+    if model.target is not None or model.attention != "xla" or model.seq_len >= LONG:
         return ""
     if limit is None or (target is not None and target.platform == "tpu"):
         return ""
@@ -262,7 +263,8 @@ def attention_words(config: Config, choice: Choice) -> str:
         return ""
     return (
         f"model.attention is xla: in each block a device holds {table.size(pairs)} for all pairs of positions of a microbatch, from the "
-        "forward to the backward unless the stage recomputes; cudnn on GPUs holds none of that, so memory and scratch memory are less there"
+        "forward to the backward unless the stage recomputes; with blockwise on any device, or cudnn on GPUs, it holds none of that, so "
+        "memory and scratch memory are less there"
     )
 
 

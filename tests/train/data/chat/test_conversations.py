@@ -154,7 +154,8 @@ WRONG = {
 
 @pytest.mark.parametrize(("line", "message"), WRONG.values(), ids=WRONG)
 def test_a_wrong_line_is_named(line, message, tiny, chat_folders, tmp_path):
-    with pytest.raises(InputError, match=rf"^data\.path: '.*a\.jsonl', .*{message}.*; correct it, or change the template$"):
+    hint = "change the template" if "template" in message else "leave it out"
+    with pytest.raises(InputError, match=rf"^data\.path: '.*a\.jsonl', .*{message}.*; correct it, or {hint}$"):
         data.load(configured(tiny, chat_folders["mistral"], written(tmp_path / "a.jsonl", [line])))
 
 
@@ -170,6 +171,14 @@ def test_several_wrong_lines_are_named_together_and_a_template_that_rewrites_tur
         InputError,
         match=r"2 lines are wrong: '.*', line 2: the chat template fails: expected the template to write message 2 .*; '.*', line 3",
     ):
+        data.load(configured(tiny, chat_folders["qwen"], path, chat_template=str(tmp_path / "t.jinja")))
+
+
+def test_a_template_that_cannot_be_compiled_is_one_error(tiny, chat_folders, tmp_path):
+    """It is tried once, and not for each line."""
+    (tmp_path / "t.jinja").write_text("{% if %}")
+    path = written(tmp_path / "a.jsonl", [{"messages": [MESSAGE]}] * 100)
+    with pytest.raises(InputError, match=r"^chat template: '.*t\.jinja': Expected an expression, .*; correct it, or choose another one$"):
         data.load(configured(tiny, chat_folders["qwen"], path, chat_template=str(tmp_path / "t.jinja")))
 
 

@@ -1,7 +1,6 @@
 """Text, tokens and masks equal those of transformers."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,10 @@ from jpipe_train.data import tokenizer as tokenizers
 from jpipe_train.data.chat import template
 from jpipe_train.data.chat.renderer import Renderer
 from jpipe_train.data.chat.tokens import tokenized
+from tests import torch
 from tests.train.data.chat import templates
 from tests.train.data.chat.templates import CONVERSATIONS, STYLES, TOOLS
 
-ROOT = Path(__file__).parents[4]
-PYTHON = ROOT / ".venv-torch" / "bin" / "python"
 PROGRAM = """
 import json, sys
 from transformers import PreTrainedTokenizerFast
@@ -32,11 +30,7 @@ json.dump(results, sys.stdout)
 
 def theirs(cases: list) -> list:
     """Return what transformers makes of each case, or skip the test if it is not installed."""
-    if not PYTHON.exists() or subprocess.run([PYTHON, "-c", "import transformers"], capture_output=True, check=False).returncode:
-        pytest.skip("PyTorch and transformers are needed in .venv-torch: `make .venv-torch/ready`")
-    done = subprocess.run([PYTHON, "-c", PROGRAM], input=json.dumps(cases), capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(torch.run("-c", PROGRAM, request=json.dumps(cases)))
 
 
 @pytest.mark.slow

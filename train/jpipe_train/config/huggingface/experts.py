@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jpipe_train.config.huggingface.parts import Keys, Part, Size, expanded, shortened
+from jpipe_train.config.huggingface.parts import Keys, Part, Size, agreed, expanded, shortened
 
 _Factor = Annotated[float, Field(ge=0, le=1e6)]
 OF_THE_LOSS = ("balance_loss", "z_loss")
@@ -44,7 +44,7 @@ def experts(
     }
 
     def read(json: Keys, keys: Keys) -> Keys:
-        number = next((json[key] for key in count if json[key] is not None), defaults[0])
+        number = agreed(count[0], [json[key] for key in count], defaults[0], count[-1])
         layers = _layers_with_experts(json, keys["depth"]) if dense_layers else None
         if layers == [False]:
             return {"experts": None}
@@ -61,7 +61,8 @@ def experts(
             return {}
         return {
             **{count[0]: mixture["count"], "num_experts_per_tok": mixture["per_token"], width: mixture["mlp_width"]},
-            **{"router_aux_loss_coef": mixture["balance_loss"], "output_router_logits": mixture["balance_loss"] > 0},
+            **({"router_aux_loss_coef": mixture["balance_loss"]} if mixture["balance_loss"] else {}),  # of 0 readers take their default
+            "output_router_logits": mixture["balance_loss"] > 0,
             **({"norm_topk_prob": mixture["renormalize"]} if renormalizes is None else {}),
             **(_dense_layers(keys) if dense_layers else {}),
             **({"shared_expert_intermediate_size": mixture["shared_mlp_width"]} if shared else {}),

@@ -1,7 +1,7 @@
 """The families of language models that Hugging Face folders hold: one row of a table for each, read and written alike.
 
-A row says which keys `config.json` may have and what they decide, what all models of the family have in common, which keys change
-nothing in training, and how tensors are called. Any other key is an error, because it may change the model.
+A row says which keys `config.json` may have and what they decide, what all models of the family have in common, which keys do not
+change what the model computes, and how tensors are called. Any other key is an error, because it may change the model.
 """
 
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ class Family:
         model_type: the name of the family there.
         parts: JSON keys, and what they decide.
         fixed: keys of `model` that are the same in all models of the family; those that nothing decides have their defaults.
-        ignored: further JSON keys that change nothing in training, besides `IGNORED`.
+        ignored: further JSON keys that do not change what the model computes, besides `IGNORED`.
         tensors: their names.
     """
 
@@ -106,7 +106,8 @@ IGNORED = frozenset(
         *("cache_implementation", "prefix", "transformers.js_config", "unsloth_version", "unsloth_fixed"),
     }
 )
-"""JSON keys that change nothing in training, whatever they say."""
+"""JSON keys that do not change what the model computes, whatever they say. In training `pad_token_id` does one thing in transformers: the
+embedding of that token gets no gradient from the inputs."""
 
 COMMON = (
     one("vocab_size", "vocab_size", Size),
@@ -122,7 +123,6 @@ _SIZES = (
     one("intermediate_size", "mlp_width", Size),
     one("max_position_embeddings", "max_positions", Size),
 )
-_KV_HEADS = one("num_key_value_heads", "kv_heads", Size | None, None)
 _GPT_2 = {"kind": "decoder", "positions": "learned", "norm": "layer", "gated_mlp": False, "bias": True}
 _LLAMA = {"kind": "decoder", "positions": "rope", "norm": "rms", "gated_mlp": True, "bias": False}
 _GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": True}
@@ -131,10 +131,10 @@ _GEMMA = {**_LLAMA, "norm": "rms_plus_one", "post_norms": True, "embed_scale": T
 _WITHOUT_WINDOWS = only("use_sliding_window", False), without_windows()
 
 
-def _like_llama(default_epsilon: float = 1e-6, tied: bool = False) -> tuple[Part, ...]:
-    """Return the parts that Llama and those that came after it share."""
+def _like_llama(default_epsilon: float = 1e-6, tied: bool = False, kv_heads: Any = ...) -> tuple[Part, ...]:
+    """Return the parts that Llama and those that came after it share; `kv_heads` is None where a missing number means that of heads."""
     epsilon, tie = one("rms_norm_eps", "norm_epsilon", Number, default_epsilon), one("tie_word_embeddings", "tied", bool, tied)
-    return *_SIZES, _KV_HEADS, epsilon, tie
+    return *_SIZES, one("num_key_value_heads", "kv_heads", Size | None, kv_heads), epsilon, tie
 
 
 def _head_size(default: int | None) -> Part:
@@ -215,7 +215,7 @@ FAMILIES: tuple[Family, ...] = (
         {"classification": "LlamaForSequenceClassification"},
         "llama",
         (
-            *_like_llama(),
+            *_like_llama(kv_heads=None),
             _head_size(None),
             activation("hidden_act", "silu"),
             biases("attention_bias", "mlp_bias"),
@@ -278,7 +278,7 @@ FAMILIES: tuple[Family, ...] = (
         {},
         "olmoe",
         (
-            *_like_llama(1e-5),
+            *_like_llama(1e-5, kv_heads=None),
             activation("hidden_act", "silu"),
             biases("attention_bias"),
             experts(("num_experts", "num_local_experts"), "intermediate_size", defaults=(64, 8, 0.01)),
@@ -347,7 +347,7 @@ FAMILIES: tuple[Family, ...] = (
             attention_scale(),
             one("attn_logit_softcapping", "attention_soft_cap", Number | None, 50.0),
             one("final_logit_softcapping", "logits_soft_cap", Number | None, 30.0),
-            only("use_bidirectional_attention", None),
+            only("use_bidirectional_attention", None, False),
             every_second_window(),
             rope(),
         ),
@@ -380,7 +380,7 @@ FAMILIES: tuple[Family, ...] = (
         {"classification": "Phi3ForSequenceClassification"},
         "phi3",
         (
-            *_like_llama(1e-5),
+            *_like_llama(1e-5, kv_heads=None),
             activation("hidden_act", "silu"),
             window(None),
             rope(kinds=("longrope",), share=True, original=4096),

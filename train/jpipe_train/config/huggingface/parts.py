@@ -1,11 +1,12 @@
 """The parts of a row of the table of families: keys of `config.json` that decide keys of the section `model` together, and back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
+T = TypeVar("T")
 Keys = Mapping[str, Any]  # of the section `model`, or of `config.json`
 
 HINT = "jpipe's models have nothing else; take another model"
@@ -41,9 +42,17 @@ def one(theirs: str, ours: str, kind: Any, default: Any = ...) -> Part:
     return Part({theirs: (kind, default)}, lambda json, _: {ours: json[theirs]}, lambda keys: {theirs: keys[ours]}, {ours: theirs})
 
 
-def only(theirs: str, value: Any) -> Part:
-    """Return the part of a JSON key that has one legal value, also its default; it is not written."""
-    return Part({theirs: (None if value is None else Literal[value], value)}, lambda *_: {}, lambda _: {})
+def only(theirs: str, *values: Any) -> Part:
+    """Return the part of a JSON key whose legal values, the first of them its default, say the same; it is not written."""
+    return Part({theirs: (Literal[values], values[0])}, lambda *_: {}, lambda _: {})
+
+
+def agreed(name: str, values: Iterable[T | None], default: T, where: str = "rope_parameters") -> T:
+    """Return the value that all say who say one; `where` another one is, is for the message."""
+    known = list(dict.fromkeys(value for value in values if value is not None))
+    if len(known) > 1:
+        raise ValueError(f"expected one {name}, found a different one in {where}; leave one of them out")
+    return known[0] if known else default
 
 
 def written(theirs: str, value: Any) -> Part:

@@ -18,12 +18,14 @@ from jpipe_train.config.huggingface.conversion import keys_of, names_of, schema
 from jpipe_train.config.huggingface.experts import OF_THE_LOSS
 from jpipe_train.config.huggingface.families import ARCHITECTURES, IGNORED
 from jpipe_train.config.huggingface.parts import HINT
+from jpipe_train.config.model.experts import replace_all_mlps
 from jpipe_train.config.model.rope import RopeScaling
 
 CONFIG = "config.json"
 MOST_BYTES = 2**20  # hundreds of times the usual size of a `config.json`
 _SMALLER = "jpipe's models are not so large; take a smaller model"
 _UNKNOWN = "jpipe does not know whether it changes the model; remove it where it does not, or take another model"
+_IN_JSON = {"None": "null", "True": "true", "False": "false"}
 _DERIVED = ("kv_heads", "head_size", "mlp_width", "max_positions")  # keys of `model` that others decide if they are null
 
 
@@ -99,7 +101,8 @@ def fill_section(section: Mapping[str, Any], folder: Path, where: str, partial: 
         raise InputError(f"{where}: model.target: expected the built-in model, as {file} describes one, found {short(section['target'])}")
     explicit = {key: _normal(key, value) for key, value in section.items() if value is not None or (key in keys and _says_none(key))}
     if partial:
-        return {**section, **keys, **explicit}
+        unused = {"mlp_width": None} if replace_all_mlps(explicit.get("experts")) else {}
+        return {**section, **keys, **unused, **explicit}
     if "labels" in keys and explicit.get("labels") is not None:
         keys["labels"] = labels.agreed(keys["labels"], explicit["labels"])
         explicit["labels"] = labels.agreed(explicit["labels"], keys["labels"])
@@ -180,6 +183,7 @@ def _in_their_words(line: str, theirs: Mapping[str, str]) -> str:
         return line
     if theirs:  # the advice at the end of the line is for a jpipe config
         line = re.sub(rf"\b({'|'.join(theirs)})(?=: | \d)", lambda part: theirs[part[0]], line.partition("; ")[0])
+    line = re.sub(r"(?<![\w'])(None|True|False)(?![\w'])", lambda part: _IN_JSON[part[0]], line)
     if unknown := re.match("unknown key '.*?'", line):
         return f"{unknown[0]}; {_UNKNOWN}"
     is_size = re.search("expected less than or equal to|of more than", line) is not None

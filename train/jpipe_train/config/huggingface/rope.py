@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from jpipe_train.config.huggingface.parts import FULL, WINDOW, Keys, Number, Part, Size
+from jpipe_train.config.huggingface.parts import FULL, WINDOW, Keys, Number, Part, Size, agreed
 from jpipe_train.config.model.rope import NEEDED, OPTIONAL
 
 NAMES: Final[Mapping[str, str]] = MappingProxyType(
@@ -29,6 +29,10 @@ NAMES: Final[Mapping[str, str]] = MappingProxyType(
 KINDS = ("llama3", "linear", "yarn", "longrope")
 _FURTHER = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}  # become the attention factor
 _UNSCALED = ("default", None)
+
+
+def _kind(name: str | None) -> str | None:
+    return "longrope" if name == "su" else name  # as LongRoPE was first called
 
 
 class Rope(BaseModel):
@@ -58,13 +62,13 @@ class Rope(BaseModel):
         unread = [name for name, value in self if value is not None and name not in ("rope_theta", "partial_rotary_factor")]
         if unread and self.kind is None:
             raise ValueError(f"expected rope_type beside {unread[0]}, found none; add llama3, or default where nothing is scaled")
+        agreed("rope_type", [_kind(self.rope_type), _kind(self.type)], None, "type")
         return self
 
     @property
     def kind(self) -> str | None:
         """The type of the scaling."""
-        kind = self.rope_type or self.type
-        return "longrope" if kind == "su" else kind  # as LongRoPE was first called
+        return _kind(self.rope_type or self.type)
 
     def scaling(self, where: str, kinds: Sequence[str], original: int) -> dict[str, Any] | None:
         """Return the key `rope_scaling` of `model`.
@@ -132,10 +136,10 @@ def rope(theta: float = 10_000.0, kinds: Sequence[str] = KINDS, share: bool = Fa
         if any(scaling != scalings[0] for scaling in scalings):
             raise ValueError("expected rope_scaling and rope_parameters to say the same, found different ones; leave one of them out")
         shares = [*(rope.partial_rotary_factor for rope in ropes.values()), json["partial_rotary_factor"]]
-        chosen = _agreed("partial_rotary_factor", shares, 1.0)
+        chosen = agreed("partial_rotary_factor", shares, 1.0)
         if chosen != 1 and not share:
             raise ValueError(f"partial_rotary_factor: expected 1, found {chosen:g}")
-        base = _agreed("rope_theta", [*(rope.rope_theta for rope in ropes.values()), json["rope_theta"]], theta)
+        base = agreed("rope_theta", [*(rope.rope_theta for rope in ropes.values()), json["rope_theta"]], theta)
         return {"rope_base": base, "rope_share": chosen, "rope_scaling": next(iter(scalings), None)}
 
     def write(keys: Keys) -> Keys:
@@ -176,11 +180,11 @@ def rope_by_layer(theta: float, local: float, kinds: Sequence[str] = KINDS) -> P
         scalings = [rope.scaling(key, kinds, keys["max_positions"]) for key, rope in named.items() if rope is not None]
         if any(scaling != scalings[0] for scaling in scalings):
             raise ValueError("expected rope_scaling and rope_parameters to say the same, found different ones; leave one of them out")
-        if (share := _agreed("partial_rotary_factor", [outer.partial_rotary_factor, inner.partial_rotary_factor], 1.0)) != 1:
+        if (share := agreed("partial_rotary_factor", [outer.partial_rotary_factor, inner.partial_rotary_factor], 1.0)) != 1:
             raise ValueError(f"partial_rotary_factor: expected 1, found {share:g}")
         return {
-            "rope_base": _agreed("rope_theta", [outer.rope_theta, json["rope_theta"]], theta),
-            "window_rope_base": _agreed("rope_local_base_freq", [inner.rope_theta, json["rope_local_base_freq"]], local),
+            "rope_base": agreed("rope_theta", [outer.rope_theta, json["rope_theta"]], theta),
+            "window_rope_base": agreed("rope_local_base_freq", [inner.rope_theta, json["rope_local_base_freq"]], local),
             "rope_scaling": next(iter(scalings), None),
         }
 
@@ -200,11 +204,3 @@ def to_json(scaling: Keys | None, kinds: Sequence[str]) -> dict[str, Any] | None
         return None
     values = {NAMES[key]: value for key, value in scaling.items() if key != "kind" and value is not None}
     return {"rope_type": scaling["kind"], **values}
-
-
-def _agreed(name: str, values: Sequence[float | None], default: float) -> float:
-    """Return the number that all say who say one."""
-    known = list(dict.fromkeys(value for value in values if value is not None))
-    if len(known) > 1:
-        raise ValueError(f"expected one {name}, found a different one in rope_parameters; leave one of them out")
-    return known[0] if known else default

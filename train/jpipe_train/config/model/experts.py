@@ -1,6 +1,6 @@
 """The key `model.experts` of a config: mixtures of experts in place of the MLPs of some blocks."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -37,3 +37,8 @@ class ExpertsConfig(Section):
         if self.layers is not None and not any(self.layers):
             raise ValueError("layers: expected at least one block with experts, found none; set one to true, or set model.experts to null")
         return self
+
+
+def replace_all_mlps(given: Any) -> bool:
+    """Return whether the key `experts`, as it is given, means that no block has an MLP, so that `mlp_width` means nothing."""
+    return isinstance(given, dict) and given.get("layers") is None

@@ -27,6 +27,12 @@ class Conversation(NamedTuple):
         """Bytes that equal conversations have in common, whatever the order of their keys."""
         return json.dumps(self, sort_keys=True).encode()
 
+    @property
+    def contents(self) -> list[str]:
+        """The texts of its messages."""
+        found = [message.get("content") or "" for message in self.messages]
+        return [content if isinstance(content, str) else "".join(part["text"] for part in content) for content in found]
+
 
 def conversation(values: Mapping[str, Any]) -> Conversation:
     """Return the conversation that a JSON line holds. Keys of a message that are null are left out, as in transformers.

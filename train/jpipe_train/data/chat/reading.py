@@ -1,6 +1,6 @@
 """Read files of conversations: render each line, tokenize it, and find the tokens of the answers."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -9,10 +9,10 @@ from jpipe import InputError
 from jpipe_train.console import interrupt
 from jpipe_train.data import sources
 from jpipe_train.data.chat.conversations import conversation
-from jpipe_train.data.chat.renderer import Ended, Failure, Rendered, Renderer
+from jpipe_train.data.chat.renderer import Ended, Failure, NoTemplate, Rendered, Renderer
 from jpipe_train.data.chat.tokens import Tokenized, tokenized
-from jpipe_train.data.files.json_lines import WrongLines, objects
-from jpipe_train.data.tokenizer import Tokenizer
+from jpipe_train.data.files.json_lines import WrongLine, WrongLines, check_characters, objects
+from jpipe_train.data.tokenizer import Tokenizer, batched
 
 _BATCH = 2**22  # characters that go to the tokenizer together
 _HINT = "or change the template"
@@ -56,10 +56,10 @@ def read(files: Sequence[Path], renderer: Renderer, tokenizer: Tokenizer, fracti
     Raises:
         InputError: a line is wrong, or the template does not render it.
     """
-    wrong = WrongLines(where, _HINT)
+    wrong = WrongLines(where, "or leave it out")
     with ThreadPoolExecutor(1, "tokenizer") as thread:
         ahead: tuple[list[_Pending], Future[list[Tokenized]]] | None = None
-        for batch in _batches(_rendered(files, renderer, fraction, wrong)):
+        for batch in batched(_rendered(files, renderer, fraction, wrong), lambda each: len(each.rendered.text) + 100, _BATCH):
             following = batch, thread.submit(tokenized, [each.rendered for each in batch], tokenizer)
             if ahead is not None:
                 yield from _joined(*ahead)
@@ -79,37 +79,15 @@ def _rendered(files: Sequence[Path], renderer: Renderer, fraction: float, wrong:
         for line, found in objects(file, wrong, "messages", conversation):
             interrupt.check()
             try:
-                rendered = _encodable(renderer.answers(found.messages, found.tools))
+                rendered = renderer.answers(found.messages, found.tools)
+                check_characters(rendered.text)
+            except NoTemplate as error:
+                raise InputError(f"chat template: {error}; correct it, or choose another one") from None
             except Ended as error:
                 raise InputError(f"{wrong.where}: '{file}', line {line.number}: {error}; leave the line out, {_HINT}") from None
-            except Failure as error:
+            except (Failure, WrongLine) as error:
+                wrong.hint = _HINT
                 wrong.add(file, line.number, f"the chat template fails: {error}")
                 continue
             if not wrong.number:
                 yield _Pending((file, line.number), sources.place_of(found.key) < fraction, line.size, rendered)
-
-
-def _encodable(rendered: Rendered) -> Rendered:
-    """Return what is text, as all is that a tokenizer can read.
-
-    Raises:
-        Failure: it has half of a character.
-    """
-    try:
-        rendered.text.encode()
-    except UnicodeEncodeError:
-        raise Failure("expected characters, found half of one (a lone surrogate)") from None
-    return rendered
-
-
-def _batches(conversations: Iterable[_Pending]) -> Iterator[list[_Pending]]:
-    batch: list[_Pending] = []
-    size = 0
-    for each in conversations:
-        batch.append(each)
-        size += len(each.rendered.text) + 100
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

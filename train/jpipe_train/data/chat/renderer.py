@@ -32,6 +32,10 @@ class Ended(Failure):
     """The process has ended, for it reached a limit."""
 
 
+class NoTemplate(Failure):
+    """The template cannot be compiled, so it renders no conversation."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What rendering a conversation may need.
@@ -128,7 +132,11 @@ class Renderer:
         except OSError as error:
             raise Ended(f"cannot start a process for the template: {error.strerror}") from None
         limits = {"seconds": self._limits.seconds, "memory": self._limits.memory, "characters": self._limits.characters}
-        self._exchange({"template": source, "variables": dict(self._template.variables), "now": self._now, **limits})
+        try:
+            self._exchange({"template": source, "variables": dict(self._template.variables), "now": self._now, **limits})
+        except Failure as error:
+            self.close()
+            raise NoTemplate(f"{self._template.where}: {error}") from None
         self._compiled = source
 
     def _exchange(self, request: Mapping[str, Any]) -> Rendered:

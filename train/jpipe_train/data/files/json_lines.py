@@ -107,3 +107,38 @@ def _object(line: bytes, example: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise WrongLine(f'expected an object of JSON such as {{"{example}": …}}, found {type(values).__name__}')
     return values
+
+
+def value_of(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key.
+
+    Raises:
+        WrongLine: there is no such key.
+    """
+    if key not in record:
+        raise WrongLine(f"expected the key {key!r}, found {short(list(record)[:10])}")
+    return record[key]
+
+
+def text_of(value: Any, key: str) -> str:
+    """Return the value of a key, which is to be text.
+
+    Raises:
+        WrongLine: it is none.
+    """
+    if not isinstance(value, str):
+        raise WrongLine(f"expected text in {key!r}, found {type(value).__name__}")
+    check_characters(value, f" in {key!r}")
+    return value
+
+
+def check_characters(text: str, where: str = "") -> None:
+    """Check that a text has whole characters, as all is that a tokenizer can read.
+
+    Raises:
+        WrongLine: it has half of one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise WrongLine(f"expected characters{where}, found half of one (a lone surrogate)") from None

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from jpipe.errors import short
 from jpipe.files import open_to_read
 from jpipe_train.config.config import Config
-from jpipe_train.data.files.json_lines import WrongLine, WrongLines, objects
+from jpipe_train.data.files.json_lines import WrongLine, WrongLines, objects, text_of, value_of
 
 _LONGEST = 2**26  # bytes of a line of a table
 _Value = TypeVar("_Value")
@@ -78,6 +78,9 @@ def _of_table(file: Path, wrong: WrongLines, convert: Callable[[Mapping[str, str
                 return
             if not names:
                 names = record
+                if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+                    wrong.add(file, table.line_num, f"expected each column once, found the name {short(twice[0])} twice")
+                    return
                 continue
             if not record:
                 continue
@@ -104,32 +107,16 @@ def _decoded(opened: BinaryIO) -> Iterator[str]:
 def _rows(record: Mapping[str, Any], config: Config) -> tuple[str | tuple[str, str], ...]:
     """Return the texts of an example."""
     data = config.data
-    text = _text(_value(record, data.text_key), data.text_key)
-    second = None if data.second_key is None else _text(_value(record, data.second_key), data.second_key)
+    text = text_of(value_of(record, data.text_key), data.text_key)
+    second = None if data.second_key is None else text_of(value_of(record, data.second_key), data.second_key)
     if config.model.head != "multiple_choice":
         return (text,) if second is None else ((text, second),)
-    choices, expected = _value(record, data.choices_key), config.model.label_count
+    choices, expected = value_of(record, data.choices_key), config.model.label_count
     if not isinstance(choices, list) or len(choices) != expected:
         found = f"{len(choices)} of them" if isinstance(choices, list) else type(choices).__name__
         raise WrongLine(f"expected a list of {expected} choices (model.labels) in {data.choices_key!r}, found {found}")
     before = "" if second is None else f"{second} "
-    return tuple((text, before + _text(choice, data.choices_key)) for choice in choices)
-
-
-def _value(record: Mapping[str, Any], key: str) -> Any:
-    if key not in record:
-        raise WrongLine(f"expected the key {key!r}, found {short(list(record)[:10])}")
-    return record[key]
-
-
-def _text(value: Any, key: str) -> str:
-    if not isinstance(value, str):
-        raise WrongLine(f"expected text in {key!r}, found {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise WrongLine(f"expected characters in {key!r}, found half of one (a lone surrogate)") from None
-    return value
+    return tuple((text, before + text_of(choice, data.choices_key)) for choice in choices)
 
 
 def _numbers_of_labels(config: Config) -> dict[str, int]:
@@ -140,7 +127,7 @@ def _numbers_of_labels(config: Config) -> dict[str, int]:
 
 
 def _label(record: Mapping[str, Any], config: Config, numbers: Mapping[str, int]) -> int | float:
-    label, key = _value(record, config.data.label_key), config.data.label_key
+    label, key = value_of(record, config.data.label_key), config.data.label_key
     if config.model.head == "regression":
         return _number(label, key)
     if isinstance(label, int | str):

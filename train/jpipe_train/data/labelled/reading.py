@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class _Rows:
     def add_all(self, examples: Iterable[Example], share: float, where: str) -> None:
         """Add examples, of which this share is held out: those whose hash says so."""
         too_long = _TooLong(where, self._most)
-        for batch in _batches(examples):
+        for batch in tokenizers.batched(examples, lambda example: len(example.rows), _AT_ONCE):
             texts = [row for example in batch for row in example.rows]
             tokenized = iter(self._tokenizer.whole(texts, self._most if self._config.data.too_long == "cut" else None))
             for example in batch:
@@ -150,15 +150,3 @@ class _TooLong:
         if self._number:
             others = f", and more in {count(self._number - 1, 'other')}" if self._number > 1 else ""
             raise InputError(f"{self._first}{others}; shorten it, raise model.seq_len, or cut such texts with data.too_long: cut")
-
-
-def _batches(examples: Iterable[Example]) -> Iterator[Sequence[Example]]:
-    """Yield examples that together have about `_AT_ONCE` rows."""
-    batch: list[Example] = []
-    for example in examples:
-        batch.append(example)
-        if len(batch) * len(example.rows) >= _AT_ONCE:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
