@@ -218,13 +218,12 @@ def evaluated(pipe, state, batch) -> dict[str, float]:
 
     evaluation = pipe.evaluate(state, batch, {"close": models.close, "loss again": models.masked_squares})
     numbers = {f"{part} of {name}": number for name, mean in evaluation.metrics.items() for part, number in mean._asdict().items()}
-    parts = {name: [*sum(pairs, ())] for name, pairs in evaluation.microbatches.items()}
-    numbers |= {f"part {i} of {name}": number for name, each in parts.items() for i, number in enumerate(each)}
     numbers |= {"loss": evaluation.loss, "weight": evaluation.weight, "version": evaluation.version}
     assert (float(evaluation.metrics["loss again"].mean), float(evaluation.metrics["loss again"].weight)) == (
         float(evaluation.loss),
         float(evaluation.weight),
     )
+    assert sum(float(weight) for _, weight in evaluation.microbatches["loss again"]) == float(evaluation.weight)
     return {name: float(number) for name, number in numbers.items()}
 
 
