@@ -103,7 +103,7 @@ def refused(write_config, tiny, capsys, monkeypatch):
             "plan.mesh=2",
             r"plan.mesh: expected axes and sizes, such as {data: 2, model: 4}, or a list of them, .*, found 2; {} is one device",
         ),
-        ("plan.mesh={tensor: 2}", r"plan: stages.0.mesh: expected axes that the rules name, 'data', 'model', found 'tensor'"),
+        ("plan.mesh={tensor: 2}", r"plan: stages.0.mesh: expected axes that the rules name, 'data', 'expert', 'model', found 'tensor'"),
         (
             "plan.mesh={model: 3}",
             r"jpipe: model.heads: expected a multiple of 3, the size of the axis 'model' of the mesh of stage 0, found 2",
@@ -201,7 +201,7 @@ def test_a_bad_plan_file_is_refused(refused, tmp_path, spoil, message):
 def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch):
     real = layers.layers(ModelConfig(depth=1, width=8, heads=2, seq_len=8))
     stack = {"embed": real.layers["embed"], "flat": lambda x: x[:, :, 0], "head": real.layers["head"]}
-    monkeypatch.setattr("jpipe_train.models.layers.layers", lambda config, chunk: jpipe.LayerStack(stack))
+    monkeypatch.setattr("jpipe_train.models.layers.layers", lambda config, chunk, tune: jpipe.LayerStack(stack))
     message = refused()
     assert "'flat'" in message
     assert "'head'" in message

@@ -174,7 +174,7 @@ def test_memory_does_not_grow_with_the_text(tokenizer, tmp_path, monkeypatch):
 
     def counted(pieces, _):
         nonlocal alive, most
-        for batch in texts._batches(pieces):
+        for batch in texts.batched(pieces, lambda piece: len(piece.text), texts._BATCH):
             alive = sum(len(piece.text) for piece in batch)
             most = max(most, alive)
             yield from ((piece, np.ones(5, np.uint32)) for piece in batch)
