@@ -200,12 +200,12 @@ def test_a_bad_plan_file_is_refused(refused, tmp_path, spoil, message):
 
 def test_layers_that_do_not_fit_are_named_with_their_shapes(refused, monkeypatch):
     real = layers.layers(ModelConfig(depth=1, width=8, heads=2, seq_len=8))
-    stack = {"embed": real.layers["embed"], "flat": lambda x: x[:, :, 0], "head": real.layers["head"]}
+    stack = {"embed": real.layers["embed"], "flat": lambda x: x[:, :, :4], "head": real.layers["head"]}
     monkeypatch.setattr("jpipe_train.models.layers.layers", lambda config, chunk, tune: jpipe.LayerStack(stack))
     message = refused()
     assert "'flat'" in message
     assert "'head'" in message
-    assert "[2, 8]" in message
+    assert "[2, 8, 4]" in message
 
 
 @pytest.mark.parametrize(
