@@ -178,7 +178,6 @@ def test_two_processes_find_the_same_plan(home):
 )
 def test_an_impossible_evaluation_is_reported_in_one_line(home, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(home.folder)
-    (home.folder / "short.txt").write_bytes(b"8 bytes.")
     before = listed(home.run)
     assert cli.main(["evaluate", *arguments]) == 2
     error = capsys.readouterr().err
