@@ -38,7 +38,7 @@ class Done(NamedTuple):
 def masked(line: str) -> str:
     """Return a line without what differs from run to run: numbers, units, schedules that were chosen, compiled programs that were kept."""
     line = re.sub(r" \(\d+ of \d+ programs from the cache\)", "", line)
-    line = re.sub("|".join(sorted(SCHEDULES, key=len, reverse=True)) + "|data parallel", "@", line)
+    line = re.sub("|".join(sorted(SCHEDULES, key=len, reverse=True)) + "|data parallel", "@", line).replace("@ early", "@")
     line = re.sub(r"\d+(?:[.,:]\d+)*", "#", line)
     line = re.sub(r"# × # stages?|# stages?", "# stages", line)
     line = re.sub(r"# ([kMG]?B|ms|s|us)\b", "# unit", line)
@@ -103,6 +103,7 @@ def test_a_tutorial_shows_what_its_commands_print(page):
         ("compiling 4 stages: 20.2 s", "compiling 4 stages: 1.6 s (26 of 29 programs from the cache)"),
         ("time of a step            60 ms    174 ms   2.90", "time of a step     1.2 s   3 s   2.50"),
         ("chosen: gpipe with 2 stages", "chosen: data parallel with 1 × 2 stages"),
+        ("chosen: gpipe with 2 stages", "chosen: pipedream_flush early with 2 stages"),
     ],
 )
 def test_what_differs_from_run_to_run_is_masked(shown, printed):
