@@ -40,7 +40,8 @@ def configs() -> dict[str, tuple[str, transformers.PreTrainedConfig]]:
             config.id2label = {0: "no", 1: "maybe", 2: "yes"}
             config.label2id = {"no": 0, "maybe": 1, "yes": 2}
         config.pad_token_id = 0
-        config.output_router_logits = False  # of which these models of transformers make no loss
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits = False  # these models of transformers have no router loss
     return found
 
 
