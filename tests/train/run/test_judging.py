@@ -70,8 +70,9 @@ def test_evaluate_prints_the_metrics_and_generate_refuses_the_model(home, tmp_pa
     """Fewer examples than a batch are held out: two microbatches, of which one has each of its examples eight times."""
     few = tmp_path / "few.jsonl"
     few.write_text("".join((home / "pairs.jsonl").read_text().splitlines(keepends=True)[:13]))
-    one = config(home, tmp_path / "run", "pairs", "2bw", steps=3)
-    one = changed(one.model_dump(), checkpoint={"every": 3}, data={"validation_path": str(few)})
+    fields = config(home, tmp_path / "run", "pairs", "2bw", steps=3).model_dump(exclude_unset=True)
+    keys = {name: value for name, value in fields["data"].items() if name != "validation_fraction"}
+    one = changed(fields | {"data": keys | {"validation_path": str(few)}}, checkpoint={"every": 3})
     folder = loop.main(one).folder
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     capsys.readouterr()
