@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--targets", nargs="+", choices=[targets.CPU, *known_targets()], help="of `targets`; by default a CPU, an H100 and a v5e"
     )
+    parser.add_argument("--rows", nargs="+", type=int, help="of `targets`: of a microbatch; by default 1 and 4")
     parts.run(parser, PARTS, "benchmarks/planner.json", arguments)
 
 

@@ -5,7 +5,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,11 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure, print and return the figures.
 
     Args:
-        options: `models`, names of `MODELS`; None: all. `targets`, names of `jpipe target`; None: `TARGETS`.
+        options: `models`, names of `MODELS`; None: all. `targets`, names of `jpipe target`; None: `TARGETS`. `rows` of a microbatch;
+            None: `ROWS`.
     """
-    targets = options.targets or TARGETS
-    rows = [row for model in options.models or MODELS for target in targets for row in _measured(model, target)]
+    models, targets, sizes = options.models or MODELS, options.targets or TARGETS, options.rows or ROWS
+    rows = [row for model in models for target in targets for row in _measured(model, target, sizes)]
     head = ("model", "rows", "recompute", "device", "temporaries of each stage", "peak of each rank", "estimated", "seconds")
     shown = [
         (
@@ -72,16 +73,16 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _measured(model: str, target: str) -> Iterator[dict[str, Any]]:
+def _measured(model: str, target: str, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield a row for each microbatch size and recomputation policy."""
     device = Device(name="CPU", flops=dict.fromkeys(("bfloat16", "float16", "float32"), 1e12)) if target == CPU else Device(target=target)
-    parts = _parts(model)
+    parts = _parts(model, max(sizes))
     begin = time.perf_counter()
     profile = analyze(
-        parts.stack, parts.rows, parts.loss, parts.rule, ROWS, device, policies=POLICIES, precision=parts.precision, ema_decay=None
+        parts.stack, parts.rows, parts.loss, parts.rule, sizes, device, policies=POLICIES, precision=parts.precision, ema_decay=None
     )
     profiled = time.perf_counter() - begin
-    for rows in ROWS:
+    for rows in sizes:
         for policy in POLICIES:
             yield {
                 "model": model,
@@ -118,14 +119,14 @@ def _stages(parts: Parts, profile: Profile, device: Device, rows: int, policy: s
     }
 
 
-def _parts(model: str) -> Parts:
+def _parts(model: str, rows: int) -> Parts:
     path = ROOT / "configs" / ("papers/bert-355m.yaml" if model.startswith("bert") else "llama-3-70b.yaml")
     changes = {
         "model.preset": model,
         "model.seq_len": MODELS[model],
         "model.compute_dtype": "bfloat16",
         "precision.params": "bfloat16",
-        "train.batch_size": max(ROWS) * MICROBATCHES,
+        "train.batch_size": rows * MICROBATCHES,
         "plan.file": AUTO,
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -83,5 +83,5 @@ def matrix_products(program) -> list[tuple[str, ...]]:
 
 def collectives(program) -> set[str]:
     """Return the kinds of collectives in a compiled program."""
-    kinds = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+    kinds = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|ragged-all-to-all"
     return set(re.findall(rf" ({kinds})(?:-start)?\(", text_of(program)))

@@ -14,7 +14,7 @@ from jpipe_train.generate.sampling import Sampling, choose
 from jpipe_train.models import cross_entropy
 from jpipe_train.models.layers import layers
 from tests.jpipe import models
-from tests.targets.compiled import check_donations, compile_pipeline, matrix_products, programs_of
+from tests.targets.compiled import check_donations, collectives, compile_pipeline, matrix_products, programs_of
 from tests.train.models.running import LLAMA
 
 pytestmark = pytest.mark.targets
@@ -47,6 +47,18 @@ def test_products_stay_in_16_bits(dtype, devices):
             assert {dtype for product in products for dtype in product} == {expected}
         else:  # the others are in float32: the gradient of attention's logits, which XLA rounds, and in float16 all of attention
             assert sum({*product} == {expected} for product in products) >= least - 4
+
+
+def test_tokens_are_sent_to_the_experts_that_they_chose(devices):
+    """There and back in a forward, and their gradients in a backward."""
+    experts = {"count": 8, "per_token": 2, "mlp_width": 128}
+    stack = layers(ModelConfig(**{**GPT, **LLAMA}, experts=experts, compute_dtype="bfloat16"))
+    plan = Plan.even(stack.ids, 1, "gpipe", 1, mesh={"expert": 4}, recompute="full")
+    pipe = Pipeline(stack, plan, cross_entropy.loss, optax.adamw(1e-3))
+    programs = programs_of(compile_pipeline(pipe, (TOKENS, TOKENS), devices))
+    in_backward, in_forward = (collectives(programs[name][0]) for name in ("forward_backward", "evaluate"))
+    assert "ragged-all-to-all" in in_backward & in_forward
+    assert "reduce-scatter" not in in_forward  # which would scatter outputs for all tokens
 
 
 class Net(nnx.Module):

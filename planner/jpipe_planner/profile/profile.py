@@ -75,7 +75,8 @@ class TensorProfile(_Data):
         divides: the number of devices divides this number, as the sizes of all sharded dims do (heads are one); 0: nothing is sharded.
         experts: the number of experts of a mixture, over which an axis of their own shards it; 0: there are none.
         of_experts: share of the bytes of its parameters that are those of experts.
-        exchanged: bytes per row that the devices of this axis gather in a forward, and as many that they scatter; and in a backward.
+        per_token: how many of them compute each token; 0: not known, as in profiles of older versions.
+        exchanged: bytes per row of the tokens that go to the experts in a forward, and of the outputs that come back; and in a backward.
         chosen: share of the bytes of its residuals that each of these devices has for the rows of all, by recomputation policy.
     """
 
@@ -88,6 +89,7 @@ class TensorProfile(_Data):
     divides: Annotated[int, Field(ge=0, le=2**50)] = 0
     experts: Annotated[int, Field(ge=0, le=10**6)] = 0
     of_experts: Share = 0.0
+    per_token: Annotated[int, Field(ge=0, le=10**6)] = 0
     exchanged: Annotated[float, Field(ge=0, le=2**50)] = 0.0
     chosen: dict[str, Share] = {}
 

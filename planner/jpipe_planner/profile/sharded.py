@@ -134,7 +134,7 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
 
     Seconds are those of its share of the work, and of the sums and gathers inside the mesh, which overlap with nothing: the partial sums
     of each layer in a forward, and as many bytes in a backward, where the gradients of a microbatch are summed over `data`, too; with FSDP
-    the gathers of weights for both, and a scattered sum of the gradients; with experts over devices the gathers and scatters of tokens.
+    the gathers of weights for both, and a scattered sum of the gradients; with experts over devices the exchange of tokens.
 
     Args:
         profile: the profile of the layers on one device; it has no `mesh_refusal`.
@@ -142,7 +142,7 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
         topology: the devices; the first of them form the mesh.
     """
     size_indices = [n for n, rows in enumerate(profile.sizes) if rows % degrees.rows == 0]
-    links = links_of(topology, degrees)
+    links = links_of(profile, topology, degrees)
     layers = [_layer(layer, profile.sizes, size_indices, degrees, links) for layer in profile.layers]
     tensors = {layer.id: layer.tensor or TensorProfile() for layer in profile.layers}
     shared = []
@@ -164,16 +164,29 @@ def shard_profile(profile: Profile, degrees: Degrees, topology: Topology) -> Pro
 
 
 class MeshLinks(NamedTuple):
-    """The links inside a mesh: between the devices that share layers, those that share a mixture of experts, and all of them."""
+    """The links inside a mesh.
+
+    Attributes:
+        model: between the devices that share layers.
+        expert: between those that share a mixture of experts.
+        all: between all of them.
+        gather: whether the devices gather the tokens of a mixture, rather than send each to those that have experts of its choice.
+    """
 
     model: jpipe.Link
     expert: jpipe.Link
     all: jpipe.Link
+    gather: bool
 
 
-def links_of(topology: Topology, degrees: Degrees) -> MeshLinks:
-    """Return the links inside a mesh of the first devices."""
-    return MeshLinks(*(topology.mesh_link(size) for size in (degrees.model, degrees.model * degrees.expert, degrees.size)))
+def links_of(profile: Profile, topology: Topology, degrees: Degrees) -> MeshLinks:
+    """Return the links inside a mesh of the first devices.
+
+    On CPUs tokens are gathered: the devices of a topology without a target, which are those of this machine, are of the kind that the
+    profile was compiled for.
+    """
+    links = (topology.mesh_link(size) for size in (degrees.model, degrees.model * degrees.expert, degrees.size))
+    return MeshLinks(*links, gather=topology.device.target is None and profile.compiled_for in ("", "cpu"))
 
 
 def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: MeshLinks) -> tuple[float, float]:
@@ -187,7 +200,8 @@ def collective_seconds(layer: LayerProfile, rows: int, degrees: Degrees, links: 
     """
     tensor, of_rows = layer.tensor or TensorProfile(), rows / degrees.rows
     partial = _ring(2, tensor.reduced * of_rows, tensor.reductions, degrees.model, links.model)
-    partial += 2 * _ring(1, tensor.exchanged * rows / degrees.data, 1, degrees.expert, links.expert)
+    sent = 1.0 if links.gather else _share_of_tokens(tensor, degrees)
+    partial += 2 * _ring(1, tensor.exchanged * sent * rows / degrees.data, 1, degrees.expert, links.expert)
     share = _share_of_weights(tensor, degrees)
     gather, scatter = (_ring(1, size * share, 1, degrees.data, links.all) for size in (layer.weights, layer.accumulators))
     # Only what is not the experts' has copies on the devices over which these are sharded.
@@ -207,6 +221,17 @@ def _ring(times: int, size: float, count: int, devices: int, link: jpipe.Link) -
     """Return the seconds of `count` rings of `size` bytes in all; 2 times around for a sum, 1 for a gather or a scattered sum."""
     steps = times * (devices - 1)
     return steps / devices * size / link.bandwidth + steps * count * link.latency if size else 0.0
+
+
+def _share_of_tokens(tensor: TensorProfile, degrees: Degrees) -> float:
+    """Return the share of its tokens that a device sends to each other one, if all sets of experts are chosen equally often.
+
+    A token goes to a device unless all experts that it chose are on others.
+    """
+    others = tensor.experts - tensor.experts // degrees.expert
+    if not tensor.per_token:
+        return 1.0
+    return 1 - math.prod((others - i) / (tensor.experts - i) for i in range(min(tensor.per_token, others + 1)))
 
 
 def _share_of_device(share: float, devices: int) -> float:

@@ -31,6 +31,7 @@ class Walk:
         flops: FLOPs of matrix products whose work is divided among the devices.
         all_flops: FLOPs of all matrix products.
         exchanged: bytes of the tokens of which each has chosen some of several kernels, as experts are.
+        per_token: how many of these kernels each token has chosen; 0: there are none.
         chosen: the numbers of rows of the products with these kernels.
     """
 
@@ -40,6 +41,7 @@ class Walk:
     flops: float = 0.0
     all_flops: float = 0.0
     exchanged: int = 0
+    per_token: int = 0
     chosen: set[int] = field(default_factory=set)
     _choices: tuple[int, int] = 1, 0
     """How many kernels each token has chosen, and the number of tokens whose products have not been seen yet."""
@@ -118,6 +120,7 @@ class Walk:
     def multiply_chosen(self, rows: Any) -> int:
         """Count the tokens of a product of groups of rows, each with a kernel of its own; return how many kernels each has chosen."""
         per_token, tokens = self._choices
+        self.per_token = max(self.per_token, per_token)
         self.chosen.add(rows.aval.shape[0])
         self.exchanged += tokens * rows.aval.shape[-1] * rows.aval.dtype.itemsize
         self._choices = per_token, 0
@@ -308,6 +311,7 @@ def tensor_profile(
         divides=walk.divides,
         experts=experts,
         of_experts=of_experts,
+        per_token=walk.per_token if experts else 0,
         exchanged=walk.exchanged / rows if experts else 0.0,
         chosen={policy: _share(arrays, walk.chosen) for policy, arrays in of_policies.items()} if experts else {},
     )

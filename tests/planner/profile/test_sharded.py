@@ -1,5 +1,6 @@
 """Layers on meshes: shares of bytes and work, seconds of sums and gathers, and the possible meshes."""
 
+import math
 import re
 
 import pytest
@@ -148,6 +149,11 @@ def test_a_device_has_some_experts_of_a_mixture_and_rows_of_all_for_them():
     assert at.forward == 32 / 4 + exchange
     gradients = 2 * (0.5 * 3200 * share / 1000 + 0.25) + 2 * (0.5 * 3200 * 0.25 / 1000 + 0.25)  # over data; over expert what has copies
     assert at.backward == pytest.approx(64 / 4 + exchange + gradients)
+    on_gpus = Topology(levels=SERVERS.levels, device={"target": "h100-80gb"})
+    shares = {k: 1 - math.comb(4, k) / math.comb(8, k) for k in (1, 2, 5)} | {0: 1.0}  # of the tokens, some chosen expert is on the other
+    for per_token, sent in shares.items():
+        at = shard_profile(profile(**plain, per_token=per_token), Degrees(data=2, expert=2), on_gpus).layers[0].at[0]
+        assert at.forward == pytest.approx(32 / 4 + 2 * (sent * 0.5 * 600 * 4 / 2 / 1000 + 0.25))
     assert {degrees.expert for degrees in possible_degrees(profile(**plain), SERVERS)} == {1, 2, 4}  # 4 rows at most
     assert "no experts" in mesh_refusal(profile(), Degrees(expert=2))
     assert "divides the 8 experts of layer 'a', found 3" in mesh_refusal(profile(**plain), Degrees(expert=3))

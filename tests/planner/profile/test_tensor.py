@@ -120,6 +120,7 @@ def test_bytes_on_a_mesh_are_those_of_the_compiled_stage():
 EXPERTS = {"count": 4, "per_token": 2, "mlp_width": 24}
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_counts_the_tokens_that_its_experts_compute():
     """A forward has the FLOPs of the experts of each token alone; all kernels count as bytes."""
     config = CONFIG.model_copy(update={"depth": 1, "gated_mlp": True, "bias": False, "experts": ExpertsConfig(**EXPERTS)})
@@ -132,7 +133,7 @@ def test_a_mixture_of_experts_counts_the_tokens_that_its_experts_compute():
     router = 2 * ROWS * SEQ * config.width * 4
     assert mixed.at[0].flops == pytest.approx(plain.at[0].flops + router, rel=0.1)
     assert mixed.weights - plain.weights == 4 * (3 * 2 * 24 * config.width + 4 * config.width)  # two more experts, and the router
-    assert mixed.tensor.experts == 4
+    assert (mixed.tensor.experts, mixed.tensor.per_token, plain.tensor.per_token) == (4, 2, 0)
     assert mixed.tensor.of_experts == 4 * 3 * 4 * 24 * config.width / mixed.weights
     assert mixed.tensor.exchanged == 4 * SEQ * config.width
     assert 0 < mixed.tensor.chosen["none"] < 1

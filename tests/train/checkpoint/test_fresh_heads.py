@@ -124,6 +124,7 @@ def test_a_section_agrees_with_the_labels_of_a_folder(section, expected, tmp_pat
         ("{preset: bert-tiny, head: multiple_choice, labels: 3}", "BertForMultipleChoice"),
         ("{preset: llama-tiny, head: classification, labels: [a, b]}", "LlamaForSequenceClassification"),
         ("{preset: gpt2-tiny, head: regression}", "GPT2ForSequenceClassification"),
+        ("{preset: mixtral-tiny, head: classification, labels: 3}", "MixtralForSequenceClassification"),
     ],
 )
 def test_fresh_weights_are_written_and_read_again(model, architecture, tmp_path):

@@ -18,7 +18,8 @@ ARCHITECTURES = {
     **{"gpt2": "GPT2ForSequenceClassification", "llama3": "LlamaForSequenceClassification", "mistral": "MistralForSequenceClassification"},
     **{"qwen2": "Qwen2ForSequenceClassification", "qwen3": "Qwen3ForSequenceClassification", "phi3-short": "Phi3ForSequenceClassification"},
     **{"gemma2": "Gemma2ForSequenceClassification", "gemma3": "Gemma3TextForSequenceClassification"},
-    "smollm3": "SmolLM3ForSequenceClassification",
+    **{"smollm3": "SmolLM3ForSequenceClassification", "mixtral": "MixtralForSequenceClassification"},
+    **{"qwen2-moe": "Qwen2MoeForSequenceClassification", "qwen3-moe": "Qwen3MoeForSequenceClassification"},
 }
 
 pytestmark = pytest.mark.slow

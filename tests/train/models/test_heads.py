@@ -11,7 +11,8 @@ from flax import nnx
 
 import jpipe
 from jpipe_train.assemble import model
-from jpipe_train.config.config import LossConfig
+from jpipe_train.assemble.metrics import metrics
+from jpipe_train.config.config import EvalConfig, LossConfig
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models import bert, heads, transformer
 from jpipe_train.models.layers import layers
@@ -41,8 +42,8 @@ def batch(head: str, kind: str, examples: int = 4, dtype: type = np.float32):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_those_of_the_first_position_or_of_the_last_before_the_padding(kind):
-    """Each row alone, cut to its length, has the same ones; and so has each choice of an example."""
-    config = ModelConfig(**SMALL, **KINDS[kind], **HEADS["multiple_choice"])
+    """Each row alone, cut to its length, has the same ones; and so has each choice of an example. Rows of padding have finite ones."""
+    config = ModelConfig(**SMALL | {"depth": 1}, **KINDS[kind], **HEADS["multiple_choice"])
     inputs, _ = jax.tree.map(jnp.asarray, batch("multiple_choice", kind))
     stack = layers(config)
     params = params_of(stack, inputs)
@@ -50,18 +51,13 @@ def test_scores_are_those_of_the_first_position_or_of_the_last_before_the_paddin
     assert outputs.shape == (4, 3)
     other = {name: jnp.where(inputs["segments"] == 0, 255 - array, array) if name == "tokens" else array for name, array in inputs.items()}
     np.testing.assert_array_equal(applied(stack, params, other), outputs)
+    of_padding = applied(stack, params, inputs | {"segments": jnp.zeros_like(inputs["segments"])})
+    assert jnp.isfinite(of_padding).all()
     one = layers(config.model_copy(update={"head": "regression", "labels": None}))
-    for example, choice in ((0, 1), (1, 0), (3, 2)):
+    for example, choice in ((0, 1), (3, 2)):
         length = int(LENGTHS[3 * example + choice])
         row = {name: array[example, choice, None, :length] for name, array in inputs.items() if name != "segments"}
         np.testing.assert_allclose(applied(one, params, row)[0], outputs[example, choice], rtol=1e-5, atol=1e-6)
-
-
-def test_a_row_of_padding_has_a_finite_score():
-    config = ModelConfig(**SMALL, **LLAMA, **HEADS["classification"])
-    inputs = {"tokens": jnp.zeros((2, 8), jnp.int32), "segments": jnp.zeros((2, 8), jnp.int32)}
-    stack = layers(config)
-    assert jnp.isfinite(applied(stack, params_of(stack, inputs), inputs)).all()
 
 
 def wide(constructor):
@@ -115,3 +111,26 @@ def test_the_loss_is_the_mean_over_examples():
     for head in ("classification", "multiple_choice"):
         np.testing.assert_allclose(model.loss(LossConfig(), head)(outputs, labels), (expected, 2), rtol=1e-6)
     np.testing.assert_allclose(model.loss(LossConfig(), "regression")(jnp.asarray([1.0, -1.0]), jnp.asarray([0.5, 1.0])), (4.25, 2))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_router_loss_is_added_for_each_example(head):
+    config = ModelConfig(**SMALL, **LLAMA, **HEADS[head], experts={"count": 4, "per_token": 2, "mlp_width": 8, "z_loss": 0.5})
+    inputs, labels = jax.tree.map(jnp.asarray, batch(head, "llama"))
+    stack = layers(config)
+    outputs = applied(stack, params_of(stack, inputs), inputs)
+    total, number = model.loss(LossConfig(), head)(outputs, labels)
+    alone, _ = model.loss(LossConfig(), head)(outputs["tokens"], labels)
+    assert (float(number), outputs["experts"].counts.shape[1:]) == (4, (2, 4))
+    assert outputs["experts"].counts.sum() == 2 * 2 * (inputs["segments"] > 0).sum()
+    np.testing.assert_allclose(total - alone, 4 * outputs["experts"].loss(), rtol=1e-4)
+    assert total > alone
+    names = ["squared_error", "pearson"] if head == "regression" else ["accuracy", "cross_entropy", "f1_macro"]
+    with_experts, plain = (metrics(EvalConfig(metrics={name: name for name in names}), one) for one in (config, without_experts(config)))
+    assert with_experts.keys() == {"busiest_expert", "unused_experts", *plain}
+    for name, metric in plain.items():
+        np.testing.assert_array_equal(with_experts[name](outputs, labels), metric(outputs["tokens"], labels))
+
+
+def without_experts(config: ModelConfig) -> ModelConfig:
+    return config.model_copy(update={"experts": None})

@@ -33,15 +33,17 @@ def metrics(config: EvalConfig, model: ModelConfig | None = None) -> dict[str, A
     Raises:
         InputError: a target does not exist.
     """
-    has_experts = model is not None and model.target is None and model.head == "language" and model.experts is not None
+    has_experts = model is not None and model.target is None and model.experts is not None
     functions: dict[str, Any] = dict(_OF_EXPERTS) if has_experts else {}
     classes = None if model is None else model.label_count
     for name, metric in config.metrics.items():
         if metric in _IN_PARTS:
             count = _IN_PARTS[metric].count(classes or 0)
             functions |= {f"{metric}:{i}:{name}": _Part(_IN_PARTS[metric].sums, count, i) for i in range(count)}
+        elif metric in _MEANS:
+            functions[name] = _MEANS[metric]
         else:
-            functions[name] = _MEANS.get(metric) or _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}"), has_experts)
+            functions[name] = _LogitsMetric(entry_point.load(metric, f"eval.metrics.{name}"), has_experts)
     return functions
 
 
@@ -111,7 +113,7 @@ class _Part:
     index: int
 
     def __call__(self, outputs: Any, labels: Any) -> Pair:
-        sums, weight = self.sums(outputs, labels, self.count)
+        sums, weight = self.sums(_without_experts(outputs), labels, self.count)
         return sums[self.index], weight
 
 
@@ -155,13 +157,12 @@ def _top5(outputs: Any, labels: Any) -> Pair:
 def _cross_entropy(outputs: Any, labels: Any) -> Pair:
     """Return the summed cross-entropy of the labels in nats, whatever the loss is, and the number of labels."""
     _check_classes("cross_entropy", outputs, labels)
-    if isinstance(outputs, dict):
-        outputs = {name: part for name, part in outputs.items() if name != "experts"}
-    return cross_entropy.loss(outputs, labels)
+    return cross_entropy.loss(_without_experts(outputs), labels)
 
 
 def _squared_error(outputs: Any, labels: Any) -> Pair:
     """Return the summed squares of the errors, whatever the loss is, and the number of labels."""
+    outputs = _without_experts(outputs)
     _check_numbers("squared_error", outputs, labels)
     return heads.squared_error(outputs, labels)
 
@@ -230,6 +231,11 @@ _IN_PARTS = {
     "f1_macro": _InParts(lambda classes: 2 * classes, _all_counts, _f1),
     "pearson": _InParts(lambda _: 7, _moments, _pearson),
 }
+
+
+def _without_experts(outputs: Any) -> Any:
+    """Return the logits or numbers alone, if the choices of routers are beside them."""
+    return outputs["tokens"] if isinstance(outputs, dict) and "experts" in outputs else outputs
 
 
 def _check_classes(metric: str, outputs: Any, labels: Any) -> None:

@@ -161,8 +161,6 @@ class ModelConfig(TargetSection):
     def _labels_fit_the_head(self) -> "ModelConfig":
         if self.target is None:
             heads.check(self.head, self.labels)
-            if self.experts is not None and self.head != "language":
-                raise ValueError(f"experts have router losses, which head {self.head} does not add yet; leave out one of them")
         return self
 
     @model_validator(mode="after")

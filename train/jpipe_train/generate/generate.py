@@ -97,7 +97,7 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
         PeerLost: another process died, hung or stopped.
     """
     if not together.is_first:
-        write = say = _ignore
+        write = say = ignore
 
     def prepare() -> tuple[model_source.Origin, Conversion, list[list[int]], Texts]:
         check_options(request)
@@ -109,12 +109,21 @@ def main(request: Request, write: Callable[[str], None], say: Callable[[str], No
         return source, words, prompts, Texts(begun, words, request.as_json, write, say)
 
     source, words, prompts, texts = together.run_on_all(prepare)
-    together.agree(lambda: {**code_facts(), "what is generated": repr(request), "the model": f"{source.description} {source.config}"})
+    agree_on(request, source, together)
     model = start(request, source, words, len(prompts), max(text.length + text.most for text in texts.each), say, together)
     return model.answer(prompts, texts, request.seed)
 
 
-def _ignore(_: str) -> None:
+def agree_on(request: Request, source: model_source.Origin, together: Together) -> None:
+    """Continue only if all processes generate the same with the same model.
+
+    Raises:
+        InputError: they do not.
+    """
+    together.agree(lambda: {**code_facts(), "what is generated": repr(request), "the model": f"{source.description} {source.config}"})
+
+
+def ignore(_: str) -> None:
     """Print nothing: process 0 does."""
 
 

@@ -63,13 +63,18 @@ def loss(outputs: Outputs, labels: Labels) -> tuple[Float[Array, ""], Float[Arra
         The sum, and the number of labels that count.
     """
     if not isinstance(labels, dict):
-        number, nats = _number(labels), _nats(_tokens(outputs), labels)
-        routing = outputs.get("experts") if isinstance(outputs, dict) else None
-        return nats if routing is None else nats + (number * routing.loss()).astype(nats.dtype), number
+        number = _number(labels)
+        return with_router_loss(_nats(_tokens(outputs), labels), number, outputs), number
     number = _number(labels["tokens"])
     following = _nats(outputs["next"], labels["next"])
     share = (number / labels["next"].size).astype(following.dtype)
     return _nats(outputs["tokens"], labels["tokens"]) + share * following, number
+
+
+def with_router_loss(total: Float[Array, ""], number: Float[Array, ""], outputs: Any) -> Float[Array, ""]:
+    """Return the summed loss of a number of labels, to which the router loss is added for each if the outputs have one."""
+    routing = outputs.get("experts") if isinstance(outputs, dict) else None
+    return total if routing is None else total + (number * routing.loss()).astype(total.dtype)
 
 
 def correct(outputs: Outputs, labels: Labels, most: int = 1) -> tuple[Int[Array, ""], Int[Array, ""]]:

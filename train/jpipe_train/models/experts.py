@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jpipe.context import traced_mesh
 from jpipe_train.config.model.experts import ExpertsConfig
 from jpipe_train.config.model_config import ModelConfig
+from jpipe_train.models import exchange
 from jpipe_train.models.cross_entropy import wider
 from jpipe_train.models.metadata import named
 
@@ -184,10 +185,9 @@ class Shared(nnx.Module):
 def on_stage(config: ExpertsConfig, activation: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """Return the function that computes routed experts on one device, or on the mesh of the stage that is traced.
 
-    On a mesh each device routes its own rows. If the experts are sharded over an axis over which the rows are sharded, too, the devices of
-    that axis gather the tokens of all of them, compute those that chose their experts, and add up and scatter the outputs: two collectives,
-    which move less than an exchange of the chosen tokens does where a token chooses as many experts as there are devices, and never drop
-    one. If the rows are not sharded over the axis, the outputs are summed; so they are over the axis of `mlp`.
+    On a mesh each device routes its own rows. If the experts are sharded over an axis over which the rows are sharded, too, tokens come to
+    them as `jpipe_train.models.exchange` says. If the rows are not sharded over the axis, the outputs are summed; so they are over the axis
+    of `mlp`.
 
     Returns:
         A function of (x, is_counted, the kernel of the router, kernels by name) that returns the outputs, and counts, probabilities and
@@ -195,13 +195,13 @@ def on_stage(config: ExpertsConfig, activation: Callable[[Any], Any]) -> Callabl
     """
     stage = traced_mesh()
     if stage is None:
-        return partial(_mixture, config, activation, None, None, False)
+        return partial(_mixture, config, activation, None, None, ())
     over, inner = stage.axes.get("expert"), stage.axes.get("mlp")
     rows, into = P(stage.rows or None), P(over, None, inner)
     kernels = {"expand": into, "gate": into, "contract": P(over, inner)}
 
     def on_mesh(x: Any, is_counted: Any, router: Any, of_experts: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-        local = partial(_mixture, config, activation, over, inner, over in stage.rows)
+        local = partial(_mixture, config, activation, over, inner, stage.rows)
         specs = rows, rows, P(), {name: kernels[name] for name in of_experts}
         return jax.shard_map(local, mesh=stage.mesh, in_specs=specs, out_specs=rows)(x, is_counted, router, of_experts)
 
@@ -213,7 +213,7 @@ def _mixture(
     activation: Callable[[Any], Any],
     over: str | None,
     inner: str | None,
-    gathers: bool,
+    rows: tuple[str, ...],
     x: Float[Array, "b s w"],
     is_counted: Bool[Array, "b s"],
     router: Float[Array, "w e"],
@@ -226,7 +226,7 @@ def _mixture(
         activation: of the MLPs.
         over: the axis of the mesh over which the experts are sharded, if any.
         inner: the axis over which each of them is.
-        gathers: whether tokens are gathered over the axis of the experts.
+        rows: the axes over which the rows are sharded.
         x, is_counted, router, kernels: as in `on_stage`; the kernels are those of this device.
     """
     logits = jnp.einsum("bsw,we->bse", x.astype(router.dtype), router)
@@ -235,16 +235,19 @@ def _mixture(
     if config.renormalize:
         weights = weights / weights.sum(-1, keepdims=True)
     tokens: list[Any] = [array.reshape(-1, array.shape[-1]) for array in (x, weights.astype(x.dtype), chosen)]
-    if over is not None and not gathers:  # explicitly: JAX's own cast in the gather of rows would lose their gradients from other devices
-        tokens = [jax.lax.pcast(array, (over,), to="varying") for array in tokens]
-    if gathers:
-        tokens = [jax.lax.all_gather(array, over, tiled=True) for array in tokens]
-    if over is not None:
-        tokens[2] = tokens[2] - jax.lax.axis_index(over) * kernels["contract"].shape[0]
-    y = computed(tokens[0], tokens[1], tokens[2], kernels, activation, over is not None)
-    y = y if inner is None else jax.lax.psum(y, inner)
-    if over is not None:
-        y = jax.lax.psum_scatter(y, over, tiled=True) if gathers else jax.lax.psum(y, over)
+    count = kernels["contract"].shape[0]
+
+    def compute(x: Any, weights: Any, chosen: Any) -> Any:
+        here = chosen if over is None else chosen - jax.lax.axis_index(over) * count
+        y = computed(x, weights, here, kernels, activation, over is not None)
+        return y if inner is None else jax.lax.psum(y, inner)
+
+    if over is None:
+        y = compute(*tokens)
+    elif over in rows:
+        y = exchange.by_platform()(compute, *tokens, over=over, rows=rows, count=count)
+    else:  # explicitly: JAX's own cast in the gather of rows would lose their gradients from other devices
+        y = jax.lax.psum(compute(*(jax.lax.pcast(array, (over,), to="varying") for array in tokens)), over)
     return (y.reshape(x.shape), *_of_rows(logits, probabilities, chosen, is_counted))
 
 

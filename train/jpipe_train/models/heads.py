@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jpipe_train.config.model_config import ModelConfig
 from jpipe_train.models import transformer
-from jpipe_train.models.cross_entropy import wider
+from jpipe_train.models.cross_entropy import wider, with_router_loss
 from jpipe_train.models.transformer import Stream
 
 
@@ -19,7 +19,8 @@ class Head(nnx.Module):
     """Scores of each example, computed from one position of a row: BERT's first, a decoder's last that is not padding.
 
     Outputs are logits (b, classes) for `classification`, numbers (b) for `regression`, and logits (b, k) for `multiple_choice`, one from
-    the row of each choice. BERT's position goes through its pooler and dropout, a decoder's through the last norm.
+    the row of each choice. BERT's position goes through its pooler and dropout, a decoder's through the last norm. With experts they are
+    `{"tokens": scores, "experts": routing}`, as those of a language model.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -35,13 +36,16 @@ class Head(nnx.Module):
         dtype = jnp.dtype(transformer.dtype_of(config))
         self.score = nnx.Linear(config.width, outputs, use_bias=is_bert, dtype=dtype, kernel_init=init, rngs=rngs, **names)
 
-    def __call__(self, stream: Stream) -> Float[Array, "*scores"]:
+    def __call__(self, stream: Stream) -> Any:
         x, segments = transformer.split_stream(stream)
         if self.config.kind == "bert":
             chosen = self.dropout(jnp.tanh(self.pooler(x[:, 0])))
         else:
             chosen = transformer.normed(self.norm, last(x, segments))
-        scores = self.score(chosen)
+        scores, routing = self._in_shape(self.score(chosen)), transformer.routing_of(stream)
+        return scores if routing is None else {"tokens": scores, "experts": routing}
+
+    def _in_shape(self, scores: Float[Array, "r n"]) -> Float[Array, "*scores"]:
         if self.config.head == "classification":
             return scores
         return scores[:, 0] if self.config.head == "regression" else scores.reshape(-1, self.config.label_count or 1)
@@ -56,7 +60,8 @@ def last(x: Float[Array, "r s w"], segments: Int[Array, "r s"] | None) -> Float[
 
 
 def squared_error(outputs: Any, labels: Any) -> tuple[Any, Any]:
-    """Sum the squares of the errors, in float32 at least, and count the numbers."""
-    wide = wider(outputs.dtype)
-    errors = outputs.astype(wide) - labels.astype(wide)
-    return (errors**2).sum(), jnp.asarray(labels.size, jnp.float32)
+    """Sum the squares of the errors, in float32 at least, and count the numbers; the router loss is added as `cross_entropy.loss` does."""
+    scores, number = outputs["tokens"] if isinstance(outputs, dict) else outputs, jnp.asarray(labels.size, jnp.float32)
+    wide = wider(scores.dtype)
+    errors = scores.astype(wide) - labels.astype(wide)
+    return with_router_loss((errors**2).sum(), number, outputs), number

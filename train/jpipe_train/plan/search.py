@@ -198,7 +198,7 @@ def _meshes(profile: Profile, topology: Topology, request: Request, reporter: Re
         topology.groups(degrees.size)  # raises InputError unless they fill the machine
         if degrees.size > topology.most_in_mesh:
             rows = max(rows for rows in profile.sizes if rows % degrees.rows == 0)
-            inside, links = topology.mesh_link(topology.most_in_mesh), links_of(topology, degrees)
+            inside, links = topology.mesh_link(topology.most_in_mesh), links_of(profile, topology, degrees)
             seconds, seconds_inside = (
                 mesh_seconds(profile, rows, degrees, both) for both in (links, links._replace(model=inside, expert=inside, all=inside))
             )

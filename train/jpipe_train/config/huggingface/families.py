@@ -252,7 +252,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("MixtralForCausalLM",),
-        {},
+        {"classification": "MixtralForSequenceClassification"},
         "mixtral",
         (
             *_like_llama(1e-5),
@@ -290,7 +290,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("Qwen2MoeForCausalLM",),
-        {},
+        {"classification": "Qwen2MoeForSequenceClassification"},
         "qwen2_moe",
         (
             *_like_llama(),
@@ -314,7 +314,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("Qwen3MoeForCausalLM",),
-        {},
+        {"classification": "Qwen3MoeForSequenceClassification"},
         "qwen3_moe",
         (
             *_like_llama(),
