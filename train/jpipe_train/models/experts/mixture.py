@@ -96,8 +96,8 @@ def on_stage(config: ExpertsConfig, activation: Callable[[Any], Any]) -> Callabl
     """Return the function that computes routed experts on one device, or on the mesh of the stage that is traced.
 
     On a mesh each device routes its own rows. If the experts are sharded over an axis over which the rows are sharded, too, tokens come to
-    them as `jpipe_train.models.experts.exchange` says. If the rows are not sharded over the axis, the outputs are summed; so they are over the axis
-    of `mlp`.
+    them as `jpipe_train.models.experts.exchange` says. If the rows are not sharded over the axis, the outputs are summed; so they are over
+    the axis of `mlp`.
 
     Returns:
         A function of (x, is_counted, the kernel of the router, kernels by name) that returns the outputs, and counts, probabilities and
